@@ -25,7 +25,7 @@ from bench.models import make_config, make_model, random_probe
 from bench.step import Decode
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import LengthProbe
+from lenvm_kernels.values import LengthProbe
 
 VOCAB, CACHED, DRAFTS = 4096, 16, 4
 STEPS = ("value model", "value model, drafts", "probe", "none", "two forwards")

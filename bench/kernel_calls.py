@@ -17,7 +17,7 @@ from bench.launches import empty_is_zero
 from bench.models import VOCAB, make_config
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.values import ValueModel
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 MAX_LEN, MAX_CANDIDATES = 4096, 8  # k 5 and 8 take the same kernels

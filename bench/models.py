@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from lenvm_kernels.types import Candidates, Status
-from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from lenvm_kernels.value_model.probe import ProbeConfig
+from lenvm_kernels.values import ValueModel, ValueModelConfig
+from lenvm_kernels.values.probe import ProbeConfig
 
 VOCAB = 151_936  # of Qwen2.5
 

@@ -26,7 +26,7 @@ from bench.two_forward import TwoForwardStep
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput
-from lenvm_kernels.value_model import LengthProbe, ValueModel
+from lenvm_kernels.values import LengthProbe, ValueModel
 
 CACHED, MORE_CACHED, TOP_K = 512, 32, 5
 REPLAYS = 4  # of a profile; the first is left out

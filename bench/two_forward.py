@@ -33,7 +33,7 @@ from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import EngineSlots, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Mode
-from lenvm_kernels.value_model import KVCache, ValueModel
+from lenvm_kernels.values import KVCache, ValueModel
 
 NO_TOP_K = 1 << 30  # the fork's top_k without a limit
 NEWTON_STEPS = 20

@@ -75,7 +75,7 @@ def write_dummy(size: str, folder: str) -> None:
 def write_random_probe(config: dict[str, Any], folder: Path) -> None:
     """Write a probe of three layers and have this process accept it for the model."""
     from bench.models import random_probe
-    from lenvm_kernels.value_model.probe import ProbeConfig, write_probe
+    from lenvm_kernels.values.probe import ProbeConfig, write_probe
 
     count, hidden, vocab = (config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         import vllm
 
-        from lenvm_kernels.adapters.vllm_guide import Guide
+        from lenvm_kernels.engines.vllm.guide import Guide
 
         self.args, self.vllm = args, vllm
         if args.dummy:

@@ -32,7 +32,7 @@ from lenvm_kernels.loading.generation import sample
 from lenvm_kernels.loading.models import DEMO, DEMO_PROBE, Models
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import Sampling, StepBatch, StepConfig
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.values import ValueModel
 
 SAMPLING = dict(temperature=0.8, top_k=8, min_p=0.1)
 COLUMNS = ("way", "tokens/s", "time over plain", "length", "distance", "within 10 %", "cut", "perplexity")

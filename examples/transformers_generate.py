@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lenvm_kernels
 from lenvm_kernels import ValueModel
-from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.loading.models import Models
 
 SAMPLING = dict(temperature=0.8, top_k=8, min_p=0.02)  # the processor applies it, generate is told to sample as it is

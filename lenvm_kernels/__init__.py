@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lenvm_kernels.adapters.transformers import generate as generate
+    from lenvm_kernels.engines.transformers.processor import generate as generate
     from lenvm_kernels.guidance.params import GuidanceParams as GuidanceParams
     from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
     from lenvm_kernels.guidance.sentences import text_breaks_of as text_breaks_of
@@ -59,20 +59,20 @@ if TYPE_CHECKING:
     from lenvm_kernels.types import StepRequests as StepRequests
     from lenvm_kernels.types import TextBreak as TextBreak
     from lenvm_kernels.types import VerifiedTokens as VerifiedTokens
-    from lenvm_kernels.value_model import ImageTokens as ImageTokens
-    from lenvm_kernels.value_model import KVCache as KVCache
-    from lenvm_kernels.value_model import LengthProbe as LengthProbe
-    from lenvm_kernels.value_model import LenVMConfig as LenVMConfig
-    from lenvm_kernels.value_model import RaggedBatch as RaggedBatch
-    from lenvm_kernels.value_model import ValueModel as ValueModel
-    from lenvm_kernels.value_model import ValueModelConfig as ValueModelConfig
-    from lenvm_kernels.value_model import image_positions as image_positions
+    from lenvm_kernels.values import ImageTokens as ImageTokens
+    from lenvm_kernels.values import KVCache as KVCache
+    from lenvm_kernels.values import LengthProbe as LengthProbe
+    from lenvm_kernels.values import LenVMConfig as LenVMConfig
+    from lenvm_kernels.values import RaggedBatch as RaggedBatch
+    from lenvm_kernels.values import ValueModel as ValueModel
+    from lenvm_kernels.values import ValueModelConfig as ValueModelConfig
+    from lenvm_kernels.values import image_positions as image_positions
 
 __version__ = "0.1.0"
 
 # Where they are. Imported when first used: `lenvm --help` must not wait for torch and transformers.
 _MODULES = {
-    "adapters.transformers": "generate",
+    "engines.transformers.processor": "generate",
     "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
     "ops.gather_requests": "empty_history",
     "paged_slots": "OutOfSlots PagedSlots",
@@ -81,9 +81,7 @@ _MODULES = {
         "CandidateTrees Candidates DeltaTokens Drafts EmbeddedTokens GuidanceColumns Mode RaggedLayout "
         "ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"
     ),
-    "value_model": (
-        "ImageTokens KVCache LengthProbe LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions"
-    ),
+    "values": ("ImageTokens KVCache LengthProbe LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions"),
 }
 # An operator is in the file of its own name.
 _OPERATORS = (

@@ -15,9 +15,9 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from lenvm_kernels.adapters.own_slots import PAGE_SIZE, OwnSlots, Part
+from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, Part
 from lenvm_kernels.ops._common import next_power_of_2
-from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+from lenvm_kernels.values import KVCache, RaggedBatch, ValueModel
 
 try:
     from pydantic import BaseModel, ConfigDict, ValidationError

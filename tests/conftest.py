@@ -77,7 +77,7 @@ def site(tmp_path, monkeypatch):
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
-    names = ("sglang", "vllm", "made_up", "lenvm_kernels.adapters.vllm")
+    names = ("sglang", "vllm", "made_up", "lenvm_kernels.engines.vllm.processor")
     for name in [name for name in sys.modules if name.startswith(names)]:
         monkeypatch.delitem(sys.modules, name)
 

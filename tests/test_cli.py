@@ -218,7 +218,7 @@ def test_lengths_follow_from_the_logit_gamma_and_target_form(tmp_path, monkeypat
     save_file({name: torch.zeros(shape) for name, shape in head_shapes().items()}, head)
     LenVMConfig(**config).write(tmp_path / "value")
     texts = [generate("--show-values", *argv, value_model=value)[1]]
-    monkeypatch.setattr("lenvm_kernels.value_model.ValueModel.from_pretrained", None)  # weights are loaded once
+    monkeypatch.setattr("lenvm_kernels.values.ValueModel.from_pretrained", None)  # weights are loaded once
     texts.append(generate("--show-values", *argv, "--value-head", head, model=value, value_model=value)[1])
     assert [{row[1] for row in rows} - {"0.0"} for rows in texts] == [{f"{length:.1f}"}] * 2
 

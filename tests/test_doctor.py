@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lenvm_kernels
-from lenvm_kernels import doctor
-from lenvm_kernels.doctor import Check, examine
+from lenvm_kernels.cli import doctor
+from lenvm_kernels.cli.doctor import Check, examine
 from tests.helpers.engine_stubs import stubs
 
 
@@ -29,12 +29,12 @@ VLLM = package("vllm", "0.33.0") | stubs("vllm", "0.33.0")
 VLLM |= {"vllm/__init__.py": "", "vllm/triton_utils.py": "HAS_TRITON = False"}
 VLLM["vllm/v1/worker/gpu/sample/logits_processor/interface.py"] += "class LogitsProcessor:\n    pass\n"
 TRITON = {"vllm/triton_utils.py": "HAS_TRITON = True"}
-COPY = package("copy", "1", "[sglang.srt.plugins]\nlenvm2 = lenvm_kernels.adapters.sglang:plugin\n")
+COPY = package("copy", "1", "[sglang.srt.plugins]\nlenvm2 = lenvm_kernels.engines.sglang.plugin:plugin\n")
 OTHER = package("other", "1", "[sglang.srt.plugins]\nother = something.else:plugin\n")
 GPU = {"torch.cuda.is_available": lambda: True, "torch.cuda.device_count": lambda: 1}
 GPU |= {"torch.cuda.get_device_name": lambda index: "Test", "torch.cuda.get_device_capability": lambda index: (8, 0)}
-NO_GPU = {"torch.cuda.is_available": lambda: False, "lenvm_kernels.doctor.GPU_FILES": "nowhere"}
-LOST_GPU = NO_GPU | {"lenvm_kernels.doctor.GPU_FILES": __file__}
+NO_GPU = {"torch.cuda.is_available": lambda: False, "lenvm_kernels.cli.doctor.GPU_FILES": "nowhere"}
+LOST_GPU = NO_GPU | {"lenvm_kernels.cli.doctor.GPU_FILES": __file__}
 
 
 def off_by(error):
@@ -49,8 +49,8 @@ CASES = [
     ("installed", "torch", "wrong", "2.7.1+cu126 must be >=2.8", package("torch", "2.7.1+cu126")),
     ("installed", "torch", "ok", "3.0.0.dev20270101", package("torch", "3.0.0.dev20270101")),
     ("installed", "triton", "wrong", "3.10.0 must be <3.10,>=3.6", package("triton", "3.10.0")),
-    ("installed", "numpy", "wrong", 'pip install "numpy"', {"lenvm_kernels.doctor.version_of": {}.get}),
-    ("installed", "sglang", "missing", 'pip install "sglang', {"lenvm_kernels.doctor.version_of": {}.get}),
+    ("installed", "numpy", "wrong", 'pip install "numpy"', {"lenvm_kernels.cli.doctor.version_of": {}.get}),
+    ("installed", "sglang", "missing", 'pip install "sglang', {"lenvm_kernels.cli.doctor.version_of": {}.get}),
     ("installed", "sglang", "wrong", "0.6.0", package("sglang", "0.6.0")),
     ("installed", "sglang", "ok", "the LenVM fork", FORK),
     ("installed", "vllm", "wrong", "0.34.0", package("vllm", "0.34.0")),
@@ -58,7 +58,7 @@ CASES = [
     ("installed", "entry point of sglang", "ok", "lenvm of lenvm-kernels", OTHER),
     ("installed", "entry point of sglang", "wrong", "lenvm2 of copy", COPY),
     ("installed", "entry point of vllm", "wrong", "none", {"importlib.metadata.entry_points": lambda group: ()}),
-    ("installed", "installed", "wrong", "PackageNotFoundError", {"lenvm_kernels.doctor.PACKAGE": "nothing"}),
+    ("installed", "installed", "wrong", "PackageNotFoundError", {"lenvm_kernels.cli.doctor.PACKAGE": "nothing"}),
     ("sglang", "sglang", "missing", "the LenVM fork", FORK),
     ("sglang", "sglang", "wrong", "OSError: no CUDA", package("sglang", "0.5.23") | {"sglang/__init__.py": NO_CUDA}),
     ("vllm", "vllm", "wrong", "OSError: no CUDA", VLLM | {"vllm/__init__.py": NO_CUDA}),

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from lenvm_kernels.adapters import engine_signatures
-from lenvm_kernels.adapters.engine_signatures import USED, recorded, signature_of
+from lenvm_kernels.engines import signatures
+from lenvm_kernels.engines.signatures import USED, recorded, signature_of
 from tests.helpers.engine_stubs import stubs
 from tools import engine_signatures as tool
 
@@ -76,8 +76,8 @@ def test_sources_say_what_the_loaded_package_says(site):
 @pytest.mark.parametrize(("engine", "version"), [(engine, version) for engine in USED for version in recorded(engine)])
 def test_what_was_recorded_fits(site, engine, version):
     site(stubs(engine, version))
-    assert engine_signatures.differences(engine) == {}
-    engine_signatures.check(engine)
+    assert signatures.differences(engine) == {}
+    signatures.check(engine)
 
 
 def test_what_does_not_fit_is_named(site):
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_named(site):
     with pytest.raises(
         RuntimeError, match=r"does not fit this vllm, only 0.32.0, 0.33.0: \S+apply_min_p is not ther"
     ) as e:
-        engine_signatures.check("vllm")
+        signatures.check("vllm")
     assert "SamplingStates.get_top_k_top_p takes (expanded_idx_mapping, vocab_size), not (expanded_idx_map" in str(
         e.value
     )
@@ -99,7 +99,7 @@ def test_the_tool_adds_a_version(site, tmp_path, monkeypatch, capsys):
     file, versions = tmp_path / "signatures.json", recorded("vllm")
     for version in versions:
         site({f"{version}/{path}": text for path, text in stubs("vllm", version).items()})
-    for module in (tool, engine_signatures):
+    for module in (tool, signatures):
         monkeypatch.setattr(module, "FILE", file)
     for version in versions:
         monkeypatch.setattr("sys.argv", ["tool", "vllm", version, str(tmp_path / "site" / version)])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.value_model import KVCache, LenVMConfig, RaggedBatch, ValueModel
+from lenvm_kernels.values import KVCache, LenVMConfig, RaggedBatch, ValueModel
 from tests.helpers.models import random_pair, value_logits
 
 FORMS = {

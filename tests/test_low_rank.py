@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lenvm_kernels.loading import models as demo_models
-from lenvm_kernels.value_model import LenVMConfig, ValueModel
-from lenvm_kernels.value_model.low_rank import read_adapter
+from lenvm_kernels.values import LenVMConfig, ValueModel
+from lenvm_kernels.values.low_rank import read_adapter
 from tests.helpers.models import random_head, random_pair
 
 EVERY_MATRIX = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

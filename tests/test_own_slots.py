@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lenvm_kernels.adapters.own_slots import OwnSlots
+from lenvm_kernels.engines.own_slots import OwnSlots
 from lenvm_kernels.paged_slots import PagedSlots
 
 SIZE = 4

@@ -11,13 +11,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lenvm_kernels
-from lenvm_kernels.adapters.probe_states import ProbeStates
-from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.engines.probe_states import ProbeStates
+from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import LengthProbe
-from lenvm_kernels.value_model.probe import CONFIG_FILE, TENSORS_FILE
+from lenvm_kernels.values import LengthProbe
+from lenvm_kernels.values.probe import CONFIG_FILE, TENSORS_FILE
 from tests.helpers.engine import make_step, random_scores, take_step
 from tests.helpers.models import EOS, TINY, VOCAB, random_model
 from tests.helpers.probes import model_sizes, probe_values, write_random_probe

@@ -21,7 +21,7 @@ from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, StepConfig
-from lenvm_kernels.value_model import LengthProbe
+from lenvm_kernels.values import LengthProbe
 from tests.helpers.drafts import random_drafts
 from tests.helpers.engine import Engine, take_step
 from tests.helpers.interpreter import needs_interpreter

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels import cli
 from lenvm_kernels.serving import Query, ValueEngine, create_app
-from lenvm_kernels.value_model import LenVMConfig
+from lenvm_kernels.values import LenVMConfig
 from tests.helpers.models import ARCHITECTURES, VOCAB, random_head, random_model, save_checkpoint, value_model_of
 from tests.helpers.models import value_logits as plain_values
 from tests.helpers.server import free_port, running

@@ -11,8 +11,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels import LenVMConfig
-from lenvm_kernels.adapters.settings import Settings, load_text_breaks
-from lenvm_kernels.adapters.vllm_requests import guidance_of
+from lenvm_kernels.engines.settings import Settings, load_text_breaks
+from lenvm_kernels.engines.vllm.requests import guidance_of
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
 from tests.helpers.models import random_pair, save_checkpoint

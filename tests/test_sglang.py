@@ -28,13 +28,13 @@ from sglang.srt.server_args import ServerArgs
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lenvm_kernels.adapters import sglang as sglang_adapter
-from lenvm_kernels.adapters import sglang_guide
-from lenvm_kernels.adapters.settings import check_vocabulary
+from lenvm_kernels.engines.settings import check_vocabulary
+from lenvm_kernels.engines.sglang import guide as sglang_guide
+from lenvm_kernels.engines.sglang import plugin as sglang_adapter
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, working_bytes
 from lenvm_kernels.types import Status
-from lenvm_kernels.value_model import KVCache, ValueModel
+from lenvm_kernels.values import KVCache, ValueModel
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (
     EOS,

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
-from lenvm_kernels.adapters.engine_signatures import recorded
+from lenvm_kernels.engines.signatures import recorded
 
 TARGET = "sglang.srt.layers.sampler.Sampler._preprocess_logits"
 REMOVE = "from sglang.srt.layers.sampler import Sampler; del Sampler._preprocess_logits"
-FAIL = "import lenvm_kernels.adapters.sglang as adapter; adapter.plugin = lambda: {}['x']"
+FAIL = "import lenvm_kernels.engines.sglang.plugin as adapter; adapter.plugin = lambda: {}['x']"
 TRIED = ", ".join(recorded("sglang"))
 
 

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
-from lenvm_kernels.adapters import sglang as sglang_adapter
-from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only, parents_of
+from lenvm_kernels.engines.sglang import plugin as sglang_adapter
+from lenvm_kernels.engines.sglang.drafts import changed_once, drafts_of, leave_only, parents_of
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.types import Drafts
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lenvm_kernels.adapters import sglang_fork
-from lenvm_kernels.adapters.engine_signatures import USED
+from lenvm_kernels.engines.sglang_fork import drop_in as sglang_fork
+from lenvm_kernels.engines.signatures import USED
 from tests.helpers.sglang_fork import ALL, SAMPLING, Request, install, use_stand_in
 
 GOLDEN_MASKS = [json.loads(line) for line in (Path(__file__).parent / "golden" / "tree_mask.jsonl").open()]

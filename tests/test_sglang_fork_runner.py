@@ -11,16 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Qwen2_5_VLForConditionalGeneration
 
-from lenvm_kernels.adapters import sglang_fork, sglang_fork_runner
-from lenvm_kernels.adapters.own_slots import PAGE_SIZE as PAGE
-from lenvm_kernels.adapters.settings import Settings
+from lenvm_kernels.engines.own_slots import PAGE_SIZE as PAGE
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.sglang_fork import drop_in as sglang_fork
+from lenvm_kernels.engines.sglang_fork import runner as sglang_fork_runner
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Mode, Status
-from lenvm_kernels.value_model import KVCache, ValueModel
-from lenvm_kernels.value_model.images import load_vision_tower
+from lenvm_kernels.values import KVCache, ValueModel
+from lenvm_kernels.values.images import load_vision_tower
 from tests.helpers import sglang_fork as helper
 from tests.helpers.models import EOS, IMAGE, VIDEO, VOCAB, random_head, random_model, save_checkpoint, vl_config
 from tests.helpers.models import value_logits as plain_values
@@ -679,7 +680,7 @@ def test_vision_tower_is_loaded_before_memory_is_measured_again(make, plain_vl, 
         looks.append(len(engine.asked_memory))
         return load_vision_tower(*args)
 
-    monkeypatch.setattr("lenvm_kernels.value_model.model.load_vision_tower", load)
+    monkeypatch.setattr("lenvm_kernels.values.model.load_vision_tower", load)
     engine.asked_memory.clear()
     engine.model_runner.model_config.is_multimodal = reads_images
     engine.model_runner.initialize(0.0)

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from lenvm_kernels.adapters.settings import Settings
-from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.types import Status
 from tests.helpers.models import VISION, random_head, random_model, value_logits, value_model_of, vl_config
 from tests.helpers.sglang_fork import Item
@@ -287,7 +287,7 @@ def test_prefixes_that_images_share_with_others(folder, engine):
 
 def test_a_conversation_goes_on_after_an_image(folder, engine):
     """The second turn takes the first one's prompt, and its answer but for the end, from the radix cache."""
-    from lenvm_kernels.adapters.sglang_guide import MAX_WAITING
+    from lenvm_kernels.engines.sglang.guide import MAX_WAITING
 
     text, images = f"w20 {PICTURE} w21 w22", [picture(*C)]
     for seed in range(99):

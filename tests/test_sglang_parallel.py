@@ -20,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lenvm_kernels.adapters import sglang as sglang_adapter
+from lenvm_kernels.engines.sglang import plugin as sglang_adapter
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (
     ATOL,

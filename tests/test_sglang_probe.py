@@ -17,13 +17,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lenvm_kernels.adapters import sglang as sglang_adapter
-from lenvm_kernels.adapters import sglang_guide
-from lenvm_kernels.adapters.settings import Settings
-from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.sglang import guide as sglang_guide
+from lenvm_kernels.engines.sglang import plugin as sglang_adapter
+from lenvm_kernels.engines.sglang.states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.types import Status
-from lenvm_kernels.value_model import LengthProbe
+from lenvm_kernels.values import LengthProbe
 from tests.helpers.models import random_model
 from tests.helpers.probes import write_random_probe
 from tests.helpers.sglang_server import (

@@ -14,12 +14,12 @@ from lenvm_kernels import GuidanceTable, cli
 from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.loading import generation
 from lenvm_kernels.loading.models import Models
-from lenvm_kernels.training import collect, value_model
-from lenvm_kernels.training.answers import Answer, AnswerStore
-from lenvm_kernels.training.measures import measure
-from lenvm_kernels.training.targets import examples_of
-from lenvm_kernels.value_model import ValueModel
-from lenvm_kernels.value_model.probe import is_probe
+from lenvm_kernels.train import collect, value_model
+from lenvm_kernels.train.answers import Answer, AnswerStore
+from lenvm_kernels.train.measures import measure
+from lenvm_kernels.train.targets import examples_of
+from lenvm_kernels.values import ValueModel
+from lenvm_kernels.values.probe import is_probe
 from tests.helpers.fake_engine import fake_engines
 from tests.helpers.models import EOS, WORDS, save_checkpoint, value_logits
 

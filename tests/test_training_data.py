@@ -9,13 +9,13 @@ import torch
 from transformers import GPT2Config, MambaConfig, Qwen3MoeConfig
 
 from lenvm_kernels.loading.prompts import Prompt
-from lenvm_kernels.training import cost, probe
-from lenvm_kernels.training.answers import Answer, AnswerStore
-from lenvm_kernels.training.collect import Plan
-from lenvm_kernels.training.measures import lengths, measure
-from lenvm_kernels.training.settings import Fitting
-from lenvm_kernels.training.standardized import StandardizedLinear
-from lenvm_kernels.training.targets import Example, examples_of, gamma_of, tail_factor, targets
+from lenvm_kernels.train import cost, probe
+from lenvm_kernels.train.answers import Answer, AnswerStore
+from lenvm_kernels.train.collect import Plan
+from lenvm_kernels.train.measures import lengths, measure
+from lenvm_kernels.train.settings import Fitting
+from lenvm_kernels.train.standardized import StandardizedLinear
+from lenvm_kernels.train.targets import Example, examples_of, gamma_of, tail_factor, targets
 from tests.helpers.models import TINY, WORDS, save_checkpoint
 
 

@@ -6,12 +6,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Conf
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bench import ways
-from lenvm_kernels.adapters import transformers as transformers_adapter
-from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor, generate
+from lenvm_kernels.engines import transformers as transformers_adapter
+from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor, generate
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.values import ValueModel
 from tests.helpers import models
 from tests.helpers.models import random_model, value_logits
 

@@ -13,7 +13,7 @@ from lenvm_kernels.ops._common import next_power_of_2
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig
 from lenvm_kernels.types import Mode, Status
-from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+from lenvm_kernels.values import ValueModel, ValueModelConfig
 from tests.helpers.engine import Engine, take_step
 from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_pair, value_model_of
 

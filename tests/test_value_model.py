@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from bench.models import make_config
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import choose_tile, num_splits
-from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+from lenvm_kernels.values import KVCache, RaggedBatch, ValueModel
 from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, random_pair, value_model_of
 from tests.helpers.value_requests import (
     ATOL,

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from lenvm_kernels.loading.models import locate
-from lenvm_kernels.value_model import LenVMConfig, ValueModel, ValueModelConfig
-from lenvm_kernels.value_model.checkpoint import local_path
+from lenvm_kernels.values import LenVMConfig, ValueModel, ValueModelConfig
+from lenvm_kernels.values.checkpoint import local_path
 from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, random_pair, value_model_of
 from tests.helpers.value_requests import Requests, random_tokens
 

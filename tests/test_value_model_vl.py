@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.types import Status
-from lenvm_kernels.value_model import ImageTokens, KVCache, RaggedBatch, ValueModel, ValueModelConfig, image_positions
-from lenvm_kernels.value_model.images import image_sizes
+from lenvm_kernels.values import ImageTokens, KVCache, RaggedBatch, ValueModel, ValueModelConfig, image_positions
+from lenvm_kernels.values.images import image_sizes
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import GUIDANCE, TILT, Engine, make_step
 from tests.helpers.models import EOS, HIDDEN, IMAGE, VIDEO, VOCAB, random_head, random_model, value_logits, vl_config

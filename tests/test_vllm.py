@@ -24,10 +24,10 @@ import openai
 from transformers import AutoModelForCausalLM
 
 from bench import load
-from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE
+from lenvm_kernels.engines.vllm.guide import PAGE_SIZE
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
-from lenvm_kernels.value_model import KVCache, ValueModel
+from lenvm_kernels.values import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
 from tests.helpers.probes import probe_values, write_random_probe
 from tests.helpers.serve_bench import check_serve

@@ -20,15 +20,17 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from lenvm_kernels.adapters import engine_signatures, vllm_filters, vllm_options
-from lenvm_kernels.adapters.own_slots import MAX_DELTA, PAGE_SIZE, Room
-from lenvm_kernels.adapters.settings import Settings
-from lenvm_kernels.adapters.vllm import LenVMProcessor
-from lenvm_kernels.adapters.vllm_filters import rewrite
-from lenvm_kernels.adapters.vllm_guide import Guide
-from lenvm_kernels.adapters.vllm_report import Report
-from lenvm_kernels.adapters.vllm_requests import guidance_of
-from lenvm_kernels.adapters.vllm_states import show_layers
+from lenvm_kernels.engines import signatures
+from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, Room
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.vllm import filters as vllm_filters
+from lenvm_kernels.engines.vllm import options as vllm_options
+from lenvm_kernels.engines.vllm.filters import rewrite
+from lenvm_kernels.engines.vllm.guide import Guide
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor
+from lenvm_kernels.engines.vllm.report import Report
+from lenvm_kernels.engines.vllm.requests import guidance_of
+from lenvm_kernels.engines.vllm.states import show_layers
 from lenvm_kernels.types import Status
 from tests.helpers.models import ARCHITECTURES, HIDDEN, TINY, VOCAB, random_model, save_checkpoint
 from tests.helpers.probes import write_random_probe
@@ -244,7 +246,7 @@ def test_the_engines_filters_leave_guided_rows_alone(value_model):
     _, logits, context = engine.step({5: 6, 2: 9})
     top_k, top_p = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0.5, 0.1])
     filters, of_rows = engine.guide.filters, context.expanded_idx_mapping
-    assert engine_signatures.differences("vllm") == {}  # with what is wrapped
+    assert signatures.differences("vllm") == {}  # with what is wrapped
     found = filters.after_top_k_top_p(of_rows, top_k, top_p)
     assert found[0].tolist() == [3, VOCAB] and found[1].tolist() == [0.5, 1.0]
     assert filters.after_top_k_top_p(of_rows, None, None) == (None, None)

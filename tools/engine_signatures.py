@@ -3,7 +3,7 @@
     python -m tools.engine_signatures vllm 0.33.0 FOLDER
 
 FOLDER has the package: an unpacked wheel, or ``site-packages``. Nothing of it is imported. The version is added to
-``lenvm_kernels/adapters/engine_signatures.json``, or replaced there.
+``lenvm_kernels/engines/signatures.json``, or replaced there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import json
 from inspect import Parameter
 from pathlib import Path
 
-from lenvm_kernels.adapters.engine_signatures import ANYTHING, FILE, USED, written
+from lenvm_kernels.engines.signatures import ANYTHING, FILE, USED, written
 
 
 def signature_in(folder: Path, target: str) -> str | None:
-    """What :func:`lenvm_kernels.adapters.engine_signatures.signature_of` would say; None: it is not there."""
+    """What :func:`lenvm_kernels.engines.signatures.signature_of` would say; None: it is not there."""
     module, name = target.split(":")
     file = folder / (module.replace(".", "/") + ".py")
     if not file.exists():

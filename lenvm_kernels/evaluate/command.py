@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels import __version__
-from lenvm_kernels.cli_arguments import (
+from lenvm_kernels.loading import held_out_prompts, spread
+from lenvm_kernels.loading.arguments import (
     add_device,
     add_dtype,
     add_sampling,
@@ -21,7 +22,6 @@ from lenvm_kernels.cli_arguments import (
     seed_of,
     usage_errors,
 )
-from lenvm_kernels.loading import held_out_prompts, spread
 from lenvm_kernels.loading.prompts import Prompt, read_prompts, say
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def run_command(args: argparse.Namespace) -> None:
         import torch
         import transformers
 
-        from lenvm_kernels.adapters.settings import NONE
+        from lenvm_kernels.engines.settings import NONE
         from lenvm_kernels.evaluate import accuracy, report
         from lenvm_kernels.evaluate.calibration import calibrate
         from lenvm_kernels.evaluate.measures import measure

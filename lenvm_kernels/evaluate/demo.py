@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.cli_arguments import add_device, add_seed, check_output_files, device_of, usage_errors
 from lenvm_kernels.loading import held_out_prompts, spread
+from lenvm_kernels.loading.arguments import add_device, add_seed, check_output_files, device_of, usage_errors
 
 if TYPE_CHECKING:
     from lenvm_kernels.evaluate.measures import Answer

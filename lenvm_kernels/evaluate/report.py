@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lenvm_kernels.adapters.settings import NONE
+from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.evaluate.measures import Answer
 from lenvm_kernels.evaluate.plan import Plan
 

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.cli_arguments import check_output_files, device_of, positive, seed_of, usage_errors
 from lenvm_kernels.fuzz import OPERATORS
+from lenvm_kernels.loading.arguments import check_output_files, device_of, positive, seed_of, usage_errors
 
 if TYPE_CHECKING:
     from lenvm_kernels.fuzz.case import Operator

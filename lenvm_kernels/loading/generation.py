@@ -11,9 +11,9 @@ from tqdm import tqdm
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from lenvm_kernels.adapters.transformers import Guidance, LenVMLogitsProcessor
+from lenvm_kernels.engines.transformers.processor import Guidance, LenVMLogitsProcessor
 from lenvm_kernels.loading.models import Models
-from lenvm_kernels.value_model import LengthProbe, ValueModel
+from lenvm_kernels.values import LengthProbe, ValueModel
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from lenvm_kernels.adapters.settings import NONE
-from lenvm_kernels.adapters.transformers import eos_token_ids
+from lenvm_kernels.engines.settings import NONE
+from lenvm_kernels.engines.transformers.processor import eos_token_ids
 from lenvm_kernels.loading import PROBE, VALUE, model_path
-from lenvm_kernels.value_model import LengthProbe, LenVMConfig, ValueModel
-from lenvm_kernels.value_model.checkpoint import local_path
-from lenvm_kernels.value_model.probe import is_probe
+from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
+from lenvm_kernels.values.checkpoint import local_path
+from lenvm_kernels.values.probe import is_probe
 
 DEMO, DEMO_PROBE = "demo", "demo-probe"
 

@@ -14,7 +14,7 @@ from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, check_fi
 from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts, SpanNodes
-from lenvm_kernels.value_model import ImageTokens, ValueModel
+from lenvm_kernels.values import ImageTokens, ValueModel
 
 
 def check_kinds(batch: StepBatch, sampling: Sampling | None = None) -> None:

@@ -5,7 +5,7 @@ import math
 from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.ops.ragged_linear import num_splits, square_sums_shape
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_shape, workspace_shape
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.values import ValueModel
 
 
 def working_bytes(

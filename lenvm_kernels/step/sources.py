@@ -19,7 +19,7 @@ from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.step.tensors import StepTensors
 from lenvm_kernels.types import DeltaTokens
-from lenvm_kernels.value_model import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
+from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
 # Share of the rows of a forward in use, of those that it has room for with one delta token per request. A request with
 # five candidates of eight uses six of nine.

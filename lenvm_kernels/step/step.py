@@ -36,7 +36,7 @@ from lenvm_kernels.step.sources import ConstantValues, ModelValues, ProbeValues,
 from lenvm_kernels.step.tensors import StepRows, StepTensors, apply_spans
 from lenvm_kernels.step.warm_up import calls_of_every_kind
 from lenvm_kernels.types import Candidates, Drafts, Mode, SpanNodes, StepRequests
-from lenvm_kernels.value_model import ImageTokens, KVCache, LengthProbe, ValueModel
+from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, ValueModel
 
 # Outputs that wait for the end of a sentence end this many tokens late, measured with Qwen2.5-Coder-1.5B and SmolLM2
 # (bench/results/nvidia-h200/real-model).

@@ -1,6 +1,6 @@
 """Packages that look like an engine of a recorded version to whoever asks for signatures, and do nothing."""
 
-from lenvm_kernels.adapters.engine_signatures import ANYTHING, recorded
+from lenvm_kernels.engines.signatures import ANYTHING, recorded
 
 
 def stubs(engine, version, **changed):

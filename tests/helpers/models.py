@@ -21,7 +21,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from lenvm_kernels.loading import VALUE, model_path
-from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+from lenvm_kernels.values import ValueModel, ValueModelConfig
 
 VOCAB, HIDDEN = 97, 48
 EOS = 2

@@ -3,11 +3,11 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from lenvm_kernels.adapters.probe_states import ProbeStates
+from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.value_model import LengthProbe
-from lenvm_kernels.value_model.probe import ProbeConfig, embedding_hash, write_probe
+from lenvm_kernels.values import LengthProbe
+from lenvm_kernels.values.probe import ProbeConfig, embedding_hash, write_probe
 
 BIN_EDGES = (1, 2, 4, 8, 16, 32, 64, 128)
 

@@ -21,8 +21,8 @@ from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import LengthProbe, ValueModel
-from lenvm_kernels.value_model.probe import ProbeConfig
+from lenvm_kernels.values import LengthProbe, ValueModel
+from lenvm_kernels.values.probe import ProbeConfig
 from tests.helpers.engine import take_step
 from tests.helpers.padded_step import PaddedStep
 

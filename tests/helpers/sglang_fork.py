@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from lenvm_kernels.adapters import sglang_fork
+from lenvm_kernels.engines.sglang_fork import drop_in as sglang_fork
 from tests.helpers.engine_stubs import stubs
 from tests.helpers.models import EOS, VOCAB
 

@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.types import Status
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.values import ValueModel
 from tests.helpers.engine import PROMPTS, Engine, make_step
 from tests.helpers.models import EOS, TINY, last_value_logits, random_head, random_model
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lenvm_kernels.value_model import KVCache, RaggedBatch
+from lenvm_kernels.values import KVCache, RaggedBatch
 from tests.helpers.models import VOCAB, value_logits
 
 ATOL = 1e-5  # on logits of O(1), fp32 against fp32

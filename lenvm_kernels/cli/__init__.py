@@ -1,0 +1,57 @@
+"""The ``lenvm`` command: generate text of a controlled length, show that it works, measure it, serve values, fuzz it.
+
+Nothing here imports torch before a command runs, so that ``--help`` and ``--version`` answer at once. What the user can
+mend (a flag, a path, a missing package) ends in one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lenvm_kernels import __version__
+from lenvm_kernels.cli import doctor, export, generate, serve
+from lenvm_kernels.evaluate import command as evaluate
+from lenvm_kernels.evaluate import demo
+from lenvm_kernels.fuzz import command as fuzz
+from lenvm_kernels.loading.arguments import UsageError
+from lenvm_kernels.train import command as train
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As argparse, without the usage: the flags are many and the one line has to be seen."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 2 for what the user can mend, 130 when interrupted.
+
+    ``lenvm doctor`` and ``lenvm fuzz`` return 1 when something is wrong.
+    """
+    # Before torch is imported: a thread waits some 20 us before it sleeps, and nothing may wait for a network. Asleep
+    # at once, `lenvm demo` takes half as long again; awake for long, a second process on the same cores takes seven
+    # times.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except UsageError as error:
+        print(f"lenvm {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
+    parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (generate, demo, evaluate, train, export, doctor, serve, fuzz):
+        command.add(commands)
+    return parser

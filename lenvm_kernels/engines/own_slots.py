@@ -1,0 +1,235 @@
+"""A value model on cache slots of its own, for engines that do not share theirs: vLLM, the LenVM fork of SGLang, and
+``lenvm serve``. Runs on the host; a device is never waited for."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.values import ImageTokens, KVCache, ValueModel
+
+PAGE_SIZE = 16
+# Tokens per request that may wait for the value model in a guided step, beside the drafts.
+MAX_DELTA = 16
+
+
+class Room(NamedTuple):
+    """The result of :meth:`OwnSlots.reserve`.
+
+    Attributes:
+        reclaimed: rows outside the step whose slots were taken; their tokens must be computed again.
+        refused: rows of the step that the cache has no room for; they hold no slots.
+    """
+
+    reclaimed: list[int]
+    refused: list[int]
+
+
+class Part(NamedTuple):
+    """Tokens ``start`` to ``end`` (exclusive) of the request in a row of the slot table."""
+
+    table_row: int
+    start: int
+    end: int
+
+
+class Places(NamedTuple):
+    """Places of the ``D`` tokens of ``B`` parts, on the device.
+
+    Attributes:
+        token_rows, positions, slots: int64 ``[D]``; table row, position and slot of each token.
+        table_rows: int64 ``[B]``; table row of each part.
+        begins, lens, starts: int32 ``[B]``; first token of each part in ``D``, its tokens, and the position of the
+            first.
+        host_begins: ``begins`` on the host.
+    """
+
+    token_rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    table_rows: torch.Tensor
+    begins: torch.Tensor
+    lens: torch.Tensor
+    starts: torch.Tensor
+    host_begins: list[int]
+
+
+class OwnSlots:
+    """Slots of a value model's cache, by table row.
+
+    Engines do not report when a request leaves, so slots are also taken from the rows that have been in no step for
+    longest. Requests that begin with the same tokens share the full pages of these tokens while one of them holds them.
+
+    Args:
+        requests: rows of the slot table.
+        max_len: maximum number of tokens per request.
+        num_pages: pages in the cache (None: enough for every request to reach ``max_len``).
+        device: device of the slot table.
+        page_size: tokens per page.
+
+    Attributes:
+        slots: the slot table, as a :class:`GuidedStep` takes it.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        max_len: int,
+        *,
+        num_pages: int | None,
+        device: torch.device | str = "cpu",
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        self.slots = PagedSlots(requests, max_len, page_size=page_size, num_pages=num_pages, device=device)
+        self._last_used: dict[int, None] = {}  # rows that hold slots, the most recently used last
+        self._page_of: dict[bytes, int] = {}  # the last page of each computed prefix
+        self._prefix_of: dict[int, bytes] = {}  # its inverse
+        self._prefixes: dict[int, list[bytes]] = {}  # per row, a digest per full page of its prompt
+
+    def admit(self, table_row: int, token_ids: Sequence[int], moved: int = 0) -> int:
+        """Give a row to a new request; the slots of its previous request are freed.
+
+        Args:
+            table_row: row of the request.
+            token_ids: the first tokens of the request; an empty sequence shares nothing. The first token of an image
+                must be a number that identifies the image.
+            moved: offset of the rotary positions; requests with different offsets share nothing.
+
+        Returns:
+            Number of tokens that are computed already, by requests with the same prefix.
+        """
+        self._prefixes[table_row] = self._digests(token_ids, moved)
+        pages = []
+        for prefix in self._prefixes[table_row]:
+            if prefix not in self._page_of:
+                break
+            pages.append(self._page_of[prefix])
+        self._forget(self.slots.share(table_row, pages))
+        self._last_used.pop(table_row, None)
+        if pages:
+            self._last_used[table_row] = None
+        return len(pages) * self.slots.page_size
+
+    def release(self, table_row: int) -> None:
+        """Free the slots of a row."""
+        self._forget(self.slots.free(table_row))
+        self._last_used.pop(table_row, None)
+        self._prefixes.pop(table_row, None)
+
+    def reserve(self, lengths: Mapping[int, int]) -> Room:
+        """Make room for the requests of a step.
+
+        If the cache is too small for the step, the longest requests are refused.
+
+        Args:
+            lengths: number of tokens per row.
+        """
+        by_length = sorted(lengths, key=lengths.__getitem__)
+        for row in by_length:  # none of them may be the oldest
+            self._last_used.pop(row, None)
+        room = Room([], [])
+        for row in by_length:
+            while row not in self._last_used and row not in room.refused:
+                try:
+                    self.slots.extend(row, lengths[row])
+                    self._last_used[row] = None
+                except OutOfSlots:
+                    oldest = next((r for r in self._last_used if r not in lengths), None)
+                    if oldest is not None:
+                        room.reclaimed.append(oldest)
+                    else:
+                        room.refused.append(by_length[-1 - len(room.refused)])
+                    self.release(room.refused[-1] if oldest is None else oldest)
+        return room
+
+    def computed(self, table_row: int, length: int) -> None:
+        """Mark the first ``length`` tokens of a row as computed, or as computed before anything reads them."""
+        pages = self.slots.pages(table_row)
+        for i, prefix in enumerate(self._prefixes.get(table_row, ())[: length // self.slots.page_size]):
+            if prefix not in self._page_of:
+                self._page_of[prefix], self._prefix_of[pages[i]] = pages[i], prefix
+
+    def places(self, parts: Sequence[Part]) -> Places:
+        """Where the tokens of parts are, one part after the other."""
+        table_rows, starts, ends = np.array(parts, dtype=np.int64).T
+        lens = ends - starts
+        begins = lens.cumsum() - lens
+        positions = np.arange(lens.sum()) + np.repeat(starts - begins, lens)
+        token_rows, token_positions = self.to_device(np.stack((np.repeat(table_rows, lens), positions)))
+        table_rows, first, count, start = self.to_device(np.stack((table_rows, begins, lens, starts)))
+        slots, sizes = self.slots.slots(token_rows, token_positions), (first.int(), count.int(), start.int())
+        return Places(token_rows, token_positions, slots, table_rows, *sizes, begins.tolist())
+
+    def extend(
+        self,
+        step: GuidedStep,
+        parts: Sequence[Part],
+        token_ids: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        lens: torch.Tensor | None = None,
+        images: ImageTokens | None = None,
+    ) -> None:
+        """Compute parts of prompts (:meth:`GuidedStep.extend`) and mark them as computed.
+
+        Args:
+            step: the guided step on these slots.
+            parts: at most one per request; :meth:`reserve` has made room for them.
+            token_ids: returns the token ids of all parts, int64 ``[D]`` on the device, from their table rows and
+                positions, int64 ``[D]``.
+            lens: int32 ``[B]``; tokens to keep of each part, if the host only has an upper bound (None: all).
+            images: images among the tokens.
+        """
+        at = self.places(parts)
+        tokens = token_ids(at.token_rows, at.positions)
+        lens = at.lens if lens is None else lens
+        step.extend(tokens, at.slots, at.table_rows, at.begins, lens, at.starts, begins=at.host_begins, images=images)
+        for part in parts:
+            self.computed(part.table_row, part.end)
+
+    def to_device(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """Copy to the device of the slot table without waiting for it."""
+        tensor, device = torch.as_tensor(values), self.slots.table.device
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+    def _digests(self, token_ids: Sequence[int], moved: int) -> list[bytes]:
+        """A digest per full page: of ``moved`` and of the tokens up to the page's end."""
+        size, running, digests = self.slots.page_size, hashlib.blake2b(array("q", [moved]), digest_size=16), []
+        for end in range(size, len(token_ids) + 1, size):
+            running.update(array("q", token_ids[end - size : end]).tobytes())
+            digests.append(running.digest())
+        return digests
+
+    def _forget(self, pages: Sequence[int]) -> None:
+        """Forget the prefixes of pages that are free now."""
+        for page in pages:
+            prefix = self._prefix_of.pop(page, None)
+            if prefix is not None:
+                del self._page_of[prefix]
+
+
+def pages_for(value_model: ValueModel, requests: int, max_len: int, num_bytes: float | None) -> int:
+    """Number of pages that fit into ``num_bytes`` (None: no limit), at most what all requests can fill."""
+    most = requests * -(-max_len // PAGE_SIZE)
+    page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE)
+    return most if num_bytes is None else min(most, int(num_bytes) // page_bytes)
+
+
+def log_memory(logger: logging.Logger, name: object, value_model: ValueModel, pages: int, step_bytes: int) -> None:
+    """Log the memory that a value model's cache and steps take."""
+    logger.info(
+        "LenVM: value model %s in %s on %s; its cache of %d tokens takes %.2f GiB, its steps %.2f GiB",
+        name,
+        value_model.dtype,
+        value_model.device,
+        pages * PAGE_SIZE,
+        KVCache.num_bytes(value_model, pages * PAGE_SIZE) / 2**30,
+        step_bytes / 2**30,
+    )

@@ -1,0 +1,124 @@
+"""Images in the prompts of requests of SGLang and of its LenVM fork, for a value model that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lenvm_kernels.values import ImageTokens, ValueModel
+from lenvm_kernels.values.images import check_pixels, image_positions, image_sizes
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
+
+
+class PromptImages:
+    """The images of a request's prompt: where they are, and their embeddings while the prompt is computed.
+
+    Args:
+        req: the request, whose prompt has as many tokens of an image as there are embeddings.
+        value_model: which reads them.
+
+    Attributes:
+        length: tokens of the prompt.
+        moved: by how much its tokens' rotary positions are moved (:func:`image_positions`). Prompts that share a prefix
+            and differ in this have different keys for it.
+
+    Raises:
+        ValueError: what the value model cannot read.
+    """
+
+    def __init__(self, req: Req, value_model: ValueModel) -> None:
+        if getattr(req, "session", getattr(req, "session_id", None)) is not None:  # the fork has its id alone
+            raise ValueError("images in a session cannot be combined with guidance in custom_params")
+        self._items: list[MultimodalDataItem] = req.multimodal_inputs.mm_items
+        if not all(has_pixels(item) for item in self._items):
+            raise ValueError(
+                "videos, audio and embeddings of images cannot be combined with guidance in custom_params: only pixels "
+                "of images can"
+            )
+        tower = value_model.vision_tower
+        if tower is None:
+            raise ValueError(
+                "images cannot be combined with guidance in custom_params: the value model has no vision tower"
+            )
+        self.length = len(req.origin_input_ids)
+        self._rows = torch.full((self.length,), -1)
+        merge, count = value_model.config.vision.spatial_merge_size, 0
+        sizes: list[tuple[int, tuple[int, int, int]]] = []
+        for item in self._items:
+            check_pixels(tower, item.feature, item.image_grid_thw)
+            of_item = image_sizes(item.image_grid_thw, merge)
+            for (first, last), size in zip(item.offsets, of_item, strict=True):
+                self._rows[first : last + 1] = torch.arange(count, count + last + 1 - first)
+                sizes.append((first, size))
+                count += last + 1 - first
+        self._positions = image_positions(self._rows >= 0, iter([size for _, size in sorted(sizes)]))
+        self.moved = int(self._positions[0, 0])
+        self.embeds: torch.Tensor | None = None
+
+    def embed(self, first: int, value_model: ValueModel) -> None:
+        """Have embeddings if the prompt has images from this token on."""
+        if self.embeds is None and (self._rows[first:] >= 0).any():
+            # In the fork pixels may still be on their way to the host; only copies in the same stream wait for that.
+            pixel_values = torch.cat([item.feature.to(value_model.device, non_blocking=True) for item in self._items])
+            grids = torch.cat([item.image_grid_thw for item in self._items])
+            self.embeds = value_model.embed_images(pixel_values, grids)
+
+    def identities(self, token_ids: Sequence[int]) -> list[int]:
+        """The prompt's ``token_ids``, and what may follow; an image's first token becomes a number of its pixels."""
+        ids = list(token_ids)
+        for item in self._items:
+            for first, _ in item.offsets:
+                ids[first] = hash((item.hash, *item.image_grid_thw.flatten().tolist()))
+        return ids
+
+    def of_tokens(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions ``[3, count]`` of these tokens of the sequence, and their rows of the embeddings ``[count]``."""
+        after = torch.arange(max(first, self.length), max(first + count, self.length))
+        which = slice(first, first + count)
+        positions = torch.cat([self._positions[:, which], after.expand(3, -1)], dim=1)
+        return positions, torch.cat([self._rows[which], torch.full_like(after, -1)])
+
+
+def has_pixels(item: MultimodalDataItem) -> bool:
+    """Whether it is an image as the engine's processor of Qwen's models makes it."""
+    has_grid = isinstance(item.model_specific_data.get("image_grid_thw"), torch.Tensor) and bool(item.offsets)
+    return item.is_image() and isinstance(item.feature, torch.Tensor) and has_grid
+
+
+def image_tokens(
+    parts: Sequence[tuple[PromptImages | None, int, int]], tokens: int, value_model: ValueModel
+) -> ImageTokens | None:
+    """Of ``tokens`` tokens, on the CPU but for the embeddings; None if there are no images.
+
+    Args:
+        parts: one after the other: the request's images, its first token that is there, and how many are.
+        tokens: of all; what the parts do not have is padding at the end.
+        value_model: which reads them.
+    """
+    if all(images is None for images, _, _ in parts):
+        return None
+    positions, rows, embeds, count = [], [], [], 0
+    for images, first, length in parts:
+        if images is None:
+            positions.append(torch.arange(first, first + length).expand(3, -1))
+            rows.append(torch.full((length,), -1))
+            continue
+        of_tokens, its_rows = images.of_tokens(first, length)
+        positions.append(of_tokens)
+        if images.embeds is None:  # all that is left is text, or the request has lost its guidance
+            rows.append(torch.full((length,), -1))
+            continue
+        rows.append(torch.where(its_rows >= 0, its_rows + count, -1))
+        embeds.append(images.embeds)
+        count += len(images.embeds)
+    padding = tokens - sum(length for _, _, length in parts)
+    no_embeds = torch.empty(0, value_model.config.hidden_size, dtype=value_model.dtype, device=value_model.device)
+    return ImageTokens(
+        torch.cat([*positions, torch.zeros(3, padding, dtype=torch.int64)], dim=1),
+        torch.cat([*rows, torch.full((padding,), -1)]),
+        torch.cat([no_embeds, *embeds]),
+    )

@@ -1,0 +1,479 @@
+"""LenVM in unforked SGLang, as a plugin of the engine (entry point ``sglang.srt.plugins``).
+
+It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some functions of the engine (:data:`HOOKS`):
+
+- a request's ``custom_params`` are validated before it is scheduled, and it is given a part of the radix cache of its
+  own: a prefix that the value model has not seen is never taken for one it has;
+- the value model, if there is one, is loaded after the base model and gets its share of the memory; its keys and
+  values live in the slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing
+  from here;
+- at every step the requests with guidance are drawn from their candidates; all others are the engine's own draws;
+- a value model that reads images is given those of prompts (:mod:`lenvm_kernels.engines.sglang.images`);
+- a probe in its place is given the base model's states (:mod:`lenvm_kernels.engines.sglang.states`), and needs none of
+  what is said above of the value model;
+- with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.engines.sglang.drafts`);
+- what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
+  (:mod:`lenvm_kernels.engines.report`).
+
+What the hooks do for a batch is in :mod:`lenvm_kernels.engines.sglang.guide`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from lenvm_kernels.engines import signatures
+from lenvm_kernels.engines.report import without_empty_keys
+from lenvm_kernels.engines.settings import (
+    MAX_SCALED_TOKENS,
+    MAX_STOP_TOKENS,
+    Settings,
+    check_vocabulary,
+)
+from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide
+from lenvm_kernels.engines.sglang.images import PromptImages
+from lenvm_kernels.engines.sglang.states import SampledStates, input_embedding
+from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.types import Mode
+from lenvm_kernels.values import KVCache
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+    from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+logger = logging.getLogger(__name__)
+
+RADIX_NAMESPACE = "lenvm|"
+_NO_SAMPLER = "it never reaches the sampler that guidance is in"
+_NOT_TRIED = "not tried"
+_FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
+_OTHER_SLOTS = "the value model lives in the slots of the engine's own pool"
+_OTHER_LAYERS = "it has the base model hand over what other layers read"
+SPECULATIVE_ALGORITHMS = (None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+# Options of the engine: what is accepted, and why.
+OPTIONS = {
+    "speculative_adaptive": (False, "the step takes a fixed number of drafts"),
+    "enable_multi_layer_eagle": (False, _NOT_TRIED),
+    "dllm_algorithm": (None, _NO_SAMPLER),
+    "pp_size": (1, "not built"),
+    "startup_weight_load_mode": ("serial", "weights are read, and graphs captured, when the base model's are there"),
+    "attn_cp_size": (1, _NOT_TRIED),
+    "enable_pdmux": (False, "prompts and draws would be computed at the same time"),
+    "disaggregation_mode": ("null", "requests are guided from their prompts on"),
+    "enable_hierarchical_cache": (False, _FOREIGN_KEYS),
+    "enable_lmcache": (False, _FOREIGN_KEYS),
+    "enable_flexkv": (False, _FOREIGN_KEYS),
+    "enable_unified_cache_external_linker": (False, _FOREIGN_KEYS),
+    "radix_cache_backend": (None, _FOREIGN_KEYS),
+    "enable_unified_memory": (False, _OTHER_SLOTS),
+    "enable_hisparse": (False, _OTHER_SLOTS),
+    "enable_kv_cache_sharding": (False, _OTHER_SLOTS),
+    "dcp_size": (1, _OTHER_SLOTS),
+}
+# Further ones beside a probe.
+PROBE_OPTIONS = {
+    "enable_torch_compile": (False, _NOT_TRIED),
+}
+# Reasons that do not hold without a value model, nor with a probe.
+_OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
+
+
+# One a process: a scheduler process has one model runner that samples.
+_guide: SGLangGuide | None = None
+
+
+def requested_guidance(sampling_params: SamplingParams, settings: Settings) -> GuidanceParams | None:
+    """The parameters of a request, or None without guidance.
+
+    A greedy request is not guided: it has one candidate.
+
+    Raises:
+        ValueError: naming the field of ``custom_params``, what came and what is accepted.
+    """
+    if sampling_params.custom_params is None:
+        return None
+    if not isinstance(sampling_params.custom_params, dict):
+        raise ValueError(f"custom_params must be an object of named values, got {sampling_params.custom_params!r}")
+    params = settings.parse_request(sampling_params.custom_params)
+    if sampling_params.top_k == 1:
+        params = replace(params, mode=Mode.UNGUIDED)
+    if not params.needs_step and not params.token_temperature_scale:
+        return None
+    if not -(2**63) <= (sampling_params.sampling_seed or 0) < 2**63:
+        raise ValueError(f"sampling_seed must be an int64, got {sampling_params.sampling_seed}")
+    if len(sampling_params.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise ValueError(
+            f"stop_token_ids must be at most {MAX_STOP_TOKENS} together with guidance, "
+            f"got {len(sampling_params.stop_token_ids)}"
+        )
+    if len(params.token_temperature_scale) > MAX_SCALED_TOKENS:
+        raise ValueError(
+            f"token_temperature_scale must be of at most {MAX_SCALED_TOKENS} tokens, "
+            f"got {len(params.token_temperature_scale)}"
+        )
+    return params
+
+
+def guidance_of(
+    request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | Req, settings: Settings
+) -> GuidanceParams | None:
+    """:func:`requested_guidance` of a whole request.
+
+    Raises:
+        ValueError: also of what guidance does not go with.
+    """
+    params = requested_guidance(request.sampling_params, settings)
+    if params is None:
+        return None
+    session = getattr(request, "session", None)
+    given = {"beam_width": (request.sampling_params.beam_width or 1) > 1}  # beams are not drawn
+    if settings.reads_tokens:
+        given |= {
+            "input_embeds": getattr(request, "input_embeds", None) is not None,
+            "positional_embed_overrides": request.positional_embed_overrides is not None,
+            # Of those that the value model reads, the scheduler finds what it cannot (PromptImages).
+            "images, videos and audio": getattr(request, "mm_inputs", None) is not None and not settings.reads_images,
+            # Its requests share slots past the radix cache, and the value model has not seen those without guidance.
+            "a streaming session": session is not None and session.streaming,
+        }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name} cannot be combined with guidance in custom_params")
+    return params
+
+
+def drafts_a_step(options: Any) -> int:
+    """Drafted tokens of a request in a step of an engine with these options."""
+    return (options.speculative_num_draft_tokens or 1) - 1 if options.speculative_algorithm else 0
+
+
+# --- hooks: arguments are those of the hooked function, after its result (AFTER) or itself (AROUND) ---
+
+
+def check_request(result: Any, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
+    """After a request was tokenized: refuse what cannot be guided, which the servers answer with status 400."""
+    guidance_of(result, Settings.current(manager.server_args.tokenizer_path))
+
+
+def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
+    """After a request was made in the scheduler: parse its guidance, give it its part of the radix cache."""
+    req.lenvm_images, req.lenvm_prefilled = None, 0
+    settings = Settings.current() if _guide is None else _guide.settings
+    try:
+        req.lenvm_guidance = guidance_of(req, settings)
+    except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
+        req.lenvm_guidance = req.input_embeds = None  # it is left with one token, and runs once to be answered
+        req.set_finish_with_abort(str(error))  # status 400
+    if settings.reads_tokens and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
+        req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
+
+
+def note_images(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
+    """After a request in the scheduler was given its images, before it takes a prefix from the radix cache."""
+    if _guide is None or _guide.value_model is None or not (req.lenvm_guidance and req.lenvm_guidance.needs_step):
+        return
+    try:
+        req.lenvm_images = PromptImages(req, _guide.value_model)
+    except ValueError as error:
+        req.lenvm_guidance = None
+        req.set_finish_with_abort(str(error))  # status 400
+        return
+    if req.lenvm_images.moved:
+        req.extra_key = f"lenvm{req.lenvm_images.moved}|" + req.extra_key.removeprefix(RADIX_NAMESPACE)
+
+
+def load_value_model(_: None, runner: ModelRunner) -> None:
+    """After the base model was loaded: check the engine's options, load the value model onto its device."""
+    global _guide
+    if runner.is_draft_worker:
+        return
+    missing = [target for target in HOOKS if target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
+    signatures.check("sglang")
+    options = resolved_view(runner.server_args)  # with the engine's choices for what was not given
+    if options.speculative_algorithm not in SPECULATIVE_ALGORITHMS:
+        raise ValueError(
+            f"speculative_algorithm must be one of {', '.join(map(str, SPECULATIVE_ALGORITHMS))} together with "
+            f"LENVM_VALUE_MODEL, got {options.speculative_algorithm}: {_NOT_TRIED}"
+        )
+    if options.speculative_algorithm and options.enable_mixed_chunk:
+        raise ValueError(f"enable_mixed_chunk must be False together with speculative decoding, got True: {_NOT_TRIED}")
+    settings = Settings.current(options.tokenizer_path)
+    free_reasons = () if settings.reads_tokens else _OF_A_VALUE_MODEL
+    check_options(options, OPTIONS, "LENVM_VALUE_MODEL", free_reasons)
+    if settings.reads_tokens:
+        check_pool(runner)
+    settings.thoughts  # noqa: B018, loads the tokenizer before the first request
+    device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
+    value_model = settings.load_value_model(runner.dtype, device)
+    states = load_probe(settings, runner, options) if settings.has_probe else None
+    _guide = SGLangGuide(settings, value_model, device, drafts=drafts_a_step(options), states=states)
+    if states is not None:
+        logger.info("LenVM: probe %s in %s on %s", settings.value_model, states.probe.dtype, states.probe.device)
+        return
+    if value_model is None:
+        logger.info("LenVM: no value model; targets are met by the end tokens alone")
+        return
+    if runner.model_config.is_multimodal:
+        value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
+    check_vocabulary(settings, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path)
+    logger.info("LenVM: value model %s in %s on %s", settings.value_model, value_model.dtype, device)
+
+
+def check_options(
+    options: Any, accepted_ones: Mapping[str, tuple[Any, str]], what: str, free_reasons: Sequence[str] = ()
+) -> None:
+    """Raise ValueError unless each option of the engine is as ``what`` accepts it; some reasons may not hold."""
+    for option, (accepted, reason) in accepted_ones.items():
+        if (given := getattr(options, option, accepted)) != accepted and reason not in free_reasons:
+            raise ValueError(f"{option} must be {accepted} together with {what}, got {given}: {reason}")
+
+
+def check_pool(runner: ModelRunner) -> None:
+    """Raise ValueError unless every layer of the base model keeps all keys and values, in slots of one pool."""
+    kinds = {
+        "sliding windows": runner.is_hybrid_swa,
+        "layers with a state": mambaish_config(runner.model_config) is not None,
+    }
+    for kind, is_there in kinds.items():
+        if is_there:
+            raise ValueError(
+                f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}: {_OTHER_SLOTS}"
+            )
+
+
+def load_probe(settings: Settings, runner: ModelRunner, options: Any) -> SampledStates:
+    """The probe, and what it reads of the base model."""
+    check_options(options, PROBE_OPTIONS, "a probe")
+    probe = settings.load_probe(runner.model_config.num_hidden_layers, input_embedding(runner.model))
+    layers = probe.config.layers
+    if set(layers) != {probe.config.num_layers}:
+        inner = f"a probe of layers {list(layers)}"
+        if options.speculative_algorithm == "EAGLE3":
+            raise ValueError(f"speculative_algorithm must not be EAGLE3 together with {inner}: {_OTHER_LAYERS}")
+        check_options(options, {"enable_return_aux_hidden_states": (False, _OTHER_LAYERS)}, inner)
+    return SampledStates(runner.model, probe)
+
+
+def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:
+    """Around the sizing of the engine's pool: what the guided step will take is not the pool's."""
+    if _guide is None or configurator.is_draft_worker:
+        return original(configurator, budget_bytes, cap_tokens=cap_tokens)
+    model, settings, drafts = _guide.value_model, _guide.settings, _guide.drafts
+    delta = MAX_DELTA + drafts
+
+    def sized(pool_bytes: int) -> tuple[Any, int]:
+        """The pool, and the bytes that the value model takes beside it."""
+        pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
+        requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
+        slots = pool.max_total_num_tokens + configurator.page_size
+        engine = configurator.model_config
+        sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
+        working = settings.working_bytes(model, **sizes, max_delta=delta, max_drafts=drafts)
+        working += _guide.states_bytes(requests)
+        if model is None:
+            return pool, working
+        return pool, working + KVCache.num_bytes(model, slots)
+
+    # Slots grow with the pool's bytes, and with them what the value model takes: the largest pool that leaves room is
+    # found by bisection.
+    fits, too_large = 0, budget_bytes
+    for _ in range(24):
+        middle = (fits + too_large) // 2
+        has_room = middle + sized(middle)[1] <= budget_bytes
+        fits, too_large = (middle, too_large) if has_room else (fits, middle)
+    remedies = "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
+    if fits == 0:
+        raise ValueError(
+            f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: {budget_bytes / 2**30:.2f} GiB are left for it "
+            f"and the guided step; {remedies}"
+        )
+    pool, beside = sized(fits)
+    share = beside / budget_bytes
+    if settings.memory_share is not None and share > settings.memory_share:
+        raise ValueError(
+            f"LENVM_MEMORY_SHARE is {settings.memory_share:g}, but the guided step takes {share:.3f} of the "
+            f"{budget_bytes / 2**30:.2f} GiB beside the weights; {remedies}"
+        )
+    logger.info("LenVM: guidance takes %.2f GiB, %.1f %%", beside / 2**30, 100 * share)
+    return pool
+
+
+def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
+    """After the engine allocated its pools."""
+    if _guide is not None and not runner.is_draft_worker:
+        _guide.take_slots(runner)
+
+
+def admit_requests(
+    batch: ForwardBatch, _: type, scheduled: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
+) -> None:
+    """After a batch was made ready for a model."""
+    batch.lenvm_reqs, batch.lenvm_decoding, batch.lenvm_images = [], [], []
+    if _guide is None or not _guide.has_slots or runner.is_draft_worker:
+        return
+    batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
+    if batch.forward_mode.is_extend_without_speculative():
+        running = {id(req) for req in scheduled.decoding_reqs or ()}  # in a mixed batch
+        batch.lenvm_decoding = [id(req) in running for req in scheduled.reqs]
+        batch.lenvm_images = [req.lenvm_images for req in scheduled.reqs]
+        _guide.admit(batch, [req for req in scheduled.reqs if id(req) not in running])
+
+
+def checkpoint(original: Callable, tree: BasePrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> None:
+    """Around the handing over of a request's first tokens to the radix cache: not those that the value model has not
+    computed, so that all that is there it has."""
+    computed = up_to if _guide is None or not _guide.has_slots else _guide.computed_len(req, up_to)
+    original(tree, req, up_to=computed, **kwargs)
+
+
+def hide_inner_states(original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> Any:
+    """Around the making of logits from the base model's states."""
+    states = None if _guide is None else _guide.states
+    if states is None or not states.has_inner or not states.are_of(processor):
+        return original(processor, *args, **kwargs)
+    return states.hide_inner(original, processor, *args, **kwargs)
+
+
+def keep_states(original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> tuple:
+    """Around the choice of those that logits are made of."""
+    states = None if _guide is None else _guide.states
+    if states is None or not states.are_of(processor):
+        return original(processor, *args, **kwargs)
+    return states.prune(original, processor, *args, **kwargs)
+
+
+def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
+    """After the base model's forward."""
+    is_prompt = batch.forward_mode.is_extend_without_speculative()
+    if _guide is not None and is_prompt and getattr(batch, "lenvm_reqs", None):
+        _guide.extend(batch)
+        _discard_read_done(runner)
+
+
+def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
+    """Around the drawing of a batch's tokens."""
+    if _guide is None or not getattr(batch, "lenvm_reqs", None):
+        return original(runner, logits_output, batch)
+    with _guide.sampling(batch):
+        tokens = original(runner, logits_output, batch)
+        report = _guide.report(logits_output.next_token_logits, batch.sampling_info, tokens)
+        _guide.note_drawn(batch, tokens)
+    _discard_read_done(runner)
+    logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, report)
+    return tokens
+
+
+def sample_delayed(original: Callable, scheduler: Scheduler, result: Any, batch: ScheduleBatch | None) -> None:
+    """Around the drawing of a batch that had to wait for the results of the one before, as grammars do.
+
+    The engine's barrier against overwriting the slot table came before it, so it is set up again.
+    """
+    is_delayed = result is not None and result.delay_sample_func is not None
+    reads_slots = is_delayed and batch is not None and any(req.lenvm_guidance is not None for req in batch.reqs)
+    original(scheduler, result, batch)
+    if reads_slots:
+        scheduler._apply_war_barrier()
+
+
+def _discard_read_done(runner: ModelRunner) -> None:
+    """Make the scheduler wait for the value model, too, before it overwrites the slot table.
+
+    The engine's event marks the base model's last read of the table, and the value model reads it later. Without an
+    event the scheduler waits for all that its forward stream has been given by then.
+    """
+    if _guide is not None and _guide.reads_tokens:
+        runner.shared_read_done_event = None
+
+
+def change_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """After the engine's own logit processors."""
+    if _guide is not None:
+        _guide.change_logits(logits)
+
+
+def sample_from_probs(
+    original: Callable, sampler: Any, probs: torch.Tensor, info: SamplingBatchInfo, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    """Around the draw itself: guided requests get a token of their candidates, the others the one the engine draws."""
+    tokens = None if _guide is None else _guide.draw_all(probs, info)
+    if tokens is not None:
+        return tokens, None
+    tokens, capture = original(sampler, probs, info, *args, **kwargs)
+    return tokens if _guide is None else _guide.draw(probs, info, tokens), capture
+
+
+def verify_drafts(
+    original: Callable,
+    verify_input: EagleVerifyInput,
+    batch: ScheduleBatch,
+    logits_output: LogitsProcessorOutput,
+    grammar_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Around the verification of a batch's drafts."""
+    arguments = verify_input, batch, logits_output, grammar_mask, *args
+    if _guide is None or batch.forward_mode.is_idle():
+        return original(*arguments, **kwargs)
+    batch.lenvm_reqs = [req for req in batch.reqs if req.lenvm_guidance is not None]
+    if not batch.lenvm_reqs:
+        return original(*arguments, **kwargs)
+    _discard_read_done(_guide.runner)
+    return _guide.verify(original, *arguments, **kwargs)
+
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_PROCESSOR = "sglang.srt.layers.logits_processor.LogitsProcessor"
+_SAMPLER = "sglang.srt.layers.sampler.Sampler"
+_CACHE = "sglang.srt.mem_cache"
+HOOKS = {
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object": ("AFTER", check_request),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": ("AROUND", without_empty_keys),
+    "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", note_guidance),
+    "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("AFTER", note_images),
+    f"{_RUNNER}.load_model": ("AFTER", load_value_model),
+    f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", leave_room),
+    f"{_RUNNER}.alloc_memory_pool": ("AFTER", take_slots),
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("AFTER", admit_requests),
+    f"{_CACHE}.radix_cache.RadixCache.checkpoint": ("AROUND", checkpoint),
+    f"{_CACHE}.unified_radix_cache.UnifiedRadixCache.checkpoint": ("AROUND", checkpoint),
+    f"{_PROCESSOR}.forward": ("AROUND", hide_inner_states),
+    f"{_PROCESSOR}._get_pruned_states": ("AROUND", keep_states),
+    f"{_RUNNER}.forward": ("AFTER", extend_prompts),
+    f"{_RUNNER}.sample": ("AROUND", sample),
+    "sglang.srt.managers.scheduler.Scheduler.launch_batch_sample_if_needed": ("AROUND", sample_delayed),
+    f"{_SAMPLER}._preprocess_logits": ("AFTER", change_logits),
+    f"{_SAMPLER}._sample_from_probs": ("AROUND", sample_from_probs),
+    "sglang.srt.speculative.eagle_utils.eagle_sample": ("AROUND", verify_drafts),
+}
+
+
+def plugin() -> None:
+    """The entry point: hooks the engine when a value model is set. Called in each of its processes.
+
+    The engine only logs what a plugin raises: bad settings end its start later, when the model is loaded.
+    """
+    if not Settings.are_given():
+        return
+    for target, (kind, hook) in HOOKS.items():
+        HookRegistry.register(target, hook, HookType[kind])

@@ -1,0 +1,145 @@
+"""What a probe needs of SGLang's base model: its input embedding, and its states where tokens are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+
+from lenvm_kernels.ops._common import FLOAT_DTYPES
+from lenvm_kernels.values import LengthProbe
+
+
+def input_embedding(model: Any) -> torch.Tensor:
+    """The whole input embedding ``[V, H]`` of a base model, of which each rank of tensor parallelism has a part.
+
+    Raises:
+        ValueError: the model has none as a plain tensor.
+    """
+    if hasattr(model, "get_input_embeddings"):
+        module = model.get_input_embeddings()
+    else:
+        module = getattr(getattr(model, "model", None), "embed_tokens", None)
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in FLOAT_DTYPES:
+        came = f"{type(module).__name__} in {type(model).__name__}" if weight is None else str(weight.dtype)
+        raise ValueError(f"the base model must have an input embedding in float32, bfloat16 or float16, got {came}")
+    weight = weight.detach()
+    if getattr(module, "tp_size", 1) > 1:
+        if added := module.num_added_embeddings:
+            raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
+        weight = module.tp_group.all_gather(weight, dim=0)
+    return weight[: getattr(module, "org_vocab_size", len(weight))]  # what follows is padding
+
+
+class SampledStates:
+    """What the base model says in each row of a forward that tokens may be sampled from.
+
+    The engine runs forwards from CUDA graphs, whose replay calls no hook. So :meth:`prune` copies the states into
+    memory that stays where it is: a graph in which that was captured does it again. The step that reads them is on the
+    forward's stream, and comes before the next forward.
+
+    Args:
+        model: the base model. Where the probe reads what comes before its last state, the model has to hand over what
+            its layers read, as it does for EAGLE3.
+        probe: which reads the states.
+
+    Attributes:
+        probe: as above.
+        has_inner: whether the probe reads what comes before the last state.
+        row_bytes: of the memory for a row.
+
+    Raises:
+        ValueError: the model does not hand them over.
+    """
+
+    def __init__(self, model: torch.nn.Module, probe: LengthProbe) -> None:
+        self.probe, layers, last = probe, probe.config.layers, probe.config.num_layers
+        inner = sorted({layer for layer in layers if layer < last})
+        self.has_inner = bool(inner)
+        if inner:
+            capture_layers(model, inner)
+        self._places = [[*inner, last].index(layer) for layer in layers]
+        self.row_bytes = probe.config.state_size * probe.dtype.itemsize
+        # A draft model has its own.
+        self._processors = {id(module) for module in model.modules() if isinstance(module, LogitsProcessor)}
+        self._inner_states: Any = None
+        self._rows: torch.Tensor | None = None
+
+    def are_of(self, processor: LogitsProcessor) -> bool:
+        """Whether it makes logits of the base model's states."""
+        return id(processor) in self._processors
+
+    def allocate(self, rows: int) -> None:
+        """Make room for so many rows; more are padding."""
+        probe = self.probe
+        self._rows = torch.zeros(rows, probe.config.state_size, dtype=probe.dtype, device=probe.device)
+
+    def hide_inner(
+        self,
+        original: Callable,
+        processor: LogitsProcessor,
+        input_ids: Any,
+        hidden_states: torch.Tensor,
+        lm_head: Any,
+        metadata: Any,
+        aux_hidden_states: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Around a processor's forward, which would take what layers read for the hidden states that others ask for."""
+        self._inner_states = aux_hidden_states
+        try:
+            return original(processor, input_ids, hidden_states, lm_head, metadata, None, *args, **kwargs)
+        finally:
+            self._inner_states = None
+
+    def prune(
+        self,
+        original: Callable,
+        processor: LogitsProcessor,
+        hidden_states: torch.Tensor,
+        before_norm: torch.Tensor | None,
+        aux_hidden_states: Any,
+        metadata: Any,
+    ) -> tuple:
+        """Around its choice of the rows that logits are made of, and of those among them that are sampled."""
+        given = self._inner_states if self.has_inner else aux_hidden_states
+        pruned = original(processor, hidden_states, before_norm, given, metadata)
+        states, _, aux_states, sampled, *_ = pruned
+        inner: list[torch.Tensor] = []
+        if self.has_inner:
+            is_packed = isinstance(aux_states, torch.Tensor)
+            inner = list(aux_states.split(states.shape[1], dim=1)) if is_packed else aux_states
+            pruned = pruned[0], pruned[1], None, *pruned[3:]
+        if self._rows is not None:
+            parts = [*inner, states]
+            for place, columns in zip(self._places, self._rows.split(states.shape[1], dim=1), strict=True):
+                rows = parts[place] if sampled is None else parts[place][sampled]
+                count = min(len(rows), len(columns))
+                columns[:count].copy_(rows[:count])
+        return pruned
+
+    def of(self, rows: int) -> torch.Tensor:
+        """``[rows, L H]``, those of the last forward."""
+        assert self._rows is not None
+        return self._rows[:rows]
+
+
+def capture_layers(model: Any, layers: list[int]) -> None:
+    """Have a base model hand over what these layers read, in their order.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if hasattr(model, "set_eagle3_layers_to_capture"):
+        model.set_eagle3_layers_to_capture([layer - 1 for layer in layers])  # named by the layer before
+    # Some models take the numbers for others; all keep those of the layers that read.
+    kept = [getattr(module, "layers_to_capture", ()) for module in model.modules()]
+    if layers not in (sorted(captured) for captured in kept if isinstance(captured, (list, tuple, set))):
+        raise ValueError(
+            f"LENVM_VALUE_MODEL must be a probe of the last state alone for a {type(model).__name__}, which does not "
+            f"hand over what layers read, got one that reads layers {layers}, too"
+        )

@@ -1,0 +1,467 @@
+"""Length-guided ``model.generate`` of ``transformers``: one call, and the logits processor that it is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lenvm_kernels.engines.probe_states import ProbeStates
+from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
+from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
+from lenvm_kernels.step.outputs import lengths_of
+from lenvm_kernels.types import Mode
+from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
+from lenvm_kernels.values.images import ImageSize, ImageTokens, image_positions, image_sizes
+
+Guidance = Mapping[str, Any] | GuidanceParams | None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step computed, by prompt: kept when the processor is made with ``record=True``."""
+
+    token_ids: torch.Tensor  # int32 [B, K], -1 pads
+    value_logits: torch.Tensor  # fp32 [B, K]
+    guided_probs: torch.Tensor  # fp32 [B, K]
+
+
+class LenVMLogitsProcessor(LogitsProcessor):
+    """Guides one call of ``model.generate``, by a value model or by the end tokens alone.
+
+    :func:`generate` does all that follows in one call. Make one for each call of ``model.generate``, and pass its
+    :attr:`generation_kwargs` on: sampling parameters belong to the processor, which applies them itself, so those of
+    ``generate`` have to be neutral.
+
+    Args:
+        model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
+        value_model: a value model with the base model's vocabulary, or a :class:`LengthProbe` of the base model, whose
+            layers get hooks for as long as the processor lives. If None, only ``near``, ``ge_near`` and ``le_near``
+            guide (:class:`GuidedStep`).
+        guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
+            or a sequence with one for each prompt; None leaves a prompt unguided.
+        attention_mask: ``[B, S]`` of the prompts as the tokenizer made it, padded on the left.
+        max_new_tokens: the most tokens to generate; sizes the value model's cache.
+        temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 is no limit.
+        max_candidates: candidates of a step, a power of two up to 64; what is guided never samples outside them.
+        tokenizers: base model's and value model's; without a value model the base model's twice. With them outputs end
+            where sentences do. They are needed when the two models' ``vocab_size`` differ because the embedding is
+            padded, to show that the tokens are the same; for a ``thinking_budget``, to look up which tokens begin and
+            end a thought; and for an ``end_message`` or a ``landing`` in words.
+        pixel_values, image_grid_thw: of the prompts' images in their order, as the base model's processor makes them.
+            The value model, a Qwen2.5-VL too, embeds them with its own vision tower.
+        record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
+        backend: of the operators.
+
+    Raises:
+        ValueError: vocabularies that differ, right padding, a wrong number of ``guidance``, bad parameters, or images
+            that the value model cannot read. The first step raises it for images that are not those of the prompts,
+            and for videos.
+
+    Example:
+        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        >>> processor = LenVMLogitsProcessor(
+        ...     model, value_model, {"target_length": 60}, inputs["attention_mask"], max_new_tokens=200
+        ... )
+        >>> output = model.generate(**inputs, **processor.generation_kwargs)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        value_model: ValueModel | LengthProbe | None,
+        guidance: Guidance | Sequence[Guidance],
+        attention_mask: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        max_candidates: int = 8,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        record: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        self._states: ProbeStates | None = None
+        self._probe = value_model if isinstance(value_model, LengthProbe) else None
+        if isinstance(value_model, LengthProbe):
+            self._states = ProbeStates(model, value_model.config.layers, last=True)
+        elif value_model is not None:
+            check_vocabulary(model, value_model, tokenizers)
+        _check_sampling(temperature, top_k, top_p, min_p)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if attention_mask.dim() != 2 or not attention_mask[:, -1].all() or (attention_mask.diff(dim=1) < 0).any():
+            raise ValueError(
+                f"attention_mask must be [B, S] of prompts padded on the left, got {list(attention_mask.shape)}"
+                " with padding elsewhere; tokenize with padding_side='left'"
+            )
+        rows, prompt_width = attention_mask.shape
+        if guidance is None or isinstance(guidance, (Mapping, GuidanceParams)):
+            guidance = [guidance] * rows
+        if len(guidance) != rows:
+            raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
+        thoughts = None if tokenizers is None else Thoughts.of(tokenizers[0])
+        config = LenVMConfig() if value_model is None else value_model.lenvm_config
+        defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, thoughts=thoughts)
+        defaults["has_values"] = value_model is not None
+        params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
+
+        if (pixel_values is None) != (image_grid_thw is None):
+            raise ValueError("pixel_values and image_grid_thw must be given together, got one of them")
+        self._image_sizes: list[ImageSize] = []
+        self._image_embeds: torch.Tensor | None = None
+        if isinstance(value_model, ValueModel) and pixel_values is not None and image_grid_thw is not None:
+            self._image_embeds = value_model.embed_images(pixel_values, image_grid_thw)
+            self._image_sizes = image_sizes(image_grid_thw, value_model.config.vision.spatial_merge_size)
+
+        device = model.device if value_model is None else value_model.device
+        eos = set(eos_token_ids(model))
+        self._eos_on_device = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
+        self._max_new_tokens, self._prompt_width = max_new_tokens, prompt_width
+        self._slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
+        self._step = GuidedStep(
+            value_model,
+            self._slots,
+            StepConfig(
+                vocab_size=_vocab_size(model),
+                max_candidates=max_candidates,
+                max_eos=max(1, len(eos)),
+                max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
+                score_all=record,
+                text_breaks=None if tokenizers is None else text_breaks_of(tokenizers[0], _vocab_size(model)),
+                backend=backend,
+            ),
+        )
+        self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
+        for row, (p, prompt_len) in enumerate(zip(params, self._prompt_lens.tolist(), strict=True)):
+            self._slots.extend(row, prompt_len + max_new_tokens)
+            self._step.add_request(row, p, eos, prompt_len=prompt_len)
+        self._spans = {row: p for row, p in enumerate(params) if p is not None and p.has_span}
+        self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
+        self._wants_lengths = any(p is not None and p.return_values for p in params)
+        # By the prompts alone: their predicted lengths or, with a probe, the states that their first tokens follow.
+        self._of_prompts: torch.Tensor | None = None
+        self._table_rows = torch.arange(rows, device=device)
+
+        def of_rows(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
+        # As tensors, once: a step would make them of numbers anew.
+        filters = of_rows(top_k, torch.int32), of_rows(top_p), of_rows(min_p), of_rows(temperature)
+        self._sampling = Sampling(*filters, is_logits=True)
+        self._unguided = _warpers(temperature, top_k, top_p, min_p)
+        self._active = torch.ones(rows, dtype=torch.bool, device=device)
+        self._previous: torch.Tensor | None = None
+        self._record = record
+        self.records: list[StepRecord] = []
+
+    @property
+    def generation_kwargs(self) -> dict[str, Any]:
+        """Arguments for ``model.generate``: this processor, and sampling parameters that leave its result alone."""
+        return dict(
+            logits_processor=LogitsProcessorList([self]),
+            max_new_tokens=self._max_new_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+        )
+
+    @property
+    def faults(self) -> list[int]:
+        """Steps of each prompt that lost their guidance: to scores or values that are not finite, or to a server that
+        gave no values."""
+        return self._step.table.columns.faults[: len(self._table_rows)].tolist()
+
+    @torch.no_grad()
+    def predicted_output_lengths(self, sequences: torch.Tensor) -> list[float | None]:
+        """How long the output to each prompt was predicted to be before it began: SGLang's ``predicted_output_length``.
+
+        Args:
+            sequences: int64 ``[B, S + N]``; what ``generate`` returned, prompts first. A value model has read the
+                prompts alone; with a probe it is the first new token and what is predicted to follow that.
+
+        Returns:
+            Tokens, end-of-sequence included; None for a prompt without ``return_values``, or without a finite value.
+
+        Raises:
+            ValueError: ``sequences`` of another number of rows, or without new tokens.
+        """
+        rows, width, lengths = self._table_rows, self._prompt_width, self._of_prompts
+        if sequences.dim() != 2 or len(sequences) != len(rows) or sequences.shape[1] <= width:
+            came = list(sequences.shape)
+            raise ValueError(f"sequences must be [{len(rows)}, {width} + N], prompts and their outputs, got {came}")
+        if lengths is None:
+            return [None] * len(rows)
+        if self._probe is not None:
+            table, first = self._step.table, sequences[:, width].to(rows.device)
+            options: dict[str, Any] = dict(table_rows=rows, backend=self._step.config.backend)
+            options["generated"] = torch.zeros_like(self._prompt_lens)
+            _, predicted = self._probe.value_logits(lengths, first[:, None].int(), table.columns, **options)
+            lengths = 1 + lengths_of(predicted[:, 0], first, table, rows, torch.ones_like(rows, dtype=torch.bool))
+        return [round(length, 3) if math.isfinite(length) else None for length in lengths.tolist()]
+
+    @torch.no_grad()
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Logarithms of the probabilities to sample from, fp32 ``[B, V]``; called by ``generate``."""
+        generated = self._check_progress(input_ids)
+        step, device = self._step, self._table_rows.device
+        tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
+        lengths = self._prompt_lens + generated
+        if generated == 0 and self._spans:
+            self._begin_spans(tokens.tolist())
+        step.scale_tokens(logits, self._table_rows)
+        states = None if self._states is None else self._states.take()
+        batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active, states=states)
+        spans = step.limit_spans(logits, batch)
+        filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
+        probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
+        if generated == 0 and (self._needs_steps or self._wants_lengths):
+            self._extend_prompts(tokens)
+        if generated == 0 and self._wants_lengths:
+            self._of_prompts = states if states is not None else step.predict(batch)
+        if self._needs_steps:
+            if generated > 0:
+                self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
+            output = step.step(logits, batch, self._sampling, probs=probs, spans=spans)
+            if self._record:
+                self.records.append(StepRecord(output.candidates.token_ids, output.value_logits, output.probs))
+        return probs.log().to(scores.device)
+
+    def _begin_spans(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Look through the prompts, padded on the left, for spans that they leave open."""
+        prompt_lens, eos = self._prompt_lens.tolist(), set(self._eos_on_device.tolist())
+        for row, params in self._spans.items():
+            prompt_len = prompt_lens[row]
+            span = params.span_state(prompts[row][-prompt_len:])
+            self._step.add_request(row, params, eos, prompt_len=prompt_len, span=span)
+
+    def _check_progress(self, input_ids: torch.Tensor) -> int:
+        """Tokens generated so far."""
+        rows, width = input_ids.shape
+        if rows != len(self._table_rows):
+            raise ValueError(
+                f"generate runs {rows} rows for {len(self._table_rows)} prompts: beam search is not supported; for "
+                "num_return_sequences use lenvm_kernels.generate, or repeat the prompts"
+            )
+        generated = width - self._prompt_width
+        previous = self._previous
+        expected = 0 if previous is None else previous.shape[1] + 1 - self._prompt_width
+        if generated != expected or (previous is not None and not torch.equal(input_ids[:, :-1], previous)):
+            raise ValueError(
+                f"expected the prompts and {expected} new tokens, got {generated} and another history: make a new "
+                "LenVMLogitsProcessor for each call of generate (beams and assisted decoding are not supported)"
+            )
+        self._previous = input_ids
+        return generated
+
+    def _extend_prompts(self, tokens: torch.Tensor) -> None:
+        """Give the value model all tokens of the prompts but the last."""
+        width = tokens.shape[1]
+        first = width - self._prompt_lens  # after the padding
+        positions = (torch.arange(width, device=tokens.device) - first[:, None]).clamp(min=0)
+        self._step.extend(
+            tokens.flatten(),
+            self._slots.slots(self._table_rows[:, None], positions).flatten(),
+            self._table_rows,
+            starts=(starts := (self._table_rows * width + first).int()),
+            lens=self._prompt_lens - 1,
+            cached_lens=torch.zeros_like(self._prompt_lens),
+            begins=starts.tolist(),
+            images=self._images_of(tokens, first),
+        )
+
+    def _images_of(self, tokens: torch.Tensor, first: torch.Tensor) -> ImageTokens | None:
+        """Of prompts ``[B, S]`` that begin at these columns; None if the value model is to read them as text."""
+        value_model, embeds = self._step.value_model, self._image_embeds
+        if value_model is None or value_model.config.vision is None:
+            return None
+        config = value_model.config
+        tokens = tokens.cpu()
+        if (tokens == config.video_token_id).any():
+            raise ValueError("prompts must hold no videos, got tokens of one: the value model reads text and images")
+        is_image = tokens == config.image_token_id
+        if embeds is None:
+            if is_image.any():
+                raise ValueError("pixel_values and image_grid_thw must be given: prompts hold tokens of images")
+            return None
+        sizes = iter(self._image_sizes)
+        positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
+        for i, column in enumerate(first.tolist()):
+            is_image[i, :column] = False
+            positions[:, i, column:] = image_positions(is_image[i, column:], sizes)
+        if left := len(list(sizes)):
+            raise ValueError(f"image_grid_thw must be of the images in prompts, got {left} more")
+        of_image = is_image.flatten()
+        rows = torch.where(of_image, of_image.cumsum(0) - 1, -1)
+        return ImageTokens(positions.flatten(1).to(embeds.device), rows.to(embeds.device), embeds)
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    target_length: float | None = None,
+    guidance: Guidance | Sequence[Guidance] = None,
+    value_model: ValueModel | LengthProbe | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    num_return_sequences: int = 1,
+    processor_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``model.generate`` with a target for the length of each output.
+
+    Tokens are sampled: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are arguments as those of
+    ``model.generate``, and are those of the model's ``generation_config`` where they are not given.
+
+    Args:
+        model: the base model, of any architecture.
+        input_ids: int64 ``[B, S]``; prompts, padded on the left.
+        attention_mask: int64 ``[B, S]``; 0 where a prompt is padded (None: nowhere).
+        max_new_tokens: the most tokens to generate.
+        target_length: new tokens to aim at, without the end-of-sequence token.
+        guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length`` a mapping of further ones.
+        value_model: the value model, or a :class:`LengthProbe` of the base model. None: the target is met by the
+            end-of-sequence token alone.
+        tokenizer: the base model's. With it outputs end where sentences do; give it unless you have a reason not to.
+        num_return_sequences: outputs of each prompt, one below the other.
+        processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
+        **kwargs: of ``model.generate``.
+
+    Returns:
+        What ``model.generate`` returns.
+
+    Raises:
+        ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
+
+    Example:
+        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        >>> output = lenvm_kernels.generate(
+        ...     model, **inputs, tokenizer=tokenizer, target_length=60, max_new_tokens=200
+        ... )
+    """
+    if num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
+    for name, accepted in (("do_sample", True), ("num_beams", 1), ("assistant_model", None)):
+        if kwargs.get(name, accepted) not in (accepted, None):
+            raise ValueError(f"{name} must be {accepted}: guided tokens are sampled, got {kwargs[name]!r}")
+    images = {name: kwargs[name] for name in ("pixel_values", "image_grid_thw") if kwargs.get(name) is not None}
+    if images and num_return_sequences > 1:
+        raise ValueError(f"num_return_sequences must be 1 with {next(iter(images))}, got {num_return_sequences}")
+    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if target_length is not None:
+        if guidance is not None and not isinstance(guidance, Mapping):
+            raise ValueError(f"target_length must be None unless guidance is a mapping or None, got {target_length}")
+        guidance = {"target_length": target_length} | dict(guidance or {})
+    if isinstance(guidance, Sequence):
+        guidance = [g for g in guidance for _ in range(num_return_sequences)]
+    config = kwargs.get("generation_config") or model.generation_config
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    sampling = {}
+    for name, value in neutral.items():
+        asked = [kwargs.pop(name, None), getattr(config, name, None), value]
+        sampling[name] = next(x for x in asked if x is not None)
+    options = dict(processor_options or {})
+    # Not where it would stand for a vocabulary that has to be compared.
+    is_other = isinstance(value_model, ValueModel) and _vocab_size(model) != value_model.config.vocab_size
+    if tokenizer is not None and not is_other:
+        options.setdefault("tokenizers", (tokenizer, tokenizer))
+    processor = LenVMLogitsProcessor(
+        model,
+        value_model,
+        guidance,
+        attention_mask.repeat_interleave(num_return_sequences, dim=0),
+        max_new_tokens=max_new_tokens,
+        **sampling,
+        **(images if isinstance(value_model, ValueModel) else {}),
+        **options,
+    )
+    of_processor = processor.generation_kwargs
+    ours, others = of_processor["logits_processor"], kwargs.pop("logits_processor", None) or []
+    of_processor["logits_processor"] = LogitsProcessorList([*others, *ours])
+    return model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        num_return_sequences=num_return_sequences,
+        **({} if tokenizer is None else {"tokenizer": tokenizer}),
+        **(kwargs | of_processor),
+    )
+
+
+def check_vocabulary(
+    model: PreTrainedModel,
+    value_model: ValueModel,
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+) -> None:
+    """Raise ValueError unless base model and value model share their vocabulary (see :class:`LenVMLogitsProcessor`)."""
+    sizes = _vocab_size(model), value_model.config.vocab_size
+    if tokenizers is not None:
+        base, value = (tokenizer.get_vocab() for tokenizer in tokenizers)
+        different = [token for token in {**base, **value} if base.get(token) != value.get(token)]
+        if different:
+            raise ValueError(
+                f"value_model must share the base model's vocabulary: {len(different)} tokens differ, "
+                f"{min(different)!r} among them (ids {base.get(min(different))} and {value.get(min(different))})"
+            )
+    elif sizes[0] != sizes[1]:
+        raise ValueError(
+            f"value_model must share the base model's vocabulary of {sizes[0]} tokens, got {sizes[1]} (if only the "
+            "padding differs, give both tokenizers)"
+        )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    embedding: Any = model.get_input_embeddings()
+    return embedding.num_embeddings
+
+
+def _check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    for name, value, fits, accepted in (
+        ("temperature", temperature, 0 < temperature < float("inf"), "a finite number > 0"),
+        ("top_k", top_k, isinstance(top_k, int) and 0 <= top_k < 2**31, "an integer >= 0 (0: no limit)"),
+        ("top_p", top_p, 0 < top_p <= 1, "a number in (0, 1]"),
+        ("min_p", min_p, 0 <= min_p <= 1, "a number in [0, 1]"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} must be {accepted}, got {value!r}")
+
+
+def eos_token_ids(model: PreTrainedModel) -> list[int]:
+    """The tokens that end an output of a model."""
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
+    """The filters of a row that is not guided, as ``generate`` would apply them."""
+    warpers = LogitsProcessorList()
+    if temperature != 1:
+        warpers.append(TemperatureLogitsWarper(temperature))
+    if top_k > 0:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p > 0:
+        warpers.append(MinPLogitsWarper(min_p))
+    return warpers

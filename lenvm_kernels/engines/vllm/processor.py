@@ -1,0 +1,76 @@
+"""LenVM in unforked vLLM, as a logits processor of its second model runner (entry point ``vllm.logits_processors``).
+
+It is on when ``LENVM_VALUE_MODEL`` is set (:class:`lenvm_kernels.engines.settings.Settings`). The engine's front end
+imports this module to check requests, so nothing here needs a device: what a worker does is in
+:mod:`lenvm_kernels.engines.vllm.guide`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.vllm.requests import guidance_of
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+
+    from lenvm_kernels.engines.vllm.guide import Guide
+
+
+class LenVMProcessor(LogitsProcessor):
+    """Guides the requests whose ``vllm_xargs`` ask for it. vLLM makes one in each worker, while it loads the model.
+
+    Without ``LENVM_VALUE_MODEL`` it does nothing.
+
+    Args:
+        vllm_config: of the engine.
+        req_states: what the engine keeps of its requests.
+        *is_first_runner: vLLM's first model runner passes more; it cannot be guided.
+
+    Raises:
+        ValueError: naming a setting or an option of the engine, what came and what is accepted.
+    """
+
+    _guide: Guide | None = None
+
+    def __init__(self, vllm_config: VllmConfig, req_states: Any, *is_first_runner: Any) -> None:
+        if not Settings.are_given():
+            return
+        if is_first_runner:
+            raise ValueError(
+                "LENVM_VALUE_MODEL needs vLLM's second model runner: set VLLM_USE_V2_MODEL_RUNNER=1, or unset "
+                "LENVM_VALUE_MODEL"
+            )
+        from lenvm_kernels.engines.vllm.guide import Guide
+
+        self._guide = Guide(Settings.current(), vllm_config, req_states)
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """In the front end, when a request arrives: what cannot be guided is answered with status 400."""
+        if Settings.are_given():
+            guidance_of(sampling_params, Settings.current())
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """A request has a slot of the engine; whether its logits are ever changed."""
+        if self._guide is None:
+            return False
+        return self._guide.add_request(req_idx, sampling_params, guidance_of(sampling_params, self._guide.settings))
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
+        """Guide the rows of a step."""
+        return logits if self._guide is None or ctx is None else self._guide.apply(logits, ctx)
+
+    # What the first model runner asks of a processor beside, where this one is off.
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        pass

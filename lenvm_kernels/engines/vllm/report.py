@@ -1,0 +1,136 @@
+"""Metrics and predicted lengths of guided steps in vLLM. Importable without vLLM."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lenvm_kernels.engines.report import Metrics, Stopwatch
+from lenvm_kernels.engines.vllm.layout import Layout
+from lenvm_kernels.step import StepOutput
+
+
+class _Copies:
+    """Tensors on their way to the host; each is passed to a function once it has arrived, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, Callable[[torch.Tensor], None]]] = deque()
+
+    def add(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+        """Start the copy of a tensor for ``use``."""
+        numbers, arrived = tensor.to("cpu", non_blocking=True), None
+        if tensor.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((numbers, arrived, use))
+
+    def collect(self) -> None:
+        """Use the tensors that have arrived by now."""
+        while self._waiting and ((arrived := self._waiting[0][1]) is None or arrived.query()):
+            numbers, _, use = self._waiting.popleft()
+            use(numbers)
+
+
+class Predictions(_Copies):
+    """A file with a JSON line per request: the predicted length of its output, once the device has computed it.
+
+    Args:
+        file: file that is appended to.
+        request_ids: the engine's names of requests, by slot.
+    """
+
+    def __init__(self, file: Path, request_ids: Mapping[int, str]) -> None:
+        super().__init__()
+        self._file, self._request_ids = file, request_ids
+
+    def note(self, prompts: Mapping[int, int], lengths: torch.Tensor) -> None:
+        """Predicted ``lengths``, fp32 ``[B]``, of the outputs of requests; by slot the lengths of their prompts."""
+        lines = [{"request_id": self._request_ids[slot], "prompt_tokens": count} for slot, count in prompts.items()]
+        self.add(lengths, partial(self._write, lines))
+
+    def _write(self, lines: list[dict[str, Any]], lengths: torch.Tensor) -> None:
+        """Write the lines of the requests that kept their guidance."""
+        for line, number in zip(lines, lengths.tolist(), strict=True):
+            if math.isfinite(number):
+                line["predicted_output_length"] = round(number, 3)
+                with self._file.open("ab", buffering=0) as file:
+                    file.write(json.dumps(line).encode() + b"\n")
+
+
+class Report(_Copies):
+    """Counts the steps of one worker without a host-device sync: a step is counted during a later one.
+
+    Args:
+        metrics: the counters.
+        device: device of the steps.
+        slots: slots of the engine.
+    """
+
+    def __init__(self, metrics: Metrics, device: torch.device, slots: int) -> None:
+        super().__init__()
+        self.metrics = metrics
+        self._stopwatch = Stopwatch(device)
+        # By slot: the length of the sequence at its last step; 0 if that step had no drafts, -1 without guidance.
+        self._drafted_at = torch.full((slots,), -1, dtype=torch.int32, device=device)
+
+    def admit(self, slot: int, is_guided: bool) -> None:
+        """A request is in a slot, or has lost its guidance."""
+        self._drafted_at[slot] = 0 if is_guided else -1
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Times what is launched inside."""
+        return self._stopwatch.running()
+
+    def note(
+        self,
+        output: StepOutput,
+        layout: Layout,
+        broken: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        is_drawn: torch.Tensor | None,
+    ) -> None:
+        """A step of B requests has been launched.
+
+        Args:
+            output: result of the step.
+            layout: rows of the step.
+            broken: bool ``[B]``; requests that lost guidance in this step.
+            slots: int64 ``[B]``; slots of the requests.
+            lengths: int32 ``[B]``; lengths of the sequences.
+            is_drawn: bool ``[B]``; requests for which a token is drawn, the only ones that are counted (None: all).
+        """
+        drafted_at, first = self._drafted_at[slots], layout.at[layout.first_rows]
+        rows = (
+            output.candidates.status[first],
+            output.candidates.lost_mass[first],
+            broken,
+            torch.ones_like(broken) if is_drawn is None else is_drawn,
+            drafted_at > 0,
+            lengths - drafted_at,
+        )
+        self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths if layout.nodes > 1 else 0)
+        self.add(torch.stack([x.float() for x in rows]), partial(self._count, self._stopwatch.take()))
+
+    def _count(self, milliseconds: Callable[[], float], numbers: torch.Tensor) -> None:
+        """Count a step.
+
+        ``numbers``, fp32 ``[6, B]``: status, lost mass, whether the request lost guidance, whether to count it, whether
+        the step before had drafts, and tokens since that step.
+        """
+        self.metrics.guided_steps.inc()
+        self.metrics.value_model_milliseconds.inc(milliseconds())
+        for status, lost_mass, broken, is_counted, had_drafts, new_lens in numbers.T.tolist():
+            if not is_counted:
+                continue
+            self.metrics.count_row(status, lost_mass, broken)
+            if had_drafts and new_lens:
+                self.metrics.count_verified(new_lens, is_guided=True)

@@ -1,0 +1,164 @@
+"""The commands ``lenvm collect``, ``lenvm fit`` and ``lenvm train``: their flags."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from lenvm_kernels.loading.arguments import (
+    KINDS,
+    PROBE,
+    VALUE_MODEL,
+    add_device,
+    add_dtype,
+    add_sampling,
+    add_seed,
+    device_of,
+    positive,
+    usage_errors,
+)
+from lenvm_kernels.train.settings import RATE_ADAPTERS, RATE_FULL, RATE_PROBE
+
+
+def add(commands: Any) -> None:
+    """Add the three commands to ``lenvm``."""
+    parser = commands.add_parser(
+        "collect",
+        help="sample the answers that lenvm fit learns from",
+        description="Sample a base model's answers to prompts. The same command resumes an interrupted run.",
+        epilog="example: lenvm collect demo --output answers --num-prompts 50 --max-new-tokens 256",
+    )
+    _add_first(parser, _run_collect, "base model", "directory of the answers")
+    parser.add_argument("--value", metavar="VALUE", help="probe or value model that guides the beginnings of answers")
+    parser.add_argument("--url", metavar="SERVER", help="SGLang or vLLM server that samples (default: in process)")
+    _add_answers(parser)
+
+    parser = commands.add_parser(
+        "fit",
+        help="train a probe or a value model on collected answers",
+        description="Train a probe, which predicts remaining lengths from the base model's own states; or, with --kind "
+        f"{VALUE_MODEL}, a second model with a value head. The same command resumes an interrupted training of a value "
+        "model. On several GPUs: torchrun --nproc_per_node N -m lenvm_kernels.cli fit ...",
+        epilog="example: lenvm fit demo --answers answers --output fitted",
+    )
+    _add_first(parser, _run_fit, "base model, or the backbone of a value model", "directory of value/ and report.json")
+    answers_help = "directories of lenvm collect; required"
+    parser.add_argument("--answers", type=Path, nargs="+", required=True, metavar="DIR", help=answers_help)
+    _add_fitting(parser)
+
+    parser = commands.add_parser(
+        "train",
+        help="collect, fit and evaluate in turn",
+        description="Collect answers, fit a probe or a value model, collect answers that it guides, fit on all "
+        "answers, and measure how well target lengths are met. The same command resumes an interrupted run.",
+        epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --dtype bfloat16",
+    )
+    _add_first(parser, _run_train, "base model", "directory of all results")
+    parser.add_argument("--dry-run", action="store_true", help="print estimated tokens, FLOPs, hours and GiB, and exit")
+    _add_numbers(parser, rounds=(2, "rounds, the first of them unguided"))
+    of_evaluation = "prompts of the evaluation, 0: no evaluation (default: %(default)s)"
+    parser.add_argument("--evaluate-prompts", type=int, default=24, metavar="N", help=of_evaluation)
+    for name, number in (("url", "1"), ("guided-url", "2, with LENVM_VALUE_MODEL=DIR/round-1/value")):
+        parser.add_argument(f"--{name}", metavar="SERVER", help=f"server of round {number} (default: in process)")
+    _add_answers(parser)
+    _add_fitting(parser)
+    parser.add_argument("--backbone", metavar="NAME", help="backbone of a value model (default: BASE)")
+
+
+def _add_first(parser: Any, run: Any, base: str, output: str) -> None:
+    """Add the flags of all three commands."""
+    parser.set_defaults(run=run)
+    base_help = f"{base}: a Hugging Face directory or name, a .gguf file, or the word demo"
+    parser.add_argument("base", metavar="BASE", help=base_help)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"{output}; required")
+    add_seed(parser)
+    add_device(parser)
+    add_dtype(parser, "the models", by_device=True)
+
+
+def _add_numbers(parser: Any, **flags: tuple[int | None, str]) -> None:
+    """Add flags that take a positive integer: their defaults and meanings."""
+    for name, (default, meaning) in flags.items():
+        default_help = "" if default is None else f" (default: {default})"
+        flag, help_text = f"--{name.replace('_', '-')}", meaning + default_help
+        parser.add_argument(flag, type=positive(int), default=default, metavar="N", help=help_text)
+
+
+def _add_answers(parser: Any) -> None:
+    group = parser.add_argument_group("answers")
+    prompts_help = 'lines of {"prompt": "..."}, optionally with "split": "train" or "test" (default: the demo\'s)'
+    group.add_argument("--prompts", type=Path, metavar="FILE", help=prompts_help)
+    _add_numbers(
+        group,
+        num_prompts=(None, "prompts of each split (default: all)"),
+        answers_per_prompt=(4, "answers per prompt and round"),
+        max_new_tokens=(1024, "maximum length of an answer"),
+        rows=(64, "answers per batch, or concurrent requests to a server"),
+    )
+    add_sampling(group)
+
+
+def _add_fitting(parser: Any) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--kind", choices=KINDS, default=PROBE, help="(default: %(default)s)")
+    _add_numbers(group, epochs=(2, "passes over the answers"))
+    rate_help = f"(default: {RATE_PROBE:g} for a probe, {RATE_ADAPTERS:g} for adapters, {RATE_FULL:g} for all weights)"
+    group.add_argument("--learning-rate", type=positive(float), metavar="R", help=rate_help)
+    gamma_help = "discount (default: the 99th percentile of lengths has the value 0.99)"
+    group.add_argument("--gamma", type=float, metavar="G", help=gamma_help)
+    group = parser.add_argument_group(f"training with --kind {PROBE}")
+    layers_help = "layers whose inputs it reads (default: the output layer)"
+    group.add_argument("--layers", type=positive(int), nargs="+", metavar="N", help=layers_help)
+    _add_numbers(group, states=(None, "maximum number of tokens in memory (default: 1000000)"))
+    group = parser.add_argument_group(f"training with --kind {VALUE_MODEL}")
+    group.add_argument("--lora-rank", type=int, metavar="N", help="rank of adapters, 0: all weights (default: 16)")
+    _add_numbers(
+        group,
+        batch_size=(None, "answers per forward and process (default: 8)"),
+        accumulation=(None, "forwards per step (default: 8)"),
+        save_steps=(None, "steps between two checkpoints (default: 100)"),
+    )
+    checkpointing_help = "less memory, a third more time"
+    group.add_argument("--gradient-checkpointing", action="store_true", default=None, help=checkpointing_help)
+
+
+def _run_collect(args: argparse.Namespace) -> None:
+    with usage_errors():
+        _prepare(args)
+        from dataclasses import replace
+
+        from lenvm_kernels.train.collect import Plan, collect
+
+        collect(replace(Plan.of(args), value=args.value), args.output, device=args.device, url=args.url)
+
+
+def _run_fit(args: argparse.Namespace) -> None:
+    with usage_errors():
+        _prepare(args)
+        from lenvm_kernels.train.fit import fit, table
+        from lenvm_kernels.train.settings import Fitting
+
+        command = shlex.join(["lenvm", *sys.argv[1:]])
+        report = fit(Fitting.of(args), args.base, args.answers, args.output, command)
+        if report is not None:
+            print(table(report))
+
+
+def _run_train(args: argparse.Namespace) -> None:
+    with usage_errors():
+        _prepare(args)
+        from lenvm_kernels.train.train import train
+
+        train(args, shlex.join(["lenvm", *sys.argv[1:]]))
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Check the packages, and set the device and the dtype."""
+    from lenvm_kernels.loading.models import require_extras
+
+    require_extras("accelerate", "peft", extra="train")
+    args.device = device_of(args.device)
+    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")

@@ -1,0 +1,68 @@
+"""Settings of a fit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lenvm_kernels.loading.arguments import PROBE, VALUE_MODEL
+
+# Flags that only one kind has, and their defaults.
+OF_KIND: dict[str, dict[str, Any]] = {
+    PROBE: dict(layers=None, states=1_000_000),
+    VALUE_MODEL: dict(lora_rank=16, batch_size=8, accumulation=8, gradient_checkpointing=False, save_steps=100),
+}
+# Learning rates of a probe, of adapters, and of all weights (arXiv 2604.27039).
+RATE_PROBE, RATE_ADAPTERS, RATE_FULL = 2e-3, 2e-4, 2e-5
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The flags of ``lenvm fit``. A flag of the other kind has its default.
+
+    Attributes:
+        gamma: discount of the values. If None, the 99th percentile of the lengths has the value 0.99.
+        layers: layers whose states a probe reads, see :class:`ProbeConfig`. If None, the states of the output layer.
+        lora_rank: rank of the adapters; 0 trains all weights.
+        dtype: ``"float32"`` or ``"bfloat16"``, of forwards and of frozen weights.
+    """
+
+    kind: str
+    gamma: float | None
+    epochs: int
+    learning_rate: float
+    layers: Sequence[int] | None
+    states: int
+    lora_rank: int
+    batch_size: int
+    accumulation: int
+    gradient_checkpointing: bool
+    save_steps: int
+    seed: int
+    device: str
+    dtype: str
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Fitting:
+        """The settings of a command line; errors name the flag."""
+        given = {field.name: getattr(args, field.name) for field in fields(cls)}
+        for kind, defaults in OF_KIND.items():
+            for name, default in defaults.items():
+                if given[name] is None:
+                    given[name] = default
+                elif kind != args.kind:
+                    raise ValueError(f"--{name.replace('_', '-')} requires --kind {kind}, got --kind {args.kind}")
+        if args.gamma is not None and not 0 < args.gamma < 1:
+            raise ValueError(f"--gamma must be in (0, 1), got {args.gamma}")
+        if args.dtype == "float16":
+            raise ValueError("--dtype must be float32 or bfloat16 in a training, got 'float16'")
+        if given["lora_rank"] < 0:
+            raise ValueError(f"--lora-rank must be at least 0, got {given['lora_rank']}")
+        if args.kind == VALUE_MODEL and args.device not in ("cpu", "cuda"):  # every process takes the GPU of its rank
+            raise ValueError(f"--device must be cpu or cuda with --kind {VALUE_MODEL}, got {args.device!r}")
+        if given["learning_rate"] is None:
+            of_value_model = RATE_ADAPTERS if given["lora_rank"] else RATE_FULL
+            given["learning_rate"] = RATE_PROBE if args.kind == PROBE else of_value_model
+        return cls(**given)

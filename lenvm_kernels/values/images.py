@@ -1,0 +1,139 @@
+"""Images in the prompts of a vision-language value model: their embeddings, and the rotary positions of tokens.
+
+Images are embedded by the vision tower of the checkpoint, a module of ``transformers``. A token has three positions,
+in time, row and column (multimodal rotary embedding, Qwen2-VL, arXiv 2409.12191); those of text are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+# Time, row and column of an image's patches, after the vision tower has merged them: they are one token each.
+ImageSize = tuple[int, int, int]
+
+
+class ImageTokens(NamedTuple):
+    """What ``T`` tokens are where some of them are of images.
+
+    Attributes:
+        positions: int64 ``[3, T]``; in time, row and column.
+        rows: int64 ``[T]``; the row of ``embeds`` that stands for the token, -1 for text.
+        embeds: ``[N, H]`` in the dtype of the value model.
+    """
+
+    positions: torch.Tensor
+    rows: torch.Tensor
+    embeds: torch.Tensor
+
+    def of_tokens(self, which: slice) -> ImageTokens:
+        """Those of some of the tokens."""
+        return ImageTokens(self.positions[:, which], self.rows[which], self.embeds)
+
+
+def image_sizes(grid_thw: torch.Tensor, merge: int) -> list[ImageSize]:
+    """Of images whose patches ``grid_thw`` int ``[images, 3]`` counts, ``merge * merge`` of which become a token."""
+    return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
+
+
+def image_positions(is_image: torch.Tensor, sizes: Iterator[ImageSize]) -> torch.Tensor:
+    """Positions of the tokens of a prompt, int64 ``[3, L]`` on the CPU.
+
+    An image's tokens share their place in the text and count its rows and columns from there; the text after it goes on
+    past the larger of both. All are then moved alike, which no attention sees, so that a token that follows the prompt
+    has its place in the sequence for all three positions: to the steps after the prompt there are no images.
+
+    Args:
+        is_image: bool ``[L]``; which tokens are of images.
+        sizes: of the prompt's images; further ones are left there.
+
+    Raises:
+        ValueError: the tokens are not those of whole images, or the prompt ends with one.
+
+    Example:
+        >>> is_image = torch.tensor([False, True, True, True, True, False])
+        >>> image_positions(is_image, iter([(1, 2, 2)]))
+        tensor([[2, 3, 3, 3, 3, 5],
+                [2, 3, 3, 4, 4, 5],
+                [2, 3, 4, 3, 4, 5]])
+    """
+    length, image_places = len(is_image), is_image.nonzero().flatten().tolist()
+    if length and is_image[-1]:
+        raise ValueError("a prompt must end with text, got one that ends with an image")
+    parts, token, position, seen = [], 0, 0, 0
+    while seen < len(image_places):
+        size = next(sizes, None)
+        if size is None:
+            left = len(image_places) - seen
+            raise ValueError(f"images must be given for all their tokens in prompts, {left} tokens are left")
+        first, count = image_places[seen], size[0] * size[1] * size[2]
+        if image_places[seen : seen + count] != list(range(first, first + count)):
+            raise ValueError(f"an image of {size} must have {count} tokens of a prompt in a row from token {first} on")
+        parts.append(torch.arange(position, position + first - token).expand(3, -1))
+        position += first - token
+        parts.append(position + torch.cartesian_prod(*(torch.arange(n) for n in size)).T)
+        position += max(size[1:])
+        token, seen = first + count, seen + count
+    parts.append(torch.arange(position, position + length - token).expand(3, -1))
+    moved = token - position  # by how many more tokens there are than positions
+    return torch.cat(parts, dim=1) + moved
+
+
+def load_vision_tower(
+    config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.nn.Module:
+    """The vision tower of a Qwen2.5-VL checkpoint.
+
+    Args:
+        config: its ``transformers`` configuration.
+        tensors: its weights, by their names in it.
+
+    Raises:
+        ValueError: missing or unexpected tensors, by name.
+    """
+    # Imported here: no other value model needs it.
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    with torch.device("meta"):
+        expected = Qwen2_5_VisionTransformerPretrainedModel(config).state_dict()
+    if different := sorted(expected.keys() ^ tensors.keys()):
+        missing = [name for name in different if name in expected]
+        unexpected = [name for name in different if name not in expected]
+        raise ValueError(f"the tensors do not fit the vision tower: missing {missing}, unexpected {unexpected}")
+    tower: torch.nn.Module = Qwen2_5_VisionTransformerPretrainedModel.from_pretrained(
+        None, config=config, state_dict=dict(tensors), dtype=dtype
+    )
+    return tower.to(device)
+
+
+def check_pixels(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> None:
+    """Raise ValueError unless these are the patches of images, as the tower takes them."""
+    patches, elements = int(grid_thw.prod(dim=1).sum()), tower.get_parameter("patch_embed.proj.weight")[0].numel()
+    if tuple(pixel_values.shape) != (patches, elements):
+        raise ValueError(
+            f"pixel_values must be [{patches}, {elements}], a row for each patch of image_grid_thw, got "
+            f"{list(pixel_values.shape)}"
+        )
+
+
+@torch.no_grad()
+def embed_images(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+    """See :meth:`lenvm_kernels.values.ValueModel.embed_images`."""
+    check_pixels(tower, pixel_values, grid_thw)
+    weight = tower.get_parameter("patch_embed.proj.weight")
+    output = tower(pixel_values.to(weight.device, weight.dtype), grid_thw=grid_thw.to(weight.device))
+    # transformers 4.57 returns the embeddings themselves.
+    return output if isinstance(output, torch.Tensor) else output.pooler_output
+
+
+def embedding_with_images(
+    token_ids: torch.Tensor, embedding: torch.Tensor, images: ImageTokens
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An embedding of these tokens alone, the images' among them, and their ids in it; -1 if they have none."""
+    is_image, is_known = images.rows >= 0, (token_ids >= 0) & (token_ids < len(embedding))
+    of_text = embedding[torch.where(is_known, token_ids, 0)]
+    rows = torch.where(is_image[:, None], images.embeds[images.rows.clamp(min=0)], of_text)
+    row = torch.arange(len(token_ids), device=token_ids.device)
+    return torch.where(is_image | is_known, row, -1), rows

@@ -1,0 +1,395 @@
+"""The value model: a Hugging Face checkpoint -> one ragged forward over the delta and the candidates of every request.
+
+A Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv 2604.27039). Layer by layer
+it computes what ``transformers`` does. The delta of a request can be 0, 1 or a whole prompt, and its candidates never
+enter the cache. A forward reads nothing back to the host and its shapes follow from those of its arguments alone, so
+that a decode step can be captured in a CUDA graph; its cost follows the tokens there are, because the operators of its
+layers read their number on the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lenvm_kernels.ops._common import FLOAT_DTYPES
+from lenvm_kernels.ops.embed_tokens import embed_tokens
+from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
+from lenvm_kernels.ops.rope_cache import rope_cache
+from lenvm_kernels.ops.value_head import num_counters as value_head_counters
+from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
+from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
+from lenvm_kernels.profiling import profiler_range
+from lenvm_kernels.types import EmbeddedTokens
+from lenvm_kernels.values.checkpoint import (
+    Head,
+    ValueModelConfig,
+    checked_tensors,
+    head_beside,
+    local_path,
+    read_checkpoint,
+    vision_tensors,
+    with_adapter,
+    with_head,
+)
+from lenvm_kernels.values.config import DISCOUNTED_RETURN, LenVMConfig
+from lenvm_kernels.values.images import embed_images, embedding_with_images, load_vision_tower
+from lenvm_kernels.values.ragged_batch import KVCache, RaggedBatch
+from lenvm_kernels.values.weights import FusedWeights
+
+# Counters that launches of a forward share, one launch at a time: those of a prompt of 64k tokens, or of 4,096 requests
+# with 8 key/value heads. Operators that need more make their own.
+_COUNTERS = 1 << 16
+
+
+class ValueModel:
+    """A length value model ready to run: weights on one device in one dtype, and the ragged forward.
+
+    Args:
+        config: the architecture.
+        tensors: weights by their names in a checkpoint (``model.layers.0.self_attn.q_proj.weight``, ...,
+            ``v_head.fc.weight``; the prefix ``model.`` may be absent or ``model.language_model.``, and
+            ``pretrained_model.`` may stand before it). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are ignored. Those
+            of a vision tower, ``visual.*``, are kept as they are until there is an image to embed. Tensors that already
+            have the dtype and device are shared, not copied, except the projections that are fused (q, k, v and gate,
+            up). The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded once.
+        dtype: float32, bfloat16 or float16; default that of the embedding.
+        device: default that of the embedding.
+        lenvm_config: what the head was trained to predict, and its gamma; default ``LenVMConfig()``. An attribute.
+
+    Raises:
+        ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype, all by name.
+
+    Example:
+        >>> model = ValueModel.from_pretrained("path/to/value-model", device="cuda")
+        >>> cache = KVCache.of_slots(model, 128)
+        >>> i32 = lambda x: torch.tensor(x, dtype=torch.int32, device="cuda")
+        >>> delta, candidates = i32([11, 12, 13]), i32([[21, 22]])  # a prompt, and two candidates for the next token
+        >>> slots = i32([[7, 8, 9]])  # of the prompt's tokens
+        >>> batch = RaggedBatch.build(
+        ...     delta, slots[0], i32([0]), i32([3]), candidates, i32([2]), i32([0]), slots, i32([0])
+        ... )
+        >>> z = model.forward(batch, cache)  # fp32 [1, 2]
+    """
+
+    def __init__(
+        self,
+        config: ValueModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        lenvm_config: LenVMConfig | None = None,
+    ) -> None:
+        self._vision_tensors = vision_tensors(tensors)
+        tensors = checked_tensors(config, tensors)
+        embedding = tensors["embed_tokens.weight"]
+        self.config, self.lenvm_config = config, lenvm_config or LenVMConfig()
+        self.dtype = dtype or embedding.dtype
+        self.device = embedding.device if device is None else torch.empty(0, device=device).device
+        if self.dtype not in FLOAT_DTYPES:
+            accepted = ", ".join(str(t).removeprefix("torch.") for t in FLOAT_DTYPES)
+            raise ValueError(f"dtype must be one of {accepted}, got {str(self.dtype).removeprefix('torch.')}")
+
+        fused = FusedWeights(config, tensors, self.dtype, self.device)
+        self.embedding = fused.get("embed_tokens.weight")
+        self.layers = [fused.layer(f"layers.{i}") for i in range(config.num_layers)]
+        self.head = fused.head()
+        self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=self.device)
+        if config.mrope_sections is not None:  # which of a token's three positions each frequency turns with
+            sections = torch.tensor(config.mrope_sections)
+            self._rope_axis = torch.arange(3).repeat_interleave(sections).to(self.device)
+        # Zeros that every launch leaves as it found them. Made here, not in a graph's capture, which may never be run.
+        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike,
+        head: Head | None = None,
+        *,
+        adapter: str | os.PathLike | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        gamma: float | None = None,
+    ) -> ValueModel:
+        """Load a value model from a Hugging Face directory or cache, or from a GGUF file through ``transformers``.
+
+        Args:
+            path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, or a
+                ``.gguf`` file (dequantised to float32); or ``owner/name`` in the Hugging Face cache
+                (:func:`local_path`). A directory with an adapter alone has its ``base_model_name_or_path`` for a
+                backbone. Pickled weights are never read, but for a head.
+            head: the value head, when it is not with the backbone: a ``.safetensors`` or ``.bin`` file, a directory or
+                ``owner/name`` with one, or a dictionary with ``v_head.fc.{weight,bias}`` and
+                ``v_head.summary.{weight,bias}``. It wins over ``v_head.*`` in the backbone's files, and those over a
+                file of a head beside the adapter or them (:func:`head_beside`). A ``.bin`` file may hold tensors alone.
+            adapter: a directory or ``owner/name`` with a low-rank adapter of the backbone, ``adapter_config.json`` and
+                ``adapter_model.safetensors`` as the package PEFT writes them (LoRA, :func:`read_adapter`). It is
+                merged into the weights. Default: the one beside them, if there is one. One that is given brings its
+                own ``lenvm_config.json``.
+            dtype: float32, bfloat16 or float16; default that of the checkpoint's embedding.
+            device: where to put the weights.
+            gamma: in place of that of ``lenvm_config.json`` (:meth:`LenVMConfig.read`), which is read if it is there.
+
+        Raises:
+            FileNotFoundError: no directory, configuration or safetensors there, or no such name in the cache.
+            ValueError: an unsupported architecture or adapter, or missing, unexpected or misshapen tensors, by name;
+                a ``gamma`` or ``lenvm_config.json`` that :class:`LenVMConfig` refuses.
+            ImportError: a GGUF file without the packages that read it.
+        """
+        path, adapter = local_path(path), None if adapter is None else local_path(adapter)
+        lenvm_config = LenVMConfig.read(path if adapter is None else adapter, gamma)
+        config, tensors = read_checkpoint(path, head, adapter)
+        return cls(config, tensors, dtype=dtype, device=device, lenvm_config=lenvm_config)
+
+    @classmethod
+    def from_causal_lm(
+        cls,
+        model: torch.nn.Module,
+        head: Head | None = None,
+        *,
+        adapter: str | os.PathLike | None = None,
+        lenvm_config: LenVMConfig | None = None,
+    ) -> ValueModel:
+        """Put a value head on a loaded ``transformers`` causal language model, keeping its dtype and device.
+
+        The embedding and the unfused projections are the model's own memory; the fused ones are copies, so that later
+        changes of the model's weights must not be expected to show.
+
+        Args:
+            model: a Qwen2, Qwen3, Llama or Qwen2.5-VL model of ``transformers``.
+            head, adapter: as in :meth:`from_pretrained`. The model itself is not changed by the adapter.
+            lenvm_config: as in :class:`ValueModel`.
+
+        Raises:
+            FileNotFoundError, ValueError: as :meth:`from_pretrained`.
+        """
+        adapter = None if adapter is None else local_path(adapter)
+        tensors = with_head(with_adapter(model.state_dict(), adapter), head or head_beside(adapter))
+        config = ValueModelConfig.from_hf(model.config)
+        return cls(config, tensors, lenvm_config=lenvm_config)
+
+    @cached_property
+    def vision_tower(self) -> torch.nn.Module | None:
+        """The module of ``transformers`` that embeds images; None if the checkpoint has none.
+
+        Loaded when first looked at, which takes time and memory of the device.
+
+        Raises:
+            ValueError: missing or unexpected tensors, by name.
+        """
+        if self.config.vision is None or not self._vision_tensors:
+            return None
+        tower = load_vision_tower(self.config.vision, self._vision_tensors, self.dtype, self.device)
+        self._vision_tensors = {}
+        return tower
+
+    def embed_images(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
+        """Embeddings of the tokens of images, in their order, ``[N, H]``. Reads the grid back to the host.
+
+        Args:
+            pixel_values: ``[patches, elements]`` floating-point; patches of all images, as the processor of
+                ``transformers`` makes them.
+            image_grid_thw: int64 ``[images, 3]``; patches of each image in time, rows and columns.
+
+        Raises:
+            ValueError: no vision tower or a broken one, or ``pixel_values`` of another shape.
+        """
+        if self.vision_tower is None:
+            raise ValueError("value_model must be a vision-language model with its vision tower, visual.*, for images")
+        return embed_images(self.vision_tower, pixel_values, image_grid_thw)
+
+    @torch.no_grad()
+    def forward(self, batch: RaggedBatch, cache: KVCache, *, backend: str = "auto") -> torch.Tensor:
+        """Value logits of all candidates; extends the cache by the delta tokens.
+
+        Args:
+            batch: the ``T`` rows, on the model's device. Its cached prefixes are read from ``cache`` through its slot
+                table; the keys and values of its delta tokens are written to their slots, those of candidates are not.
+            cache: keys and values of earlier forwards of this model.
+            backend: of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
+
+        Returns:
+            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Of a head that predicts lengths in
+            another form, that of the same length (:meth:`LenVMConfig.value_logits`): the gamma that counts is the
+            model's, and a request that names another stretches lengths, as it does with any model.
+
+            Where a token id is outside the model's vocabulary (base models pad theirs further), the value is NaN, and
+            any other value of the same request may be; other requests are not touched.
+
+        Raises:
+            ValueError: tensors of a wrong dtype, shape or device, from the operators.
+        """
+        with profiler_range("layers"):
+            hidden, square_sums = self._run_layers(batch, cache, backend)
+        layout = batch.layout
+        with profiler_range("head"):
+            z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
+        z = z.view(layout.candidate_rows.shape)
+        if self.lenvm_config.target_form == DISCOUNTED_RETURN:
+            return z
+        return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
+
+    def sizes_of_every_tile(self, most: int) -> list[int]:
+        """Numbers of token rows, up to ``most`` and all in use, whose forwards compile what those of any other need."""
+        layer = self.layers[0]
+        weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
+        return rows_of_every_tile(most, [(*w.shape, swiglu, w.dtype) for w, swiglu in weights])
+
+    def _zeros(self, count: int) -> torch.Tensor | None:
+        """So many counters, or None if there are not as many."""
+        return self._counters if count <= _COUNTERS else None
+
+    def _run_layers(self, batch: RaggedBatch, cache: KVCache, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers, [T, H], and the sums of their squares; keys and values go to ``cache``."""
+        config, layout = self.config, batch.layout
+        num_rows = layout.q_offsets[-1:]
+        live: dict[str, Any] = dict(num_rows=num_rows, expected_rows=batch.expected_rows, backend=backend)
+        hidden, square_sums, cos, sin = self._embed(batch, num_rows, backend)
+        plan = plan_attention(
+            batch.table_rows,
+            batch.cached_lens,
+            layout.q_offsets,
+            batch.candidate_lens,
+            total_tokens=len(hidden),
+            max_len=batch.slot_table.shape[1] * batch.page_size,
+            group=config.num_heads // config.num_kv_heads,
+            backend=backend,
+        )
+        # What a layer adds to the residual stream leaves the sums of its squares for the norm that follows.
+        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps, square_sums=square_sums)
+        adds: dict[str, Any] = dict(square_sums_out=square_sums)
+        for i, layer in enumerate(self.layers):
+            # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
+            hidden = ragged_linear(
+                self._attend(hidden, square_sums, i, batch, num_rows, plan, cos, sin, cache, backend),
+                layer.o,
+                layer.o_bias,
+                residual=hidden,
+                **adds,
+                **live,
+            )
+            hidden = ragged_linear(
+                ragged_linear(
+                    hidden,
+                    layer.gate_up,
+                    layer.gate_up_bias,
+                    swiglu=True,
+                    **norm,
+                    **live,
+                ),
+                layer.down,
+                layer.down_bias,
+                residual=hidden,
+                **adds,
+                **live,
+            )
+        return hidden, square_sums
+
+    def _embed(self, batch: RaggedBatch, num_rows: torch.Tensor, backend: str) -> EmbeddedTokens:
+        """What the layers start from."""
+        layout, images, config = batch.layout, batch.images, self.config
+        token_ids, embedding = layout.token_ids, self.embedding
+        if images is not None and len(images.embeds):
+            token_ids, embedding = embedding_with_images(token_ids, embedding, images)
+        embedded = embed_tokens(
+            token_ids,
+            layout.positions,
+            embedding,
+            self._inv_freq,
+            rope_scale=config.rope_scale,
+            num_rows=num_rows,
+            backend=backend,
+        )
+        if images is None:
+            return embedded
+        # The others keep the bits that they have without images.
+        is_moved = (images.positions != layout.positions).any(dim=0)[:, None]
+        angles = images.positions[self._rope_axis].T.contiguous() * self._inv_freq
+        return embedded._replace(
+            cos=torch.where(is_moved, angles.cos() * config.rope_scale, embedded.cos),
+            sin=torch.where(is_moved, angles.sin() * config.rope_scale, embedded.sin),
+        )
+
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        square_sums: torch.Tensor,
+        i: int,
+        batch: RaggedBatch,
+        num_rows: torch.Tensor,
+        plan: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: KVCache,
+        backend: str,
+    ) -> torch.Tensor:
+        """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache``."""
+        config, layer, layout = self.config, self.layers[i], batch.layout
+        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
+        live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
+        k_cache, v_cache = cache.keys[i], cache.values[i]
+        q, k, v = rope_cache(
+            ragged_linear(
+                hidden,
+                layer.qkv,
+                layer.qkv_bias,
+                square_sums=square_sums,
+                expected_rows=batch.expected_rows,
+                **norm,
+                **live,
+            ),
+            cos,
+            sin,
+            layout.slots,
+            k_cache,
+            v_cache,
+            num_heads=config.num_heads,
+            qk_norm_weight=layer.qk_norm,
+            **norm,
+            **live,
+        )
+        attended = value_tree_attention(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            batch.slot_table,
+            batch.table_rows,
+            batch.cached_lens,
+            layout.q_offsets,
+            batch.candidate_lens,
+            parents=batch.layout.parents,
+            page_size=batch.page_size,
+            plan=plan,
+            counters=self._zeros(attention_counters(batch.table_rows.shape[0], config.num_kv_heads)),
+            backend=backend,
+        )
+        return attended.flatten(1)
+
+    def _run_head(
+        self,
+        hidden: torch.Tensor,
+        square_sums: torch.Tensor,
+        token_rows: torch.Tensor,
+        targets: torch.Tensor | None,
+        backend: str,
+    ) -> torch.Tensor:
+        """Final norm and value head of some rows: their logits, fp32, each at its target."""
+        return value_head(
+            hidden,
+            *self.head,
+            token_rows=token_rows,
+            norm_eps=self.config.rms_norm_eps,
+            targets=targets,
+            square_sums=square_sums,
+            counters=self._zeros(value_head_counters(len(token_rows))),
+            backend=backend,
+        )

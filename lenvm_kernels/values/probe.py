@@ -1,0 +1,272 @@
+"""Values of candidates from the base model's own states: a small network instead of a second model.
+
+What a base model's layers have made of a sequence tells how much is still to come. How the lengths after a candidate
+are distributed is ``softmax(W2 silu(W1 silu(shift + scale * e) + b1) + b2)`` with ``scale`` and ``shift`` two
+projections of the states of some layers at the token before it, and ``e`` one of the candidate's input embedding. So a
+step costs one projection a request and a small matmul for its candidates, and the network keeps nothing from step to
+step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from lenvm_kernels.ops._common import FLOAT_DTYPES
+from lenvm_kernels.ops.candidate_values import MAX_BINS, candidate_values
+from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
+from lenvm_kernels.types import GuidanceColumns
+from lenvm_kernels.values.checkpoint import local_path
+from lenvm_kernels.values.config import LenVMConfig
+
+CONFIG_FILE, TENSORS_FILE = "probe_config.json", "probe.safetensors"
+# Default of requests. On SmolLM2 and Qwen2.5 40 brings more answers near their targets than 10, at the same perplexity.
+STRENGTH = 40.0
+# Tokens whose embeddings are hashed.
+HASHED_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """The base model that a probe's values are of, and what they are made from.
+
+    Attributes:
+        base: its name, for whoever reads it.
+        layers: which states are read, in this order: ``i`` is what layer ``i`` reads (the residual stream), and
+            ``num_layers`` what the output layer reads, behind the final norm.
+        num_layers, hidden_size, vocab_size: of the base model. The embedding may have more rows than ``vocab_size``.
+        embedding_hash: of its input embedding (:func:`embedding_hash`).
+        bin_edges: tokens, ascending, the first at least 1: bin ``i`` has the lengths from ``bin_edges[i]`` on, and less
+            than ``bin_edges[i + 1]``. The last stands for all that are longer, too.
+    """
+
+    base: str
+    layers: tuple[int, ...]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    embedding_hash: str
+    bin_edges: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or not all(isinstance(i, int) and 1 <= i <= self.num_layers for i in self.layers):
+            raise ValueError(f"layers must be of 1 to num_layers = {self.num_layers}, got {list(self.layers)}")
+        object.__setattr__(self, "bin_edges", edges := tuple(self.bin_edges))
+        are_tokens = all(isinstance(x, int) and x >= 1 for x in edges)
+        if not 2 <= len(edges) <= MAX_BINS + 1 or not are_tokens or list(edges) != sorted(set(edges)):
+            accepted = f"2 to {MAX_BINS + 1} ascending integers of at least 1"
+            raise ValueError(f"bin_edges must be {accepted}, got {list(edges)}")
+
+    @classmethod
+    def read(cls, folder: Path) -> ProbeConfig:
+        """Of a directory.
+
+        Raises:
+            ValueError: naming the file, what came and what is accepted.
+        """
+        file = folder / CONFIG_FILE
+        names = [field.name for field in fields(cls)]
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(given, dict) or sorted(given) != sorted(names):
+                came = ", ".join(given) if isinstance(given, dict) else type(given).__name__
+                raise ValueError(f"must hold the fields {', '.join(names)}, got {came}")
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+
+    def write(self, folder: Path) -> None:
+        """Into a directory, over what is there."""
+        (folder / CONFIG_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @property
+    def state_size(self) -> int:
+        """L H, numbers of the states that values are made of."""
+        return len(self.layers) * self.hidden_size
+
+    def check_base(self, num_layers: int, embedding: torch.Tensor) -> None:
+        """Raise unless a base model with so many layers and this input embedding is the one.
+
+        Raises:
+            ValueError: it is another one; the message says what differs.
+        """
+        for name, wanted, came in (
+            ("layers", self.num_layers, num_layers),
+            ("columns in its embedding", self.hidden_size, embedding.shape[1]),
+        ):
+            if wanted != came:
+                raise ValueError(f"the base model must be {self.base!r} with {wanted} {name}, got one with {came}")
+        if len(embedding) < self.vocab_size:
+            raise ValueError(
+                f"the base model must be {self.base!r} with {self.vocab_size} tokens, got one with {len(embedding)}"
+            )
+        if embedding_hash(embedding[: self.vocab_size]) != self.embedding_hash:
+            raise ValueError(f"the base model must be {self.base!r}, got one with another embedding")
+
+
+def embedding_hash(embedding: torch.Tensor) -> str:
+    """What tells input embeddings ``[V, H]`` apart: signs of some of their rows, which no dtype changes."""
+    rows = torch.linspace(0, len(embedding) - 1, min(HASHED_TOKENS, len(embedding))).long().to(embedding.device)
+    signs = (embedding[rows] < 0).to(torch.uint8).cpu().contiguous()
+    return hashlib.sha256(signs.numpy().tobytes()).hexdigest()[:16]
+
+
+class LengthProbe:
+    """Values from a base model's states.
+
+    Args:
+        config: :class:`ProbeConfig`.
+        tensors: ``projection.weight [2 D, L H]`` and ``projection.bias [2 D]``, which make ``scale`` and then ``shift``
+            of the states of ``L`` layers, ``embedding.weight [D, H]`` and ``embedding.bias [D]``, ``fc.weight [E, D]``
+            and ``fc.bias [E]``, ``bins.weight [N, E]`` and ``bins.bias [N]``.
+        embedding: the base model's input embedding ``[V, H]``, which is projected once.
+        dtype: float32, bfloat16 or float16; that of the states (default: that of ``embedding``).
+        lenvm_config: for its gamma.
+
+    Attributes:
+        config, lenvm_config, dtype: as above.
+        device: that of ``embedding``.
+
+    Raises:
+        ValueError: a dtype that is none of these.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        tensors: Mapping[str, torch.Tensor],
+        embedding: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        lenvm_config: LenVMConfig | None = None,
+    ) -> None:
+        self.config, self.lenvm_config = config, lenvm_config or LenVMConfig()
+        self.dtype, self.device = dtype or embedding.dtype, embedding.device
+        if self.dtype not in FLOAT_DTYPES:
+            came = str(self.dtype).removeprefix("torch.")
+            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {came}")
+        of = {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
+        self._projection = of["projection.weight"].contiguous(), of["projection.bias"]
+        self._head = tuple(of[name].contiguous() for name in ("fc.weight", "fc.bias", "bins.weight", "bins.bias"))
+        self._bin_edges = torch.tensor(config.bin_edges, dtype=torch.float32, device=self.device)
+        # Projected in fp32 and rounded once, some rows at a time: for a vocabulary in fp32 there may be no room.
+        weight, bias = (tensors[f"embedding.{name}"].to(self.device, torch.float32) for name in ("weight", "bias"))
+        parts = embedding.detach()[: config.vocab_size].split(HASHED_TOKENS)
+        self._embedding = torch.cat([functional.linear(part.float(), weight, bias).to(self.dtype) for part in parts])
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        num_layers: int,
+        embedding: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        gamma: float | None = None,
+    ) -> LengthProbe:
+        """Load it for a base model.
+
+        Args:
+            path: a directory with ``probe_config.json``, ``probe.safetensors`` and ``lenvm_config.json``, or
+                ``owner/name`` of one in the Hugging Face cache.
+            num_layers, embedding: of the base model, which has to be the one that it was trained for.
+            dtype: as above.
+            gamma: in place of that of ``lenvm_config.json``.
+
+        Raises:
+            FileNotFoundError: a file is not there.
+            ValueError: as the class, or a file that cannot be read.
+        """
+        path = local_path(path)
+        config, tensors = read_probe(path)
+        config.check_base(num_layers, embedding)
+        return cls(config, tensors, embedding, dtype=dtype, lenvm_config=LenVMConfig.read(path, gamma))
+
+    def value_logits(
+        self,
+        states: torch.Tensor,
+        token_ids: torch.Tensor,
+        table: GuidanceColumns,
+        *,
+        table_rows: torch.Tensor,
+        generated: torch.Tensor,
+        counters: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Value logits of candidates: what guides, and what predicts.
+
+        Args:
+            states: ``[B, L H]`` in :attr:`dtype`, what the layers say after the token before the candidates.
+            token_ids, table, table_rows, generated, counters, backend: as of :func:`candidate_values`,
+                which says what comes of them, too.
+        """
+        weight, bias = self._projection
+        scale, shift = ragged_linear(states, weight, bias, backend=backend).chunk(2, dim=1)
+        operands: Any = token_ids, scale, shift, self._embedding, *self._head, self._bin_edges, table
+        of_requests: dict[str, Any] = dict(table_rows=table_rows, generated=generated)
+        return candidate_values(*operands, **of_requests, counters=counters, backend=backend)
+
+    def rows_of_every_tile(self, most: int) -> list[int]:
+        """Numbers of requests, up to ``most``, that compile what any other number needs."""
+        weight, _ = self._projection
+        return rows_of_every_tile(most, [(*weight.shape, False, weight.dtype)])
+
+
+def check_tensors(config: ProbeConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless these are tensors of a probe, by name."""
+    names = [f"{part}.{kind}" for part in ("projection", "embedding", "fc", "bins") for kind in ("weight", "bias")]
+    if sorted(tensors) != sorted(names):
+        raise ValueError(f"tensors must be {', '.join(names)}, got {', '.join(sorted(tensors))}")
+    outputs, size = tensors["fc.weight"].shape
+    wanted: dict[str, tuple[int, ...]] = {
+        "projection.weight": (2 * size, config.state_size),
+        "projection.bias": (2 * size,),
+        "embedding.weight": (size, config.hidden_size),
+        "embedding.bias": (size,),
+        "fc.bias": (outputs,),
+        "bins.weight": (len(config.bin_edges) - 1, outputs),
+        "bins.bias": (len(config.bin_edges) - 1,),
+    }
+    for name, shape in wanted.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensors[name].shape)}")
+
+
+def is_probe(path: str | Path) -> bool:
+    """Whether a directory has a probe."""
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+def read_probe(folder: Path) -> tuple[ProbeConfig, dict[str, torch.Tensor]]:
+    """What a directory says of a probe.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ValueError: a file that cannot be read, or tensors that are missing, unexpected or misshapen, by name.
+    """
+    config = ProbeConfig.read(folder)
+    tensors = load_file(folder / TENSORS_FILE)
+    check_tensors(config, tensors)
+    return config, tensors
+
+
+def write_probe(config: ProbeConfig, tensors: Mapping[str, torch.Tensor], gamma: float, folder: Path) -> None:
+    """Write a directory that :meth:`LengthProbe.from_pretrained` loads, in fp16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    check_tensors(config, tensors)
+    save_file({name: tensor.half().contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
+    config.write(folder)
+    LenVMConfig(gamma, strength=STRENGTH).write(folder)

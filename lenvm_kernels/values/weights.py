@@ -1,0 +1,81 @@
+"""The weights of a value model as its operators take them: fused, and times those of norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from lenvm_kernels.values.checkpoint import ValueModelConfig
+
+
+class Layer(NamedTuple):
+    """Weights of one decoder layer. q, k, v and gate, up are one matrix each, times the weight of the norm before."""
+
+    qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, H]
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [Hq + Hkv, D], the same row for all query heads and for all key heads
+    o: torch.Tensor  # [H, Hq * D]
+    o_bias: torch.Tensor | None
+    gate_up: torch.Tensor  # [2 I, H]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [H, I]
+    down_bias: torch.Tensor | None
+
+
+class FusedWeights:
+    """Makes weights of a checkpoint's tensors, in one dtype on one device."""
+
+    def __init__(
+        self, config: ValueModelConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config, self._tensors, self._dtype, self._device = config, tensors, dtype, device
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor as it is."""
+        return self._tensors[name].detach().to(self._device, self._dtype)
+
+    def _stacked(self, names: list[str]) -> torch.Tensor | None:
+        """The named tensors one below the other; ``None`` where the architecture has none (biases)."""
+        if names[0] not in self._tensors:
+            return None
+        return self.get(names[0]) if len(names) == 1 else torch.cat([self.get(name) for name in names])
+
+    def _normed(self, names: list[str], norm: str) -> torch.Tensor:
+        """The named matrices one below the other, to be applied to what the norm before them has divided by its RMS."""
+        rows = [self._tensors[name].shape[0] for name in names]
+        out = torch.empty(sum(rows), self._config.hidden_size, dtype=self._dtype, device=self._device)
+        norm_weight = self._tensors[f"{norm}.weight"].detach().to(self._device, torch.float32)
+        for part, name in zip(out.split(rows), names, strict=True):  # in fp32, one after the other, rounded once
+            part.copy_(self._tensors[name].detach().to(self._device, torch.float32) * norm_weight)
+        return out
+
+    def layer(self, layer: str) -> Layer:
+        """Those of a decoder layer, by what the names of its tensors begin with."""
+        config, qk_norm = self._config, None
+        if config.qk_norm:
+            q_norm, k_norm = (self.get(f"{layer}.self_attn.{x}_norm.weight") for x in "qk")
+            qk_norm = torch.cat((q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)))
+        qkv = [f"{layer}.self_attn.{x}_proj" for x in "qkv"]
+        gate_up = [f"{layer}.mlp.{x}_proj" for x in ("gate", "up")]
+        return Layer(
+            qkv=self._normed([f"{x}.weight" for x in qkv], f"{layer}.input_layernorm"),
+            qkv_bias=self._stacked([f"{x}.bias" for x in qkv]),
+            qk_norm=qk_norm,
+            o=self.get(f"{layer}.self_attn.o_proj.weight"),
+            o_bias=self._stacked([f"{layer}.self_attn.o_proj.bias"]),
+            gate_up=self._normed([f"{x}.weight" for x in gate_up], f"{layer}.post_attention_layernorm"),
+            gate_up_bias=self._stacked([f"{x}.bias" for x in gate_up]),
+            down=self.get(f"{layer}.mlp.down_proj.weight"),
+            down_bias=self._stacked([f"{layer}.mlp.down_proj.bias"]),
+        )
+
+    def head(self) -> tuple[torch.Tensor, ...]:
+        """The value head: its first matrix, times the final norm's weight, and its vectors.
+
+        The vectors are kept in fp32, which the operator takes: lengths are decided there.
+        """
+        vectors = (self._tensors[f"v_head.{x}"] for x in ("fc.bias", "summary.weight", "summary.bias"))
+        fc_weight = self._normed(["v_head.fc.weight"], "norm")
+        return fc_weight, *(x.detach().to(self._device, torch.float32) for x in vectors)
