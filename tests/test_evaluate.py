@@ -302,6 +302,7 @@ def test_accuracies_of_the_tokens_of_answers(evaluate, tmp_path):
     scores = {f"{target} {name}": score for target, view in scores_of(folder).items() for name, score in view.items()}
     assert {key: (5 * score["acc_first"], 5 * score["acc_any"]) for key, score in scores.items()} == ACCURACIES
     assert all(set(score["intervals"]) > {"acc_first", "acc_any", "distance"} for score in scores.values())
+    assert matplotlib.image.imread(folder / "accuracy.png").std() > 0
     table, (low, high) = (folder / "table.md").read_text(), scores["4 none"]["intervals"]["acc_any"]
     assert (
         table.count("| acc_first % | acc_any % |\n") == 2 and f"| 80 [{100 * low:.0f}, {100 * high:.0f}] |\n" in table

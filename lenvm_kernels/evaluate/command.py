@@ -178,6 +178,8 @@ def run_command(args: argparse.Namespace) -> None:
         text = "\n".join(tables)
         (args.output / "table.md").write_text(text, encoding="utf-8")
         report.plot_lengths(plan.targets, views, args.output / "lengths.png")
+        if answers is not None:
+            report.plot_accuracy(plan.targets, scores, args.output / "accuracy.png")
     print(text)
 
 

@@ -116,3 +116,24 @@ def plot_lengths(targets: Sequence[int], views: Mapping[str, Mapping[str, Sequen
     panels[0].set_ylabel("length in tokens")
     figure.savefig(file, format="png", dpi=150)
     pyplot.close(figure)
+
+
+def plot_accuracy(targets: Sequence[int], scores: Mapping[str, Mapping[str, Any]], file: Path) -> None:
+    """Write a PNG of ``acc_first`` with its intervals against mean length: a line per setting, a point per target."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.6, 4), layout="constrained")
+    for name in scores[str(targets[0])]:
+        points = [scores[str(target)][name] for target in targets]
+        shares = np.array([[point["acc_first"], *point["intervals"]["acc_first"]] for point in points]) * 100
+        share, low, high = shares.T
+        lengths = [point["mean"] for point in points]
+        axes.errorbar(lengths, share, (share - low, high - share), marker="o", elinewidth=0.8, label=name)
+    axes.set(xlabel="mean length in tokens", ylabel="% right", ylim=(-2, 102))
+    axes.set_xlim(left=0)
+    axes.legend(fontsize=7)
+    figure.savefig(file, format="png", dpi=150)
+    pyplot.close(figure)
