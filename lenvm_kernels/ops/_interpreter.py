@@ -14,8 +14,8 @@ The interpreter (seen on 3.6 to 3.9) keeps bf16 as raw ``uint16`` bits: ``tl.dot
 from other types than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
 The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need repair of that.
 
-A comparison there has the type of its operands. A scalar one becomes their integers where it is broadcast, and Triton 3.9
-refuses a mask of integers. Here a comparison is an ``int1``, as on a GPU.
+The interpreter gives a comparison the type of its operands. A scalar one becomes integers where it is broadcast, and
+Triton 3.9 rejects a mask of integers. Here a comparison is an ``int1``, as on a GPU.
 
 It keeps e4m3 as ``uint8`` bits, reads NaN as 480, and rounds up where it is to round to even: to half the number where
 that carries into the exponent.
