@@ -74,3 +74,16 @@ def test_the_fuzzer_finds_a_dot_whose_bits_depend_on_the_batch(monkeypatch):
     assert check(case, None, device=torch.device("cpu")) is None
     monkeypatch.setattr(InterpreterBuilder, "create_dot", planted_dot.create_dot)
     assert "logits differs in another order" in str(check(case, None, device=torch.device("cpu")))
+
+
+@triton.jit
+def _masked_copy_kernel(x_ptr, out_ptr, length, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    for block in range(2):
+        tl.store(out_ptr + i, tl.load(x_ptr + i, mask=(i < length) & (block < length), other=7), mask=i < BLOCK)
+
+
+def test_a_mask_may_combine_a_vector_and_a_scalar():
+    out = torch.zeros(4)
+    _masked_copy_kernel[(1,)](torch.ones(4), out, 3, 4)
+    assert out.tolist() == [1, 1, 1, 7]

@@ -1,7 +1,7 @@
 """Random numbers that belong to a row: what a row of a batch holds depends on the seed and the row's own id only.
 
-So a row is the same in a batch of thousands, alone and in any order, on a CPU and on a GPU. That is what lets a failing
-batch shrink to one row, and rows be compared between batches.
+A row is the same in a batch of thousands, alone and in any order, on a CPU and on a GPU. So a failing batch can be
+reduced to one row, and rows can be compared between batches.
 """
 
 import hashlib
