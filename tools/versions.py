@@ -18,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".venv-versions"
-CPU_TORCH = "torch==2.13.0"  # the oldest that is admitted
+# The oldest CPU build. Older versions that are admitted were tested on a GPU (bench/results).
+CPU_TORCH = "torch==2.13.0"
+NEWEST_TORCH = "torch>=2.14,<2.15"
 LARGEST = 8 * 2**30  # bytes of the environments together: the newest torch is a build for CUDA
 OTHER_PYTHONS = ("3.10", "3.13")
 
@@ -30,12 +32,12 @@ TESTS = [
 LEFT_OUT = "not 500_steps and not offsets_past and not same_bits and not as_good_as_so_many_steps"
 
 DEPENDENCIES = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
-NEWEST = re.findall(r'"(.*?)"', DEPENDENCIES)
+NEWEST = [requirement for requirement in re.findall(r'"(.*?)"', DEPENDENCIES) if not requirement.startswith("torch")]
 OLDEST = [re.sub(r">=([\d.]+).*", r"==\1", requirement) for requirement in NEWEST]
 ENVIRONMENTS = {
-    "newest torch": NEWEST,
-    "oldest": OLDEST,
-    "newest Triton": [CPU_TORCH, *(requirement for requirement in NEWEST if not requirement.startswith("torch"))],
+    "newest torch": [NEWEST_TORCH, *NEWEST],
+    "oldest": [CPU_TORCH, *OLDEST],
+    "newest Triton": [CPU_TORCH, *NEWEST],
 }
 _installing = threading.Lock()  # an editable installation writes into the tree
 
