@@ -25,7 +25,7 @@ FLOATS = (
 PLANTED = [
     *(("off", name) for name in OPERATORS),
     *((fault, name) for fault in ("nan", "odd") for name in FLOATS),
-    *(("ties", name) for name in ("topk_candidates", "reweight_scatter", "sample_candidates")),
+    *(("ties", name) for name in ("topk_candidates", "reweight_scatter")),
 ]
 # The fault shows in few rows of few cases.
 MORE = {("ties", "reweight_scatter"): ("--only", "rows=usual", "scatter=False", "columns=8")}

@@ -100,16 +100,6 @@ def halves(*arguments, **keywords):
     return CORRECT["value_head"](*arguments, **keywords).half()
 
 
-def _sample_candidates(candidates, guided_probs, seeds, positions, *, temperature=None):
-    """Of equal candidates the last one is drawn greedily."""
-    flipped = {name: getattr(candidates, name).flip(1).contiguous() for name in ("token_ids", "probs")}
-    drawn = correct.sample_candidates(candidates, guided_probs, seeds, positions, temperature=temperature)
-    last = correct.sample_candidates(
-        candidates._replace(**flipped), guided_probs.flip(1), seeds, positions, temperature=temperature
-    )
-    return drawn if temperature is None else torch.where(temperature < 1e-6, last, drawn)
-
-
 def _topk_candidates(scores, **keywords):
     """Of two equal candidates the second one comes first."""
     found = correct.topk_candidates(scores, **keywords)
@@ -125,6 +115,4 @@ def _reweight_scatter(candidates, value_logits, table, **keywords):
     return correct.reweight_scatter(candidates._replace(**flipped), value_logits.flip(1), table, **keywords).flip(1)
 
 
-ties = SimpleNamespace(
-    topk_candidates=_topk_candidates, reweight_scatter=_reweight_scatter, sample_candidates=_sample_candidates
-)
+ties = SimpleNamespace(topk_candidates=_topk_candidates, reweight_scatter=_reweight_scatter)
