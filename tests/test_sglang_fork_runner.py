@@ -156,7 +156,7 @@ def expected_row(plain, request, probs, **overrides):
         return with_own_filters(request, probs), status
     items = () if request.multimodal_inputs is None else request.multimodal_inputs.mm_items
     value_logits = plain.after(request.tokens, items)[candidates.token_ids.clamp(min=0).long()]
-    table = GuidanceTable.from_params([params], [{EOS}], "cpu")
+    table = GuidanceTable.from_params([params], [{EOS}], "cpu").columns
     generated = column(len(request.tokens) - len(request.origin_input_ids), torch.int32)
     reweight_scatter(candidates, value_logits, table, generated=generated, probs=row)
     return row[0], status
@@ -593,7 +593,7 @@ def test_fields_beside_guidance(make):
     request.eos_token_ids = {EOS, *range(1000, 1080)}
     engine.prefill([request], [4])
     table = engine.runner.step.table
-    assert table.token_scales.unique().tolist() == [1.0] and not table.return_values.any()
+    assert table.columns.token_scales.unique().tolist() == [1.0] and not table.columns.return_values.any()
     assert table.eos_token_ids[4].tolist() == [EOS, *range(1000, 1063)]
 
 

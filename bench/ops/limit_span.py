@@ -48,7 +48,7 @@ def make_call(
         options["new_lens"] = torch.ones(B, dtype=torch.int32)
     if breaks:
         options["text_breaks"] = torch.zeros(V, dtype=torch.int8)
-    return partial(limit_span, logits, table, tokens, torch.randperm(B), lengths, **options)
+    return partial(limit_span, logits, table.columns, tokens, torch.randperm(B), lengths, **options)
 
 
 def make_case(*, B, D, dtype):

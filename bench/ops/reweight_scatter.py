@@ -21,7 +21,7 @@ def make_call(*, B=64, K, V=256, dtype="float32", modes=MODES, given=()):
     """A call whose requests take the ``modes`` in turn (None: no guidance), with the options ``given``."""
     device = torch.get_default_device()
     params = [parse_guidance(modes[row % len(modes)]) if modes else None for row in range(B)]
-    table = GuidanceTable.from_params(params, [{2}] * B, device)
+    table = GuidanceTable.from_params(params, [{2}] * B, device).columns
     options = dict(table_rows=torch.randperm(B), generated=torch.arange(B, dtype=torch.int32))
     if "probs" in given:
         options["probs"] = torch.rand(B, V).to(getattr(torch, dtype))
