@@ -594,7 +594,7 @@ def test_fields_beside_guidance(make):
     engine.prefill([request], [4])
     table = engine.runner.step.table
     assert table.columns.token_scales.unique().tolist() == [1.0] and not table.columns.return_values.any()
-    assert table.eos_token_ids[4].tolist() == [EOS, *range(1000, 1063)]
+    assert table.columns.eos_token_ids[4].tolist() == [EOS, *range(1000, 1063)]
 
 
 def test_more_candidates_than_the_step_takes(make, monkeypatch, caplog):
