@@ -3,7 +3,8 @@
 Every way answers the same prompts, one batch per seed, by ``model.generate`` with the same temperature, top-k, min-p:
 
 - ``plain``: the base model alone; ``cut``: with the target as the limit of new tokens;
-- ``published way``: the fork's steps (:mod:`bench.two_forward`) to ``eq``, its constraint: the candidate nearest to the target;
+- ``published way``: the fork's steps (:mod:`bench.two_forward`) to ``eq``, its constraint, which takes the candidate
+  nearest to the target;
 - ``ours``: this package's processor to ``eq``, and to ``target_length`` with each source of values.
 
 Time is that of ``generate``, prompts included. Distance is the mean of ``|length - target|``. Perplexity is the base
