@@ -81,7 +81,7 @@ class PagedSlots:
         return list(self._pages[table_row])
 
     def share(self, table_row: int, pages: Sequence[int]) -> list[int]:
-        """Replace a request's pages by ``pages``, which other requests may share; returns the pages that became free."""
+        """Replace a request's pages by ``pages``, which may be shared; returns the pages that became free."""
         before, self._pages[table_row] = self._pages[table_row], []
         self._append(table_row, pages)
         for page in before:

@@ -82,8 +82,7 @@ class ConstantValues(ValueSource):
 
     All candidates of a row have the same value, except those that end the sequence or its span, whose value is 0. So
     ``near``, ``ge_near`` and ``le_near`` keep the probability ratios of all other candidates, except those that end a
-    sentence: ends are suppressed far before the target, and boosted once fewer than about ``sqrt(2 target)`` tokens
-    are left.
+    sentence. Ends are suppressed far before the target, and boosted in about the last ``sqrt(2 target)`` tokens.
 
     Args:
         table_rows: R, rows of the guidance table.
