@@ -24,8 +24,8 @@ _NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
 _LIMIT_OF_BUDGET = 1.25
 # An end less probable than this would cut a sentence in two.
 _MIN_END_PROB = 1e-4
-# Values boost tokens of any probability, at the cost of text quality. Tokens below this share of the largest probability
-# bring a length no closer to its target (docs/modes-and-parameters.md), and need not be scored.
+# Values boost tokens of any probability, at the cost of text quality. Tokens below this share of the largest
+# probability bring a length no closer to its target (docs/modes-and-parameters.md), and need not be scored.
 _LEAST_SHARE = 0.05
 # Tokens reserved for the answer after the latest landing, such as "$18.50." and the end.
 _ANSWER_AFTER_LANDING = 8

@@ -159,7 +159,7 @@ def local_path(name: str | os.PathLike) -> Path:
     path, text = Path(name), os.fspath(name)
     if path.exists() or not _REPOSITORY.fullmatch(text):
         return path
-    for file in ("config.json", ADAPTER_CONFIG, "probe_config.json", *HEAD_FILES):  # each supported one has one of these
+    for file in ("config.json", ADAPTER_CONFIG, "probe_config.json", *HEAD_FILES):  # each has one of these
         if isinstance(found := try_to_load_from_cache(text, file), str):
             return Path(found).parent
     raise FileNotFoundError(

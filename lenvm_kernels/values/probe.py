@@ -42,7 +42,7 @@ class ProbeConfig:
         base: name of the base model, used in messages only.
         layers: states that are read, in this order: ``i`` is the input of layer ``i`` (the residual stream), and
             ``num_layers`` the input of the output layer, after the final norm.
-        num_layers, hidden_size, vocab_size: sizes of the base model. Its embedding may have more than ``vocab_size`` rows.
+        num_layers, hidden_size, vocab_size: sizes of the base model. Its embedding may have more rows.
         embedding_hash: hash of its input embedding (:func:`embedding_hash`).
         bin_edges: lengths in tokens, ascending, the first at least 1: bin ``i`` has the lengths from ``bin_edges[i]``
             to ``bin_edges[i + 1] - 1``. The last bin also stands for all longer ones.
