@@ -17,7 +17,7 @@ from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.values import ImageTokens, KVCache, ValueModel
 
 PAGE_SIZE = 16
-# Tokens per request that may wait for the value model in a guided step, beside the drafts.
+# Maximum number of pending tokens per request in a guided step, excluding drafts.
 MAX_DELTA = 16
 
 
@@ -26,7 +26,7 @@ class Room(NamedTuple):
 
     Attributes:
         reclaimed: rows outside the step whose slots were taken; their tokens must be computed again.
-        refused: rows of the step that the cache has no room for; they hold no slots.
+        refused: rows of the step that do not fit into the cache; they hold no slots.
     """
 
     reclaimed: list[int]

@@ -76,9 +76,9 @@ class Settings:
             None, all of it in SGLang, where the engine does not start if they need more, and 0.2 in vLLM, where they
             are given this share.
         value_stride: default of requests, in steps of the engine.
-        graphs: whether the value model runs in CUDA graphs. If None, on a GPU if the engine has graphs of its own.
+        graphs: whether the value model runs in CUDA graphs. If None, on a GPU if the engine uses CUDA graphs.
         tokenizer: location of the base model's tokenizer, for thinking budgets and forced texts. If None, the
-            engine's in SGLang, else the tokenizer beside the value model.
+            engine's in SGLang, otherwise the one in the value model's directory.
         predictions: file to which vLLM appends a JSON line per request with ``return_values``.
         trace: file to which every guided step appends a JSON line, for debugging: it makes a host-device sync.
     """
@@ -243,7 +243,7 @@ class Settings:
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
         """The configuration of a :class:`GuidedStep`, from these settings and the ``sizes`` of an engine.
 
-        ``has_graphs`` states whether the engine has CUDA graphs of its own.
+        ``has_graphs`` states whether the engine itself uses CUDA graphs.
         """
         return StepConfig(
             max_candidates=self.max_candidates,

@@ -122,7 +122,7 @@ class GuidanceTable:
         rows: R.
         device: device of the table.
         max_eos: the most end-of-sequence ids of a request.
-        max_scaled_tokens: the most tokens of a request with a temperature of their own.
+        max_scaled_tokens: the most tokens of a request with a separate temperature.
         early: tokens by which ``near`` and ``le_near`` aim below a total, at most a tenth of it. A range
             (``tolerance``) is not shifted.
 

@@ -441,7 +441,7 @@ class SGLangGuide:
             self.metrics.fallbacks.inc()
         for req in batch.lenvm_reqs:
             req.lenvm_guidance, req.skip_radix_cache_insert = None, True
-            if req.kv.req_pool_idx is not None:  # else it has left already
+            if req.kv.req_pool_idx is not None:  # otherwise it has already left
                 self._clear(int(req.kv.req_pool_idx))
         batch.lenvm_reqs = []
 

@@ -53,7 +53,7 @@ class LenVMProcessor(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Called in the front end when a request arrives. A request that cannot be guided is answered with status 400."""
+        """Called in the front end when a request arrives; the engine answers a ValueError with status 400."""
         if Settings.are_given():
             guidance_of(sampling_params, Settings.current())
 
