@@ -108,7 +108,7 @@ class Stopwatch:
         self._spans.append((start, self._now()))
 
     def take(self) -> Callable[[], float]:
-        """Forget the work so far. Returns a function that gives its milliseconds once it is done."""
+        """Discard the work timed so far. Returns a function that returns its milliseconds once it is done."""
         spans, self._spans = self._spans, []
         if self._on_gpu:
             return lambda: sum(start.elapsed_time(end) for start, end in spans)
@@ -138,7 +138,7 @@ def write_line(file: Path, columns: dict[str, list[Any]], **of_step: Any) -> Non
 
 
 def trace_batch(file: Path, batch: ForwardBatch, output: StepOutput) -> None:
-    """Append the line of a batch of SGLang, whose tokens the step was passed or has drawn."""
+    """Append the line of a batch of SGLang. Its tokens were passed to the step or drawn by it."""
     assert output.tokens is not None  # the engine's draws were passed
     lengths = batch.seq_lens.tolist()
     columns = dict(rid=batch.rids, length=lengths, **columns_of(output), token=output.tokens.tolist())

@@ -65,7 +65,7 @@ class Settings:
 
     Attributes:
         value_model: location of the value model (:meth:`ValueModel.from_pretrained`) or probe
-            (:meth:`LengthProbe.from_pretrained`), which turns the plugin on. None stands for ``none``: targets are met
+            (:meth:`LengthProbe.from_pretrained`), which enables the plugin. None stands for ``none``: targets are met
             by the end tokens alone (:class:`GuidedStep`).
         value_head: location of the head. If None, the head is with the model.
         gamma: default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997.

@@ -125,7 +125,7 @@ class Switch(Field):
 
 @dataclass(frozen=True)
 class Sequences(Field):
-    """A list of token ids and of lists of them. A list of one token is that token."""
+    """A list of token ids and of lists of token ids. A list of one token stands for that token."""
 
     default: Any = ()
     least: int = 1

@@ -46,7 +46,7 @@ class _RowLayout:
         seed: int,
         span: SpanState | None = None,
     ) -> torch.Tensor:
-        """A row, on the host. Raises what :meth:`GuidanceTable.add_request` raises."""
+        """A row, on the host. Raises the errors of :meth:`GuidanceTable.add_request`."""
         span = span or SpanState(prompt_len, prompt_len)
         patterns = params.span_patterns or SpanPatterns.of((), ())
         scales = sorted(params.token_temperature_scale.items())

@@ -302,7 +302,7 @@ def _read_shards(path: Path) -> dict[str, torch.Tensor]:
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix != ".safetensors" or not file.is_file():
         raise FileNotFoundError(f"{file} must be an existing .safetensors file")
-    with safe_open(file, framework="pt") as tensors:  # mapped, not read: what is ignored costs nothing
+    with safe_open(file, framework="pt") as tensors:  # memory-mapped: ignored tensors are never read
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, safe_open has no iterator
 
 

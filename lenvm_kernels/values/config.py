@@ -29,7 +29,7 @@ _LEAST_NATS = 1e-37
 
 @dataclass(frozen=True)
 class LenVMConfig:
-    """What turns the output ``x`` of a value head into a length ``l`` in tokens.
+    """Converts the output ``x`` of a value head into a length ``l`` in tokens.
 
     | ``target_form`` | length |
     | --- | --- |

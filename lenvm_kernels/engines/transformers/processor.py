@@ -349,7 +349,7 @@ def generate(
         **kwargs: further arguments of ``model.generate``.
 
     Returns:
-        What ``model.generate`` returns.
+        The result of ``model.generate``.
 
     Raises:
         ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
