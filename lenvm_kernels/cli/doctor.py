@@ -31,7 +31,7 @@ ENTRY_POINTS = {"sglang": ("sglang.srt.plugins", SGLANG), "vllm": ("vllm.logits_
 FORK = "lenvm_kernels.engines.sglang_fork.drop_in.install()"
 MIN_CAPABILITY = (8, 0)
 GPU_FILES = "/dev/nvidia[0-9]*"
-TOLERANCE = 1e-4  # of fp32 results of O(1), against the reference in fp64
+TOLERANCE = 1e-4  # for fp32 results of O(1) against the reference in fp64
 OK, MISSING, WRONG = "ok", "missing", "wrong"
 
 
@@ -84,7 +84,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def examine(section: str) -> list[Check]:
-    """The checks of one of the :data:`SECTIONS`; what is printed or logged meanwhile is dropped.
+    """The checks of one of the :data:`SECTIONS`. Output and logs of a check are dropped.
 
     The section ``sglang`` loads SGLang's plugins into this process, as SGLang does: the hooks stay.
     """
@@ -156,11 +156,11 @@ def is_fork() -> bool:
 
 
 def check_sglang() -> list[Check]:
-    """Load the plugins as SGLang does, with the plugin on, and check its hooks and the signatures that it uses."""
+    """Load the plugins as SGLang does, with this one enabled, and check its hooks and the signatures that it uses."""
     if version_of("sglang") is None or is_fork():
         return [Check("sglang", MISSING, "not installed" if not is_fork() else "the LenVM fork")]
     adapter = importlib.import_module(SGLANG)
-    # Any value turns the plugin on; no model is loaded here.
+    # Any value enables the plugin; no model is loaded here.
     with mock.patch.dict(os.environ, {"LENVM_VALUE_MODEL": os.environ.get("LENVM_VALUE_MODEL") or os.curdir}):
         from sglang.srt.plugins import load_plugins
         from sglang.srt.plugins.hook_registry import HookRegistry
@@ -175,7 +175,7 @@ def check_sglang() -> list[Check]:
 
 
 def check_vllm() -> list[Check]:
-    """Check that this vLLM has the second model runner on, and the signatures that the processor uses."""
+    """Check that vLLM's second model runner is enabled, and the signatures that the processor uses."""
     if version_of("vllm") is None:
         return [Check("vllm", MISSING, "not installed")]
     from vllm.triton_utils import HAS_TRITON

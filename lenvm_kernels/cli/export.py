@@ -55,7 +55,7 @@ def export(folder: Path) -> tuple[Path, Path, Path]:
     quiet()
     source = source_of(locate("--model", DEMO))
     dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # transformers treats a model that it has read from a GGUF file as quantized and refuses to save it.
+    # transformers treats a model read from a GGUF file as quantized and cannot save it.
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32)
     model.load_state_dict(dequantized.state_dict())
     model.generation_config = dequantized.generation_config

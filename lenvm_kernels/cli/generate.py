@@ -118,7 +118,7 @@ def _add_field(group: Any, field: Field) -> None:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Answer one prompt after the other. What is wrong is said before the models are loaded, if it can be."""
+    """Answer the prompts in turn. Errors are reported before the models are loaded, where possible."""
     with usage_errors():
         if not all(prompt.strip() for prompt in args.prompt):
             raise ValueError("--prompt must not be empty")
@@ -155,7 +155,7 @@ def run_command(args: argparse.Namespace) -> None:
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, has_values=has_values)
         guidance = parse_guidance(fields, thoughts=thoughts, **defaults)
         if args.show_values and guidance.mode == Mode.UNGUIDED:
-            # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
+            # An unguided row has no candidates to score. Skipping every step gives candidates and the same text.
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
 
     for prompt in args.prompt:
@@ -198,17 +198,17 @@ def _token_temperatures(pairs: list[str] | None) -> dict[str, str] | None:
 
 
 def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:
-    """A line for each generated token; a token the value model did not look at has no numbers."""
+    """Print a line per generated token. Tokens that were no candidates have no numbers."""
     from torch.nn.functional import softplus
 
     print(f"\n{'step':>4}  {'remaining':>9}  {'probability':>11}  token")
-    # On a GPU, generate may run a step more than it returns.
+    # On a GPU, generate may run one step more than it returns.
     for step, (token, record) in enumerate(zip(new, processor.records, strict=False), start=1):
         remaining, probability = "-", "-"
         candidate = (record.token_ids[0] == token).nonzero()
         if len(candidate):
             column = candidate[0, 0]
-            # An end-of-sequence token has value 0 by definition, whatever the head says.
+            # An end-of-sequence token has value 0 by definition, regardless of the head's output.
             ended = token in models.eos_token_ids
             length = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
             remaining, probability = f"{length:.1f}", f"{record.guided_probs[0, column].item():.4f}"

@@ -1,5 +1,5 @@
-"""A value model on cache slots of its own, for engines that do not share theirs: vLLM, the LenVM fork of SGLang, and
-``lenvm serve``. Runs on the host; a device is never waited for."""
+"""Separate cache slots for a value model in engines that do not share theirs: vLLM, the LenVM fork of SGLang, and
+``lenvm serve``. Runs on the host, without host-device syncs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.values import ImageTokens, KVCache, ValueModel
 
 PAGE_SIZE = 16
-# Tokens per request that may wait for the value model in a guided step, beside the drafts.
+# Maximum number of pending tokens per request in a guided step, excluding drafts.
 MAX_DELTA = 16
 
 
@@ -26,7 +26,7 @@ class Room(NamedTuple):
 
     Attributes:
         reclaimed: rows outside the step whose slots were taken; their tokens must be computed again.
-        refused: rows of the step that the cache has no room for; they hold no slots.
+        refused: rows of the step that do not fit into the cache; they hold no slots.
     """
 
     reclaimed: list[int]
@@ -71,7 +71,7 @@ class OwnSlots:
     Args:
         requests: rows of the slot table.
         max_len: maximum number of tokens per request.
-        num_pages: pages in the cache (None: enough for every request to reach ``max_len``).
+        num_pages: pages in the cache. If None, enough for every request to reach ``max_len``.
         device: device of the slot table.
         page_size: tokens per page.
 
@@ -158,7 +158,7 @@ class OwnSlots:
                 self._page_of[prefix], self._prefix_of[pages[i]] = pages[i], prefix
 
     def places(self, parts: Sequence[Part]) -> Places:
-        """Where the tokens of parts are, one part after the other."""
+        """The places of the tokens of consecutive parts."""
         table_rows, starts, ends = np.array(parts, dtype=np.int64).T
         lens = ends - starts
         begins = lens.cumsum() - lens
@@ -184,7 +184,7 @@ class OwnSlots:
             parts: at most one per request; :meth:`reserve` has made room for them.
             token_ids: returns the token ids of all parts, int64 ``[D]`` on the device, from their table rows and
                 positions, int64 ``[D]``.
-            lens: int32 ``[B]``; tokens to keep of each part, if the host only has an upper bound (None: all).
+            lens: int32 ``[B]``; tokens to keep of each part, if the host only has an upper bound. If None, all.
             images: images among the tokens.
         """
         at = self.places(parts)
@@ -195,7 +195,7 @@ class OwnSlots:
             self.computed(part.table_row, part.end)
 
     def to_device(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """Copy to the device of the slot table without waiting for it."""
+        """Copy to the device of the slot table without a host-device sync."""
         tensor, device = torch.as_tensor(values), self.slots.table.device
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -216,7 +216,7 @@ class OwnSlots:
 
 
 def pages_for(value_model: ValueModel, requests: int, max_len: int, num_bytes: float | None) -> int:
-    """Number of pages that fit into ``num_bytes`` (None: no limit), at most what all requests can fill."""
+    """Number of pages that fit into ``num_bytes``, at most what all requests can fill. If None, there is no limit."""
     most = requests * -(-max_len // PAGE_SIZE)
     page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE)
     return most if num_bytes is None else min(most, int(num_bytes) // page_bytes)

@@ -1,4 +1,4 @@
-"""The states of a ``transformers`` model that a probe reads, caught on their way through its layers."""
+"""The states of a ``transformers`` model that a probe reads, captured by hooks on its layers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from transformers import PreTrainedModel
 
 
 class ProbeStates:
-    """What some layers of a model said in its last forward.
+    """The states of some layers in the last forward of a model.
 
-    Hooks stay on the model for as long as this object lives.
+    The hooks on the model are removed when this object is deleted.
 
     Args:
         model: a causal language model of ``transformers``.
         layers: as in :class:`ProbeConfig`.
-        last: keep those of the last position alone.
+        last: keep the states of the last position only.
 
     Raises:
-        ValueError: the model has no list of as many layers as its configuration says.
+        ValueError: as :func:`layers_of`.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], *, last: bool) -> None:
@@ -47,10 +47,10 @@ class ProbeStates:
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def take(self) -> torch.Tensor:
-        """``[B, L H]``, or of all positions ``[B, S, L H]``; each forward is taken once.
+        """The states ``[B, L H]``, or ``[B, S, L H]`` of all positions. Can be taken once per forward.
 
         Raises:
-            RuntimeError: there was none.
+            RuntimeError: there was no forward since the last call.
         """
         found = [x for x in self._kept if x is not None]
         if len(found) < len(self._kept):
@@ -63,7 +63,7 @@ def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers of a causal language model.
 
     Raises:
-        ValueError: there is no list of as many modules as its configuration says.
+        ValueError: the model has no module list of the length ``num_hidden_layers`` of its configuration.
     """
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]

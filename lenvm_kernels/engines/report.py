@@ -1,4 +1,4 @@
-"""What guided steps report: Prometheus metrics, a trace, and predicted lengths in SGLang's responses.
+"""Reports of guided steps: Prometheus metrics, a trace, and predicted lengths in SGLang's responses.
 
 Importable without an engine. Reports travel as SGLang's auxiliary output: tensors that the scheduler copies to the host
 together with the sampled tokens, and reads after they have arrived. So no report causes a host-device sync.
@@ -108,7 +108,7 @@ class Stopwatch:
         self._spans.append((start, self._now()))
 
     def take(self) -> Callable[[], float]:
-        """Forget the work so far. Returns a function that gives its milliseconds once it is done."""
+        """Discard the work timed so far. Returns a function that returns its milliseconds once it is done."""
         spans, self._spans = self._spans, []
         if self._on_gpu:
             return lambda: sum(start.elapsed_time(end) for start, end in spans)
@@ -133,12 +133,12 @@ def write_line(file: Path, columns: dict[str, list[Any]], **of_step: Any) -> Non
     """Append a step's line: the fields of the step, and its ``columns`` row by row."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     line = json.dumps(of_step | {"rows": rows}) + "\n"
-    with file.open("ab", buffering=0) as trace:  # one write a line: ranks write to the same file
+    with file.open("ab", buffering=0) as trace:  # one write per line: ranks write to the same file
         trace.write(line.encode())
 
 
 def trace_batch(file: Path, batch: ForwardBatch, output: StepOutput) -> None:
-    """Append the line of a batch of SGLang, whose tokens the step was passed or has drawn."""
+    """Append the line of a batch of SGLang. Its tokens were passed to the step or drawn by it."""
     assert output.tokens is not None  # the engine's draws were passed
     lengths = batch.seq_lens.tolist()
     columns = dict(rid=batch.rids, length=lengths, **columns_of(output), token=output.tokens.tolist())
@@ -185,7 +185,7 @@ class StepReport:
         lost_mass: fp32 ``[B, N]``; probability that the limit on candidates cut off.
         broken: bool ``[B]``; rows that lost guidance in this step (``faults`` of the table); None without metrics.
         remaining_lengths: fp32 ``[B, N]``; predicted after each token, NaN where not requested; None if not requested.
-        prompt_lengths: fp32 ``[B]``; predicted for each prompt, likewise.
+        prompt_lengths: fp32 ``[B]``; predicted for each prompt, NaN where not requested; None if not requested.
         metrics: metrics of the process, or None.
         milliseconds: gives the time of the value model's work.
         is_verified: the tokens are accepted drafts, and the token after them.
@@ -201,12 +201,12 @@ class StepReport:
     is_verified: bool = False
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StepReport:
-        """As SGLang's ``DeviceAuxiliaryOutput``."""
+        """See SGLang's ``DeviceAuxiliaryOutput``."""
         copies: dict[str, Any] = {name: copy_tensor(x) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return replace(self, **copies)
 
     def consume(self, batch: ScheduleBatch, commits: Sequence[CommittedTokens | None]) -> None:
-        """As SGLang's ``HostAuxiliaryOutput``: the tensors have arrived. Rows without a commit are not reported."""
+        """See SGLang's ``HostAuxiliaryOutput``: the tensors have arrived. Rows without a commit are not reported."""
         committed = {i: commit for i, commit in enumerate(commits) if commit is not None}
         if self.metrics is not None:
             self._count(self.metrics, batch, {i: len(commit.token_ids) for i, commit in committed.items()})
@@ -251,7 +251,7 @@ def without_empty_keys(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Around ``TokenizerManager.update_request_meta_info``: else every request of a batch has the keys of all."""
+    """Around ``TokenizerManager.update_request_meta_info``, which gives every request of a batch the keys of all."""
 
     def is_empty(key: str) -> bool:
         ours = key in (REMAINING_LENGTHS, OUTPUT_LENGTH) and key not in state.customized_info_accumulated

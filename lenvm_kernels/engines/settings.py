@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CONFIG_VARIABLE = "LENVM_CONFIG"
 # Capacity of a request's row in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
-# The word in the place of a value model where there is none.
+# The setting for guidance without a value model.
 NONE = "none"
 
 
@@ -65,20 +65,20 @@ class Settings:
 
     Attributes:
         value_model: location of the value model (:meth:`ValueModel.from_pretrained`) or probe
-            (:meth:`LengthProbe.from_pretrained`), which turns the plugin on. None stands for ``none``: targets are met
+            (:meth:`LengthProbe.from_pretrained`), which enables the plugin. None stands for ``none``: targets are met
             by the end tokens alone (:class:`GuidedStep`).
         value_head: location of the head. If None, the head is with the model.
         gamma: default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997.
         dtype: float32, bfloat16 or float16. If None, the base model's.
-        max_candidates: candidates of a row, a power of two up to 64.
+        max_candidates: candidates per row, a power of two up to 64.
         chunk_tokens: tokens of a prompt that are computed at a time.
         memory_share: share of the memory for the engine's caches that the value model's cache and steps may take. If
             None, all of it in SGLang, where the engine does not start if they need more, and 0.2 in vLLM, where they
             are given this share.
         value_stride: default of requests, in steps of the engine.
-        graphs: whether the value model runs in CUDA graphs. If None, on a GPU if the engine has graphs of its own.
+        graphs: whether the value model runs in CUDA graphs. If None, on a GPU if the engine uses CUDA graphs.
         tokenizer: location of the base model's tokenizer, for thinking budgets and forced texts. If None, the
-            engine's in SGLang, else the tokenizer beside the value model.
+            engine's in SGLang, otherwise the one in the value model's directory.
         predictions: file to which vLLM appends a JSON line per request with ``return_values``.
         trace: file to which every guided step appends a JSON line, for debugging: it makes a host-device sync.
     """
@@ -187,8 +187,8 @@ class Settings:
         """:func:`parse_guidance` of a request to a server, with the defaults of the settings and the value model.
 
         Raises:
-            ValueError: naming the field, what came and what is accepted, also where the request needs a value model
-                that is not there, or does not go with a probe.
+            ValueError: naming the field, what came and what is accepted; also if the request needs a value model and
+                there is none, or cannot be combined with a probe.
         """
         has_words = any(isinstance(custom_params.get(name), str) for name in ("end_message", "landing"))
         needs_thoughts = has_words or custom_params.get("thinking_budget") is not None
@@ -243,7 +243,7 @@ class Settings:
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
         """The configuration of a :class:`GuidedStep`, from these settings and the ``sizes`` of an engine.
 
-        ``has_graphs`` states whether the engine has CUDA graphs of its own.
+        ``has_graphs`` states whether the engine itself uses CUDA graphs.
         """
         return StepConfig(
             max_candidates=self.max_candidates,

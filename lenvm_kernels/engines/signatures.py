@@ -1,7 +1,7 @@
-"""What the plugins wrap, call or read of their engines beside public interfaces, and how it looked where it was tried.
+"""Signatures of the engines' internal functions that the plugins wrap, call or read, as recorded in tested versions.
 
-An engine promises nothing of these. So a process that guides compares what is there with what was recorded, and refuses
-by name what differs. ``signatures.json`` is written by ``python -m tools.engine_signatures``.
+Engines do not guarantee these. A process with guidance therefore compares the installed signatures with the recorded
+ones, and rejects differences by name. ``signatures.json`` is written by ``python -m tools.engine_signatures``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 FILE = Path(__file__).with_suffix(".json")
 _SGLANG, _VLLM = "sglang.srt", "vllm.v1.worker.gpu"
 _SAMPLING = f"{_SGLANG}.lvm.lvm_guided_sampling"
-# What a constructor takes is nobody's matter: it is wrapped for what it has made.
+# The parameters of a constructor are not compared: it is wrapped for the object that it has made.
 ANYTHING = "..."
-# What the file has of each engine, by module and name; a dataclass stands for its fields.
+# The recorded targets of each engine, by module and name; a dataclass is recorded by its fields.
 USED: dict[str, tuple[str, ...]] = {
     "sglang": (
         f"{_SGLANG}.arg_groups.model_override_base:resolved_view",
@@ -75,12 +75,12 @@ USED: dict[str, tuple[str, ...]] = {
 
 
 def recorded(engine: str) -> dict[str, dict[str, str]]:
-    """Of each version that was looked at, the signatures by target."""
+    """The signatures by target, for each recorded version."""
     return json.loads(FILE.read_text(encoding="utf-8"))[engine]
 
 
 def signature_of(target: str) -> str | None:
-    """The parameters of what is here: names, ``=`` behind those with a default; None: it is not here."""
+    """The parameter names of a target, with ``=`` after those with a default; None if the target does not exist."""
     module, name = target.split(":")
     try:
         found: Any = reduce(getattr, name.split("."), importlib.import_module(module))
@@ -93,7 +93,7 @@ def signature_of(target: str) -> str | None:
 
 
 def written(parameters: list[tuple[str, Any, bool]]) -> str:
-    """Parameters by name, kind and whether they have a default, as the file has them."""
+    """Parameters, given by name, kind and whether they have a default, in the format of the file."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     texts, is_keyword_only = [], False
     for name, kind, has_default in parameters:
@@ -105,7 +105,7 @@ def written(parameters: list[tuple[str, Any, bool]]) -> str:
 
 
 def differences(engine: str) -> dict[str, str]:
-    """What is wrong with each target of an engine that is here; nothing of those that are as they were somewhere."""
+    """The targets of the installed engine that match no recorded version, each with its difference."""
     versions, found = recorded(engine), {}
     for target in USED[engine]:
         signature = signature_of(target)
@@ -118,7 +118,7 @@ def differences(engine: str) -> dict[str, str]:
 
 
 def check(engine: str) -> None:
-    """Raise RuntimeError, by name, if something of an engine is not as it was where it was tried."""
+    """Raise RuntimeError, naming the targets, if any of an engine matches no recorded version."""
     if wrong := differences(engine):
         texts = "; ".join(f"{target.split(':')[1]} {what}" for target, what in wrong.items())
         tried = ", ".join(recorded(engine))

@@ -21,7 +21,7 @@ BRACED = r"[^{}]*"
 for _ in range(8):  # nested braces; TeX needs none around a single word
     BRACED = rf"(?:[^{{}}]|\{{{BRACED}\}})*"
 BOXED = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{({BRACED})\}}|([^\s${{}}\\]+))")
-# Words behind a number. math-verify does not know most units and would multiply by them.
+# Words after a number. math-verify parses few units and would multiply by the others.
 UNIT = r"(?<=\d)\s+[A-Za-z]{2,}[A-Za-z/. ]*$"
 # Timeout of a comparison. math-verify's own timeouts do not interrupt C code, where towers of powers take forever.
 SECONDS = 10.0
@@ -38,7 +38,7 @@ def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
 
 
 def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
-    r"""The reference answers: the text behind GSM8K's ``####``, else in the last ``\boxed{}``, else all of it.
+    r"""The reference answers: the text after GSM8K's ``####``, else in the last ``\boxed{}``, else all of it.
 
     Returns None if no prompt has an answer.
 

@@ -33,7 +33,7 @@ class Setting:
 
     Attributes:
         name: the name in tables.
-        guidance: request parameters without the target; None: unguided.
+        guidance: request parameters without the target. If None, answers are unguided.
         with_values: whether a value model guides the answers, or predicts the lengths of the base model's.
         said: whether the prompt names the target.
         targets: the targets that are answered, ``(None,)`` for a setting without a target. If None, those of the plan.

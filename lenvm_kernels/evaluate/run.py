@@ -15,7 +15,7 @@ from lenvm_kernels.loading.generation import AnswerBar, sample
 from lenvm_kernels.loading.models import Models, tokens_of
 from lenvm_kernels.loading.prompts import say
 
-# New tokens, whether a server says that the answer ended by itself, and the predicted length.
+# New tokens, whether a server reports that the answer ended by itself, and the predicted length.
 Generated = tuple[list[int], bool, float | None]
 
 
@@ -133,7 +133,7 @@ def with_end(ids: Sequence[int], stopped: bool, eos: Sequence[int]) -> tuple[lis
 
     Args:
         ids: tokens of an answer.
-        stopped: whether the engine says that it ended by itself.
+        stopped: whether the engine reports that it ended by itself.
         eos: end-of-sequence tokens; the first replaces one that was not returned.
     """
     ends = [i for i, token in enumerate(ids) if token in eos]

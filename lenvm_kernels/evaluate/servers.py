@@ -60,7 +60,7 @@ class Server:
             path, body: see :func:`request_of`.
 
         Returns:
-            The tokens as returned by the server, whether it says that the answer ended by itself, and the predicted
+            The tokens as returned by the server, whether it reports that the answer ended by itself, and the predicted
             length, which SGLang returns for requests with ``return_values``.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a request may ask for: the fields, their parsed form, and the table of all requests on the device."""
+"""The guidance of requests: the fields, their parsed form, and the table of all requests on the device."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.guidance.spans import Thoughts as Thoughts
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
 
-# Imported when first used: the command line reads the fields without waiting for torch.
+# Imported on first use, so that the command line reads the fields without waiting for torch.
 _MODULES = {
     "GuidanceParams": "params",
     "parse_guidance": "params",

@@ -11,7 +11,7 @@ from typing import Any
 
 DEFAULT_GAMMA = 0.997  # as in the fork
 MAX_DIVISOR = 1e6  # so that no logit becomes infinite
-MAX_SPAN_ENDS = 4  # sequences that end a span; as many may begin one
+MAX_SPAN_ENDS = 4  # sequences that end a span, and also that begin one
 FP32_MAX = (2 - 2**-23) * 2.0**127
 
 _A_TARGET = ("a target: give target_length or target_value as well", "target_length", "target_value", "thinking_budget")
@@ -125,7 +125,7 @@ class Switch(Field):
 
 @dataclass(frozen=True)
 class Sequences(Field):
-    """A list of token ids and of lists of them. A list of one token is that token."""
+    """A list of token ids and of lists of token ids. A list of one token stands for that token."""
 
     default: Any = ()
     least: int = 1

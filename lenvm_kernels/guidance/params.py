@@ -24,10 +24,10 @@ _NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
 _LIMIT_OF_BUDGET = 1.25
 # An end less probable than this would cut a sentence in two.
 _MIN_END_PROB = 1e-4
-# A value lifts tokens of any probability, at the cost of text worth reading. Tokens below this share of the largest
-# probability bring a length no nearer to its target (docs/modes-and-parameters.md), and need not be scored.
+# Values boost tokens of any probability, at the cost of text quality. Tokens below this share of the largest
+# probability bring a length no closer to its target (docs/modes-and-parameters.md), and need not be scored.
 _LEAST_SHARE = 0.05
-# Tokens between the last possible begin of a landing and the target, beside the landing itself: "$18.50." and the end.
+# Tokens reserved for the answer after the latest landing, such as "$18.50." and the end.
 _ANSWER_AFTER_LANDING = 8
 # Without values the strength moves only ends and the tokens before them.
 _STRENGTH_WITHOUT_VALUES = 10.0
@@ -124,7 +124,7 @@ def parse_guidance(
         thoughts: the tokenizer's marks of thoughts (:meth:`Thoughts.of`), for a ``thinking_budget`` without
             ``end_token_ids`` and for texts that are forced. If None, neither is accepted.
         gamma: default of the field; a server takes it from the value model (:class:`LenVMConfig`). If None, 0.997.
-        strength: default of the field, likewise. If None, 5.
+        strength: default of the field, from the same source. If None, 5.
         constraint: default of ``value_constraint``.
         has_values: whether there is a value model. If not, the default ``strength`` is 10, and requests that need
             values are rejected.
@@ -292,7 +292,7 @@ def _token_ids(name: str, given: str | tuple[int, ...], thoughts: Thoughts | Non
 
 
 def _sequences(ids: tuple[int | tuple[int, ...], ...]) -> TokenSequences:
-    """Each as a tuple."""
+    """Each entry as a tuple of tokens."""
     return tuple((i,) if isinstance(i, int) else i for i in ids)
 
 

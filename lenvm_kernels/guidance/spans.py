@@ -16,7 +16,7 @@ MAX_CLOSING_TOKENS = 32  # tokens that a hard limit forces
 # A prompt leaves no span open if an end is among this many last tokens. Ends of earlier turns are further away.
 CLOSED_WITHIN = 4
 START_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
-# A tokenizer may make one token of the last character of an end and of a line break after it.
+# A tokenizer may merge the last character of an end and a line break after it into one token.
 _AFTER_END = ("", "\n", "\n\n")
 
 TokenSequences = tuple[tuple[int, ...], ...]

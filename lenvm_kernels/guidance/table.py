@@ -46,7 +46,7 @@ class _RowLayout:
         seed: int,
         span: SpanState | None = None,
     ) -> torch.Tensor:
-        """A row, on the host. Raises what :meth:`GuidanceTable.add_request` raises."""
+        """A row, on the host. Raises the errors of :meth:`GuidanceTable.add_request`."""
         span = span or SpanState(prompt_len, prompt_len)
         patterns = params.span_patterns or SpanPatterns.of((), ())
         scales = sorted(params.token_temperature_scale.items())
@@ -106,7 +106,7 @@ class _RowLayout:
             start, end = end, end + self._sizes[name] * column.dtype.itemsize
             view = row_bytes[:, start:end].view(column.dtype)
             columns[name], ends[name] = view if column.is_list else view[:, 0], (start, end)
-        first, last = ends["eos_token_ids"][0], ends["span_end_token_ids"][1]  # one beside the other
+        first, last = ends["eos_token_ids"][0], ends["span_end_token_ids"][1]  # adjacent columns
         columns["ending_token_ids"] = row_bytes[:, first:last].view(_PACKED["eos_token_ids"].dtype)
         return columns
 
@@ -122,7 +122,7 @@ class GuidanceTable:
         rows: R.
         device: device of the table.
         max_eos: the most end-of-sequence ids of a request.
-        max_scaled_tokens: the most tokens of a request with a temperature of their own.
+        max_scaled_tokens: the most tokens of a request with a separate temperature.
         early: tokens by which ``near`` and ``le_near`` aim below a total, at most a tenth of it. A range
             (``tolerance``) is not shifted.
 
@@ -240,7 +240,7 @@ class GuidanceTable:
         on_gpu = self._rows.is_cuda
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("requests were added to the table: flush() it before a graph is captured")
-        # Each row follows its number, so that there is one copy, from pinned memory, which the host does not wait for.
+        # Each row is stored with its index, so that there is one asynchronous copy from pinned memory.
         staged = torch.stack(list(self._staged.values()))
         staged = torch.cat([torch.tensor(list(self._staged))[:, None], staged], dim=1)
         staged = (staged.pin_memory() if on_gpu else staged).to(self._rows.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What the commands of ``lenvm`` share: flags, the numbers they accept, and errors that the user can mend.
+"""Common parts of the commands of ``lenvm``: flags, the numbers that they accept, and user errors.
 
 Nothing here imports torch before it is needed.
 """
@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 
 from lenvm_kernels.loading.prompts import SAY_IT
 
-# What lenvm fit and train make.
+# Results of lenvm fit and lenvm train.
 VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class UsageError(Exception):
-    """Something the user can mend; the message is one line."""
+    """An error that the user can fix; the message is one line."""
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def usage_errors() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(" ".join(str(error).split())) from error
-    except SafetensorError as error:  # it does not say which file
+    except SafetensorError as error:  # the error does not name the file
         raise UsageError(f"a .safetensors file of --model, --value-model or --value-head is broken: {error}") from error
 
 
@@ -57,7 +57,7 @@ def add_device(parser: Any) -> None:
 
 
 def add_dtype(parser: Any, of: str, *, by_device: bool = False) -> None:
-    """Add ``--dtype``, which is that of the models named; None if the device is to decide."""
+    """Add ``--dtype`` of the models named by ``of``. With ``by_device``, the default is None: the device decides."""
     default, said = (None, "bfloat16, on a CPU float32") if by_device else (DTYPES[0], DTYPES[0])
     parser.add_argument("--dtype", choices=DTYPES, default=default, help=f"of {of} (default: {said})")
 
@@ -97,14 +97,14 @@ def add_say_it(parser: Any, effect: str) -> None:
 
 
 def seed_of(text: str) -> int:
-    """The ``type`` of a flag that takes what torch takes for a seed."""
+    """The ``type`` of a flag that accepts the seeds that torch accepts."""
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"must be an integer in [0, 2**63), got {text!r}")
     return int(text)
 
 
 def check_output_files(**files: Path | None) -> None:
-    """Check the files of flags of these names, before the work whose results they get.
+    """Check the output files of flags of these names, before the work whose results are written to them.
 
     Raises:
         ValueError: a file cannot be written.

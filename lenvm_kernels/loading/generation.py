@@ -1,4 +1,4 @@
-"""Sample a batch of answers with ``model.generate``, as the commands that measure or collect answers do."""
+"""Sampling of a batch of answers with ``model.generate``, for the commands that measure or collect answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sampled:
     """Answers to a batch of ``B`` prompts, of at most ``N`` tokens.
 
     Attributes:
-        tokens: int64 ``[B, N]``; new tokens, padded behind the end.
+        tokens: int64 ``[B, N]``; new tokens, padded after the end.
         counts: bool ``[B, N]``; True up to and including the first end-of-sequence token, or up to the limit.
         predicted: predicted length of each answer before its first token, or None without ``return_values``.
     """
@@ -69,7 +69,7 @@ def sample(
     sequences = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
         **inputs,
         **processor.generation_kwargs,
-        # A row behind its limit counts as ended, so that no values are computed for it.
+        # A row past its limit counts as ended, so that no values are computed for it.
         pad_token_id=next(iter(models.eos_token_ids), models.pad_token_id),
         stopping_criteria=StoppingCriteriaList([lambda ids, scores: (ids.shape[1] >= last).expand(len(ids))]),
         streamer=streamer,

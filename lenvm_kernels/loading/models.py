@@ -111,7 +111,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, cha
     """The tokens of each prompt.
 
     Args:
-        tokenizer: the base model's.
+        tokenizer: tokenizer of the base model.
         prompts: the texts.
         chat: make each prompt the user's message in the tokenizer's chat template, if it has one.
 
@@ -200,7 +200,7 @@ def source_of(path: Path) -> dict[str, str]:
 
 
 def load_tokenizer(flag: str, path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model's weights; a ValueError names ``flag``."""
+    """The tokenizer in the directory of a model's weights; a ValueError names ``flag``."""
     try:
         return AutoTokenizer.from_pretrained(**source_of(path))
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""The checks of a guided step's arguments.
+"""Validation of a guided step's arguments.
 
-They raise TypeError or ValueError, naming the argument, what came and what is accepted.
+Each check raises TypeError or ValueError, naming the argument, what came and what is accepted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lenvm_kernels.values import ImageTokens, ValueModel
 
 
 def check_kinds(batch: StepBatch, sampling: Sampling | None = None) -> None:
-    """Raise unless these are what they are called."""
-    if batch.__class__ is not StepBatch:  # without a call: a step makes few
+    """Raise TypeError unless ``batch`` is a StepBatch and ``sampling`` a Sampling."""
+    if batch.__class__ is not StepBatch:  # no isinstance: a step makes few host calls
         raise TypeError(f"batch must be a StepBatch, got {type(batch).__name__}")
     if sampling is not None and sampling.__class__ is not Sampling:
         raise TypeError(f"sampling must be Sampling, got {type(sampling).__name__}")
@@ -28,7 +28,7 @@ def check_kinds(batch: StepBatch, sampling: Sampling | None = None) -> None:
 def num_requests(
     scores: torch.Tensor, drafts: Drafts | None, config: StepConfig, max_requests: int, device: torch.device
 ) -> int:
-    """B, of the scores of a step and its drafts."""
+    """The number of requests B, from the shapes of ``scores`` and ``drafts``, which are checked."""
     check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, config.vocab_size), device=device)
     rows, nodes = scores.shape[0], 1 if drafts is None else 1 + config.max_drafts
     requests, rest = divmod(rows, nodes)
@@ -45,7 +45,7 @@ def num_requests(
 
 
 def of_one_dtype(drafts: Drafts | None) -> Drafts | None:
-    """Drafts with token ids as int64, whatever they came as: kernels are compiled for one dtype."""
+    """Convert the drafts' token ids to int64: kernels are compiled for one dtype."""
     return None if drafts is None else drafts._replace(token_ids=drafts.token_ids.long())
 
 
@@ -58,7 +58,7 @@ def check_step(
     spans: SpanNodes | None,
     backend: str,
 ) -> None:
-    """Raise unless what a step of so many rows is given of each fits."""
+    """Raise unless the optional arguments of a step fit its number of rows."""
     if drawn is not None:
         check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(rows,), device=device)
     if spans is not None:
@@ -72,7 +72,7 @@ def check_step(
 def check_states(
     states: torch.Tensor | None, rows: int, device: torch.device, needed: tuple[int, torch.dtype] | None
 ) -> None:
-    """Raise unless a step of so many rows is given the states that its source of values needs."""
+    """Raise unless ``states`` are those that the value source needs for a step of ``rows`` rows."""
     if needed is not None:
         check_tensor("batch.states", states, dtypes=needed[1], shape=(rows, needed[0]), device=device)
     elif states is not None:
@@ -80,7 +80,7 @@ def check_states(
 
 
 def check_predict(tokens: torch.Tensor, config: StepConfig, max_requests: int) -> None:
-    """Raise unless :meth:`GuidedStep.predict` takes as many tokens of as many requests."""
+    """Raise unless :meth:`GuidedStep.predict` accepts this number of requests and of tokens per request."""
     b, columns, nodes = len(tokens), 1 if tokens.dim() == 1 else tokens.shape[1], 1 + config.max_drafts
     if b > max_requests:
         raise ValueError(f"batch.tokens must be of at most max_requests = {max_requests} requests, got {b}")
@@ -89,7 +89,7 @@ def check_predict(tokens: torch.Tensor, config: StepConfig, max_requests: int) -
 
 
 def completed(config: StepConfig, value_model: ValueModel | None, slots: SlotTable) -> StepConfig:
-    """A step's configuration with ``max_requests`` and ``graphs`` set, and its tensors on the step's device."""
+    """The configuration with ``max_requests`` and ``graphs`` resolved, and its tensors on the step's device."""
     if not isinstance(config, StepConfig):
         raise TypeError(f"config must be a StepConfig, got {type(config).__name__}")
     if not isinstance(slots, SlotTable):
@@ -119,7 +119,7 @@ def check_prompts(
     cached_lens: torch.Tensor,
     device: torch.device,
 ) -> None:
-    """Raise unless these are arguments of :meth:`GuidedStep.extend`."""
+    """Raise unless the tensors fit as arguments of :meth:`GuidedStep.extend`."""
     check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
     check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
     check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
@@ -128,7 +128,7 @@ def check_prompts(
 
 
 def check_begins(begins: Sequence[int] | None, tokens: int) -> list[int]:
-    """Where requests begin in so many tokens; one at the first if that is not known."""
+    """The first token of each request, as a list. If ``begins`` is None, one request at token 0."""
     if begins is None:
         return [0]
     found = [int(begin) for begin in begins]
@@ -138,7 +138,7 @@ def check_begins(begins: Sequence[int] | None, tokens: int) -> list[int]:
 
 
 def check_images(images: ImageTokens, tokens: int, model: ValueModel | None) -> None:
-    """Raise unless these are images of so many tokens, for this value model."""
+    """Raise unless ``images`` describe ``tokens`` tokens and the value model reads images."""
     if model is None or model.config.mrope_sections is None:
         raise ValueError("images must be None unless the value model is a vision-language model")
     device, shape = model.device, (None, model.config.hidden_size)

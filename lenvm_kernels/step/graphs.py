@@ -1,4 +1,4 @@
-"""CUDA graphs of the value model's part of a step: one per power of two of requests, with drafts another."""
+"""CUDA graphs of a step's value forward: one per batch size bucket (powers of two) and number of nodes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from lenvm_kernels.ops._common import next_power_of_2
 
 
 def bucket_of(requests: int, max_requests: int) -> int:
-    """The number of requests of the graph that runs a batch of ``requests``."""
+    """The batch size of the graph that runs a batch of ``requests``."""
     return min(next_power_of_2(requests), max_requests)
 
 
 class Graphs:
-    """Runs a function from CUDA graphs. The function reads and writes tensors at fixed addresses.
+    """Runs a function through CUDA graphs. The function must read and write tensors at fixed addresses.
 
     Args:
         score: the function. Takes the number of requests and the number of nodes per request; returns a tensor.
-        device: where the function runs.
+        device: device of the function's tensors.
     """
 
     def __init__(self, score: Callable[[int, int], torch.Tensor], device: torch.device) -> None:
         self._score, self._device = score, device
-        self._pool: Any = None  # memory that the graphs share: one runs at a time
+        self._pool: Any = None  # memory shared by all graphs: only one runs at a time
         self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def replay(self, requests: int, nodes: int) -> torch.Tensor:
-        """The function's result, which the next replay overwrites. See :func:`bucket_of`."""
+        """Run the function; the next replay overwrites its result. ``requests`` is a bucket (:func:`bucket_of`)."""
         sizes = requests, nodes
         if sizes not in self._captured:
-            # The first call runs without a graph: a capture runs no kernel, and must not compile one.
+            # The first call runs eagerly: a capture launches no kernel and must not compile one.
             result = self._score(requests, nodes)
             self._captured[sizes] = self._capture(requests, nodes)
             return result

@@ -1,4 +1,4 @@
-"""The state that a guided step leaves to the next one: the last tokens of each request, and the number cached."""
+"""State carried from one guided step to the next: the last tokens of each request, and its number of cached tokens."""
 
 import torch
 
@@ -7,13 +7,13 @@ from lenvm_kernels.types import StepHistory
 
 
 class History:
-    """The requests of a slot table from step to step. Read and written on the device only.
+    """The history of all requests in a slot table. It is read and written on the device only.
 
     Args:
         table_rows: R, rows of the slot table.
         max_delta: M, tokens held per request.
-        device: of the tensors.
-        reads_tokens: the source of values reads the tokens of sequences. If False, no token is ever missing.
+        device: device of the tensors.
+        reads_tokens: whether the value source reads tokens. If False, no token is ever missing.
 
     Attributes:
         columns: :class:`StepHistory`.
@@ -41,5 +41,5 @@ class History:
             self._forgotten.clear()
 
     def extend(self, table_rows: torch.Tensor, lens: torch.Tensor) -> None:
-        """Note that the first ``lens [B]`` tokens of ``table_rows [B]`` are cached. Lengths never decrease."""
+        """Record that the first ``lens [B]`` tokens of ``table_rows [B]`` are cached. Lengths never decrease."""
         self._lens[:, table_rows] = torch.maximum(self._lens[:, table_rows], lens)

@@ -1,5 +1,4 @@
-"""What a guided step is given: once (:class:`StepConfig`), of each batch (:class:`StepBatch`), of its draws
-(:class:`Sampling`)."""
+"""Inputs of a guided step: :class:`StepConfig` once, :class:`StepBatch` and :class:`Sampling` for each batch."""
 
 from __future__ import annotations
 
@@ -15,25 +14,25 @@ from lenvm_kernels.types import Drafts
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """Sizes and choices of a :class:`GuidedStep`, for as long as it lives.
+    """Sizes and options of a :class:`GuidedStep`, fixed for its lifetime.
 
     Attributes:
-        vocab_size: of the base model, whose scores are guided.
-        max_requests: the largest batch of :meth:`GuidedStep.step` (None: rows of the slot table).
-        max_candidates: K, candidates a request: a power of two up to 64.
-        max_eos, max_scaled_tokens: end-of-sequence ids, and tokens with a temperature of their own, of a request.
-        chunk_tokens: tokens of :meth:`GuidedStep.extend` that are computed at a time; bounds its memory.
-        max_delta: M, tokens of a request that a step computes at most. Requests that need no values in a step (one
-            candidate, an entropy threshold, a stride) wait until as many are missing; 1: nobody waits. With drafts they
-            wait as long as there is room for ``1 + max_drafts`` more.
-        max_drafts: D, drafted tokens of a request that a step takes.
-        value_stride: of requests that ask for none.
-        score_all: score the candidates of requests that need no values too (``SINGLE``, ``SKIP``), to look at them.
-        text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); what ends with each token of the base model's vocabulary, so
-            that outputs end where sentences do. None: not known; ends need the same probability everywhere then.
-        graphs: run the value model from CUDA graphs, one for each power of two of requests (None: on a GPU). They are
-            captured when first needed, which stalls that step; :meth:`GuidedStep.warm_up` captures all of them ahead.
-        backend: of the operators: ``auto``, ``triton`` or ``reference``.
+        vocab_size: vocabulary size of the base model, whose scores are guided.
+        max_requests: the largest batch of :meth:`GuidedStep.step`. If None, the number of rows of the slot table.
+        max_candidates: K, candidates per request: a power of two up to 64.
+        max_eos, max_scaled_tokens: maximum end-of-sequence ids, and tokens with a separate temperature, per request.
+        chunk_tokens: tokens that :meth:`GuidedStep.extend` computes at a time; bounds its memory.
+        max_delta: M, maximum tokens per request that a step computes. A request that needs no values in a step (one
+            candidate, an entropy threshold, a stride) defers its tokens until M are pending; 1 disables this. With
+            drafts, it defers them as long as there is room for ``1 + max_drafts`` more.
+        max_drafts: D, draft tokens per request.
+        value_stride: default for requests without one.
+        score_all: also score the candidates of requests that need no values (``SINGLE``, ``SKIP``), for inspection.
+        text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); sentence and line ends in the base model's vocabulary, so
+            that outputs end where sentences do. If None, ends need the same probability everywhere.
+        graphs: run the value model from CUDA graphs, one per power of two of requests. If None, True on a GPU. A graph
+            is captured on first use, which stalls that step; :meth:`GuidedStep.warm_up` captures all in advance.
+        backend: backend of the operators: ``auto``, ``triton`` or ``reference``.
 
     Raises:
         ValueError: naming the field, what came and what is accepted.
@@ -71,7 +70,7 @@ class StepConfig:
 
 @runtime_checkable
 class SlotTable(Protocol):
-    """The slots of an engine: :class:`PagedSlots`, or :class:`EngineSlots` where an engine has its own."""
+    """A slot table: :class:`PagedSlots`, or :class:`EngineSlots` for an engine that assigns its own slots."""
 
     @property
     def table(self) -> torch.Tensor: ...
@@ -84,13 +83,13 @@ class SlotTable(Protocol):
 
 
 class EngineSlots(NamedTuple):
-    """The slots that an engine has given to its requests.
+    """The slots that an engine has assigned to its requests.
 
     Attributes:
-        table: int32 ``[R, pages]``; the engine's, on the device of the step: token ``p`` of the request in row ``r``
-            lives in slot ``table[r, p // page_size] * page_size + p % page_size``.
-        num_slots: slots there are; sizes the value model's cache.
-        page_size: slots in a page.
+        table: int32 ``[R, pages]``; the engine's table, on the step's device. Token ``p`` of the request in row ``r``
+            is stored in slot ``table[r, p // page_size] * page_size + p % page_size``.
+        num_slots: number of slots; sizes the value model's cache.
+        page_size: slots per page.
     """
 
     table: torch.Tensor
@@ -99,20 +98,20 @@ class EngineSlots(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """The sequences of ``B`` requests, as an engine knows them before it draws their next tokens.
+    """The sequences of ``B`` requests before their next tokens are drawn.
 
     Attributes:
-        tokens: int32 or int64 ``[B]``; the last token of each sequence, the one the scores follow; or ``[B, N]``, the
-            tokens that it has grown by, from column 0 on.
-        table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
-        lengths: int32 ``[B]``; tokens of each sequence, the last one included. The slot table has the slots of all.
-        new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row each sequence has grown by, 0 to N.
-        active: bool ``[B]`` (None: all); requests to leave out of this and all later steps as if they had no guidance
-            are False: those whose sequences have ended.
+        tokens: int32 or int64 ``[B]``; the last token of each sequence, which the scores follow; or ``[B, N]``, the
+            new tokens of each sequence, from column 0 on.
+        table_rows: int32 or int64 ``[B]``; row of each request in the slot table, all different.
+        lengths: int32 ``[B]``; tokens of each sequence, including the last one. The slot table has slots for all.
+        new_lens: int32 ``[B]``; number of new tokens per sequence, 0 to N, for ``tokens [B, N]``.
+        active: bool ``[B]``; False for requests whose sequences have ended, which are left unguided in this and all
+            later steps. If None, all are active.
         states: hidden states of the base model after the last token, in the dtype of the :class:`LengthProbe`:
-            ``[B, L H]``, with drafts ``[B (1 + D), L H]``, the ``L`` layers that the probe reads concatenated. None
-            without a probe.
-        counts: a ``value_stride`` counts this step. False: it is of first tokens alone, between steps of the others.
+            ``[B, L H]``, or ``[B (1 + D), L H]`` with drafts; the ``L`` layers that the probe reads are concatenated.
+            None without a probe.
+        counts: whether ``value_stride`` counts this step. False for a step of first tokens only, between decode steps.
     """
 
     tokens: torch.Tensor
@@ -124,7 +123,7 @@ class StepBatch(NamedTuple):
     counts: bool = True
 
     def checked(self, requests: int | None, device: torch.device) -> StepBatch:
-        """The batch with token ids and rows as int64: kernels are compiled for one dtype.
+        """The checked batch, with token ids and rows as int64: kernels are compiled for one dtype.
 
         Raises:
             TypeError, ValueError: naming the field, what came and what is accepted.
@@ -146,13 +145,13 @@ class StepBatch(NamedTuple):
         return self._replace(tokens=self.tokens.long(), table_rows=self.table_rows.long())
 
     def grown_by(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens as ``[B, N]``, and how many of each row are of its sequence."""
+        """The new tokens as ``[B, N]``, and their number in each row."""
         if self.new_lens is None:
             return self.tokens[:, None], torch.ones_like(self.lengths)
         return self.tokens, self.new_lens
 
     def last_tokens(self, drafts: Drafts | None) -> torch.Tensor:
-        """int64 ``[B (1 + D)]``: the token before each node; -1, or 0, where nothing is known of it."""
+        """int64 ``[B (1 + D)]``: the token before each node, or padding where there is none."""
         tokens = self.tokens
         if self.new_lens is not None:
             column = self.new_lens.clamp(1, tokens.shape[1]).long() - 1
@@ -166,9 +165,9 @@ class Sampling(NamedTuple):
     """How the next tokens are drawn from a batch's scores.
 
     Attributes:
-        top_k, top_p, min_p, temperature, is_logits, vocab_mask: as in :func:`topk_candidates`. With drafts
-            ``vocab_mask`` has a row a node; the others are of requests.
-        sample: draw tokens from the candidates. The draws of a request depend on its seed and its length only.
+        top_k, top_p, min_p, temperature, is_logits, vocab_mask: as in :func:`topk_candidates`. With drafts,
+            ``vocab_mask`` has one row per node; the others are per request.
+        sample: draw tokens from the candidates. The random numbers depend only on a request's seed and length.
     """
 
     top_k: torch.Tensor | int
@@ -182,7 +181,7 @@ class Sampling(NamedTuple):
     def of_nodes(
         self, requests: int, nodes: int, vocab_size: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``top_k``, ``top_p``, ``min_p`` and ``temperature`` as tensors, of every node of every request.
+        """``top_k``, ``top_p``, ``min_p`` and ``temperature`` as tensors with one element per node.
 
         Raises:
             TypeError, ValueError: naming the field, what came and what is accepted.

@@ -1,4 +1,4 @@
-"""The memory of a guided step, by formula."""
+"""The memory that a guided step needs, by formula."""
 
 import math
 
@@ -19,31 +19,31 @@ def working_bytes(
     max_drafts: int = 0,
     tokens: int | None = None,
 ) -> int:
-    """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most.
+    """Upper bound on the bytes that a step or a :meth:`GuidedStep.extend` allocates while it runs.
 
-    An engine needs room for both, with ``max_requests``. They never run at once, but each keeps its memory from the
-    other: with graphs the step's stays allocated. Without, torch's allocator holds what both have freed, in blocks of
-    their sizes; to give them back it waits for the device. Beside them a :class:`GuidedStep` always has, of ``N``
-    layers and ``S`` slots, the cache, ``2 N S Hkv D e``.
+    An engine must reserve both, each with ``max_requests``. They never run at once but cannot share memory: with
+    graphs, the step's memory stays allocated; without graphs, torch's allocator keeps the freed blocks of both, and
+    releasing them takes a host-device sync. In addition, a :class:`GuidedStep` with ``N`` layers and ``S`` slots
+    permanently holds its cache of ``2 N S Hkv D e`` bytes.
 
-    Each is the sum of
+    Each bound is the sum of
 
-    - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 4 G + 6 D + 64)``, with ``P <= 5`` parts of the sums over ``I``
-      (0 if there is one part) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);
-    - ``4 X W Hq (D + 1) + 32 N + 8 B Hkv``, with ``X <= 16`` splits of the cached tokens of the ``W <= T`` tokens that
-      have several, and ``N <= 1 + X (T + B)`` rows of the plan (:func:`value_tree_attention`);
+    - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 4 G + 6 D + 64)``, with ``P <= 5`` partial sums over ``I``
+      (0 if there is only one) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);
+    - ``4 X W Hq (D + 1) + 32 N + 8 B Hkv``, with ``X <= 16`` splits of the cached tokens for the ``W <= T`` tokens
+      with several splits, and ``N <= 1 + X (T + B)`` plan rows (:func:`value_tree_attention`);
     - ``B (1 + D) (V / 16 + 320 K + 64)`` for the candidates.
 
     Args:
-        value_model: whose dimensions are ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an element. None: there
-            is none, and only the candidates take room.
+        value_model: has the dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` and ``e`` bytes per element. If None, only
+            the candidates take memory.
         requests: B.
-        max_len: tokens that a row of the slot table has room for.
+        max_len: maximum tokens of a row of the slot table.
         vocab_size: V.
         max_candidates: K; 0 for an extend.
-        max_delta: M, of a step.
-        max_drafts: D, of a step.
-        tokens: T; of an extend its ``chunk_tokens``. None: ``B (M + D + (1 + D) K)``, as in a step.
+        max_delta: M of a step.
+        max_drafts: D of a step.
+        tokens: T; ``chunk_tokens`` for an extend. If None, ``B (M + D + (1 + D) K)`` as in a step.
     """
     k = max_candidates
     request_bytes = requests * (1 + max_drafts) * (vocab_size // 16 + 320 * k + 64)

@@ -1,4 +1,4 @@
-"""What a guided step gives back."""
+"""The result of a guided step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lenvm_kernels.types import Candidates, ScoredCandidates, VerifiedTokens
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a guided step computed, all on the device.
+    """The result of a guided step, on the device.
 
-    With drafts each node of a request has a row of its own (:class:`Drafts`): ``B`` is ``B (1 + D)`` then.
+    With drafts, each node of a request has a separate row (:class:`Drafts`), and ``B`` stands for ``B (1 + D)``.
 
     Attributes:
-        candidates: of each request; ``status`` says what became of it, ``lost_mass`` what was cut off.
-        value_logits: fp32 ``[B, K]``; value logits of the candidates, 0 for candidates without a score. With a
-            :class:`LengthProbe` they stand for distributions (:func:`candidate_values`).
+        candidates: candidates of each request, with its ``status`` and the probability that was cut off, ``lost_mass``.
+        value_logits: fp32 ``[B, K]``; value logits of the candidates, 0 for candidates that are not scored. With a
+            :class:`LengthProbe`, each summarizes a distribution (:func:`candidate_values`).
         probs: fp32 ``[B, K]``; guided probabilities of the candidates.
-        tokens: int32 ``[B]``; the next tokens: with ``sample`` drawn from the candidates, else those of ``drawn``. -1
-            for requests to be drawn by their own filters if that is not given; None without both.
-        remaining_lengths: fp32 ``[B]``; tokens that are predicted to follow ``tokens``, NaN for requests that do not
-            ask for it (``return_values``); None when no request does, or without ``tokens``.
-        verified: with ``verify``, the tokens that the sequences grow by; else None.
+        tokens: int32 ``[B]``; next tokens, drawn from the candidates with ``sample``, otherwise from ``drawn``. Without
+            ``drawn``, -1 for requests that must be drawn with their own filters. None without both.
+        remaining_lengths: fp32 ``[B]``; predicted number of tokens after ``tokens``, NaN for requests without
+            ``return_values``. None if no request has it, or without ``tokens``.
+        verified: the tokens that the sequences grow by, if ``verify`` is set; else None.
     """
 
     candidates: Candidates
@@ -45,7 +45,7 @@ def lengths_after(
     value_logits: torch.Tensor,
     wanted: torch.Tensor,
 ) -> torch.Tensor:
-    """fp32 ``[B]``: predicted after ``next_tokens``, found among the tokens scored; NaN where not ``wanted``."""
+    """fp32 ``[B]``: lengths predicted after ``next_tokens``; NaN where not ``wanted`` or the token is not scored."""
     b, k = value_logits.shape
     is_scored = torch.arange(k, device=value_logits.device) < scored.counts[:b, None]
     is_next = is_scored & (scored.token_ids[:b] == next_tokens[:, None])
@@ -60,9 +60,9 @@ def lengths_of(
     table_rows: torch.Tensor,
     wanted: torch.Tensor,
 ) -> torch.Tensor:
-    """fp32 ``[B]`` or ``[B, N]``: predicted after ``tokens`` by their value logits; NaN where not ``wanted``.
+    """fp32 ``[B]`` or ``[B, N]``: lengths predicted after ``tokens`` from their value logits; NaN where not ``wanted``.
 
-    Nor is it where nobody asks: requests between two spans are read on without that.
+    Also NaN without ``return_values``: requests between two spans are wanted as well, but only feed the value model.
     """
     rows = table_rows.view(-1, *[1] * (tokens.dim() - 1)).expand_as(tokens)
     lengths = table.remaining_lengths(rows.flatten(), value_logits.flatten(), tokens.flatten()).view(tokens.shape)

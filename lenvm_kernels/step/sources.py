@@ -21,8 +21,8 @@ from lenvm_kernels.step.tensors import StepTensors
 from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
-# Share of the rows of a forward in use, of those that it has room for with one delta token per request. A request with
-# five candidates of eight uses six of nine.
+# Expected share of a forward's rows in use, out of one delta token and K candidates per request. A request with five
+# of eight candidates uses six of nine rows.
 LIVE_SHARE = 2 / 3
 
 
@@ -30,7 +30,7 @@ class ValueSource(ABC):
     """A source of value logits. Subclasses must implement :meth:`value_logits`; the other hooks are for stateful ones.
 
     Attributes:
-        needs_tokens: the source reads the tokens of sequences, which must be passed to :meth:`extend` and steps.
+        needs_tokens: whether the source reads tokens, which must then be passed to :meth:`extend` and steps.
         needs_states: number of columns and dtype of the base model's states that each step must be given; None if the
             source reads none.
     """
@@ -47,7 +47,7 @@ class ValueSource(ABC):
         Args:
             requests: rows of the step's tensors (:class:`StepTensors`), padding included.
             nodes: per request.
-            states: those of the batch (:class:`StepBatch`).
+            states: the batch's states (:class:`StepBatch`).
 
         Returns:
             fp32 ``[requests * nodes, K]``, the logits that guide and those that predict lengths; arbitrary where a
@@ -78,16 +78,16 @@ class ValueSource(ABC):
 
 
 class ConstantValues(ValueSource):
-    """No value model: whatever the token, as much is to come as the request's target asks for.
+    """Values without a value model: every token is predicted to be followed by the request's target length.
 
-    The candidates of a row have the same value but for those that end the sequence or its span, whose value is 0. So
-    ``near``, ``ge_near`` and ``le_near`` leave the ratios of all other candidates as they are, but for those that end a
-    sentence: ends are held back far before the target, and pushed from where fewer than about ``sqrt(2 target)`` tokens
-    are left.
+    All candidates of a row have the same value, except those that end the sequence or its span, whose value is 0. So
+    ``near``, ``ge_near`` and ``le_near`` keep the probability ratios of all other candidates, except those that end a
+    sentence. Ends are suppressed far before the target, and boosted in about the last ``sqrt(2 target)`` tokens.
 
     Args:
-        table_rows: R, rows of the table that requests are known by.
-        tensors: of the step.
+        table_rows: R, rows of the guidance table.
+        tensors: tensors of the step.
+        device: device of the values.
     """
 
     def __init__(self, table_rows: int, tensors: StepTensors, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class ConstantValues(ValueSource):
         """See :class:`ValueSource`."""
         params = params or GuidanceParams()
         check_without_values(params)
-        # A value of 0 would be that of an end.
+        # At least one token: a value of 0 marks an end.
         length = max(1.0, (params.target_length or 0.0) + params.answer_length)
         nats = -math.log(params.gamma) * length
         self._staged[table_row] = nats + math.log(-math.expm1(-nats))
@@ -123,13 +123,13 @@ class ConstantValues(ValueSource):
 
 
 class ProbeValues(ValueSource):
-    """A probe's: from the base model's own states, which every step is given.
+    """Values from a probe, which reads the base model's states in each step.
 
     Args:
-        probe: what makes values of them.
-        tensors: of the step.
-        table: of its requests.
-        config: of the step.
+        probe: the probe.
+        tensors: tensors of the step.
+        table: guidance of the requests.
+        config: configuration of the step.
     """
 
     def __init__(self, probe: LengthProbe, tensors: StepTensors, table: GuidanceTable, config: StepConfig) -> None:
@@ -181,8 +181,8 @@ class ModelValues(ValueSource):
 
     Args:
         value_model: the value model.
-        tensors: of the step.
-        history: of the step.
+        tensors: tensors of the step.
+        history: history of the step.
         slots, config: as in :class:`GuidedStep`; ``config.graphs`` must be set.
 
     Attributes:
@@ -213,7 +213,7 @@ class ModelValues(ValueSource):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
         if self._graphs is not None:
-            z = self._graphs.replay(requests, nodes).clone()  # the graphs share their memory
+            z = self._graphs.replay(requests, nodes).clone()  # the next replay overwrites it
             return z, z
         z = self._score(requests, nodes)
         return z, z
@@ -296,7 +296,7 @@ def chunks_of(tokens: int, begins: Sequence[int], most: int) -> Iterator[slice]:
     """Cut all tokens into slices of whole requests. A request longer than a slice is cut at multiples of ``most``.
 
     Args:
-        tokens: of all requests.
+        tokens: number of tokens of all requests.
         begins: ascending; the first token of each request. Tokens before ``begins[0]`` are in no slice.
         most: tokens per slice.
     """

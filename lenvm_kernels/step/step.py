@@ -1,8 +1,8 @@
-"""The guided step: candidates, value forward, head, reweighting and the draw, for the requests of a decode batch.
+"""The guided step: candidates, value forward, head, reweighting and draw, for the requests of a decode batch.
 
-A fixed sequence of launches over tensors whose shapes follow from the batch size alone: nothing is read back to the
-host, nothing loops over requests, and what a request costs follows the candidates it has. The value model lives on the
-slots of an engine; what it knows of a request is in a table on the device, written when the request arrives.
+A step is a fixed sequence of kernel launches over tensors whose shapes depend only on the batch size. It makes no
+host-device sync and does not loop over requests, and a request's cost is proportional to its number of candidates. The
+value model's cache uses the engine's slots. A request's parameters are written to a device table when it arrives.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from lenvm_kernels.step.warm_up import calls_of_every_kind
 from lenvm_kernels.types import Candidates, Drafts, Mode, SpanNodes, StepRequests
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, ValueModel
 
-# Outputs that wait for the end of a sentence end this many tokens late, measured with Qwen2.5-Coder-1.5B and SmolLM2
-# (bench/results/nvidia-h200/real-model).
+# Tokens past the target at which outputs end that wait for the end of a sentence, measured with Qwen2.5-Coder-1.5B and
+# SmolLM2 (bench/results/nvidia-h200/real-model).
 EARLY_WITH_VALUES, EARLY_WITHOUT_VALUES = 6.0, 3.0
 
 
 class GuidedStep:
     """Length-guided decoding of the requests of an engine.
 
-    Requests are known by their row of the engine's slot table. An engine calls :meth:`add_request` when a request
+    A request is identified by its row of the engine's slot table. An engine calls :meth:`add_request` when a request
     arrives, :meth:`extend` with the tokens of its prompt (all but the last), :meth:`step` whenever it is about to draw
-    tokens, and :meth:`remove_request` when the request leaves. Requests without guidance may be in any batch; they cost
-    nothing.
+    tokens, and :meth:`remove_request` when the request leaves. A batch may contain requests without guidance, at no
+    cost.
 
-    Its memory is that of its cache and of :func:`working_bytes`, which documents both.
+    :func:`working_bytes` documents the memory of a step and of its cache.
 
     The stages of a step are :func:`torch.profiler.record_function` ranges: ``lenvm.candidates``, ``lenvm.values`` (with
     ``lenvm.layers`` and ``lenvm.head`` inside, unless a CUDA graph is replayed), ``lenvm.reweight`` and
@@ -61,13 +61,13 @@ class GuidedStep:
         value_model: the value model, or a :class:`LengthProbe`, which computes values from the base model's states of
             each step. If None, only ``near``, ``ge_near`` and ``le_near`` guide (:class:`ConstantValues`). With a probe
             or without values :meth:`extend` is not needed, and slots are ignored.
-        slots: where the engine keeps tokens: :class:`PagedSlots`, or :class:`EngineSlots` of an engine's own.
+        slots: the slots of tokens: :class:`PagedSlots`, or :class:`EngineSlots` for an engine that assigns its own.
         config: :class:`StepConfig`.
 
     Attributes:
-        config: of the step, with ``max_requests`` and ``graphs`` as they turned out.
+        config: the configuration, with ``max_requests`` and ``graphs`` resolved.
         table: :class:`GuidanceTable` of the requests.
-        values: :class:`ValueSource`, where the values come from.
+        values: :class:`ValueSource` of the step.
         cache: :class:`KVCache` of the value model; None without one.
 
     Raises:
@@ -87,7 +87,7 @@ class GuidedStep:
         device, table_rows = slots.table.device, slots.table.shape[0]
         self.max_requests = config.max_requests or table_rows
         self.value_model, self.device, self.slot_table = value_model, device, slots.table
-        # One row more than the engine has: of the requests that fill a batch up to its graph's size.
+        # An extra row, for the dummy requests that pad a batch to its graph's size.
         self._padding_row = table_rows
         early = EARLY_WITH_VALUES if probe is not None or value_model is not None else EARLY_WITHOUT_VALUES
         self.table = GuidanceTable(
@@ -97,7 +97,7 @@ class GuidedStep:
             max_scaled_tokens=config.max_scaled_tokens,
             early=0.0 if config.text_breaks is None else early,
         )
-        # What the host knows of the requests, to leave out launches that none of them needs.
+        # Kept on the host to skip launches that no request needs.
         self._scaled_rows, self._value_rows, self._span_rows = set[int](), set[int](), set[int]()
         sizes = self.max_requests, config.max_drafts, config.max_candidates
         self._tensors = StepTensors(*sizes, device, trees=value_model is not None)
@@ -122,10 +122,10 @@ class GuidedStep:
         seed: int = 0,
         span: SpanState | None = None,
     ) -> None:
-        """Admit a request into a row of the slot table. The device hears of it at the next call.
+        """Admit a request into a row of the slot table. The row is copied to the device at the next call.
 
         Arguments and errors are those of :meth:`GuidanceTable.add_request`. Token temperatures of ids outside the
-        vocabulary are ignored. ValueError, too, without a value model and for guidance that needs one.
+        vocabulary are ignored. Also raises ValueError for guidance that the value source does not support.
         """
         if not 0 <= table_row < self._padding_row:
             raise IndexError(f"table_row must be in [0, {self._padding_row}), got {table_row}")
@@ -147,37 +147,37 @@ class GuidedStep:
         self._history.forget(table_row)
 
     def remove_request(self, table_row: int) -> None:
-        """Make a row unguided when its request leaves. A row that :meth:`add_request` fills again need not be."""
+        """Make a row unguided when its request leaves. Not needed before :meth:`add_request` refills the row."""
         self.add_request(table_row, None, set())
 
     def restart_request(self, table_row: int) -> None:
-        """Forget what the value model has computed of a request, because its slots were taken.
+        """Discard a request's history because its slots were reassigned; its guidance is kept.
 
-        :meth:`extend` tells its tokens anew. All else that is known of it stays.
+        Its tokens must be passed to :meth:`extend` again.
         """
         self._history.forget(table_row)
 
     def flush(self) -> None:
-        """Send to the device what it has to know of requests that came and left, as every other call does.
+        """Copy the state of added and removed requests to the device, as steps do.
 
-        Needed before a CUDA graph of one's own that has a step in it is captured or replayed.
+        Required before capturing or replaying a CUDA graph that contains a step.
         """
         self.table.flush()
         self._history.flush()
         self.values.flush()
 
     def told_lens(self, table_rows: torch.Tensor) -> torch.Tensor:
-        """int32 ``[B]``; how many tokens of each sequence :meth:`extend` and steps have been told, without a gap.
+        """int32 ``[B]``; number of tokens of each sequence that were passed to :meth:`extend` and steps without a gap.
 
         Args:
-            table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table.
+            table_rows: int32 or int64 ``[B]``; row of each request in the slot table.
         """
         self.flush()
         return self._history.columns.told_lens[table_rows.long()]
 
     @torch.no_grad()
     def scale_tokens(self, logits: torch.Tensor, table_rows: torch.Tensor) -> None:
-        """Apply the requests' token temperatures to ``logits [B, V]``, in place and before all else that reads them."""
+        """Apply token temperatures to ``logits [B, V]`` in place. Must precede everything else that reads them."""
         if self._scaled_rows:
             columns = self.table.columns
             scales = columns.token_scales[table_rows].to(logits.dtype)
@@ -185,18 +185,18 @@ class GuidedStep:
 
     @property
     def has_spans(self) -> bool:
-        """Whether any request has a span, as the host knows it."""
+        """Whether any request has a span. Read from host state."""
         return bool(self._span_rows)
 
     @torch.no_grad()
     def limit_spans(self, logits: torch.Tensor, batch: StepBatch, drafts: Drafts | None = None) -> SpanNodes | None:
-        """Keep open spans (``end_token_ids``) from ending the sequence, end them at their ``hard_limit``, and land.
+        """Mask the end of sequence in open spans (``end_token_ids``), force their ends at ``hard_limit``, and land.
 
-        In ``logits``, in place, before all else that reads them but :meth:`scale_tokens`. Arguments and errors are
-        those of :meth:`step`, whose next call follows; it need not follow where nobody is guided.
+        Changes ``logits`` in place and must precede everything that reads them except :meth:`scale_tokens`. Arguments
+        and errors are those of the :meth:`step` that must follow unless no request is guided.
 
         Returns:
-            The ``spans`` of that step; None if no request has a span.
+            The ``spans`` argument of that step; None if no request has a span.
         """
         if not self.has_spans:
             return None
@@ -232,23 +232,23 @@ class GuidedStep:
         begins: Sequence[int] | None = None,
         images: ImageTokens | None = None,
     ) -> None:
-        """Compute and keep keys and values of tokens whose candidates nobody asks for: those of prompts.
+        """Compute and cache keys and values of tokens whose candidates are not needed, such as those of prompts.
 
-        The last token of a prompt belongs to :meth:`step`. Requests that are not guided nor ask for values are left
-        out.
+        The last token of a prompt is passed to :meth:`step`. Requests without guidance and ``return_values`` are
+        skipped.
 
         Args:
             tokens: int32 or int64 ``[D]``; tokens of all requests.
-            slots: int32 or int64 ``[D]``; the slot of each.
-            table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table.
+            slots: int32 or int64 ``[D]``; slot of each token.
+            table_rows: int32 or int64 ``[B]``; row of each request in the slot table.
             starts: int32 ``[B]``; the first token of each request in ``tokens``.
-            lens: int32 ``[B]``; how many are to be kept, 0 or more.
-            cached_lens: int32 ``[B]``; tokens of each request that were kept before, by whoever had its slots.
-            begins: the places in ``tokens`` where requests begin, ascending, on the host. With them a request that is
-                computed in parts is cut at multiples of ``chunk_tokens`` of its own, so that its keys and values are
-                the same to the bit whoever is beside it. None: parts end wherever ``chunk_tokens`` do.
-            images: of the ``D`` tokens, where some prompts have images (None: all are text). Positions have to be moved
-                as :func:`image_positions` does: to all other calls a token's position is its place in its sequence.
+            lens: int32 ``[B]``; number of tokens per request to compute, 0 or more.
+            cached_lens: int32 ``[B]``; tokens of each request that are already cached, also by other requests.
+            begins: index of each request's first token in ``tokens``, ascending, on the host. A request computed in
+                parts is then split at multiples of ``chunk_tokens`` from its own start, so that its keys and values are
+                bitwise identical in any batch. If None, ``tokens`` is split at multiples of ``chunk_tokens``.
+            images: images of the ``D`` tokens. If None, all are text. Positions must be shifted as
+                :func:`image_positions` does, because all other calls take the index in the sequence as the position.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -286,25 +286,25 @@ class GuidedStep:
         guidance, which ``table.columns.faults`` counts, until :meth:`extend` passes its tokens again. The step makes no
         host-device sync.
 
-        With ``drafts`` a token is drawn at each node of a request (:class:`Drafts`), from the distribution that
-        verification has to use. ``scores``, ``sampling.vocab_mask``, ``probs`` and ``drawn`` have a row a node then,
-        those of request ``i`` from row ``i * (1 + D)`` on. Drafts are not tokens of a sequence: those that it takes
-        have to be told to the next step.
+        With ``drafts``, a token is drawn at each node of a request (:class:`Drafts`), from the distribution that
+        verification must use. ``scores``, ``sampling.vocab_mask``, ``probs`` and ``drawn`` then have one row per node;
+        request ``i`` starts at row ``i * (1 + D)``. Drafts are not yet part of a sequence: accepted drafts must be
+        passed to the next step as its tokens.
 
         Args:
             scores: fp32, bf16 or fp16 ``[B, V]``; scores of the next token: probabilities or logits.
             batch: the requests (:class:`StepBatch`).
-            sampling: how their next tokens are drawn (:class:`Sampling`). An engine whose filters stay the same keeps
-                it.
+            sampling: how their next tokens are drawn (:class:`Sampling`). Can be reused while the filters stay the
+                same.
             drafts: ``[B, max_drafts]``; tokens that may come next.
             probs: fp32, bf16 or fp16 ``[B, V]``; rows of requests that are guided or have a single candidate are
                 rewritten in place (:func:`reweight_scatter`). May be ``scores``.
-            drawn: int32 or int64 ``[B]``; what the requests' own filters drew: the next tokens of those that are not
-                drawn from their candidates. Such requests have no remaining length without it.
-            verify: ``"same_draws"``: take the drafts that were drawn in their place, and the draw after the last of
-                them: the text is the same as without drafts (:func:`verify_drafts`). None: that is the caller's affair.
-            spans: what :meth:`limit_spans` has returned for this step (None: spans are looked at here, no logits are
-                changed).
+            drawn: int32 or int64 ``[B]``; tokens drawn with the requests' own filters, for requests that are not drawn
+                from their candidates. Without it, such requests have no remaining length.
+            verify: ``"same_draws"`` accepts the drafts that equal the tokens drawn in their place, and the draw after
+                the last of them: the text is the same as without drafts (:func:`verify_drafts`). If None, the caller
+                verifies the drafts.
+            spans: result of :meth:`limit_spans` for this step. If None, it is computed here without changing logits.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -435,19 +435,19 @@ class GuidedStep:
 
     @torch.no_grad()
     def predict(self, batch: StepBatch) -> torch.Tensor:
-        """Predict output lengths after given tokens: of prompts, by their last token, before anything is drawn.
+        """Predict output lengths after the given tokens, e.g. after the last token of a prompt, before any draw.
 
-        The state of the requests does not change: the next :meth:`step` must be given the same tokens again, and
+        The state of the requests does not change: the same tokens must be passed to the next :meth:`step` again, and
         ``value_stride`` does not count this call.
 
         Args:
-            batch: the requests (:class:`StepBatch`). ``tokens`` are the last of each sequence, up to
-                ``1 + max_drafts``; all others were told to :meth:`extend` or to a step. ``new_lens`` says how many of a
-                row are of its sequence. ``active`` is not looked at.
+            batch: the requests (:class:`StepBatch`). ``tokens`` are the last tokens of each sequence, up to
+                ``1 + max_drafts``; all others must have been passed to :meth:`extend` or to a step. ``new_lens`` is the
+                number of valid tokens in each row. ``active`` is ignored.
 
         Returns:
-            fp32 of the shape of ``tokens``; tokens predicted to follow each, NaN for requests that do not ask for it
-            (``return_values``).
+            fp32 of the shape of ``tokens``; number of tokens predicted to follow each token, NaN for requests without
+            ``return_values``.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -482,19 +482,19 @@ class GuidedStep:
         probs_dtype: torch.dtype = torch.float32,
         progress: bool = True,
     ) -> None:
-        """Compile every kernel and capture every graph, so that no step of serving does.
+        """Compile every kernel and capture every graph, so that no later step has to.
 
-        That holds for batches of every size and with any of the optional arguments, whose rows are ``vocab_size``
-        elements apart, or a multiple of 16; ``tokens [B, N]`` are of ``1 + max_drafts`` columns.
+        Covers batches of every size and any optional arguments, if the row stride of scores and probs is ``vocab_size``
+        or a multiple of 16 elements, and ``tokens [B, N]`` have ``1 + max_drafts`` columns.
 
         Args:
-            scores_dtype, is_logits: of the scores that :meth:`step` will get.
-            probs_dtype: of the ``probs`` that :meth:`step` will get.
-            progress: show a bar on stderr.
+            scores_dtype, is_logits: dtype of the scores passed to :meth:`step`, and whether they are logits.
+            probs_dtype: dtype of the ``probs`` passed to :meth:`step`.
+            progress: show a progress bar on stderr.
         """
         sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
         with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
-            for size in bar:  # the largest first: the graphs after it find room in its memory
+            for size in bar:  # largest first: the later graphs reuse its memory
                 rows = torch.full((size,), self._padding_row, dtype=torch.int64, device=self.device)
                 for call in calls_of_every_kind(
                     self.config, rows, scores_dtype, probs_dtype, self.values.needs_states, is_logits=is_logits

@@ -1,4 +1,4 @@
-"""The tensors that a guided step has of its own, which its operators write and a CUDA graph finds in their place."""
+"""The preallocated tensors of a guided step: its operators write them, at fixed addresses for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lenvm_kernels.types import CandidateTrees, GuidanceColumns, Mode, ScoredCan
 
 
 class StepRows(NamedTuple):
-    """The first rows of these tensors.
+    """The first rows of :class:`StepTensors`.
 
     Attributes:
-        requests: of ``N`` requests.
-        nodes: of their ``N * nodes`` nodes; without drafts the requests themselves.
-        scored: candidates whose values are wanted, of each node.
-        trees: the same of each request with its drafts; None without drafts, or where nobody reads them.
+        requests: state of ``N`` requests.
+        nodes: state of their ``N * nodes`` nodes; without drafts, the same as ``requests``.
+        scored: candidates to score, per node.
+        trees: drafts and candidates to score, per request. None without drafts or without a value model.
         all_active: bool ``[N]``; True.
         none_drawn: int32 ``[N * nodes]``; -1.
     """
@@ -33,9 +33,9 @@ class StepRows(NamedTuple):
     none_drawn: torch.Tensor
 
     def score_chains(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Have the first ``counts [B]`` of the tokens ``[B, C]`` scored, each after those before it.
+        """Mark the first ``counts [B]`` of ``tokens [B, C]`` to be scored as a chain, each after the previous one.
 
-        The sequences end before the tokens, whose keys and values are not cached.
+        The chain follows the sequence; its keys and values are not cached.
         """
         b, columns = tokens.shape
         computed = self.scored if self.trees is None else self.trees
@@ -53,9 +53,9 @@ class StepRows(NamedTuple):
 
 
 def apply_spans(nodes: StepRequests, spans: SpanNodes, table: GuidanceColumns) -> None:
-    """Guide the nodes of requests where a span is open, and by how many tokens that has.
+    """Guide exactly the nodes where a span is open, and count their generated tokens from its start.
 
-    Of a request between two spans it is known that it is read on: a draft may begin the next.
+    A request between two spans is not guided, but a draft may begin its next span: the nodes after that are guided.
     """
     rows = nodes.table_rows
     may_begin = (table.span_start_bits[rows] != 0) & (table.mode[rows] != Mode.UNGUIDED) & nodes.wants_length
@@ -67,14 +67,14 @@ class StepTensors:
     """The tensors of the largest step, and slices of them for smaller ones.
 
     Args:
-        max_requests: of a step.
-        max_drafts: D, drafted tokens of a request.
-        max_candidates: K, of a node.
-        device: where they lie.
-        trees: candidates and drafts are looked at together, see :func:`pack_drafts`.
+        max_requests: maximum batch size of a step.
+        max_drafts: D, draft tokens per request.
+        max_candidates: K, candidates per node.
+        device: device of the tensors.
+        trees: whether candidates and drafts are scored together, see :func:`pack_drafts`.
 
     Attributes:
-        requests, scored, trees: all rows of what :class:`StepRows` has.
+        requests, scored, trees: all rows of the fields of :class:`StepRows`.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class StepTensors:
         self.trees: CandidateTrees | None = None
         if trees and max_drafts:
             self.trees = empty_trees(max_requests, max_drafts, max_candidates, device)
-        # The constants spare variants of kernels.
+        # Passing constants in place of None avoids further kernel variants.
         self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
         self._none_drawn = torch.full((max_requests * nodes,), -1, dtype=torch.int32, device=device)
         self._rows: dict[tuple[int, int], StepRows] = {}
 
     def rows(self, requests: int, nodes: int = 1) -> StepRows:
-        """Of so many requests with so many nodes each, made once: each slice takes the host microseconds."""
+        """The rows of ``requests`` requests with ``nodes`` nodes each. Cached, because slicing takes microseconds."""
         sizes = requests, nodes
         if sizes not in self._rows:
             of_requests = StepRequests(*(x[:requests] for x in self.requests))

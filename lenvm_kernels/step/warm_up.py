@@ -22,20 +22,20 @@ def calls_of_every_kind(
     *,
     is_logits: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Arguments of :meth:`GuidedStep.step` by name, with and without each optional one, for requests that do not exist.
+    """Keyword arguments of :meth:`GuidedStep.step`, with and without each optional one, for dummy requests.
 
     Args:
-        config: of the step.
+        config: configuration of the step.
         table_rows: int64 ``[B]``; rows of the requests.
-        scores_dtype, is_logits: of the scores.
-        probs_dtype: of the ``probs``.
+        scores_dtype, is_logits: dtype of the scores, and whether they are logits.
+        probs_dtype: dtype of ``probs``.
         states: :attr:`ValueSource.needs_states`.
     """
     size, device, vocab, max_drafts = len(table_rows), table_rows.device, config.vocab_size, config.max_drafts
-    # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
+    # Triton compiles a kernel variant for each absent argument, and for unaligned rows.
     yes_or_no = (False, True)
     strides = {vocab, 16 * ceil_div(vocab, 16)}
-    # Drafts of a request, and columns of its tokens.
+    # Drafts per request, and columns of ``tokens``.
     widths = {(0, 1), (0, 1 + max_drafts), (max_drafts, 1 + max_drafts)}
 
     def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:

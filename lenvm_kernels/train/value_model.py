@@ -36,7 +36,7 @@ HEAD_RATE, WARM_UP = 5e-4, 0.03
 # States that the head's standardization is measured on, at least.
 MEASURED_STATES = 16_384
 LOGGED_STEPS = 10
-NO_TARGET = -100  # the label that Trainer leaves out of its count
+NO_TARGET = -100  # the label that Trainer does not count
 
 
 class ValueHead(nn.Module):
@@ -138,7 +138,7 @@ def fit_value_model(
         checkpoints.mkdir(parents=True, exist_ok=True)
         guard.write_text(json.dumps(plan), encoding="utf-8")
     trainer.train(resume_from_checkpoint=last)
-    arguments.train_sampling_strategy = "sequential"  # applies to predictions, too
+    arguments.train_sampling_strategy = "sequential"  # also applies to predictions
     values = [_predicted(trainer, examples) for examples in held_out]
     if not trainer.is_world_process_zero():
         return {}, values

@@ -1,4 +1,4 @@
-"""The value model: its checkpoint, the tokens of a forward, and the forward; and the probe, which needs none."""
+"""The value model: its checkpoint, its ragged batches and its forward; and the probe, which replaces the model."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.values.ragged_batch import KVCache as KVCache
     from lenvm_kernels.values.ragged_batch import RaggedBatch as RaggedBatch
 
-# Imported when first used: an engine's front end reads a model's configuration without the operators.
+# Imported on first use, so that an engine's front end reads a model's configuration without loading the operators.
 _MODULES = {
     "ImageTokens": "images",
     "KVCache": "ragged_batch",

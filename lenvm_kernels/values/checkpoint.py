@@ -1,4 +1,4 @@
-"""A value model's files: a Hugging Face directory or a GGUF file -> its architecture and its tensors, checked."""
+"""Reads the architecture and the tensors of a value model from a Hugging Face directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from lenvm_kernels.values.low_rank import ADAPTER_CONFIG, ADAPTER_FILE, is_adapt
 
 VISION_ARCHITECTURES = ("qwen2_5_vl",)
 ARCHITECTURES = ("qwen2", "qwen3", "llama", *VISION_ARCHITECTURES)
-# The frequencies of the others (dynamic, longrope) change with a sequence's length, which would make cached keys stale.
+# The frequencies of other types (dynamic, longrope) depend on the sequence length, which would make cached keys stale.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# As the trainer of the paper's code names the file of a head, and with safetensors switched off.
+# File names of the head in the paper's training code, with and without safetensors.
 HEAD_FILE, _ = HEAD_FILES = "value_head.safetensors", "value_head.bin"
-# A name on Hugging Face, as far as it can be told from a relative path to a file.
+# A repository name on Hugging Face, as opposed to a relative path to a file.
 _REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.(gguf|safetensors|bin|json)$))[\w.-]*\w/\w[\w.-]*", re.ASCII)
 
-# What tensors' names begin with, in this order: as the trainer of the paper's code wraps the model, as transformers
-# names what is below a language model's head, and the part of a vision-language model that reads text.
+# Prefixes of tensor names, in this order: of the wrapper in the paper's training code, of the model below the head in
+# transformers, and of the text part of a vision-language model.
 PREFIXES = ("pretrained_model.", "model.", "language_model.")
-# After these: the vision tower of a vision-language model.
+# Prefix of the vision tower of a vision-language model, after the others.
 VISION_PREFIX = "visual."
 
-# A file with the value head, a directory or a repository with that file, or the tensors.
+# A file with the value head, a directory or a repository with that file, or its tensors by name.
 Head = str | os.PathLike | Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ValueModelConfig:
-    """The facts of an architecture that the forward depends on.
+    """The parameters of an architecture that the forward depends on.
 
     ``rope_inv_freq`` holds the ``head_dim / 2`` angular frequencies in radians per token with any scaling applied, and
     ``rope_scale`` the factor on cosine and sine (1 except for yarn). ``qk_norm`` is the RMSNorm of queries and keys
-    over ``head_dim`` (Qwen3). ``tied_embeddings`` only says that ``lm_head.weight`` may stand in for the embedding.
+    over ``head_dim`` (Qwen3). With ``tied_embeddings``, ``lm_head.weight`` may replace a missing embedding.
 
-    Only a vision-language model has the last four. ``mrope_sections`` are how many of the frequencies turn with a
-    token's time, row and column; ``vision`` is the ``transformers`` configuration of its vision tower.
+    The last four fields are set for vision-language models only. ``mrope_sections`` are the numbers of frequencies that
+    rotate with a token's time, row and column; ``vision`` is the ``transformers`` configuration of the vision tower.
     """
 
     hidden_size: int
@@ -107,7 +107,7 @@ class ValueModelConfig:
             rms_norm_eps=config.rms_norm_eps,
             rope_inv_freq=inv_freq,
             rope_scale=rope_scale,
-            # Qwen2 has biases on q, k and v and none on o, whatever its configuration says.
+            # Qwen2 has biases on q, k and v but not on o, regardless of its configuration.
             qkv_bias=architecture == "qwen2" or attention_bias,
             o_bias=architecture != "qwen2" and attention_bias,
             mlp_bias=architecture == "llama" and bool(getattr(config, "mlp_bias", False)),
@@ -147,19 +147,19 @@ class ValueModelConfig:
 
 
 def local_path(name: str | os.PathLike) -> Path:
-    """Where a checkpoint is on this machine. Nothing is downloaded.
+    """The path of a checkpoint on this machine. Nothing is downloaded.
 
     Args:
-        name: a path; or ``owner/name`` of a repository, if no such path exists. That is the directory of its ``main``
+        name: a path, or ``owner/name`` of a repository if no such path exists, for the directory of its ``main``
             revision in the Hugging Face cache.
 
     Raises:
-        FileNotFoundError: it could be a repository's name, and the cache does not have it.
+        FileNotFoundError: the name has the form of a repository name, and the cache does not have it.
     """
     path, text = Path(name), os.fspath(name)
     if path.exists() or not _REPOSITORY.fullmatch(text):
         return path
-    for file in ("config.json", ADAPTER_CONFIG, "probe_config.json", *HEAD_FILES):  # one is in each that is taken
+    for file in ("config.json", ADAPTER_CONFIG, "probe_config.json", *HEAD_FILES):  # each has one of these
         if isinstance(found := try_to_load_from_cache(text, file), str):
             return Path(found).parent
     raise FileNotFoundError(
@@ -169,7 +169,7 @@ def local_path(name: str | os.PathLike) -> Path:
 
 
 def backbone_of(path: Path) -> Path:
-    """Where the backbone of a value model is: at its own path, or where an adapter alone says that its base is."""
+    """The directory of a value model's backbone: ``path``, or the base model's if it has only an adapter."""
     if (path / "config.json").is_file() or not is_adapter(path):
         return path
     file = path / ADAPTER_CONFIG
@@ -200,11 +200,11 @@ def read_checkpoint(
 def head_beside(*folders: str | os.PathLike | None) -> Path | None:
     """The file with the value head in the first of these directories that has one.
 
-    It has a name of :data:`HEAD_FILES`. Or else it is the only ``.safetensors`` or ``.bin`` file whose tensors are all
+    It is named as in :data:`HEAD_FILES`, or is the only ``.safetensors`` or ``.bin`` file whose tensors are all
     ``v_head.*``.
 
     Raises:
-        ValueError: there are several of these.
+        ValueError: a directory has several such files.
     """
     for folder in (Path(folder) for folder in folders if folder is not None):
         named = [folder / name for name in HEAD_FILES if (folder / name).is_file()]
@@ -221,12 +221,12 @@ def _is_head(file: Path) -> bool:
     try:
         names = list(_read_head(file))
         return bool(names) and all(name.startswith("v_head.") for name in names)
-    except Exception:  # whatever it is, such as a trainer's arguments
+    except Exception:  # another kind of file, such as a trainer's arguments
         return False
 
 
 def _image_fields(config: Any) -> dict[str, Any]:
-    """The fields of a vision-language model's configuration that are about images."""
+    """The image-related fields of a vision-language model's configuration."""
     rope = _rope_parameters(config.text_config)
     sections = tuple(rope.get("mrope_section", ()))
     if len(sections) != 3:
@@ -261,7 +261,7 @@ def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], fl
 
 
 def reads_images(path: Path) -> bool:
-    """Whether the value model in this directory is of an architecture that reads images."""
+    """Whether the architecture of the value model in a directory reads images."""
     file = backbone_of(path) / "config.json"
     return file.is_file() and _model_type(file) in VISION_ARCHITECTURES
 
@@ -274,7 +274,7 @@ def _read_config(path: Path) -> ValueModelConfig:
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} must be a directory with config.json, or a .gguf file")
-    # Checked before transformers sees it, whose own message does not say what this package accepts.
+    # Checked before transformers does, whose error does not name what this package accepts.
     architecture = _model_type(file)
     if architecture not in ARCHITECTURES:
         raise ValueError(f"model_type in {file} must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
@@ -302,7 +302,7 @@ def _read_shards(path: Path) -> dict[str, torch.Tensor]:
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix != ".safetensors" or not file.is_file():
         raise FileNotFoundError(f"{file} must be an existing .safetensors file")
-    with safe_open(file, framework="pt") as tensors:  # mapped, not read: what is ignored costs nothing
+    with safe_open(file, framework="pt") as tensors:  # memory-mapped: ignored tensors are never read
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, safe_open has no iterator
 
 
@@ -313,7 +313,7 @@ def _read_head(file: Path) -> dict[str, torch.Tensor]:
         return _read_safetensors(file)
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-    except Exception as error:  # of pickle, of torch, or what it holds is no dictionary
+    except Exception as error:  # from pickle or torch, or the file holds no dictionary
         raise ValueError(f"{file} must hold tensors by name, and nothing else: {error}") from error
 
 
@@ -328,7 +328,7 @@ def _read_gguf(path: Path) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
 
 
 def with_head(tensors: Mapping[str, torch.Tensor], head: Head | None) -> dict[str, torch.Tensor]:
-    """The backbone's tensors with the given head in place of their own, if one is given."""
+    """The backbone's tensors, with ``head`` in place of their own head. If None, they are unchanged."""
     if head is None:
         return dict(tensors)
     if not isinstance(head, Mapping):
@@ -340,10 +340,10 @@ def with_head(tensors: Mapping[str, torch.Tensor], head: Head | None) -> dict[st
 
 
 def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: str | os.PathLike | None) -> dict[str, torch.Tensor]:
-    """The tensors with a low-rank adapter merged: what it adds is added in fp32, and the sum rounded once.
+    """The tensors with a low-rank adapter merged, in fp32 and rounded once.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`read_adapter`; an adapter of matrices that are not there, or of others.
+        FileNotFoundError, ValueError: as :func:`read_adapter`; or a matrix is missing in the backbone or misshapen.
     """
     merged = dict(tensors)
     if adapter is None:
@@ -363,7 +363,7 @@ def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: str | os.PathLike
 
 
 def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Exactly the tensors the architecture needs, by their names without :data:`PREFIXES`."""
+    """The tensors that the architecture needs, checked, by their names without :data:`PREFIXES`."""
     shapes = config.tensor_shapes()
     named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -397,7 +397,7 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
 
 
 def vision_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of a checkpoint's vision tower, by their names in it."""
+    """The tensors of a checkpoint's vision tower, by their names in the tower."""
     short = {_without_prefixes(name): tensor for name, tensor in tensors.items()}
     return {n.removeprefix(VISION_PREFIX): tensor for n, tensor in short.items() if n.startswith(VISION_PREFIX)}
 

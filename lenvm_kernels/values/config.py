@@ -1,4 +1,4 @@
-"""``lenvm_config.json`` beside a value model: what its training chose and its tensors do not say.
+"""``lenvm_config.json`` beside a value model: training settings that its tensors do not determine.
 
 The target forms are those of the paper's training code, LlamaFactory-LenVM in eric-ai-lab/Length-Value-Model. The
 discounted return is the paper's value; heads of the other two forms predict a length, or the logarithm of one.
@@ -29,7 +29,7 @@ _LEAST_NATS = 1e-37
 
 @dataclass(frozen=True)
 class LenVMConfig:
-    """What turns the output ``x`` of a value head into a length ``l`` in tokens.
+    """Converts the output ``x`` of a value head into a length ``l`` in tokens.
 
     | ``target_form`` | length |
     | --- | --- |
@@ -75,7 +75,7 @@ class LenVMConfig:
 
     @classmethod
     def read(cls, path: str | os.PathLike, gamma: float | None = None) -> LenVMConfig:
-        """The configuration in the directory of the value model at ``path``; the defaults without a file.
+        """The configuration in the directory of the value model at ``path``. If there is no file, the defaults.
 
         Args:
             path: a directory, ``owner/name`` in the Hugging Face cache, or a ``.gguf`` file in the directory.
@@ -109,7 +109,7 @@ class LenVMConfig:
             raise ValueError(f"{file}: {error}") from error
 
     def write(self, folder: str | os.PathLike) -> None:
-        """Into the directory of a value model, over what is there."""
+        """Write the configuration to the directory of a value model, replacing an existing file."""
         of_all_forms = ("gamma", "target_form") if self.strength is None else ("gamma", "target_form", "strength")
         of_length = ("length_normalizer", "length_activation") if self.target_form == LENGTH else ()
         content = {k: x for k, x in asdict(self).items() if k in of_all_forms + of_length}

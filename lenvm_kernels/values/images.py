@@ -1,7 +1,7 @@
 """Images in the prompts of a vision-language value model: their embeddings, and the rotary positions of tokens.
 
 Images are embedded by the vision tower of the checkpoint, a module of ``transformers``. A token has three positions,
-in time, row and column (multimodal rotary embedding, Qwen2-VL, arXiv 2409.12191); those of text are equal.
+in time, row and column (multimodal rotary embedding, Qwen2-VL, arXiv 2409.12191), which are equal for text.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Time, row and column of an image's patches, after the vision tower has merged them: they are one token each.
+# Size of an image in time, rows and columns of merged patches, which are one token each.
 ImageSize = tuple[int, int, int]
 
 
 class ImageTokens(NamedTuple):
-    """What ``T`` tokens are where some of them are of images.
+    """Positions and image embeddings of ``T`` tokens, some of which belong to images.
 
     Attributes:
-        positions: int64 ``[3, T]``; in time, row and column.
-        rows: int64 ``[T]``; the row of ``embeds`` that stands for the token, -1 for text.
+        positions: int64 ``[3, T]``; positions in time, row and column.
+        rows: int64 ``[T]``; row of ``embeds`` for each token, -1 for text.
         embeds: ``[N, H]`` in the dtype of the value model.
     """
 
@@ -29,28 +29,28 @@ class ImageTokens(NamedTuple):
     embeds: torch.Tensor
 
     def of_tokens(self, which: slice) -> ImageTokens:
-        """Those of some of the tokens."""
+        """The fields for a slice of the tokens."""
         return ImageTokens(self.positions[:, which], self.rows[which], self.embeds)
 
 
 def image_sizes(grid_thw: torch.Tensor, merge: int) -> list[ImageSize]:
-    """Of images whose patches ``grid_thw`` int ``[images, 3]`` counts, ``merge * merge`` of which become a token."""
+    """Sizes of images with ``grid_thw`` patches, int ``[images, 3]``; ``merge * merge`` patches become one token."""
     return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
 
 
 def image_positions(is_image: torch.Tensor, sizes: Iterator[ImageSize]) -> torch.Tensor:
     """Positions of the tokens of a prompt, int64 ``[3, L]`` on the CPU.
 
-    An image's tokens share their place in the text and count its rows and columns from there; the text after it goes on
-    past the larger of both. All are then moved alike, which no attention sees, so that a token that follows the prompt
-    has its place in the sequence for all three positions: to the steps after the prompt there are no images.
+    An image's tokens count its rows and columns from the image's position in the text, and the text after it continues
+    past the larger of both. All positions are then shifted by a constant, which attention does not depend on, so that
+    all three positions of a token after the prompt equal its index: later steps need not handle images.
 
     Args:
-        is_image: bool ``[L]``; which tokens are of images.
-        sizes: of the prompt's images; further ones are left there.
+        is_image: bool ``[L]``; whether a token belongs to an image.
+        sizes: sizes of images; only those of the prompt are consumed.
 
     Raises:
-        ValueError: the tokens are not those of whole images, or the prompt ends with one.
+        ValueError: the image tokens are not those of whole images, or the prompt ends with an image.
 
     Example:
         >>> is_image = torch.tensor([False, True, True, True, True, False])
@@ -77,7 +77,7 @@ def image_positions(is_image: torch.Tensor, sizes: Iterator[ImageSize]) -> torch
         position += max(size[1:])
         token, seen = first + count, seen + count
     parts.append(torch.arange(position, position + length - token).expand(3, -1))
-    moved = token - position  # by how many more tokens there are than positions
+    moved = token - position  # number of tokens in excess of positions
     return torch.cat(parts, dim=1) + moved
 
 
@@ -88,12 +88,12 @@ def load_vision_tower(
 
     Args:
         config: its ``transformers`` configuration.
-        tensors: its weights, by their names in it.
+        tensors: its weights, by their names in the tower.
 
     Raises:
         ValueError: missing or unexpected tensors, by name.
     """
-    # Imported here: no other value model needs it.
+    # Imported here, because only vision-language value models need it.
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
     with torch.device("meta"):
@@ -109,7 +109,7 @@ def load_vision_tower(
 
 
 def check_pixels(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> None:
-    """Raise ValueError unless these are the patches of images, as the tower takes them."""
+    """Raise ValueError unless ``pixel_values`` has one row per patch, of the size that the tower reads."""
     patches, elements = int(grid_thw.prod(dim=1).sum()), tower.get_parameter("patch_embed.proj.weight")[0].numel()
     if tuple(pixel_values.shape) != (patches, elements):
         raise ValueError(
@@ -131,7 +131,7 @@ def embed_images(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: t
 def embedding_with_images(
     token_ids: torch.Tensor, embedding: torch.Tensor, images: ImageTokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An embedding of these tokens alone, the images' among them, and their ids in it; -1 if they have none."""
+    """Each token's row in an embedding of these tokens only, -1 for unknown ids; and that embedding, with images."""
     is_image, is_known = images.rows >= 0, (token_ids >= 0) & (token_ids < len(embedding))
     of_text = embedding[torch.where(is_known, token_ids, 0)]
     rows = torch.where(is_image[:, None], images.embeds[images.rows.clamp(min=0)], of_text)

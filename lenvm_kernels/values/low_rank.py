@@ -1,4 +1,4 @@
-"""Low-rank adapters of a backbone (LoRA, arXiv 2106.09685), in the files of the package PEFT -> what they change."""
+"""Reads low-rank adapters of a backbone (LoRA, arXiv 2106.09685) from the files of the package PEFT."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ import torch
 from safetensors.torch import load_file
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-# PEFT's own, before the names of the model that it wraps.
+# Prefix that PEFT puts before the names of the model that it wraps.
 _PREFIX = "base_model.model."
-# Fields that change what the matrices mean, with what they have to be.
+# Fields that change the meaning of the matrices, with their accepted values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
     "alpha_pattern": ({}, None),
-    # Ways to begin that leave the backbone as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change its weights.
+    # Initializations that do not change the backbone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change its weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
-    # With it the matrices count only after certain tokens (aLoRA).
+    # aLoRA applies the matrices only after certain tokens.
     "alora_invocation_tokens": (None,),
 }
 
 
 class Adapter(NamedTuple):
-    """What an adapter changes, by the names of the model it was trained on."""
+    """The changes of an adapter, by tensor names of the model that it was trained on."""
 
     added: dict[str, torch.Tensor]
     """``scale * B A`` of each adapted matrix, fp32 with the matrix's shape."""
     replaced: dict[str, torch.Tensor]
-    """Tensors trained whole: biases, and those of ``modules_to_save``."""
+    """Tensors trained in full: biases and ``modules_to_save``."""
 
 
 def is_adapter(folder: str | os.PathLike) -> bool:
-    """Whether a directory has an adapter, beside a model's weights or alone."""
+    """Whether a directory has an adapter, with or without a model's weights."""
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter(folder: str | os.PathLike) -> Adapter:
     """Read ``adapter_config.json`` and ``adapter_model.safetensors`` of a directory.
 
-    ``scale`` is ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``r`` is each matrix's own.
+    ``scale`` is ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``r`` is the rank of each matrix.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: another method than LoRA, or a variant of it that is not a matrix ``B A`` to be added; tensors that
-            are no pairs ``lora_A [r, in]`` and ``lora_B [out, r]``; each by name.
+        ValueError: a method other than LoRA, a variant that does more than add ``B A``, or tensors that are not pairs
+            of ``lora_A [r, in]`` and ``lora_B [out, r]``; the message names the field or the tensor.
     """
     file, tensors_file = Path(folder) / ADAPTER_CONFIG, Path(folder) / ADAPTER_FILE
     for needed in (file, tensors_file):

@@ -1,10 +1,10 @@
-"""The value model: a Hugging Face checkpoint -> one ragged forward over the delta and the candidates of every request.
+"""The value model: one ragged forward over the delta and the candidates of every request.
 
-A Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv 2604.27039). Layer by layer
-it computes what ``transformers`` does. The delta of a request can be 0, 1 or a whole prompt, and its candidates never
-enter the cache. A forward reads nothing back to the host and its shapes follow from those of its arguments alone, so
-that a decode step can be captured in a CUDA graph; its cost follows the tokens there are, because the operators of its
-layers read their number on the device.
+It is a Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv 2604.27039). Each layer
+computes the same as in ``transformers``. A request's delta may have no token, one, or those of a whole prompt; its
+candidates never enter the cache. A forward makes no host-device sync and its shapes depend only on those of its
+arguments, so that a decode step can be captured in a CUDA graph. Its cost is proportional to the tokens in use, because
+its operators read their number on the device.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from lenvm_kernels.values.images import embed_images, embedding_with_images, loa
 from lenvm_kernels.values.ragged_batch import KVCache, RaggedBatch
 from lenvm_kernels.values.weights import FusedWeights
 
-# Counters that launches of a forward share, one launch at a time: those of a prompt of 64k tokens, or of 4,096 requests
-# with 8 key/value heads. Operators that need more make their own.
+# Counters shared by the launches of a forward, one launch at a time: enough for a prompt of 64k tokens, or for 4,096
+# requests with 8 key/value heads. Operators that need more allocate their own.
 _COUNTERS = 1 << 16
 
 
@@ -54,16 +54,16 @@ class ValueModel:
         config: the architecture.
         tensors: weights by their names in a checkpoint (``model.layers.0.self_attn.q_proj.weight``, ...,
             ``v_head.fc.weight``; the prefix ``model.`` may be absent or ``model.language_model.``, and
-            ``pretrained_model.`` may stand before it). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are ignored. Those
-            of a vision tower, ``visual.*``, are kept as they are until there is an image to embed. Tensors that already
-            have the dtype and device are shared, not copied, except the projections that are fused (q, k, v and gate,
-            up). The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded once.
-        dtype: float32, bfloat16 or float16; default that of the embedding.
-        device: default that of the embedding.
-        lenvm_config: what the head was trained to predict, and its gamma; default ``LenVMConfig()``. An attribute.
+            ``pretrained_model.`` may precede it). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are ignored. The tensors
+            of a vision tower, ``visual.*``, are stored as they are until the tower is used. Tensors that already have
+            the dtype and device are shared, not copied, except the projections that are fused (q, k, v and gate, up).
+            The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded once.
+        dtype: float32, bfloat16 or float16. If None, the embedding's.
+        device: device of the weights. If None, the embedding's.
+        lenvm_config: target form and gamma of the head; an attribute. If None, ``LenVMConfig()``.
 
     Raises:
-        ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype, all by name.
+        ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype; the message names them.
 
     Example:
         >>> model = ValueModel.from_pretrained("path/to/value-model", device="cuda")
@@ -101,10 +101,10 @@ class ValueModel:
         self.layers = [fused.layer(f"layers.{i}") for i in range(config.num_layers)]
         self.head = fused.head()
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=self.device)
-        if config.mrope_sections is not None:  # which of a token's three positions each frequency turns with
+        if config.mrope_sections is not None:  # which of a token's three positions each frequency rotates with
             sections = torch.tensor(config.mrope_sections)
             self._rope_axis = torch.arange(3).repeat_interleave(sections).to(self.device)
-        # Zeros that every launch leaves as it found them. Made here, not in a graph's capture, which may never be run.
+        # Zeros, which every launch restores. Not allocated in the capture of a graph, which may never be replayed.
         self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
 
     @classmethod
@@ -123,25 +123,25 @@ class ValueModel:
         Args:
             path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, or a
                 ``.gguf`` file (dequantised to float32); or ``owner/name`` in the Hugging Face cache
-                (:func:`local_path`). A directory with an adapter alone has its ``base_model_name_or_path`` for a
-                backbone. Pickled weights are never read, but for a head.
-            head: the value head, when it is not with the backbone: a ``.safetensors`` or ``.bin`` file, a directory or
-                ``owner/name`` with one, or a dictionary with ``v_head.fc.{weight,bias}`` and
-                ``v_head.summary.{weight,bias}``. It wins over ``v_head.*`` in the backbone's files, and those over a
-                file of a head beside the adapter or them (:func:`head_beside`). A ``.bin`` file may hold tensors alone.
+                (:func:`local_path`). If a directory only has an adapter, the backbone is its
+                ``base_model_name_or_path``. Pickled weights are read for a head only.
+            head: the value head, if it is stored apart from the backbone: a ``.safetensors`` or ``.bin`` file, a
+                directory or ``owner/name`` with one, or a dictionary with ``v_head.fc.{weight,bias}`` and
+                ``v_head.summary.{weight,bias}``. It takes precedence over ``v_head.*`` in the backbone's files, which
+                take precedence over a file beside the adapter or the backbone (:func:`head_beside`).
             adapter: a directory or ``owner/name`` with a low-rank adapter of the backbone, ``adapter_config.json`` and
                 ``adapter_model.safetensors`` as the package PEFT writes them (LoRA, :func:`read_adapter`). It is
-                merged into the weights. Default: the one beside them, if there is one. One that is given brings its
-                own ``lenvm_config.json``.
-            dtype: float32, bfloat16 or float16; default that of the checkpoint's embedding.
-            device: where to put the weights.
-            gamma: in place of that of ``lenvm_config.json`` (:meth:`LenVMConfig.read`), which is read if it is there.
+                merged into the weights, and ``lenvm_config.json`` is read from its directory. If None, the adapter in
+                the directory of ``path``, if there is one.
+            dtype: float32, bfloat16 or float16. If None, that of the checkpoint's embedding.
+            device: device of the weights.
+            gamma: replaces that of ``lenvm_config.json`` (:meth:`LenVMConfig.read`). If None, the file's is kept.
 
         Raises:
             FileNotFoundError: no directory, configuration or safetensors there, or no such name in the cache.
-            ValueError: an unsupported architecture or adapter, or missing, unexpected or misshapen tensors, by name;
-                a ``gamma`` or ``lenvm_config.json`` that :class:`LenVMConfig` refuses.
-            ImportError: a GGUF file without the packages that read it.
+            ValueError: an unsupported architecture or adapter, missing, unexpected or misshapen tensors, or an invalid
+                ``gamma`` or ``lenvm_config.json``; the message names them.
+            ImportError: the packages that read a GGUF file are not installed.
         """
         path, adapter = local_path(path), None if adapter is None else local_path(adapter)
         lenvm_config = LenVMConfig.read(path if adapter is None else adapter, gamma)
@@ -159,12 +159,12 @@ class ValueModel:
     ) -> ValueModel:
         """Put a value head on a loaded ``transformers`` causal language model, keeping its dtype and device.
 
-        The embedding and the unfused projections are the model's own memory; the fused ones are copies, so that later
-        changes of the model's weights must not be expected to show.
+        The embedding and the unfused projections share the model's memory; the fused ones are copies. Later changes of
+        the model's weights therefore have no defined effect.
 
         Args:
             model: a Qwen2, Qwen3, Llama or Qwen2.5-VL model of ``transformers``.
-            head, adapter: as in :meth:`from_pretrained`. The model itself is not changed by the adapter.
+            head, adapter: as in :meth:`from_pretrained`. The adapter does not change ``model`` itself.
             lenvm_config: as in :class:`ValueModel`.
 
         Raises:
@@ -179,7 +179,7 @@ class ValueModel:
     def vision_tower(self) -> torch.nn.Module | None:
         """The module of ``transformers`` that embeds images; None if the checkpoint has none.
 
-        Loaded when first looked at, which takes time and memory of the device.
+        Loaded on first access, which takes time and device memory.
 
         Raises:
             ValueError: missing or unexpected tensors, by name.
@@ -191,11 +191,11 @@ class ValueModel:
         return tower
 
     def embed_images(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
-        """Embeddings of the tokens of images, in their order, ``[N, H]``. Reads the grid back to the host.
+        """Embeddings of the tokens of images, in order, ``[N, H]``. Makes a host-device sync to read the grid.
 
         Args:
-            pixel_values: ``[patches, elements]`` floating-point; patches of all images, as the processor of
-                ``transformers`` makes them.
+            pixel_values: ``[patches, elements]`` floating-point; patches of all images, from the processor of
+                ``transformers``.
             image_grid_thw: int64 ``[images, 3]``; patches of each image in time, rows and columns.
 
         Raises:
@@ -210,18 +210,18 @@ class ValueModel:
         """Value logits of all candidates; extends the cache by the delta tokens.
 
         Args:
-            batch: the ``T`` rows, on the model's device. Its cached prefixes are read from ``cache`` through its slot
-                table; the keys and values of its delta tokens are written to their slots, those of candidates are not.
+            batch: the ``T`` rows, on the model's device. Cached prefixes are read from ``cache`` through the slot
+                table. Keys and values of delta tokens are written to their slots, those of candidates are not.
             cache: keys and values of earlier forwards of this model.
-            backend: of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
+            backend: backend of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
-            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Of a head that predicts lengths in
-            another form, that of the same length (:meth:`LenVMConfig.value_logits`): the gamma that counts is the
-            model's, and a request that names another stretches lengths, as it does with any model.
+            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Outputs of a head with another target
+            form are converted under the model's gamma (:meth:`LenVMConfig.value_logits`); a request with another gamma
+            then scales lengths, as it does with any model.
 
-            Where a token id is outside the model's vocabulary (base models pad theirs further), the value is NaN, and
-            any other value of the same request may be; other requests are not touched.
+            NaN for a token id outside the model's vocabulary (base models pad theirs further). Other values of the same
+            request may then be NaN as well; other requests are unaffected.
 
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
@@ -237,17 +237,17 @@ class ValueModel:
         return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
 
     def sizes_of_every_tile(self, most: int) -> list[int]:
-        """Numbers of token rows, up to ``most`` and all in use, whose forwards compile what those of any other need."""
+        """Numbers of token rows, up to ``most``, whose forwards compile every kernel variant if all rows are in use."""
         layer = self.layers[0]
         weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
         return rows_of_every_tile(most, [(*w.shape, swiglu, w.dtype) for w, swiglu in weights])
 
     def _zeros(self, count: int) -> torch.Tensor | None:
-        """So many counters, or None if there are not as many."""
+        """The shared counters, or None if there are fewer than ``count``."""
         return self._counters if count <= _COUNTERS else None
 
     def _run_layers(self, batch: RaggedBatch, cache: KVCache, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers, [T, H], and the sums of their squares; keys and values go to ``cache``."""
+        """The output of all layers, [T, H], and its sums of squares; writes keys and values to ``cache``."""
         config, layout = self.config, batch.layout
         num_rows = layout.q_offsets[-1:]
         live: dict[str, Any] = dict(num_rows=num_rows, expected_rows=batch.expected_rows, backend=backend)
@@ -262,11 +262,11 @@ class ValueModel:
             group=config.num_heads // config.num_kv_heads,
             backend=backend,
         )
-        # What a layer adds to the residual stream leaves the sums of its squares for the norm that follows.
+        # Each operator that adds to the residual stream writes the sums of squares for the norm that follows.
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps, square_sums=square_sums)
         adds: dict[str, Any] = dict(square_sums_out=square_sums)
         for i, layer in enumerate(self.layers):
-            # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
+            # Nested, so that each intermediate result is freed as soon as the next operator has read it.
             hidden = ragged_linear(
                 self._attend(hidden, square_sums, i, batch, num_rows, plan, cos, sin, cache, backend),
                 layer.o,
@@ -293,7 +293,7 @@ class ValueModel:
         return hidden, square_sums
 
     def _embed(self, batch: RaggedBatch, num_rows: torch.Tensor, backend: str) -> EmbeddedTokens:
-        """What the layers start from."""
+        """The inputs of the first layer."""
         layout, images, config = batch.layout, batch.images, self.config
         token_ids, embedding = layout.token_ids, self.embedding
         if images is not None and len(images.embeds):
@@ -309,7 +309,7 @@ class ValueModel:
         )
         if images is None:
             return embedded
-        # The others keep the bits that they have without images.
+        # Tokens whose positions are not moved stay bitwise identical to a batch without images.
         is_moved = (images.positions != layout.positions).any(dim=0)[:, None]
         angles = images.positions[self._rope_axis].T.contiguous() * self._inv_freq
         return embedded._replace(
@@ -330,7 +330,7 @@ class ValueModel:
         cache: KVCache,
         backend: str,
     ) -> torch.Tensor:
-        """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache``."""
+        """The attention output of layer ``i``, [T, Hq * D]; writes keys and values to ``cache``."""
         config, layer, layout = self.config, self.layers[i], batch.layout
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
         live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
@@ -382,7 +382,7 @@ class ValueModel:
         targets: torch.Tensor | None,
         backend: str,
     ) -> torch.Tensor:
-        """Final norm and value head of some rows: their logits, fp32, each at its target."""
+        """Final norm and value head of ``token_rows``: fp32 logits, each stored at its target."""
         return value_head(
             hidden,
             *self.head,

@@ -1,10 +1,10 @@
 """Values of candidates from the base model's own states: a small network instead of a second model.
 
-What a base model's layers have made of a sequence tells how much is still to come. How the lengths after a candidate
-are distributed is ``softmax(W2 silu(W1 silu(shift + scale * e) + b1) + b2)`` with ``scale`` and ``shift`` two
-projections of the states of some layers at the token before it, and ``e`` one of the candidate's input embedding. So a
-step costs one projection a request and a small matmul for its candidates, and the network keeps nothing from step to
-step.
+The hidden states of a base model contain information about the remaining length. The distribution of lengths after a
+candidate is ``softmax(W2 silu(W1 silu(shift + scale * e) + b1) + b2)``, where ``scale`` and ``shift`` are projections
+of the states of some layers at the token before it, and ``e`` is a projection of the candidate's input embedding. So a
+step costs one projection per request and a small matmul for its candidates, and the network keeps no state between
+steps.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from lenvm_kernels.values.checkpoint import local_path
 from lenvm_kernels.values.config import LenVMConfig
 
 CONFIG_FILE, TENSORS_FILE = "probe_config.json", "probe.safetensors"
-# Default of requests. On SmolLM2 and Qwen2.5 40 brings more answers near their targets than 10, at the same perplexity.
+# Default strength. On SmolLM2 and Qwen2.5, 40 brings more answers near their targets than 10, at the same perplexity.
 STRENGTH = 40.0
-# Tokens whose embeddings are hashed.
+# Number of tokens whose embeddings are hashed.
 HASHED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """The base model that a probe's values are of, and what they are made from.
+    """The base model of a probe, the states that the probe reads, and the bins of its lengths.
 
     Attributes:
-        base: its name, for whoever reads it.
-        layers: which states are read, in this order: ``i`` is what layer ``i`` reads (the residual stream), and
-            ``num_layers`` what the output layer reads, behind the final norm.
-        num_layers, hidden_size, vocab_size: of the base model. The embedding may have more rows than ``vocab_size``.
-        embedding_hash: of its input embedding (:func:`embedding_hash`).
-        bin_edges: tokens, ascending, the first at least 1: bin ``i`` has the lengths from ``bin_edges[i]`` on, and less
-            than ``bin_edges[i + 1]``. The last stands for all that are longer, too.
+        base: name of the base model, used in messages only.
+        layers: states that are read, in this order: ``i`` is the input of layer ``i`` (the residual stream), and
+            ``num_layers`` the input of the output layer, after the final norm.
+        num_layers, hidden_size, vocab_size: sizes of the base model. Its embedding may have more rows.
+        embedding_hash: hash of its input embedding (:func:`embedding_hash`).
+        bin_edges: lengths in tokens, ascending, the first at least 1: bin ``i`` has the lengths from ``bin_edges[i]``
+            to ``bin_edges[i + 1] - 1``. The last bin also stands for all longer ones.
     """
 
     base: str
@@ -72,7 +72,7 @@ class ProbeConfig:
 
     @classmethod
     def read(cls, folder: Path) -> ProbeConfig:
-        """Of a directory.
+        """Read the configuration in a directory.
 
         Raises:
             ValueError: naming the file, what came and what is accepted.
@@ -89,19 +89,19 @@ class ProbeConfig:
             raise ValueError(f"{file}: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Into a directory, over what is there."""
+        """Write the configuration to a directory, replacing an existing file."""
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @property
     def state_size(self) -> int:
-        """L H, numbers of the states that values are made of."""
+        """L H, the number of elements of the states per token."""
         return len(self.layers) * self.hidden_size
 
     def check_base(self, num_layers: int, embedding: torch.Tensor) -> None:
-        """Raise unless a base model with so many layers and this input embedding is the one.
+        """Check that a base model with this number of layers and this input embedding is the probe's.
 
         Raises:
-            ValueError: it is another one; the message says what differs.
+            ValueError: it is another one; the message names the difference.
         """
         for name, wanted, came in (
             ("layers", self.num_layers, num_layers),
@@ -118,7 +118,7 @@ class ProbeConfig:
 
 
 def embedding_hash(embedding: torch.Tensor) -> str:
-    """What tells input embeddings ``[V, H]`` apart: signs of some of their rows, which no dtype changes."""
+    """A hash that identifies an input embedding ``[V, H]``: of the signs of some rows, which no dtype changes."""
     rows = torch.linspace(0, len(embedding) - 1, min(HASHED_TOKENS, len(embedding))).long().to(embedding.device)
     signs = (embedding[rows] < 0).to(torch.uint8).cpu().contiguous()
     return hashlib.sha256(signs.numpy().tobytes()).hexdigest()[:16]
@@ -129,19 +129,19 @@ class LengthProbe:
 
     Args:
         config: :class:`ProbeConfig`.
-        tensors: ``projection.weight [2 D, L H]`` and ``projection.bias [2 D]``, which make ``scale`` and then ``shift``
-            of the states of ``L`` layers, ``embedding.weight [D, H]`` and ``embedding.bias [D]``, ``fc.weight [E, D]``
-            and ``fc.bias [E]``, ``bins.weight [N, E]`` and ``bins.bias [N]``.
+        tensors: ``projection.weight [2 D, L H]`` and ``projection.bias [2 D]``, which give ``scale`` and then ``shift``
+            from the states of ``L`` layers, ``embedding.weight [D, H]`` and ``embedding.bias [D]``, ``fc.weight
+            [E, D]`` and ``fc.bias [E]``, ``bins.weight [N, E]`` and ``bins.bias [N]``.
         embedding: the base model's input embedding ``[V, H]``, which is projected once.
-        dtype: float32, bfloat16 or float16; that of the states (default: that of ``embedding``).
-        lenvm_config: for its gamma.
+        dtype: dtype of the states: float32, bfloat16 or float16. If None, that of ``embedding``.
+        lenvm_config: provides gamma. If None, ``LenVMConfig()``.
 
     Attributes:
         config, lenvm_config, dtype: as above.
-        device: that of ``embedding``.
+        device: device of ``embedding``.
 
     Raises:
-        ValueError: a dtype that is none of these.
+        ValueError: an unsupported dtype.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class LengthProbe:
         self._projection = of["projection.weight"].contiguous(), of["projection.bias"]
         self._head = tuple(of[name].contiguous() for name in ("fc.weight", "fc.bias", "bins.weight", "bins.bias"))
         self._bin_edges = torch.tensor(config.bin_edges, dtype=torch.float32, device=self.device)
-        # Projected in fp32 and rounded once, some rows at a time: for a vocabulary in fp32 there may be no room.
+        # Projected in fp32 and rounded once, in parts: an fp32 copy of all rows may not fit into memory.
         weight, bias = (tensors[f"embedding.{name}"].to(self.device, torch.float32) for name in ("weight", "bias"))
         parts = embedding.detach()[: config.vocab_size].split(HASHED_TOKENS)
         self._embedding = torch.cat([functional.linear(part.float(), weight, bias).to(self.dtype) for part in parts])
@@ -177,18 +177,18 @@ class LengthProbe:
         dtype: torch.dtype | None = None,
         gamma: float | None = None,
     ) -> LengthProbe:
-        """Load it for a base model.
+        """Load a probe for a base model.
 
         Args:
             path: a directory with ``probe_config.json``, ``probe.safetensors`` and ``lenvm_config.json``, or
                 ``owner/name`` of one in the Hugging Face cache.
-            num_layers, embedding: of the base model, which has to be the one that it was trained for.
+            num_layers, embedding: layers and input embedding of the base model that the probe was trained for.
             dtype: as above.
-            gamma: in place of that of ``lenvm_config.json``.
+            gamma: replaces that of ``lenvm_config.json``. If None, the file's is kept.
 
         Raises:
-            FileNotFoundError: a file is not there.
-            ValueError: as the class, or a file that cannot be read.
+            FileNotFoundError: a file is missing.
+            ValueError: as the class, an invalid file, or another base model.
         """
         path = local_path(path)
         config, tensors = read_probe(path)
@@ -206,12 +206,12 @@ class LengthProbe:
         counters: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Value logits of candidates: what guides, and what predicts.
+        """Value logits of candidates, for guidance and for predicted lengths.
 
         Args:
-            states: ``[B, L H]`` in :attr:`dtype`, what the layers say after the token before the candidates.
-            token_ids, table, table_rows, generated, counters, backend: as of :func:`candidate_values`,
-                which says what comes of them, too.
+            states: ``[B, L H]`` in :attr:`dtype`; states of the layers at the token before the candidates.
+            token_ids, table, table_rows, generated, counters, backend: as in :func:`candidate_values`, which also
+                documents the results.
         """
         weight, bias = self._projection
         scale, shift = ragged_linear(states, weight, bias, backend=backend).chunk(2, dim=1)
@@ -220,13 +220,13 @@ class LengthProbe:
         return candidate_values(*operands, **of_requests, counters=counters, backend=backend)
 
     def rows_of_every_tile(self, most: int) -> list[int]:
-        """Numbers of requests, up to ``most``, that compile what any other number needs."""
+        """Numbers of requests, up to ``most``, that compile every kernel variant."""
         weight, _ = self._projection
         return rows_of_every_tile(most, [(*weight.shape, False, weight.dtype)])
 
 
 def check_tensors(config: ProbeConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless these are tensors of a probe, by name."""
+    """Raise ValueError, naming the tensor, unless ``tensors`` are those of a probe."""
     names = [f"{part}.{kind}" for part in ("projection", "embedding", "fc", "bins") for kind in ("weight", "bias")]
     if sorted(tensors) != sorted(names):
         raise ValueError(f"tensors must be {', '.join(names)}, got {', '.join(sorted(tensors))}")
@@ -251,11 +251,11 @@ def is_probe(path: str | Path) -> bool:
 
 
 def read_probe(folder: Path) -> tuple[ProbeConfig, dict[str, torch.Tensor]]:
-    """What a directory says of a probe.
+    """Read the configuration and the tensors of a probe from a directory.
 
     Raises:
-        FileNotFoundError: a file is not there.
-        ValueError: a file that cannot be read, or tensors that are missing, unexpected or misshapen, by name.
+        FileNotFoundError: a file is missing.
+        ValueError: an invalid configuration, or missing, unexpected or misshapen tensors; the message names them.
     """
     config = ProbeConfig.read(folder)
     tensors = load_file(folder / TENSORS_FILE)

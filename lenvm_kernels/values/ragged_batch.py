@@ -16,7 +16,7 @@ from lenvm_kernels.values.images import ImageTokens
 
 
 class _Model(Protocol):
-    """What a cache has to know of a value model."""
+    """The attributes of a value model that a cache needs."""
 
     config: ValueModelConfig
     dtype: torch.dtype
@@ -25,12 +25,12 @@ class _Model(Protocol):
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """One value-model forward: for each of ``B`` requests its delta tokens, then its candidates (spec, section 2).
+    """The rows of one value-model forward: each request's delta tokens, then its candidates (spec, section 2).
 
     Request ``i`` owns the rows ``q_offsets[i] .. q_offsets[i+1] - 1`` of the ``T``: its delta at positions
-    ``cached_lens[i]`` and up, then ``candidate_lens[i]`` candidates which sit at the position after the delta (in a
-    tree of several levels, one further a level). Rows from ``q_offsets[B]`` on are padding: they let ``T`` stay fixed
-    while the lengths vary, and cost next to nothing.
+    ``cached_lens[i]`` and up, then ``candidate_lens[i]`` candidates at the position after the delta (in a tree, one
+    position further per level). Rows from ``q_offsets[B]`` on are padding, which keeps ``T`` fixed while the lengths
+    vary, at almost no cost.
     """
 
     layout: RaggedLayout  # token ids, positions, slots and q_offsets of the T rows, and where the candidates are
@@ -38,9 +38,9 @@ class RaggedBatch:
     table_rows: torch.Tensor  # int32 | int64 [B], row of each request in slot_table
     cached_lens: torch.Tensor  # int32 [B], tokens of the request already in the cache
     candidate_lens: torch.Tensor  # int32 [B]
-    page_size: int = 1  # slots in a page
-    expected_rows: int | None = None  # about how many rows are in use, see ragged_linear; None: all
-    images: ImageTokens | None = None  # of the T rows
+    page_size: int = 1  # slots per page
+    expected_rows: int | None = None  # estimated number of rows in use, see ragged_linear. If None, all
+    images: ImageTokens | None = None  # images among the T rows
 
     @classmethod
     def build(
@@ -61,34 +61,34 @@ class RaggedBatch:
         images: ImageTokens | None = None,
         backend: str = "auto",
     ) -> RaggedBatch:
-        """Lay a batch out in ``T = D + B * K`` rows without reading anything back to the host.
+        """Lay out a batch in ``T = D + B * K`` rows, without a host-device sync.
 
         Args:
-            delta_ids: int32 or int64 [D], delta tokens of all requests. Those no request refers to are ignored.
-            delta_slots: int32 or int64 [D], the slot that each delta token's key and value will live in; where the slot
-                table places the token.
+            delta_ids: int32 or int64 [D], delta tokens of all requests. Tokens of no request are ignored.
+            delta_slots: int32 or int64 [D], slot of each delta token's key and value, which must be its slot in the
+                slot table.
             delta_starts: int32 [B], the first delta token of each request in ``delta_ids``.
-            delta_lens: int32 [B], delta tokens of each request, 0 or more, ``D`` at most in all.
+            delta_lens: int32 [B], delta tokens of each request, 0 or more, at most ``D`` in total.
             candidate_ids: int32 or int64 [B, K], the candidates of each request from column 0 on. ``K`` may be 0: the
                 forward then only extends the cache.
             candidate_lens: int32 [B], candidates of each request, 0 to ``K``.
             cached_lens: int32 [B], tokens of each request already in the cache.
-            slot_table: int32 [R, pages]. Token ``p`` of table row ``r`` lives in slot
+            slot_table: int32 [R, pages]. Token ``p`` of table row ``r`` is stored in slot
                 ``slot_table[r, p // page_size] * page_size + p % page_size``.
             table_rows: int32 or int64 [B], the row of ``slot_table`` of each request.
-            candidate_parents: int32 [B, K], the column of each candidate's parent among the request's candidates, which
-                has to be an earlier one; anything else (-1): the candidate follows the delta. None: all do.
-            page_size: slots in a page.
-            expected_rows: about how many of the rows are in use (:func:`ragged_linear`); None: all.
-            images: of the D delta tokens, for a value model that reads images; None: all are text at their places.
-            backend: of the layout, see :func:`lenvm_kernels.ops._common.resolve_backend`.
+            candidate_parents: int32 [B, K], column of each candidate's parent among the request's candidates, which
+                must be an earlier one; with any other number (-1), it follows the delta. If None, all follow the delta.
+            page_size: slots per page.
+            expected_rows: estimated number of rows in use (:func:`ragged_linear`). If None, all.
+            images: images of the D delta tokens, for a value model that reads images. If None, all tokens are text.
+            backend: backend of the layout, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
-            The batch, on the device of ``delta_ids``. Lengths and tables are held, not copied.
+            The batch, on the device of ``delta_ids``. It references lengths and tables without copying them.
 
         Raises:
-            TypeError, ValueError: an argument of the wrong type, dtype, shape or device. Values are not checked, that
-                would need the host.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device. Values are not checked, which
+                would need a host-device sync.
         """
         layout = ragged_layout(
             delta_ids,
@@ -103,7 +103,7 @@ class RaggedBatch:
         )
         device, b = delta_ids.device, candidate_ids.shape[0]
         if images is not None:
-            # The layout of the tokens' numbers says which of them each row is.
+            # Laying out token indices gives the index of each row's delta token.
             numbers, no_ids = torch.arange(len(delta_ids), device=device), torch.full_like(candidate_ids, -1)
             lens = delta_lens, no_ids, candidate_lens, cached_lens
             token = ragged_layout(numbers, delta_slots, delta_starts, *lens, backend=backend).token_ids
@@ -119,7 +119,7 @@ class RaggedBatch:
 class KVCache:
     """Keys and values of the value model by slot, on its device.
 
-    Which slots belong to a request is the business of a slot table: the engine's, or that of
+    A slot table assigns the slots to requests: the engine's, or that of
     :class:`lenvm_kernels.paged_slots.PagedSlots`.
     """
 
@@ -128,7 +128,7 @@ class KVCache:
 
     @classmethod
     def of_slots(cls, model: _Model, num_slots: int) -> KVCache:
-        """A cache of ``num_slots`` slots for the keys and values of ``model``; it takes :meth:`num_bytes`."""
+        """A cache of ``num_slots`` slots for the keys and values of ``model``, see :meth:`num_bytes`."""
         shape = _slot_shape(model, num_slots)
         return cls(*(torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2)))
 

@@ -1,4 +1,4 @@
-"""The weights of a value model as its operators take them: fused, and times those of norms."""
+"""The weights of a value model in the form that its operators take: fused, with norm weights multiplied in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lenvm_kernels.values.checkpoint import ValueModelConfig
 
 
 class Layer(NamedTuple):
-    """Weights of one decoder layer. q, k, v and gate, up are one matrix each, times the weight of the norm before."""
+    """Weights of one decoder layer. q, k, v and gate, up are fused, with the preceding norm's weight multiplied in."""
 
     qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, H]
     qkv_bias: torch.Tensor | None
@@ -25,7 +25,7 @@ class Layer(NamedTuple):
 
 
 class FusedWeights:
-    """Makes weights of a checkpoint's tensors, in one dtype on one device."""
+    """Builds the weights from a checkpoint's tensors, in one dtype on one device."""
 
     def __init__(
         self, config: ValueModelConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
@@ -33,26 +33,26 @@ class FusedWeights:
         self._config, self._tensors, self._dtype, self._device = config, tensors, dtype, device
 
     def get(self, name: str) -> torch.Tensor:
-        """A tensor as it is."""
+        """A tensor, converted but not fused."""
         return self._tensors[name].detach().to(self._device, self._dtype)
 
     def _stacked(self, names: list[str]) -> torch.Tensor | None:
-        """The named tensors one below the other; ``None`` where the architecture has none (biases)."""
+        """The named tensors concatenated by rows; None if the architecture lacks them (biases)."""
         if names[0] not in self._tensors:
             return None
         return self.get(names[0]) if len(names) == 1 else torch.cat([self.get(name) for name in names])
 
     def _normed(self, names: list[str], norm: str) -> torch.Tensor:
-        """The named matrices one below the other, to be applied to what the norm before them has divided by its RMS."""
+        """The named matrices concatenated by rows, times the norm's weight: their input is only divided by its RMS."""
         rows = [self._tensors[name].shape[0] for name in names]
         out = torch.empty(sum(rows), self._config.hidden_size, dtype=self._dtype, device=self._device)
         norm_weight = self._tensors[f"{norm}.weight"].detach().to(self._device, torch.float32)
-        for part, name in zip(out.split(rows), names, strict=True):  # in fp32, one after the other, rounded once
+        for part, name in zip(out.split(rows), names, strict=True):  # one matrix at a time in fp32, rounded once
             part.copy_(self._tensors[name].detach().to(self._device, torch.float32) * norm_weight)
         return out
 
     def layer(self, layer: str) -> Layer:
-        """Those of a decoder layer, by what the names of its tensors begin with."""
+        """The weights of a decoder layer, from the prefix of its tensor names."""
         config, qk_norm = self._config, None
         if config.qk_norm:
             q_norm, k_norm = (self.get(f"{layer}.self_attn.{x}_norm.weight") for x in "qk")
@@ -74,7 +74,7 @@ class FusedWeights:
     def head(self) -> tuple[torch.Tensor, ...]:
         """The value head: its first matrix, times the final norm's weight, and its vectors.
 
-        The vectors are kept in fp32, which the operator takes: lengths are decided there.
+        The vectors are kept in fp32, which the operator accepts, because the output is sensitive to their rounding.
         """
         vectors = (self._tensors[f"v_head.{x}"] for x in ("fc.bias", "summary.weight", "summary.bias"))
         fc_weight = self._normed(["v_head.fc.weight"], "norm")

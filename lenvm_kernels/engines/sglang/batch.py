@@ -1,4 +1,4 @@
-"""What is read of a batch of SGLang, in every version of it. Importable without."""
+"""Reads the sequences of a batch of SGLang or of its LenVM fork. Importable without an engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def last_tokens(batch: ForwardBatch, requests: int) -> StepBatch:
-    """The sequences of a batch with the last token of each, as they are on the device.
+    """The sequences of a batch with the last token of each, from tensors on the device.
 
-    Under the overlapping scheduler the host does not know the tokens.
+    Under the overlapping scheduler, the tokens are not available on the host.
     """
     last: Any = slice(0, requests)
     if not batch.forward_mode.is_decode():
         last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
     of_requests = batch.input_ids[last], batch.req_pool_indices[:requests], batch.seq_lens[:requests].int()
-    # Prompts come between the steps of those that decode, or with them.
+    # A prefill batch runs between decode steps, or is mixed with one.
     return StepBatch(*of_requests, counts=batch.forward_mode.is_decode() or batch.forward_mode.is_mixed())

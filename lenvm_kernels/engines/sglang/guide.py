@@ -1,7 +1,7 @@
-"""The guided step of SGLang's requests: what the hooks of :mod:`lenvm_kernels.engines.sglang.plugin` call.
+"""The guided step of SGLang's requests, called by the hooks of :mod:`lenvm_kernels.engines.sglang.plugin`.
 
-Nothing here computes: that is :class:`lenvm_kernels.step.GuidedStep`. Nothing is read back to the host, so that the
-overlapping scheduler stays ahead.
+The computation is in :class:`lenvm_kernels.step.GuidedStep`. Only images and the trace make a host-device sync, so that
+the overlapping scheduler stays ahead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a request that a step's value model takes at most, beside those of the drafts, and that wait for it at most.
+# Maximum number of tokens per request, without drafts, that one step computes, and that may be pending after it.
 MAX_DELTA = 16
 MAX_WAITING = MAX_DELTA - 1
 
@@ -50,16 +50,16 @@ class SGLangGuide:
     """The guidance of one scheduler process.
 
     Attributes:
-        settings: of the plugin.
-        value_model: loaded beside the base model; None without one, and with a probe.
-        states: of the base model, and the probe that reads them; None without one.
-        device: of the base model.
-        drafts: drafted tokens of a request in a step.
-        step: the guided step; there is none until the engine has its slots.
-        runner: of the base model, likewise.
-        has_slots: whether it has.
-        metrics: of this process; None without ``--enable-metrics``.
-        fallbacks: failures that ended the guidance of a batch.
+        settings: settings of the plugin.
+        value_model: the value model; None without one or with a probe.
+        states: states of the base model, and the probe that reads them; None without a probe.
+        device: device of the base model.
+        drafts: draft tokens per request and step.
+        step: the guided step, set by :meth:`take_slots`.
+        runner: model runner of the base model, set by :meth:`take_slots`.
+        has_slots: whether :meth:`take_slots` was called.
+        metrics: metrics of this process; None without ``--enable-metrics``.
+        fallbacks: number of failures that ended the guidance of a batch.
     """
 
     step: GuidedStep
@@ -79,27 +79,27 @@ class SGLangGuide:
         self.metrics: Metrics | None = None
         self.fallbacks = 0
         self._stopwatch = Stopwatch(device)
-        self._table_rows: set[int] = set()  # of the engine's slot table, whose requests are in our table
-        self._ranks: torch.distributed.ProcessGroup | None = None  # of tensor parallelism; None: this one only
-        # The batch that the engine is drawing tokens for, whether it has been through the step, and what that did.
+        self._table_rows: set[int] = set()  # rows of requests in the guidance table
+        self._ranks: torch.distributed.ProcessGroup | None = None  # tensor-parallel ranks, if there are several
+        # The batch that the engine is sampling, whether its step has run, and the step's report and spans.
         self._sampling: ForwardBatch | None = None
         self._stepped = False
         self._report: StepReport | None = None
         self._spans: SpanNodes | None = None
-        # With speculative decoding, by table row: the tokens that a sequence has grown by since the step knew of it.
+        # With speculative decoding, per table row: the new tokens since the last step, and their number.
         self._grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the values come from something that reads the tokens of sequences."""
+        """Whether the value source reads tokens."""
         return self.step.values.needs_tokens
 
     def states_bytes(self, requests: int) -> int:
-        """Of the states of a step of so many requests."""
+        """Bytes of the states of a step of ``requests`` requests."""
         return 0 if self.states is None else requests * (1 + self.drafts) * self.states.row_bytes
 
     def take_slots(self, runner: ModelRunner) -> None:
-        """Put the value model's cache on the slots and the slot table that the engine has just allocated."""
+        """Create the guided step on the slots and the slot table that the engine has just allocated."""
         pool, settings, options = runner.token_to_kv_pool, self.settings, resolved_view(runner.server_args)
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         self.runner = runner
@@ -119,7 +119,7 @@ class SGLangGuide:
             self.states.allocate(self.step.max_requests * (1 + self.drafts))
         self.has_slots = True
         if self.device.type == "cuda":
-            for is_logits in (False, True):  # of sampled and of greedy batches
+            for is_logits in (False, True):  # for sampled and for greedy batches
                 self.step.warm_up(is_logits=is_logits)
         if self.drafts:
             table_rows = runner.req_to_token_pool.req_to_token.shape[0]
@@ -136,7 +136,7 @@ class SGLangGuide:
                 self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots))
 
     def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
-        """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
+        """Write the requests of a prefill batch into the table, also again after they were retracted."""
         if not batch.lenvm_reqs and self._table_rows.isdisjoint(int(req.kv.req_pool_idx) for req in reqs):
             return
         with self._failing_softly(batch):
@@ -159,25 +159,25 @@ class SGLangGuide:
                     self._clear(table_row)
 
     def _embed_images(self, images: PromptImages, prefix_len: int) -> None:
-        """Before the base model's forward, after which the engine copies the pixels to the host."""
+        """Embed images before the base model's forward, after which the engine copies the pixels to the host."""
         with self._timed():
-            if mm_schedule.host_offload_event is not None:  # they may be there since the request was retracted
+            if mm_schedule.host_offload_event is not None:  # after a retraction, they may have been copied before
                 mm_schedule.host_offload_event.synchronize()
-            assert self.value_model is not None  # else nobody's images are read
+            assert self.value_model is not None  # images are only read with a value model
             images.embed(prefix_len, self.value_model)
 
     def extend(self, batch: ForwardBatch) -> None:
-        """Give the value model the tokens of a prefill batch, or of a chunk of it.
+        """Pass the tokens of a prefill batch, or of a chunk of it, to the value model.
 
-        All of them: whether tokens are drawn after a chunk is the engine's affair. Not those of requests that are
-        decoding in a mixed batch, which the step is told.
+        All tokens of a chunk are passed, because the engine decides whether a token is drawn after it. Tokens of
+        requests that decode in a mixed batch are passed to the step instead.
         """
         if not self.reads_tokens or not needs_step(batch):
             return
         with self._failing_softly(batch), self._timed():
             lens = batch.extend_seq_lens.int()
             parts: list[tuple[PromptImages | None, int, int]] = []
-            if any(images is not None for images in batch.lenvm_images):  # the lengths of a padded batch are more
+            if any(images is not None for images in batch.lenvm_images):  # a padded batch has more lengths
                 of_requests = batch.lenvm_images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
                 parts = list(zip(*of_requests, strict=False))
             if any(batch.lenvm_decoding):
@@ -188,7 +188,7 @@ class SGLangGuide:
                 batch.req_pool_indices,
                 batch.extend_start_loc.int(),
                 lens,
-                # Of those decoding, nothing is to be taken for cached.
+                # The history of decoding requests must not change.
                 batch.extend_prefix_lens.int().masked_fill(lens == 0, 0),
                 begins=[0, *accumulate(batch.extend_seq_lens_cpu[: len(batch.lenvm_decoding) - 1])],
                 images=self._image_tokens(parts, len(batch.input_ids)),
@@ -198,16 +198,16 @@ class SGLangGuide:
                     images.embeds = None
 
     def computed_len(self, req: Req, length: int) -> int:
-        """How many of a request's first tokens, no more than ``length``, the value model has for sure.
+        """Number of a request's first tokens, at most ``length``, that the value model has certainly computed.
 
-        It has all of the last prefill, and of the rest what comes before the end of the span, unless another may begin,
-        but for as many as may wait. What the request took from the radix cache it had before.
+        These are the prefix from the radix cache, the tokens of the last prefill, and later tokens up to the end of the
+        span (all, if another span may begin) except for the most recent ones, which may be pending.
         """
         params = req.lenvm_guidance
         if params is None or not params.needs_step or not self.reads_tokens:
-            return length  # the prefixes are shared with none that the value model reads
+            return length  # requests that the value model reads do not share these prefixes
         told, waiting = len(req.origin_input_ids) + len(req.output_ids), MAX_WAITING + self.drafts
-        if not params.start_token_ids:  # else a prompt would be looked through for each of its chunks
+        if not params.start_token_ids:  # otherwise each chunk would need a search of the prompt
             end = params.span_state(req.origin_input_ids, req.output_ids).end
             told = told if end is None else end - 1
         return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, told) - waiting))
@@ -221,13 +221,13 @@ class SGLangGuide:
         return ImageTokens(positions, rows, images.embeds)
 
     def _to_device(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Without waiting for the device."""
+        """Copy to the device without a host-device sync."""
         tensor, device = torch.as_tensor(values, dtype=dtype), self.device
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
     @contextmanager
     def sampling(self, batch: ForwardBatch) -> Iterator[None]:
-        """While the engine draws the tokens of a batch."""
+        """Active while the engine samples the tokens of ``batch``."""
         self._sampling, self._stepped, self._report, self._spans = batch, False, None, None
         try:
             yield
@@ -242,15 +242,15 @@ class SGLangGuide:
                 self._spans = self.step.limit_spans(logits, last_tokens(self._sampling, len(logits)))
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
-        """The next tokens: of guided requests from their candidates, of others those that the engine has ``drawn``."""
+        """The next tokens: guided requests draw from their candidates, others keep the engine's ``drawn`` tokens."""
         output = self._step(probs, info, drawn, sample=True)
         return drawn if output is None or output.tokens is None else output.tokens.to(drawn.dtype)
 
     def draw_all(self, probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
-        """The next tokens where the engine need draw none, because every request of the batch is guided; else None.
+        """The next tokens if the engine need not draw, because all requests of the batch are guided; else None.
 
-        Not with a value model that reads tokens, which may have lost some of a request, nor with spans, which end, nor
-        where guidance may leave out a step: the host does not know.
+        Also None if guidance may leave a draw to the engine, which the host cannot decide: with a value model that
+        reads tokens (a request may miss some), with spans (which end), and if guidance may skip steps.
         """
         batch = self._sampling
         if batch is None or self.reads_tokens or info.sampling_mask_batch_indices is not None:
@@ -261,17 +261,17 @@ class SGLangGuide:
         output = self._step(probs, info, None, sample=True)
         if output is None or output.tokens is None:
             return None
-        return output.tokens.clamp(min=0)  # -1 where scores are broken, and any token will do
+        return output.tokens.clamp(min=0)  # -1 for broken scores, where any token is acceptable
 
     def _may_leave_out(self, params: GuidanceParams) -> bool:
-        """Whether a request's token may be the engine's to draw."""
+        """Whether guidance may leave a request's draw to the engine."""
         leaves_out = params.entropy_threshold is not None or (params.value_stride or self.settings.value_stride) > 1
         return params.mode == Mode.UNGUIDED or bool(params.end_token_ids) or leaves_out
 
     def report(self, logits: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> StepReport | None:
-        """What to tell the host of a batch whose next tokens have been ``drawn``.
+        """The report to the host on a batch whose next tokens have been ``drawn``.
 
-        Greedy batches have not been through :meth:`draw`. Nothing guides them, but they may ask for values.
+        Greedy batches do not call :meth:`draw`. They are not guided but may request values.
         """
         if not self._stepped and info.is_all_greedy:
             self._step(logits, info, drawn, is_logits=True)
@@ -289,7 +289,7 @@ class SGLangGuide:
         is_logits: bool = False,
         sample: bool = False,
     ) -> StepOutput | None:
-        """The guided step of the batch being sampled; None if there is nothing in it to guide, or if it failed."""
+        """The guided step of the batch being sampled; None if no request needs it, or if it failed."""
         batch, b = self._sampling, len(scores)
         if batch is None or not needs_step(batch):
             return None
@@ -308,7 +308,7 @@ class SGLangGuide:
                 prompt_lengths = self.step.predict(sequences) if predicts and self.reads_tokens else None
                 output = self.step.step(scores, sequences, sampling, drawn=drawn, spans=self._spans)
                 if predicts and not self.reads_tokens:  # a probe has values of candidates only
-                    assert output.remaining_lengths is not None  # somebody asks for them, and a token is drawn
+                    assert output.remaining_lengths is not None  # values are requested, and a token is drawn
                     prompt_lengths = 1 + output.remaining_lengths
             if self.metrics is not None or wants_values:
                 self._report = StepReport(
@@ -327,7 +327,7 @@ class SGLangGuide:
         return output
 
     def note_drawn(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
-        """Keep the tokens ``[B]`` drawn after prompts: with speculative decoding the next step is told of them."""
+        """Keep the tokens ``[B]`` drawn after prompts, which speculative decoding passes to the next step."""
         if self._grown_by is not None:
             table_rows = batch.req_pool_indices[: len(tokens)]
             grown, count = self._grown_by
@@ -344,7 +344,7 @@ class SGLangGuide:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The engine's verification of a batch's drafts, after what is drawn at the nodes of guided requests."""
+        """The engine's verification of a batch's drafts, after tokens are drawn at the nodes of guided requests."""
         logits, info, nodes = logits_output.next_token_logits, batch.sampling_info, verify_input.draft_token_num
         table_rows, lengths = batch.req_pool_indices, batch.seq_lens.int() + 1
         output, faults, remaining = None, None, None
@@ -357,7 +357,7 @@ class SGLangGuide:
                     faults = self.step.table.columns.faults[table_rows] if self.metrics else None
                     output = self._draw_at_nodes(logits, info, drafts, table_rows, lengths)
             if output is not None and batch.lenvm_reqs:
-                if batch.return_logprob:  # of the logits as they are
+                if batch.return_logprob:  # of the unmasked logits
                     logits_output.next_token_logits = logits.clone()
                 assert output.tokens is not None
                 leave_only(logits_output.next_token_logits, output.tokens)
@@ -413,7 +413,7 @@ class SGLangGuide:
         return self.step.step(logits, batch, Sampling(*filters, is_logits=True, sample=True), drafts, spans=spans)
 
     def _states_of(self, rows: int) -> torch.Tensor | None:
-        """What the step needs of the base model's last forward."""
+        """The states of the base model's last forward; None without a probe."""
         return None if self.states is None else self.states.of(rows)
 
     def _timed(self) -> AbstractContextManager[None]:
@@ -421,10 +421,10 @@ class SGLangGuide:
 
     @contextmanager
     def _failing_softly(self, batch: ForwardBatch) -> Iterator[None]:
-        """An error in here ends the guidance of the batch's requests on all of their ranks, not the engine.
+        """On an error inside, end the guidance of the batch's requests on all of their ranks instead of the engine.
 
-        Their next tokens would follow tokens that the value model has not seen, so guidance is off until they end, and
-        what they leave in the radix cache is not offered to other guided requests.
+        Their next tokens would follow tokens that the value model has not computed, so guidance is off until they end,
+        and their tokens are not inserted into the radix cache.
         """
         failed = False
         try:
@@ -441,14 +441,14 @@ class SGLangGuide:
             self.metrics.fallbacks.inc()
         for req in batch.lenvm_reqs:
             req.lenvm_guidance, req.skip_radix_cache_insert = None, True
-            if req.kv.req_pool_idx is not None:  # else it has left already
+            if req.kv.req_pool_idx is not None:  # otherwise it has already left
                 self._clear(int(req.kv.req_pool_idx))
         batch.lenvm_reqs = []
 
     def _on_any_rank(self, failed: bool) -> bool:
-        """Whether one of the ranks that draw the same tokens has failed: alone it would draw others.
+        """Whether any rank that draws the same tokens has failed: it would otherwise draw different tokens.
 
-        Asked from host to host, as the engine hands out requests: no device is waited for.
+        Reduced from host to host, as the engine distributes requests, without a host-device sync.
         """
         if self._ranks is None:
             return failed
@@ -462,14 +462,14 @@ class SGLangGuide:
 
 
 def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:
-    """Whether a batch takes part in guided steps."""
+    """Whether any request of a batch takes part in guided steps."""
     return any(req.lenvm_guidance.needs_step for req in batch.lenvm_reqs)
 
 
 def end_tokens(req: Req) -> set[int]:
     """The tokens at which the engine ends a request's output; their value is 0. Stop strings have no token."""
     params, tokenizer = req.sampling_params, req.tokenizer
-    if params.ignore_eos:  # the engine then ignores stop tokens, too
+    if params.ignore_eos:  # the engine then also ignores stop tokens
         return set()
     ids = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
     ids |= {getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())}
@@ -477,5 +477,5 @@ def end_tokens(req: Req) -> set[int]:
 
 
 def seed_of_request(rid: str) -> int:
-    """A seed for a request that gave none: the same on every tensor-parallel rank."""
+    """The seed of a request without one, the same on every tensor-parallel rank."""
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,4 +1,4 @@
-"""Images in the prompts of requests of SGLang and of its LenVM fork, for a value model that reads them."""
+"""Images in the prompts of SGLang and of its LenVM fork, for a value model that reads images."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class PromptImages:
-    """The images of a request's prompt: where they are, and their embeddings while the prompt is computed.
+    """The images of a request's prompt: their positions, and their embeddings while the prompt is computed.
 
     Args:
-        req: the request, whose prompt has as many tokens of an image as there are embeddings.
-        value_model: which reads them.
+        req: the request, whose prompt has one token per embedding of an image.
+        value_model: the value model that reads the images.
 
     Attributes:
-        length: tokens of the prompt.
-        moved: by how much its tokens' rotary positions are moved (:func:`image_positions`). Prompts that share a prefix
-            and differ in this have different keys for it.
+        length: number of tokens of the prompt.
+        moved: offset of the rotary positions (:func:`image_positions`). Prompts with a common prefix but different
+            offsets have different cached keys.
 
     Raises:
-        ValueError: what the value model cannot read.
+        ValueError: the value model cannot read the request's multimodal inputs.
     """
 
     def __init__(self, req: Req, value_model: ValueModel) -> None:
-        if getattr(req, "session", getattr(req, "session_id", None)) is not None:  # the fork has its id alone
+        if getattr(req, "session", getattr(req, "session_id", None)) is not None:  # the fork only has its id
             raise ValueError("images in a session cannot be combined with guidance in custom_params")
         self._items: list[MultimodalDataItem] = req.multimodal_inputs.mm_items
         if not all(has_pixels(item) for item in self._items):
@@ -60,15 +60,15 @@ class PromptImages:
         self.embeds: torch.Tensor | None = None
 
     def embed(self, first: int, value_model: ValueModel) -> None:
-        """Have embeddings if the prompt has images from this token on."""
+        """Compute the embeddings if the prompt has images from token ``first`` on."""
         if self.embeds is None and (self._rows[first:] >= 0).any():
-            # In the fork pixels may still be on their way to the host; only copies in the same stream wait for that.
+            # In the fork, a copy of the pixels to the host may still run; only copies in the same stream wait for it.
             pixel_values = torch.cat([item.feature.to(value_model.device, non_blocking=True) for item in self._items])
             grids = torch.cat([item.image_grid_thw for item in self._items])
             self.embeds = value_model.embed_images(pixel_values, grids)
 
     def identities(self, token_ids: Sequence[int]) -> list[int]:
-        """The prompt's ``token_ids``, and what may follow; an image's first token becomes a number of its pixels."""
+        """``token_ids`` of the prompt and its output, with each image's first token replaced by a hash of the image."""
         ids = list(token_ids)
         for item in self._items:
             for first, _ in item.offsets:
@@ -76,7 +76,7 @@ class PromptImages:
         return ids
 
     def of_tokens(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions ``[3, count]`` of these tokens of the sequence, and their rows of the embeddings ``[count]``."""
+        """Positions ``[3, count]`` of the sequence's tokens from ``first`` on, and their rows of the embeddings."""
         after = torch.arange(max(first, self.length), max(first + count, self.length))
         which = slice(first, first + count)
         positions = torch.cat([self._positions[:, which], after.expand(3, -1)], dim=1)
@@ -84,7 +84,7 @@ class PromptImages:
 
 
 def has_pixels(item: MultimodalDataItem) -> bool:
-    """Whether it is an image as the engine's processor of Qwen's models makes it."""
+    """Whether an item is an image in the format of the engine's processor for Qwen's models."""
     has_grid = isinstance(item.model_specific_data.get("image_grid_thw"), torch.Tensor) and bool(item.offsets)
     return item.is_image() and isinstance(item.feature, torch.Tensor) and has_grid
 
@@ -92,12 +92,12 @@ def has_pixels(item: MultimodalDataItem) -> bool:
 def image_tokens(
     parts: Sequence[tuple[PromptImages | None, int, int]], tokens: int, value_model: ValueModel
 ) -> ImageTokens | None:
-    """Of ``tokens`` tokens, on the CPU but for the embeddings; None if there are no images.
+    """The images among ``tokens`` tokens, on the CPU except for the embeddings; None if there are no images.
 
     Args:
-        parts: one after the other: the request's images, its first token that is there, and how many are.
-        tokens: of all; what the parts do not have is padding at the end.
-        value_model: which reads them.
+        parts: consecutive parts, each with the request's images, its first token and its number of tokens.
+        tokens: total number of tokens; those after the parts are padding.
+        value_model: the value model that reads the images.
     """
     if all(images is None for images, _, _ in parts):
         return None
@@ -109,7 +109,7 @@ def image_tokens(
             continue
         of_tokens, its_rows = images.of_tokens(first, length)
         positions.append(of_tokens)
-        if images.embeds is None:  # all that is left is text, or the request has lost its guidance
+        if images.embeds is None:  # the rest is text, or the request has lost its guidance
             rows.append(torch.full((length,), -1))
             continue
         rows.append(torch.where(its_rows >= 0, its_rows + count, -1))

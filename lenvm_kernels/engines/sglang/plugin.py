@@ -1,21 +1,21 @@
 """LenVM in unforked SGLang, as a plugin of the engine (entry point ``sglang.srt.plugins``).
 
-It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some functions of the engine (:data:`HOOKS`):
+It is enabled by ``LENVM_VALUE_MODEL`` (:class:`Settings`), and hooks functions of the engine (:data:`HOOKS`):
 
-- a request's ``custom_params`` are validated before it is scheduled, and it is given a part of the radix cache of its
-  own: a prefix that the value model has not seen is never taken for one it has;
+- a request's ``custom_params`` are validated before it is scheduled, and guided requests use a separate namespace of
+  the radix cache, so that they never reuse a prefix that the value model has not computed;
 - the value model, if there is one, is loaded after the base model and gets its share of the memory; its keys and
-  values live in the slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing
-  from here;
-- at every step the requests with guidance are drawn from their candidates; all others are the engine's own draws;
-- a value model that reads images is given those of prompts (:mod:`lenvm_kernels.engines.sglang.images`);
-- a probe in its place is given the base model's states (:mod:`lenvm_kernels.engines.sglang.states`), and needs none of
-  what is said above of the value model;
-- with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.engines.sglang.drafts`);
-- what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
+  values are stored in the engine's slots, so that the radix cache, chunked prefill, retraction and aborts need no
+  extra handling;
+- at every step, tokens of guided requests are drawn from their candidates; the engine draws all others;
+- images of prompts are passed to a value model that reads them (:mod:`lenvm_kernels.engines.sglang.images`);
+- a probe reads the base model's states instead (:mod:`lenvm_kernels.engines.sglang.states`), and needs none of the
+  handling of a value model;
+- with speculative decoding, tokens are drawn at every node of the drafts (:mod:`lenvm_kernels.engines.sglang.drafts`);
+- steps are counted (``--enable-metrics``), and predicted lengths are returned to the requests with ``return_values``
   (:mod:`lenvm_kernels.engines.report`).
 
-What the hooks do for a batch is in :mod:`lenvm_kernels.engines.sglang.guide`.
+The hooks' work on a batch is in :mod:`lenvm_kernels.engines.sglang.guide`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _FOREIGN_KEYS = "the value model has no keys and values for prompts that come fr
 _OTHER_SLOTS = "the value model lives in the slots of the engine's own pool"
 _OTHER_LAYERS = "it has the base model hand over what other layers read"
 SPECULATIVE_ALGORITHMS = (None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
-# Options of the engine: what is accepted, and why.
+# Options of the engine, each with the accepted value and the reason.
 OPTIONS = {
     "speculative_adaptive": (False, "the step takes a fixed number of drafts"),
     "enable_multi_layer_eagle": (False, _NOT_TRIED),
@@ -88,15 +88,15 @@ OPTIONS = {
     "enable_kv_cache_sharding": (False, _OTHER_SLOTS),
     "dcp_size": (1, _OTHER_SLOTS),
 }
-# Further ones beside a probe.
+# Further options with a probe.
 PROBE_OPTIONS = {
     "enable_torch_compile": (False, _NOT_TRIED),
 }
-# Reasons that do not hold without a value model, nor with a probe.
+# Reasons that only apply to a value model that reads tokens.
 _OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
 
 
-# One a process: a scheduler process has one model runner that samples.
+# One per process: a scheduler process has one model runner that samples.
 _guide: SGLangGuide | None = None
 
 
@@ -138,7 +138,7 @@ def guidance_of(
     """:func:`requested_guidance` of a whole request.
 
     Raises:
-        ValueError: also of what guidance does not go with.
+        ValueError: also for features that cannot be combined with guidance.
     """
     params = requested_guidance(request.sampling_params, settings)
     if params is None:
@@ -149,9 +149,9 @@ def guidance_of(
         given |= {
             "input_embeds": getattr(request, "input_embeds", None) is not None,
             "positional_embed_overrides": request.positional_embed_overrides is not None,
-            # Of those that the value model reads, the scheduler finds what it cannot (PromptImages).
+            # If the value model reads images, the scheduler rejects unsupported ones (PromptImages).
             "images, videos and audio": getattr(request, "mm_inputs", None) is not None and not settings.reads_images,
-            # Its requests share slots past the radix cache, and the value model has not seen those without guidance.
+            # Its requests share slots outside the radix cache, which are not computed for requests without guidance.
             "a streaming session": session is not None and session.streaming,
         }
     for name, is_given in given.items():
@@ -161,33 +161,33 @@ def guidance_of(
 
 
 def drafts_a_step(options: Any) -> int:
-    """Drafted tokens of a request in a step of an engine with these options."""
+    """Number of draft tokens per request and step of an engine with these options."""
     return (options.speculative_num_draft_tokens or 1) - 1 if options.speculative_algorithm else 0
 
 
-# --- hooks: arguments are those of the hooked function, after its result (AFTER) or itself (AROUND) ---
+# --- hooks: arguments are those of the hooked function, preceded by its result (AFTER) or by itself (AROUND) ---
 
 
 def check_request(result: Any, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
-    """After a request was tokenized: refuse what cannot be guided, which the servers answer with status 400."""
+    """After a request was tokenized: reject it if it cannot be guided, which the servers answer with status 400."""
     guidance_of(result, Settings.current(manager.server_args.tokenizer_path))
 
 
 def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
-    """After a request was made in the scheduler: parse its guidance, give it its part of the radix cache."""
+    """After a request was created in the scheduler: parse its guidance and set its namespace of the radix cache."""
     req.lenvm_images, req.lenvm_prefilled = None, 0
     settings = Settings.current() if _guide is None else _guide.settings
     try:
         req.lenvm_guidance = guidance_of(req, settings)
-    except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
-        req.lenvm_guidance = req.input_embeds = None  # it is left with one token, and runs once to be answered
+    except ValueError as error:  # not seen by check_request: the engine loads no plugins in further HTTP workers
+        req.lenvm_guidance = req.input_embeds = None  # it keeps one token, and runs once to be answered
         req.set_finish_with_abort(str(error))  # status 400
     if settings.reads_tokens and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
 
 def note_images(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
-    """After a request in the scheduler was given its images, before it takes a prefix from the radix cache."""
+    """After a request in the scheduler got its images, before a prefix is matched in the radix cache."""
     if _guide is None or _guide.value_model is None or not (req.lenvm_guidance and req.lenvm_guidance.needs_step):
         return
     try:
@@ -209,7 +209,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     if missing:
         raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
     signatures.check("sglang")
-    options = resolved_view(runner.server_args)  # with the engine's choices for what was not given
+    options = resolved_view(runner.server_args)  # with the engine's defaults
     if options.speculative_algorithm not in SPECULATIVE_ALGORITHMS:
         raise ValueError(
             f"speculative_algorithm must be one of {', '.join(map(str, SPECULATIVE_ALGORITHMS))} together with "
@@ -242,14 +242,14 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
 def check_options(
     options: Any, accepted_ones: Mapping[str, tuple[Any, str]], what: str, free_reasons: Sequence[str] = ()
 ) -> None:
-    """Raise ValueError unless each option of the engine is as ``what`` accepts it; some reasons may not hold."""
+    """Raise ValueError unless ``what`` accepts each option of the engine. Reasons in ``free_reasons`` do not apply."""
     for option, (accepted, reason) in accepted_ones.items():
         if (given := getattr(options, option, accepted)) != accepted and reason not in free_reasons:
             raise ValueError(f"{option} must be {accepted} together with {what}, got {given}: {reason}")
 
 
 def check_pool(runner: ModelRunner) -> None:
-    """Raise ValueError unless every layer of the base model keeps all keys and values, in slots of one pool."""
+    """Raise ValueError unless every layer of the base model stores all keys and values in slots of one pool."""
     kinds = {
         "sliding windows": runner.is_hybrid_swa,
         "layers with a state": mambaish_config(runner.model_config) is not None,
@@ -262,7 +262,7 @@ def check_pool(runner: ModelRunner) -> None:
 
 
 def load_probe(settings: Settings, runner: ModelRunner, options: Any) -> SampledStates:
-    """The probe, and what it reads of the base model."""
+    """The probe, and the states of the base model that it reads."""
     check_options(options, PROBE_OPTIONS, "a probe")
     probe = settings.load_probe(runner.model_config.num_hidden_layers, input_embedding(runner.model))
     layers = probe.config.layers
@@ -275,14 +275,14 @@ def load_probe(settings: Settings, runner: ModelRunner, options: Any) -> Sampled
 
 
 def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:
-    """Around the sizing of the engine's pool: what the guided step will take is not the pool's."""
+    """Around the sizing of the engine's pool: reserve the memory of guidance."""
     if _guide is None or configurator.is_draft_worker:
         return original(configurator, budget_bytes, cap_tokens=cap_tokens)
     model, settings, drafts = _guide.value_model, _guide.settings, _guide.drafts
     delta = MAX_DELTA + drafts
 
     def sized(pool_bytes: int) -> tuple[Any, int]:
-        """The pool, and the bytes that the value model takes beside it."""
+        """The pool for ``pool_bytes``, and the bytes that guidance takes in addition."""
         pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
         requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
         slots = pool.max_total_num_tokens + configurator.page_size
@@ -294,8 +294,8 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
             return pool, working
         return pool, working + KVCache.num_bytes(model, slots)
 
-    # Slots grow with the pool's bytes, and with them what the value model takes: the largest pool that leaves room is
-    # found by bisection.
+    # The memory of guidance grows with the slots of the pool, so the largest pool that leaves room for it is found by
+    # bisection.
     fits, too_large = 0, budget_bytes
     for _ in range(24):
         middle = (fits + too_large) // 2
@@ -319,7 +319,7 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
 
 
 def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
-    """After the engine allocated its pools."""
+    """After the engine allocated its pools: create the guided step on them."""
     if _guide is not None and not runner.is_draft_worker:
         _guide.take_slots(runner)
 
@@ -327,7 +327,7 @@ def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
 def admit_requests(
     batch: ForwardBatch, _: type, scheduled: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
-    """After a batch was made ready for a model."""
+    """After a batch was prepared for a model: admit its requests."""
     batch.lenvm_reqs, batch.lenvm_decoding, batch.lenvm_images = [], [], []
     if _guide is None or not _guide.has_slots or runner.is_draft_worker:
         return
@@ -340,14 +340,14 @@ def admit_requests(
 
 
 def checkpoint(original: Callable, tree: BasePrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> None:
-    """Around the handing over of a request's first tokens to the radix cache: not those that the value model has not
-    computed, so that all that is there it has."""
+    """Around the insertion of a request's first tokens into the radix cache: insert only tokens that the value model
+    has computed, so that its cache covers every guided prefix."""
     computed = up_to if _guide is None or not _guide.has_slots else _guide.computed_len(req, up_to)
     original(tree, req, up_to=computed, **kwargs)
 
 
 def hide_inner_states(original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> Any:
-    """Around the making of logits from the base model's states."""
+    """Around the computation of logits from the base model's states: hide inner states from the processor."""
     states = None if _guide is None else _guide.states
     if states is None or not states.has_inner or not states.are_of(processor):
         return original(processor, *args, **kwargs)
@@ -355,7 +355,7 @@ def hide_inner_states(original: Callable, processor: LogitsProcessor, *args: Any
 
 
 def keep_states(original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> tuple:
-    """Around the choice of those that logits are made of."""
+    """Around the selection of the states that logits are computed from: keep those that the probe reads."""
     states = None if _guide is None else _guide.states
     if states is None or not states.are_of(processor):
         return original(processor, *args, **kwargs)
@@ -363,7 +363,7 @@ def keep_states(original: Callable, processor: LogitsProcessor, *args: Any, **kw
 
 
 def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
-    """After the base model's forward."""
+    """After the base model's forward: compute prompts with the value model."""
     is_prompt = batch.forward_mode.is_extend_without_speculative()
     if _guide is not None and is_prompt and getattr(batch, "lenvm_reqs", None):
         _guide.extend(batch)
@@ -371,7 +371,7 @@ def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any,
 
 
 def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
-    """Around the drawing of a batch's tokens."""
+    """Around the sampling of a batch's tokens."""
     if _guide is None or not getattr(batch, "lenvm_reqs", None):
         return original(runner, logits_output, batch)
     with _guide.sampling(batch):
@@ -384,9 +384,9 @@ def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: F
 
 
 def sample_delayed(original: Callable, scheduler: Scheduler, result: Any, batch: ScheduleBatch | None) -> None:
-    """Around the drawing of a batch that had to wait for the results of the one before, as grammars do.
+    """Around the sampling of a batch that had to wait for the results of the previous one, e.g. for a grammar.
 
-    The engine's barrier against overwriting the slot table came before it, so it is set up again.
+    The engine applied its barrier against overwriting the slot table before that, so it is applied again.
     """
     is_delayed = result is not None and result.delay_sample_func is not None
     reads_slots = is_delayed and batch is not None and any(req.lenvm_guidance is not None for req in batch.reqs)
@@ -396,17 +396,17 @@ def sample_delayed(original: Callable, scheduler: Scheduler, result: Any, batch:
 
 
 def _discard_read_done(runner: ModelRunner) -> None:
-    """Make the scheduler wait for the value model, too, before it overwrites the slot table.
+    """Make the scheduler also wait for the value model before it overwrites the slot table.
 
-    The engine's event marks the base model's last read of the table, and the value model reads it later. Without an
-    event the scheduler waits for all that its forward stream has been given by then.
+    The engine's event marks the base model's last read of the table, which precedes those of the value model. Without
+    an event, the scheduler waits for all work that is queued on its forward stream.
     """
     if _guide is not None and _guide.reads_tokens:
         runner.shared_read_done_event = None
 
 
 def change_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """After the engine's own logit processors."""
+    """After the engine's own logit processors: apply token temperatures and spans."""
     if _guide is not None:
         _guide.change_logits(logits)
 
@@ -414,7 +414,7 @@ def change_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 def sample_from_probs(
     original: Callable, sampler: Any, probs: torch.Tensor, info: SamplingBatchInfo, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Around the draw itself: guided requests get a token of their candidates, the others the one the engine draws."""
+    """Around the draw itself: guided requests get a token of their candidates, all others the engine's draw."""
     tokens = None if _guide is None else _guide.draw_all(probs, info)
     if tokens is not None:
         return tokens, None
@@ -431,7 +431,7 @@ def verify_drafts(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Around the verification of a batch's drafts."""
+    """Around the verification of a batch's drafts: draw tokens at the nodes of guided requests first."""
     arguments = verify_input, batch, logits_output, grammar_mask, *args
     if _guide is None or batch.forward_mode.is_idle():
         return original(*arguments, **kwargs)
@@ -469,9 +469,9 @@ HOOKS = {
 
 
 def plugin() -> None:
-    """The entry point: hooks the engine when a value model is set. Called in each of its processes.
+    """The entry point, called in each process of the engine: register the hooks if the plugin is enabled.
 
-    The engine only logs what a plugin raises: bad settings end its start later, when the model is loaded.
+    The engine only logs exceptions of a plugin: invalid settings end its start later, when the model is loaded.
     """
     if not Settings.are_given():
         return

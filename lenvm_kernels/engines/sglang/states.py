@@ -1,4 +1,4 @@
-"""What a probe needs of SGLang's base model: its input embedding, and its states where tokens are sampled."""
+"""The inputs of a probe from SGLang's base model: the input embedding, and the states of sampled rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lenvm_kernels.values import LengthProbe
 
 
 def input_embedding(model: Any) -> torch.Tensor:
-    """The whole input embedding ``[V, H]`` of a base model, of which each rank of tensor parallelism has a part.
+    """The whole input embedding ``[V, H]`` of a base model, gathered from the tensor-parallel ranks.
 
     Raises:
-        ValueError: the model has none as a plain tensor.
+        ValueError: the model has no input embedding as a plain tensor, or one with tokens added for LoRA.
     """
     if hasattr(model, "get_input_embeddings"):
         module = model.get_input_embeddings()
@@ -31,28 +31,28 @@ def input_embedding(model: Any) -> torch.Tensor:
         if added := module.num_added_embeddings:
             raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
         weight = module.tp_group.all_gather(weight, dim=0)
-    return weight[: getattr(module, "org_vocab_size", len(weight))]  # what follows is padding
+    return weight[: getattr(module, "org_vocab_size", len(weight))]  # the rest is padding
 
 
 class SampledStates:
-    """What the base model says in each row of a forward that tokens may be sampled from.
+    """The base model's states in each row of a forward that tokens may be sampled from.
 
-    The engine runs forwards from CUDA graphs, whose replay calls no hook. So :meth:`prune` copies the states into
-    memory that stays where it is: a graph in which that was captured does it again. The step that reads them is on the
-    forward's stream, and comes before the next forward.
+    The engine runs forwards from CUDA graphs, whose replay calls no hook. So :meth:`prune` copies the states to a fixed
+    address, and a graph that captured the copy repeats it. The step reads the states on the forward's stream, before
+    the next forward.
 
     Args:
-        model: the base model. Where the probe reads what comes before its last state, the model has to hand over what
-            its layers read, as it does for EAGLE3.
-        probe: which reads the states.
+        model: the base model. If the probe reads inner states, before the last one, the model must return the inputs of
+            its layers, as it does for EAGLE3.
+        probe: the probe that reads the states.
 
     Attributes:
         probe: as above.
-        has_inner: whether the probe reads what comes before the last state.
-        row_bytes: of the memory for a row.
+        has_inner: whether the probe reads inner states.
+        row_bytes: bytes of the states per row.
 
     Raises:
-        ValueError: the model does not hand them over.
+        ValueError: the model does not return the inner states.
     """
 
     def __init__(self, model: torch.nn.Module, probe: LengthProbe) -> None:
@@ -63,17 +63,17 @@ class SampledStates:
             capture_layers(model, inner)
         self._places = [[*inner, last].index(layer) for layer in layers]
         self.row_bytes = probe.config.state_size * probe.dtype.itemsize
-        # A draft model has its own.
+        # A draft model has other processors.
         self._processors = {id(module) for module in model.modules() if isinstance(module, LogitsProcessor)}
         self._inner_states: Any = None
         self._rows: torch.Tensor | None = None
 
     def are_of(self, processor: LogitsProcessor) -> bool:
-        """Whether it makes logits of the base model's states."""
+        """Whether a processor computes logits from the base model's states."""
         return id(processor) in self._processors
 
     def allocate(self, rows: int) -> None:
-        """Make room for so many rows; more are padding."""
+        """Allocate memory for ``rows`` rows; further rows of a forward are padding."""
         probe = self.probe
         self._rows = torch.zeros(rows, probe.config.state_size, dtype=probe.dtype, device=probe.device)
 
@@ -89,7 +89,7 @@ class SampledStates:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Around a processor's forward, which would take what layers read for the hidden states that others ask for."""
+        """Around a processor's forward, which would return the inner states as the hidden states of requests."""
         self._inner_states = aux_hidden_states
         try:
             return original(processor, input_ids, hidden_states, lm_head, metadata, None, *args, **kwargs)
@@ -105,7 +105,7 @@ class SampledStates:
         aux_hidden_states: Any,
         metadata: Any,
     ) -> tuple:
-        """Around its choice of the rows that logits are made of, and of those among them that are sampled."""
+        """Around a processor's selection of the rows for logits, and of the sampled rows among them."""
         given = self._inner_states if self.has_inner else aux_hidden_states
         pruned = original(processor, hidden_states, before_norm, given, metadata)
         states, _, aux_states, sampled, *_ = pruned
@@ -123,20 +123,20 @@ class SampledStates:
         return pruned
 
     def of(self, rows: int) -> torch.Tensor:
-        """``[rows, L H]``, those of the last forward."""
+        """``[rows, L H]``; states of the first rows of the last forward."""
         assert self._rows is not None
         return self._rows[:rows]
 
 
 def capture_layers(model: Any, layers: list[int]) -> None:
-    """Have a base model hand over what these layers read, in their order.
+    """Make a base model return the inputs of these layers, in their order.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the model does not support this.
     """
     if hasattr(model, "set_eagle3_layers_to_capture"):
-        model.set_eagle3_layers_to_capture([layer - 1 for layer in layers])  # named by the layer before
-    # Some models take the numbers for others; all keep those of the layers that read.
+        model.set_eagle3_layers_to_capture([layer - 1 for layer in layers])  # numbered by the layer before
+    # Models interpret the numbers differently, but all store those of the layers that read the states.
     kept = [getattr(module, "layers_to_capture", ()) for module in model.modules()]
     if layers not in (sorted(captured) for captured in kept if isinstance(captured, (list, tuple, set))):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Drop-in for the LenVM fork of SGLang (eric-ai-lab/Length-Value-Model, ``sglang-LenVM``): :func:`install`.
 
-``docs/sglang.md`` says how to serve with it and what changes. Importable without the fork.
+``docs/sglang.md`` describes how to serve with it and what changes. Importable without the fork.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _originals: dict[str, Callable] = {}  # functions that install() has replaced, by name
 _warned: set[str] = set()
-_gamma: float | None = None  # default gamma of requests, from the value model; None: not known
+_gamma: float | None = None  # default gamma of requests, from the value model, if known
 
 
 def _warn_once(message: str, *args: Any) -> None:

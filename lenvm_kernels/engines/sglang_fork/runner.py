@@ -1,7 +1,7 @@
 """The value model of the LenVM fork of SGLang in the engine's process, as a guided step. Importable without the fork.
 
-It rewrites the probabilities of a batch by one forward of the value model per step, on slots of its own. Nothing is
-read back from the device, except that the vision tower of new images, a module of ``transformers``, waits for it.
+It rewrites the probabilities of a batch with one forward of the value model per step, on separate slots. It makes no
+host-device sync, except in the vision tower for new images, a module of ``transformers``.
 """
 
 from __future__ import annotations

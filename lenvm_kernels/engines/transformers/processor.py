@@ -1,4 +1,4 @@
-"""Length-guided ``model.generate`` of ``transformers``: one call, and the logits processor that it is made of."""
+"""Length-guided ``model.generate`` of ``transformers``: :func:`generate`, and the logits processor that it uses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Guidance = Mapping[str, Any] | GuidanceParams | None
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step computed, by prompt: kept when the processor is made with ``record=True``."""
+    """The results of one step, one row per prompt. Kept if the processor is made with ``record=True``."""
 
     token_ids: torch.Tensor  # int32 [B, K], -1 pads
     value_logits: torch.Tensor  # fp32 [B, K]
@@ -41,36 +41,36 @@ class StepRecord:
 
 
 class LenVMLogitsProcessor(LogitsProcessor):
-    """Guides one call of ``model.generate``, by a value model or by the end tokens alone.
+    """Guides one call of ``model.generate``, with a value model or by the end tokens alone.
 
-    :func:`generate` does all that follows in one call. Make one for each call of ``model.generate``, and pass its
-    :attr:`generation_kwargs` on: sampling parameters belong to the processor, which applies them itself, so those of
-    ``generate`` have to be neutral.
+    :func:`generate` does all of this in one call. Otherwise, make a processor for each call of ``model.generate`` and
+    pass its :attr:`generation_kwargs`. The processor applies sampling parameters itself, so those of ``generate`` must
+    be neutral.
 
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
         value_model: a value model with the base model's vocabulary, or a :class:`LengthProbe` of the base model, whose
-            layers get hooks for as long as the processor lives. If None, only ``near``, ``ge_near`` and ``le_near``
-            guide (:class:`GuidedStep`).
-        guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
-            or a sequence with one for each prompt; None leaves a prompt unguided.
-        attention_mask: ``[B, S]`` of the prompts as the tokenizer made it, padded on the left.
-        max_new_tokens: the most tokens to generate; sizes the value model's cache.
-        temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 is no limit.
-        max_candidates: candidates of a step, a power of two up to 64; what is guided never samples outside them.
-        tokenizers: base model's and value model's; without a value model the base model's twice. With them outputs end
-            where sentences do. They are needed when the two models' ``vocab_size`` differ because the embedding is
-            padded, to show that the tokens are the same; for a ``thinking_budget``, to look up which tokens begin and
-            end a thought; and for an ``end_message`` or a ``landing`` in words.
-        pixel_values, image_grid_thw: of the prompts' images in their order, as the base model's processor makes them.
-            The value model, a Qwen2.5-VL too, embeds them with its own vision tower.
-        record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
-        backend: of the operators.
+            layers have hooks while the processor exists. If None, only ``near``, ``ge_near`` and ``le_near`` guide
+            (:class:`GuidedStep`).
+        guidance: parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed), or a sequence
+            with one entry per prompt. None leaves a prompt unguided.
+        attention_mask: ``[B, S]``; the tokenizer's mask of the prompts, padded on the left.
+        max_new_tokens: maximum number of new tokens; sizes the value model's cache.
+        temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 disables that filter.
+        max_candidates: candidates per step, a power of two up to 64. Guided tokens are drawn from the candidates only.
+        tokenizers: tokenizers of the base model and the value model; without a value model, the base model's twice.
+            With tokenizers, outputs end where sentences do. They are required if the models' ``vocab_size`` differ by
+            padding of the embedding, to check that the tokens are the same; for a ``thinking_budget``, to look up the
+            tokens that begin and end a thought; and for an ``end_message`` or a ``landing`` given as text.
+        pixel_values, image_grid_thw: the prompts' images in order, from the base model's processor. The value model,
+            also a Qwen2.5-VL, embeds them with its own vision tower.
+        record: keep a :class:`StepRecord` of each step in :attr:`records`; candidates of all prompts are then scored.
+        backend: backend of the operators.
 
     Raises:
-        ValueError: vocabularies that differ, right padding, a wrong number of ``guidance``, bad parameters, or images
-            that the value model cannot read. The first step raises it for images that are not those of the prompts,
-            and for videos.
+        ValueError: different vocabularies, right padding, a wrong number of ``guidance``, bad parameters, or images
+            that the value model cannot read. The first step raises it for images that do not match the prompts, and
+            for videos.
 
     Example:
         >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
@@ -157,14 +157,14 @@ class LenVMLogitsProcessor(LogitsProcessor):
         self._spans = {row: p for row, p in enumerate(params) if p is not None and p.has_span}
         self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
         self._wants_lengths = any(p is not None and p.return_values for p in params)
-        # By the prompts alone: their predicted lengths or, with a probe, the states that their first tokens follow.
+        # Results of the prompts: predicted lengths or, with a probe, the states before the first new tokens.
         self._of_prompts: torch.Tensor | None = None
         self._table_rows = torch.arange(rows, device=device)
 
         def of_rows(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.full((rows,), value, dtype=dtype, device=device)
 
-        # As tensors, once: a step would make them of numbers anew.
+        # As tensors, because each step would convert numbers again.
         filters = of_rows(top_k, torch.int32), of_rows(top_p), of_rows(min_p), of_rows(temperature)
         self._sampling = Sampling(*filters, is_logits=True)
         self._unguided = _warpers(temperature, top_k, top_p, min_p)
@@ -175,7 +175,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
-        """Arguments for ``model.generate``: this processor, and sampling parameters that leave its result alone."""
+        """Arguments for ``model.generate``: this processor, and neutral sampling parameters."""
         return dict(
             logits_processor=LogitsProcessorList([self]),
             max_new_tokens=self._max_new_tokens,
@@ -188,23 +188,22 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     @property
     def faults(self) -> list[int]:
-        """Steps of each prompt that lost their guidance: to scores or values that are not finite, or to a server that
-        gave no values."""
+        """Number of steps per prompt that lost their guidance because scores or values were not finite."""
         return self._step.table.columns.faults[: len(self._table_rows)].tolist()
 
     @torch.no_grad()
     def predicted_output_lengths(self, sequences: torch.Tensor) -> list[float | None]:
-        """How long the output to each prompt was predicted to be before it began: SGLang's ``predicted_output_length``.
+        """Predicted length of each output before it began, as SGLang's ``predicted_output_length``.
 
         Args:
-            sequences: int64 ``[B, S + N]``; what ``generate`` returned, prompts first. A value model has read the
-                prompts alone; with a probe it is the first new token and what is predicted to follow that.
+            sequences: int64 ``[B, S + N]``; the result of ``generate``, prompts first. A value model predicts from the
+                prompts only; for a probe, the length is one plus the prediction after the first new token.
 
         Returns:
-            Tokens, end-of-sequence included; None for a prompt without ``return_values``, or without a finite value.
+            Tokens, including end-of-sequence; None for a prompt without ``return_values`` or without a finite value.
 
         Raises:
-            ValueError: ``sequences`` of another number of rows, or without new tokens.
+            ValueError: ``sequences`` has another number of rows, or no new tokens.
         """
         rows, width, lengths = self._table_rows, self._prompt_width, self._of_prompts
         if sequences.dim() != 2 or len(sequences) != len(rows) or sequences.shape[1] <= width:
@@ -248,7 +247,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         return probs.log().to(scores.device)
 
     def _begin_spans(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Look through the prompts, padded on the left, for spans that they leave open."""
+        """Find the spans that prompts, padded on the left, leave open."""
         prompt_lens, eos = self._prompt_lens.tolist(), set(self._eos_on_device.tolist())
         for row, params in self._spans.items():
             prompt_len = prompt_lens[row]
@@ -256,7 +255,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             self._step.add_request(row, params, eos, prompt_len=prompt_len, span=span)
 
     def _check_progress(self, input_ids: torch.Tensor) -> int:
-        """Tokens generated so far."""
+        """The number of new tokens so far. Raises ValueError unless each row grew by one token since the last call."""
         rows, width = input_ids.shape
         if rows != len(self._table_rows):
             raise ValueError(
@@ -275,7 +274,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         return generated
 
     def _extend_prompts(self, tokens: torch.Tensor) -> None:
-        """Give the value model all tokens of the prompts but the last."""
+        """Pass all tokens of the prompts but the last to the value model."""
         width = tokens.shape[1]
         first = width - self._prompt_lens  # after the padding
         positions = (torch.arange(width, device=tokens.device) - first[:, None]).clamp(min=0)
@@ -291,7 +290,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         )
 
     def _images_of(self, tokens: torch.Tensor, first: torch.Tensor) -> ImageTokens | None:
-        """Of prompts ``[B, S]`` that begin at these columns; None if the value model is to read them as text."""
+        """Images of prompts ``[B, S]`` that begin at columns ``first``; None if the value model reads text only."""
         value_model, embeds = self._step.value_model, self._image_embeds
         if value_model is None or value_model.config.vision is None:
             return None
@@ -332,25 +331,25 @@ def generate(
 ) -> Any:
     """``model.generate`` with a target for the length of each output.
 
-    Tokens are sampled: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are arguments as those of
-    ``model.generate``, and are those of the model's ``generation_config`` where they are not given.
+    Tokens are sampled. ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are passed as to ``model.generate``, and
+    default to the model's ``generation_config``.
 
     Args:
         model: the base model, of any architecture.
         input_ids: int64 ``[B, S]``; prompts, padded on the left.
-        attention_mask: int64 ``[B, S]``; 0 where a prompt is padded (None: nowhere).
-        max_new_tokens: the most tokens to generate.
-        target_length: new tokens to aim at, without the end-of-sequence token.
-        guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length`` a mapping of further ones.
-        value_model: the value model, or a :class:`LengthProbe` of the base model. None: the target is met by the
+        attention_mask: int64 ``[B, S]``; 0 for padding. If None, there is no padding.
+        max_new_tokens: maximum number of new tokens.
+        target_length: target number of new tokens, without the end-of-sequence token.
+        guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length``, a mapping of further ones.
+        value_model: the value model, or a :class:`LengthProbe` of the base model. If None, the target is met by the
             end-of-sequence token alone.
-        tokenizer: the base model's. With it outputs end where sentences do; give it unless you have a reason not to.
-        num_return_sequences: outputs of each prompt, one below the other.
+        tokenizer: tokenizer of the base model. Recommended, because outputs then end where sentences do.
+        num_return_sequences: outputs per prompt, in consecutive rows.
         processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
-        **kwargs: of ``model.generate``.
+        **kwargs: further arguments of ``model.generate``.
 
     Returns:
-        What ``model.generate`` returns.
+        The result of ``model.generate``.
 
     Raises:
         ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
@@ -383,7 +382,7 @@ def generate(
         asked = [kwargs.pop(name, None), getattr(config, name, None), value]
         sampling[name] = next(x for x in asked if x is not None)
     options = dict(processor_options or {})
-    # Not where it would stand for a vocabulary that has to be compared.
+    # Not passed as the value model's tokenizer if the vocabularies must be compared.
     is_other = isinstance(value_model, ValueModel) and _vocab_size(model) != value_model.config.vocab_size
     if tokenizer is not None and not is_other:
         options.setdefault("tokenizers", (tokenizer, tokenizer))
@@ -454,7 +453,7 @@ def eos_token_ids(model: PreTrainedModel) -> list[int]:
 
 
 def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
-    """The filters of a row that is not guided, as ``generate`` would apply them."""
+    """The filters of an unguided row, as ``generate`` applies them."""
     warpers = LogitsProcessorList()
     if temperature != 1:
         warpers.append(TemperatureLogitsWarper(temperature))

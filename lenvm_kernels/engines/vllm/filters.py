@@ -1,4 +1,4 @@
-"""vLLM's own filters, which it applies after the processors: they leave the rows alone that guidance has rewritten."""
+"""Excludes the rows that guidance has rewritten from vLLM's own filters, which it applies after the processors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Rewritten(NamedTuple):
     """The rows that a step has rewritten.
 
     Attributes:
-        of_rows: the engine's own tensor, which tells its steps apart.
-        rows: bool ``[rows]``.
-        token_ids: int64 ``[rows, K]``; their candidates; in other rows any tokens.
+        of_rows: a tensor of the engine, which identifies the step.
+        rows: bool ``[rows]``; whether the row was rewritten.
+        token_ids: int64 ``[rows, K]``; candidates of the rewritten rows, arbitrary tokens in others.
     """
 
     of_rows: torch.Tensor
@@ -31,14 +31,14 @@ class Rewritten(NamedTuple):
 def rewrite(
     logits: torch.Tensor, output: StepOutput, at: torch.Tensor, temperature: torch.Tensor, of_rows: torch.Tensor
 ) -> Rewritten:
-    """Leave the candidates alone in guided rows, with the logits that give their probabilities; no other row changes.
+    """Mask all tokens but the candidates in guided rows, and set the logits that give their guided probabilities.
 
     Args:
-        logits: fp32 ``[rows, V]``.
-        output: of the step.
-        at: the row of each in the step.
-        temperature: fp32 ``[rows, 1]``; the engine divides by it.
-        of_rows: what :class:`Rewritten` keeps.
+        logits: fp32 ``[rows, V]``; changed in place.
+        output: result of the step.
+        at: int64 ``[rows]``; row of each in ``output``.
+        temperature: fp32 ``[rows, 1]``; the engine divides logits by it.
+        of_rows: see :class:`Rewritten`.
     """
     status, token_ids = output.candidates.status[at], output.candidates.token_ids[at].long()
     rows = (status == Status.GUIDE) | (status == Status.SINGLE)
@@ -53,15 +53,15 @@ def rewrite(
 
 
 class Filters:
-    """The engine's top-k, top-p and min-p, which would cut off again what guidance has made less likely.
+    """Disables the engine's top-k, top-p and min-p in guided rows, where they would remove less probable candidates.
 
-    The one that was made last is in their place.
+    The last instance in a process is the active one.
 
     Args:
-        vocab_size: a top-k that is off.
+        vocab_size: size of the vocabulary, a top-k that has no effect.
 
     Attributes:
-        rewritten: the rows that they leave alone; None: none.
+        rewritten: rows that the filters must not change. If None, there are none.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -72,7 +72,7 @@ class Filters:
     def after_top_k_top_p(
         self, of_rows: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The engine's filters ``[rows]``, off in rows that are guided: they have chosen the candidates already."""
+        """The engine's filters ``[rows]``, disabled in guided rows, whose candidates they have already selected."""
         rewritten = self.rewritten
         if rewritten is None or rewritten.of_rows is not of_rows:
             return top_k, top_p
@@ -81,7 +81,7 @@ class Filters:
 
     @contextmanager
     def around_min_p(self, logits: torch.Tensor, of_rows: torch.Tensor) -> Iterator[None]:
-        """What the engine's filter does in here to the candidates of guided rows is undone."""
+        """Undo the changes of the engine's min-p inside the context to candidates of guided rows."""
         rewritten = self.rewritten
         if rewritten is None or rewritten.of_rows is not of_rows:
             yield
@@ -92,7 +92,7 @@ class Filters:
         logits.scatter_(1, rewritten.token_ids, torch.where(rewritten.rows[:, None], before, after))
 
 
-# One a process.
+# One per process.
 _filters: Filters | None = None
 
 
@@ -109,7 +109,7 @@ def _wrap(filters: Filters) -> None:
         found = top_k_top_p(self, of_rows, *args, **kwargs)
         if _filters is None:
             return found
-        top_k, top_p, *others = found  # vLLM 0.33 says, too, whether a top-p may be alone in a row
+        top_k, top_p, *others = found  # vLLM 0.33 also returns whether a row may have only a top-p
         return (*_filters.after_top_k_top_p(of_rows, top_k, top_p), *others)
 
     @wraps(min_p)

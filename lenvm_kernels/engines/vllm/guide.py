@@ -1,7 +1,7 @@
 """Guidance in a vLLM worker: the value model, its cache, and the guided step of each batch.
 
 The engine passes a logits processor the logits of a step, and keeps the tokens and lengths of requests on the device.
-The value model has a cache of its own (:class:`OwnSlots`). Nothing is read back to the host.
+The value model has a separate cache (:class:`OwnSlots`). Only the trace makes a host-device sync.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one that the engine shows
+logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
 
 # Default of LENVM_MEMORY_SHARE, a share of the memory that the engine leaves for caches.
 MEMORY_SHARE = 0.2

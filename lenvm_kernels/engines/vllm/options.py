@@ -1,4 +1,4 @@
-"""What guidance does not go with in vLLM, refused by name when the server starts."""
+"""Options of vLLM that cannot be combined with guidance, rejected by name when the server starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _NOT_TRIED = "not tried"
-# Options of the engine, by the part of its configuration: what is accepted, and why.
+# Options by part of the engine's configuration, each with the accepted value and the reason.
 OPTIONS: dict[tuple[str, str], tuple[Any, str]] = {
     ("parallel_config", "prefill_context_parallel_size"): (1, _NOT_TRIED),
     ("parallel_config", "decode_context_parallel_size"): (1, _NOT_TRIED),
@@ -23,7 +23,7 @@ OPTIONS: dict[tuple[str, str], tuple[Any, str]] = {
 
 
 def check_one_part(requests: int, drafts: int, vocab_size: int) -> None:
-    """Raise ValueError if vLLM might verify drafts in several parts, each of which would come as a step of its own."""
+    """Raise ValueError if vLLM might verify drafts in several parts, each of which would be a separate step."""
     most = get_max_chunk_logits(vocab_size) // (1 + drafts)
     if drafts and requests > most:
         raise ValueError(
@@ -33,7 +33,7 @@ def check_one_part(requests: int, drafts: int, vocab_size: int) -> None:
 
 
 def check_options(vllm_config: VllmConfig) -> None:
-    """Raise ValueError for an option of the engine that guidance does not go with."""
+    """Raise ValueError if an option of the engine cannot be combined with guidance."""
     for (part, option), (accepted, reason) in OPTIONS.items():
         given = getattr(getattr(vllm_config, part) if part else vllm_config, option, accepted)
         if given != accepted:

@@ -1,7 +1,7 @@
 """LenVM in unforked vLLM, as a logits processor of its second model runner (entry point ``vllm.logits_processors``).
 
-It is on when ``LENVM_VALUE_MODEL`` is set (:class:`lenvm_kernels.engines.settings.Settings`). The engine's front end
-imports this module to check requests, so nothing here needs a device: what a worker does is in
+It is enabled by ``LENVM_VALUE_MODEL`` (:class:`lenvm_kernels.engines.settings.Settings`). The engine's front end
+imports this module to check requests, so it must not need a device. The code of the workers is in
 :mod:`lenvm_kernels.engines.vllm.guide`.
 """
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class LenVMProcessor(LogitsProcessor):
-    """Guides the requests whose ``vllm_xargs`` ask for it. vLLM makes one in each worker, while it loads the model.
+    """Guides the requests with guidance in ``vllm_xargs``. vLLM creates one in each worker while it loads the model.
 
-    Without ``LENVM_VALUE_MODEL`` it does nothing.
+    Without ``LENVM_VALUE_MODEL``, it does nothing.
 
     Args:
-        vllm_config: of the engine.
-        req_states: what the engine keeps of its requests.
-        *is_first_runner: vLLM's first model runner passes more; it cannot be guided.
+        vllm_config: configuration of the engine.
+        req_states: the engine's state of its requests.
+        *is_first_runner: passed only by vLLM's first model runner, which is not supported.
 
     Raises:
         ValueError: naming a setting or an option of the engine, what came and what is accepted.
@@ -53,12 +53,12 @@ class LenVMProcessor(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """In the front end, when a request arrives: what cannot be guided is answered with status 400."""
+        """Called in the front end when a request arrives; the engine answers a ValueError with status 400."""
         if Settings.are_given():
             guidance_of(sampling_params, Settings.current())
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """A request has a slot of the engine; whether its logits are ever changed."""
+        """Admit a request into a slot of the engine. Returns whether its logits may change."""
         if self._guide is None:
             return False
         return self._guide.add_request(req_idx, sampling_params, guidance_of(sampling_params, self._guide.settings))
@@ -67,7 +67,7 @@ class LenVMProcessor(LogitsProcessor):
         """Guide the rows of a step."""
         return logits if self._guide is None or ctx is None else self._guide.apply(logits, ctx)
 
-    # What the first model runner asks of a processor beside, where this one is off.
+    # Also called by the first model runner, where this processor is disabled.
 
     def is_argmax_invariant(self) -> bool:
         return True

@@ -52,7 +52,7 @@ class Predictions(_Copies):
         self._file, self._request_ids = file, request_ids
 
     def note(self, prompts: Mapping[int, int], lengths: torch.Tensor) -> None:
-        """Predicted ``lengths``, fp32 ``[B]``, of the outputs of requests; by slot the lengths of their prompts."""
+        """Record predicted output ``lengths``, fp32 ``[B]``; ``prompts`` are the lengths of the prompts by slot."""
         lines = [{"request_id": self._request_ids[slot], "prompt_tokens": count} for slot, count in prompts.items()]
         self.add(lengths, partial(self._write, lines))
 
@@ -82,11 +82,11 @@ class Report(_Copies):
         self._drafted_at = torch.full((slots,), -1, dtype=torch.int32, device=device)
 
     def admit(self, slot: int, is_guided: bool) -> None:
-        """A request is in a slot, or has lost its guidance."""
+        """Record that a request has entered a slot, or has lost its guidance."""
         self._drafted_at[slot] = 0 if is_guided else -1
 
     def timed(self) -> AbstractContextManager[None]:
-        """Times what is launched inside."""
+        """Times the work that is launched inside."""
         return self._stopwatch.running()
 
     def note(
@@ -98,7 +98,7 @@ class Report(_Copies):
         lengths: torch.Tensor,
         is_drawn: torch.Tensor | None,
     ) -> None:
-        """A step of B requests has been launched.
+        """Record a step of B requests that has been launched.
 
         Args:
             output: result of the step.
@@ -106,7 +106,7 @@ class Report(_Copies):
             broken: bool ``[B]``; requests that lost guidance in this step.
             slots: int64 ``[B]``; slots of the requests.
             lengths: int32 ``[B]``; lengths of the sequences.
-            is_drawn: bool ``[B]``; requests for which a token is drawn, the only ones that are counted (None: all).
+            is_drawn: bool ``[B]``; requests for which a token is drawn, which are counted. If None, all.
         """
         drafted_at, first = self._drafted_at[slots], layout.at[layout.first_rows]
         rows = (

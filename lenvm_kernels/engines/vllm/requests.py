@@ -1,4 +1,4 @@
-"""What a request to vLLM may ask for. Its front end and its workers read it; importable without vLLM."""
+"""The guidance of a request to vLLM, read by its front end and its workers. Importable without vLLM."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
 
-# Fields whose value may be an object, or a list of lists. ``vllm_xargs`` has none: they are given as JSON text.
+# Fields with objects or nested lists, which ``vllm_xargs`` does not support: they are passed as JSON text.
 _AS_TEXT: dict[str, tuple[type, str]] = {
     "token_temperature_scale": (dict, 'object in a text, such as "{\\"13\\": 0.5}"'),
     "end_token_ids": (list, 'list in a text, such as "[[7, 3], 9]"'),
     "start_token_ids": (list, 'list in a text, such as "[[7, 3], 9]"'),
 }
-# Fields that are true or false. vLLM makes them 1 or 0.
+# Boolean fields, which vLLM converts to 1 or 0.
 _SWITCHES = ("return_values", "allow_eos")
 
 
 def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | None:
-    """What a request asks for in its ``extra_args`` (``vllm_xargs``), None without.
+    """The guidance in a request's ``extra_args`` (``vllm_xargs``), or None without.
 
-    A greedy request has one candidate, which no guidance moves.
+    A greedy request is not guided: it has one candidate.
 
     Raises:
         ValueError: naming the field, what came and what is accepted.
@@ -62,7 +62,7 @@ def staged_tokens(req_states: LogitsProcRequestState, slot: int) -> list[int]:
 
 
 def _decoded(name: str, value: Any) -> Any:
-    """A field of ``vllm_xargs``, which are numbers, texts and lists, as it would be in ``custom_params``."""
+    """Convert a field of ``vllm_xargs``, a number, text or list, to its form in ``custom_params``."""
     if name in _SWITCHES and value in (0, 1):
         return bool(value)
     if name not in _AS_TEXT or not isinstance(value, str):

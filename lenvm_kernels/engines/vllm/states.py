@@ -1,6 +1,6 @@
-"""What a probe needs of vLLM's base model: its input embedding, and in every step what some of its layers read.
+"""The inputs of a probe from vLLM's base model: its input embedding, and in every step the inputs of some layers.
 
-The engine gives a logits processor neither of them. They are taken from its model runner.
+The engine passes neither to a logits processor, so they are taken from its model runner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def runner_of(req_states: LogitsProcRequestState) -> GPUModelRunner:
-    """The model runner whose requests these are; nothing that a processor is given leads to it."""
+    """The model runner that has these requests. No object that is passed to a processor refers to it."""
     for found in gc.get_objects():
         if issubclass(type(found), GPUModelRunner) and found.req_states.all_token_ids is req_states.all_token_ids:
             return found
@@ -36,11 +36,11 @@ def load_probe(settings: Settings, config: ModelConfig, model: torch.nn.Module) 
     """The probe of the settings, for the engine's base model.
 
     Raises:
-        ValueError: as :meth:`Settings.load_probe`, or what it needs cannot be had here.
+        ValueError: as :meth:`Settings.load_probe`, or the base model's input embedding is not available.
     """
     tables = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
     embedding = next((m for m in tables if not isinstance(m, ParallelLMHead)), None)
-    weight = getattr(embedding, "weight", None)  # quantized ones may be called otherwise
+    weight = getattr(embedding, "weight", None)  # quantized weights may have other names
     if weight is None:
         raise ValueError(
             f"LENVM_VALUE_MODEL must not be a probe with this base model: {type(model).__name__} has no input "
@@ -56,10 +56,10 @@ def load_probe(settings: Settings, config: ModelConfig, model: torch.nn.Module) 
 
 
 def show_layers(runner: GPUModelRunner, layers: list[int]) -> None:
-    """Have the base model return what these layers read beside its last states, as it does for EAGLE-3.
+    """Make the base model return the inputs of these layers in addition to its last states, as for EAGLE-3.
 
     Raises:
-        ValueError: the base model cannot, or drafts are made by a model, which would be given these states.
+        ValueError: the base model does not support this, or drafts come from a model, which would read these states.
     """
     reason = None
     if not supports_eagle3(runner.model):
@@ -72,16 +72,16 @@ def show_layers(runner: GPUModelRunner, layers: list[int]) -> None:
         )
     runner.model.set_aux_hidden_state_layers(tuple(layers))
     runner.use_aux_hidden_state_outputs = True
-    # It is compiled with what it returns, and the engine keeps what is compiled by the hash of its configuration.
+    # The outputs are part of the compiled model, which the engine caches by a hash of its configuration.
     runner.vllm_config.additional_config["lenvm_layers"] = layers
 
 
 class BaseStates:
-    """What some of the base model's layers read in a step.
+    """The states of the base model that a probe reads in a step.
 
     Args:
-        runner: the engine's, whose ``sample_tokens`` is wrapped: it makes logits of the states, and draws from them.
-        probe: whose layers they are.
+        runner: the engine's runner. Its ``sample_tokens``, which computes logits from the states, is wrapped.
+        probe: the probe that reads the states.
 
     Raises:
         ValueError: as :func:`show_layers`.
@@ -107,9 +107,9 @@ class BaseStates:
         runner.sample_tokens = keeping
 
     def of_rows(self, ctx: LogitsContext) -> torch.Tensor:
-        """``[rows, L H]``; those of the rows of a processor's step."""
+        """``[rows, L H]``; states of the rows of a processor's step."""
         step, batch = self._step, self._step.input_batch
-        # Drafts may be verified some requests at a time. They are next to each other, in the order of the batch.
+        # Drafts may be verified for some requests at a time, which are adjacent and in the order of the batch.
         place = batch.idx_mapping_np.tolist().index(ctx.idx_mapping_np[0])
         first = int(batch.cu_num_logits_np[place])
         at = batch.logits_indices[first : first + len(ctx.pos)]
