@@ -368,14 +368,14 @@ def candidate_values(
         generated: int32 [B]; tokens generated so far.
         counters: int32, at least :func:`num_counters` ``(B, K)``, all 0, and 0 again afterwards. Not for two launches
             that may run at once (``None``: allocated, which takes a launch more).
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         ``(value_logits, mean_logits)``, fp32 [B, K]: what guides, and what predicts. Accumulated in fp32; fp64 from
         fp64 inputs.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance

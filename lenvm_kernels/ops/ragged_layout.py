@@ -221,13 +221,13 @@ def ragged_layout(
         cached_lens: int32 [B], tokens of each request already in the cache: the position of its first delta token.
         candidate_parents: int32 [B, K], the column of each candidate's parent, an earlier one. Anything else (-1): the
             candidate follows the delta. ``None``: all do. Rows may be strided.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         The :class:`RaggedLayout`, on the device of ``delta_ids``.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> import torch

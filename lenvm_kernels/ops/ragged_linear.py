@@ -378,14 +378,14 @@ def ragged_linear(
             be strided. Columns from ``num_rows`` on are not written.
         expected_rows: about how many rows there are, for which the launch is to be fast (``None``: all T). It changes
             no bit.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         [T, N] in the dtype of ``x``, accumulated in fp32 (fp64 from fp64 inputs). Rows from ``num_rows`` on are
         arbitrary (0 on the reference).
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> import torch

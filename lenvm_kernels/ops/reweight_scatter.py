@@ -251,7 +251,7 @@ def reweight_scatter(
         fp32 ``[B, K]``, 0 in padding.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted.
+        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance, topk_candidates
@@ -322,7 +322,7 @@ def reweight_scatter_unchecked(
     probs: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """:func:`reweight_scatter` for a caller who knows that the arguments are right, and has resolved the backend."""
+    """:func:`reweight_scatter` without argument checks, for a resolved backend."""
     dtype = compute_dtype(value_logits, candidates.probs)
     out = torch.empty(*value_logits.shape, dtype=dtype, device=value_logits.device)
     columns_read = _columns_read(table)

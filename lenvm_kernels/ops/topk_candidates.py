@@ -242,7 +242,7 @@ def topk_candidates(
         :class:`Candidates`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted.
+        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 3.0, 1.0]])
@@ -348,7 +348,7 @@ def topk_candidates_unchecked(
     table_rows: Tensor | None,
     backend: str,
 ) -> Candidates:
-    """:func:`topk_candidates` for a caller who knows that the arguments are right, and has resolved the backend."""
+    """:func:`topk_candidates` without argument checks, for a resolved backend."""
     (requests, _), device, dtype = scores.shape, scores.device, compute_dtype(scores)
     candidates = Candidates(
         token_ids=torch.empty(requests, max_candidates, dtype=torch.int32, device=device),

@@ -272,13 +272,13 @@ def value_head(
             are not computed again; they are added in the order of the groups. Rows may be strided.
         counters: int32, at least :func:`num_counters` ``(M)``, all 0, and 0 again afterwards. Not for two launches that
             may run at once (``None``: allocated, which takes a launch more).
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         Logits, fp32 [M] (fp32 [T] without ``token_rows``), accumulated in fp32; fp64 from fp64 inputs.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> import torch
