@@ -353,36 +353,36 @@ def limit_span(
     text_breaks: Tensor | None = None,  # int8 [W]
     backend: str = "auto",
 ) -> SpanNodes:
-    """Say where guided spans stand; keep the model from ending a sequence with an open one, and end long ones.
+    """Update the state of guided spans; prevent the end of a sequence with an open span, and end long spans.
 
     A request has a span if it has ``span_end_token_ids``. An open span ends after the last token of one of its end
-    sequences, and a new one begins after the last token of a start sequence (``span_token_ids``). The table keeps where
-    it stands, and how many tokens were read for that (``span_seen``): those that are told again change nothing. While a
-    span is open
+    sequences, and a new one begins after the last token of a start sequence (``span_token_ids``). The table stores the
+    state and the number of tokens read (``span_seen``), so that passing tokens again has no effect. While a span is
+    open:
 
-    - the request's ``eos_token_ids`` are excluded, unless it ``allows_eos`` or they end the span, too: their logits are
-      lowered by so much that any other token is drawn in their place;
-    - once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
-      ``closing_token_ids`` are raised in the same way, one after the other; then the last of them.
+    - The request's ``eos_token_ids`` are excluded unless ``allows_eos`` is set or they also end the span. Their logits
+      are lowered so far that any other token is drawn instead.
+    - Once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
+      ``closing_token_ids`` are raised in the same way, one per step; after the last one, the last one is repeated.
 
-    A request with ``closing_token_ids`` and without ``span_end_token_ids`` has a landing. From its ``hard_limit`` on
-    its ``closing_token_ids`` are raised as above, each once. Then the sequence goes on, and may end.
+    A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing. From its ``hard_limit`` on,
+    its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may end.
 
-    All other requests are left as they are. Called again for the same step it changes nothing that is drawn.
+    Other requests are unchanged. Calling it again for the same step does not change the drawn tokens.
     Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``, last dimension contiguous, changed in place: of the next tokens
-            at each node (:class:`Drafts`), without drafts of each request. ``None``: they were changed before, and only
-            what is returned is wanted.
+        logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``, last dimension contiguous; logits of the next token at each
+            node (:class:`Drafts`), or of each request without drafts. Changed in place. If ``None``, only the state is
+            updated and returned.
         table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``
             and ``closing_from`` are written.
-        tokens: int64 ``[B, N]``; the tokens that each sequence has grown by, from column 0 on.
+        tokens: int64 ``[B, N]``; the new tokens of each sequence, from column 0 on.
         table_rows: int64 ``[B]``; each request's row of the table, all different.
-        lengths: int32 ``[B]``; tokens of each sequence, these included.
-        new_lens: int32 ``[B]``; how many of ``tokens`` are of each sequence (None: 1).
-        drafts: of the requests; None: nobody has any.
-        text_breaks: int8 ``[W]``; the :class:`TextBreak` that each token of the vocabulary makes; None: no token ends a
+        lengths: int32 ``[B]``; tokens of each sequence, including the new ones.
+        new_lens: int32 ``[B]``; number of new tokens of each sequence. If ``None``, 1.
+        drafts: drafts of the requests. If ``None``, no request has drafts.
+        text_breaks: int8 ``[W]``; the :class:`TextBreak` of each token of the vocabulary. If ``None``, no token ends a
             line.
         backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
