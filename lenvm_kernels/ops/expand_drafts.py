@@ -119,7 +119,7 @@ def empty_nodes(requests: StepRequests, drafts: int) -> StepRequests:
 
 
 def check_drafts(drafts: Drafts, requests: int | None, device: torch.device | None) -> None:
-    """Raise TypeError or ValueError, naming the field, unless ``drafts`` are valid with ``requests`` rows (None: any)."""
+    """Raise TypeError or ValueError, naming the field, unless ``drafts`` are valid. ``requests`` None: any number."""
     if not isinstance(drafts, Drafts):
         raise TypeError(f"drafts must be Drafts, got {type(drafts).__name__}")
     shape = (requests, None)
