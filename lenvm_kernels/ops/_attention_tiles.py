@@ -121,7 +121,7 @@ def _merge_splits(
         offset = (m * HEAD_DIM)[:, None] + column[None, :]
         acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
         # Loads of four splits are in flight at once. Software pipelining would copy them through shared memory and
-        # wait: measured on an H200 (B 64, 2,048 cached tokens), the attention takes 63 us without it and 110 us with it.
+        # wait. Measured on an H200 (B 64, 2,048 cached tokens), the attention takes 110 us with it and 63 us without.
         where = (splits, partial_out_ptr, partial_lse_ptr, stride_split, offset, is_row, is_column)
         for split in tl.range(0, splits, 4, num_stages=1):
             lse_a, x_a = _load_partial(split, *where, HEAD_DIM)

@@ -76,7 +76,8 @@ from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 # down takes 13.5, 11.2, 10.0 and 10.0 us for 6 rows with 3, 4, 5 and 8 parts, and 94, 116, 104 and 105 us for 1,536.
 SPLIT_FROM = 3840
 MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 132
-# Piece of the result per program that adds parts. Measured on an H200: 384 rows take 31 us with 4, 36 with 8, 39 with 16.
+# Piece of the result per program that adds parts. Measured on an H200: 384 rows take 31 us with 4, 36 us with 8, 39 us
+# with 16.
 ADD_ROWS, ADD_COLUMNS = 4, SQUARES_GROUP
 # AMD's warps are twice as wide: with 4 of them, a thread would load 16 bits at a time.
 ADD_WARPS, ADD_WARPS_HIP = 4, 2
@@ -85,8 +86,7 @@ WIDE_FROM = 4096  # columns from which fp32, and GPUs other than sm_90, use wide
 # Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn. With a
 # program for every possible tile, exiting the thousands without live rows would take longer than a small batch's work.
 MAX_PROGRAMS = 528
-# The launch for the norm reads some KB per program, 4 rows by 1024 columns at a time. A multiprocessor holds 16
-# programs, so one wave suffices.
+# The launch for the norm reads 4 rows by 1024 columns at a time. A multiprocessor holds 16 programs: one wave suffices.
 NORM_ROWS, NORM_BLOCK_K = 4, 1024
 MAX_SMALL_PROGRAMS = 2048
 

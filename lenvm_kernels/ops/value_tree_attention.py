@@ -145,7 +145,7 @@ def _value_tree_attention_kernel(
         )
 
         # A candidate's own key and value initialize its softmax, outside of the matmuls. Its bits therefore cannot
-        # depend on neighbouring candidates, and the diagonal needs no key block. Done by the last split, like the delta.
+        # depend on neighbouring candidates, and the diagonal needs no key block. Only in the last split, as the delta.
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_mask = (is_self & is_row)[:, None] & is_dim[None, :]
         k_self = tl.load(
@@ -164,8 +164,8 @@ def _value_tree_attention_kernel(
         acc = v_self.to(tl.float32)  # [BLOCK_M, BLOCK_D]
 
         # Ancestors are added one by one, outside of the matmuls for the same reason. The rows of the tile ascend
-        # together; rows without a further ancestor stay bitwise unchanged. Delta tokens get a finite maximum (0) here, so
-        # that no difference of infinities can arise.
+        # together; rows without a further ancestor stay bitwise unchanged. Delta tokens have a finite maximum (0) here,
+        # so that no difference of infinities can arise.
         if ptr.parents is not None:
             first_candidate_row = first_row + delta
             ancestor = _parent_row(tl.where(is_self & is_row, row, -1), ptr.parents, first_candidate_row)  # [BLOCK_M]
