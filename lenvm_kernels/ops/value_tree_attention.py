@@ -145,7 +145,7 @@ def _value_tree_attention_kernel(
         )
 
         # A candidate's own key and value initialize its softmax, outside of the matmuls. Its bits therefore cannot
-        # depend on neighbouring candidates, and the diagonal needs no key block. Only in the last split, as the delta.
+        # depend on neighbouring candidates, and the diagonal needs no key block. Only in the last split, like delta.
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_mask = (is_self & is_row)[:, None] & is_dim[None, :]
         k_self = tl.load(
