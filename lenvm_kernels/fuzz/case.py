@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.draws import Draws
 
-# Maximum interpreter operations per call on a CPU. A case makes three calls: about two seconds on an idle core, at 80 us
-# per operation.
+# Maximum interpreter operations per call on a CPU. A case makes three calls: about two seconds on an idle core, at
+# 80 us per operation.
 INTERPRETED_WORK = 8_000
 # Maximum numbers in the inputs of a case on a GPU; the reference needs ten times as many fp64 numbers, about 5 GB.
 BATCH_SIZE = 2**26

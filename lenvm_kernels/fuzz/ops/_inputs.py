@@ -30,7 +30,7 @@ def poisoned(draws: Draws, rows: Any, x: Tensor, of: float) -> Tensor:
 
 
 def fill(fields: Any, rows: Any, values: Mapping[str, Tensor], elsewhere: int | None = None) -> None:
-    """Write ``rows`` of the named tensors. With ``elsewhere``, all other rows get a value that exposes reads of them."""
+    """Write ``rows`` of the named tensors. ``elsewhere`` is a value for all other rows that exposes reads of them."""
     for name, x in values.items():
         column = getattr(fields, name)
         if elsewhere is not None:
