@@ -1,12 +1,12 @@
 """Triton kernels for LenVM length-guided decoding (arXiv 2604.27039), with pure-PyTorch references.
 
-The whole step for an engine: :class:`GuidedStep`. Its operators, in the order in which it calls them:
-:func:`limit_span`, :func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`,
+:class:`GuidedStep` runs a full guided decode step for an engine. It calls these operators in order: :func:`limit_span`,
+:func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`; then, for a value model,
 :func:`pack_drafts`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
-:func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, or :func:`candidate_values` instead of the seven
-before it; :func:`reweight_scatter`, :func:`sample_candidates`, :func:`verify_drafts`. The parameters of a request:
-:func:`parse_guidance`, :class:`GuidanceTable`; the value model: :class:`ValueModel`. In ``transformers``, all in one
-call: :func:`generate`.
+:func:`rope_cache`, :func:`value_tree_attention` and :func:`value_head`, or, for a probe, :func:`candidate_values`; then
+:func:`reweight_scatter`, :func:`sample_candidates` and :func:`verify_drafts`. :func:`parse_guidance` and
+:class:`GuidanceTable` hold request parameters, :class:`ValueModel` is the value model, and :func:`generate` does
+everything in one call with ``transformers``.
 """
 
 from importlib import import_module
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where they are. Imported when first used: `lenvm --help` must not wait for torch and transformers.
+# Modules are imported on first use, so that `lenvm --help` does not wait for torch and transformers.
 _MODULES = {
     "engines.transformers.processor": "generate",
     "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
@@ -83,7 +83,7 @@ _MODULES = {
     ),
     "values": ("ImageTokens KVCache LengthProbe LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions"),
 }
-# An operator is in the file of its own name.
+# Each operator is in the module of the same name.
 _OPERATORS = (
     "candidate_values catch_up embed_tokens expand_drafts gather_requests limit_span pack_drafts "
     "ragged_layout ragged_linear reweight_scatter rope_cache sample_candidates select_scored topk_candidates "

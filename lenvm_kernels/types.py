@@ -1,4 +1,4 @@
-"""What operators pass each other, as tuples of tensors: kernels take them as they are."""
+"""Named tuples of tensors that operators exchange. Kernels take them as arguments unchanged."""
 
 from enum import IntEnum, IntFlag
 from math import inf, nan
@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 class Status(IntEnum):
-    """What becomes of a request in a decode step."""
+    """How a request is handled in a decode step."""
 
     UNGUIDED = 0
-    """No guidance asked, neutral parameters, or broken scores: the request keeps its probabilities and filters."""
+    """No guidance, neutral parameters, or broken scores: the request keeps its probabilities and filters."""
     GUIDE = 1
-    """The candidates are to be reweighted by their values."""
+    """The candidates are reweighted by their values."""
     SINGLE = 2
-    """One candidate is left: it is the answer, no value is needed."""
+    """Only one candidate is left: it is the next token, and no value is needed."""
     SKIP = 3
-    """The candidates' entropy is at or below the request's threshold: it keeps its probabilities and filters."""
+    """The candidates' entropy is at or below the threshold: the request keeps its probabilities and filters."""
     NOT_DUE = 4
-    """The step is none of those that the request is guided at: it keeps its probabilities and filters."""
+    """``value_stride`` leaves out this step: the request keeps its probabilities and filters."""
 
 
 class Mode(IntEnum):
-    """How a request's candidates are reweighted. A target makes it one of those from ``EQ`` on."""
+    """How a request's candidates are reweighted. Requests with a target have a mode from ``EQ`` on."""
 
     UNGUIDED = 0
     MUL = 1
@@ -45,7 +45,7 @@ class Mode(IntEnum):
 
 
 class TextBreak(IntFlag):
-    """What ends with a token, see :func:`lenvm_kernels.text_breaks_of`. A token can end a sentence and its line."""
+    """Text unit that a token ends, see :func:`lenvm_kernels.text_breaks_of`. A token can end a sentence and a line."""
 
     NONE = 0
     LINE = 1
@@ -56,13 +56,13 @@ class Candidates(NamedTuple):
     """Candidate tokens of ``B`` requests, ``K`` columns each, in descending order of probability.
 
     Attributes:
-        token_ids: int32 ``[B, K]``; -1 pads.
-        probs: fp32 ``[B, K]``; the request's softmax itself, not renormalised; 0 pads.
-        counts: int32 ``[B]``; candidates of the request, 0 without guidance.
+        token_ids: int32 ``[B, K]``; -1 in padding.
+        probs: fp32 ``[B, K]``; probabilities of the request's softmax, not renormalised; 0 in padding.
+        counts: int32 ``[B]``; number of candidates, 0 without guidance.
         status: int8 ``[B]``; a :class:`Status`.
-        lost_mass: fp32 ``[B]``; probability mass outside the candidates where it was ``K``, not the request's own
-            filters, that ended the list (else 0). NaN marks broken scores: NaN or +inf among them, nothing to choose
-            from, or a temperature that is not finite.
+        lost_mass: fp32 ``[B]``; probability mass outside the candidates if ``K`` cut the list short, 0 if the request's
+            own filters did. NaN marks broken scores: NaN or +inf among them, no token to choose, or a temperature that
+            is not finite.
     """
 
     token_ids: Tensor
@@ -73,25 +73,25 @@ class Candidates(NamedTuple):
 
     @property
     def broken(self) -> Tensor:
-        """bool ``[B]``: requests that lost their guidance because of their scores. Sum it to count them."""
+        """bool ``[B]``: requests that lost their guidance because of broken scores."""
         return self.lost_mass.isnan()
 
 
 class RaggedLayout(NamedTuple):
-    """The ``T = D + B * K`` token rows of one value-model forward, and where each request's candidates are among them.
+    """The ``T = D + B * K`` token rows of one value-model forward, and the rows of each request's candidates.
 
-    Request ``i`` owns the rows ``q_offsets[i] .. q_offsets[i+1] - 1``. Those from ``q_offsets[B]`` on are padding.
+    Request ``i`` owns rows ``q_offsets[i] .. q_offsets[i+1] - 1``. Rows from ``q_offsets[B]`` on are padding.
 
     Attributes:
         token_ids: int64 ``[T]``; 0 in padding.
         positions: int64 ``[T]``; position in the request's sequence, 0 in padding.
-        slots: int64 ``[T]``; cache slot that keeps the key and value of a delta token, -1 for every other row.
+        slots: int64 ``[T]``; cache slot for the key and value of a delta token, -1 for all other rows.
         q_offsets: int32 ``[B+1]``; first row of each request, then the number of rows in use.
         candidate_rows: int64 ``[B, K]``; row of each candidate, -1 in padding columns.
-        head_rows: int64 ``[B*K]``; the rows of all candidates in the order of the requests, then -1.
-        head_targets: int64 ``[B*K]``; a permutation of ``0 .. B*K - 1``: where what the value head makes of each of the
-            ``head_rows`` belongs in a ``[B, K]``. Its padding goes to the padding columns, in their order.
-        parents: int32 ``[T]``; of trees, the row of a candidate's parent, -1 for every other row; else None.
+        head_rows: int64 ``[B*K]``; the rows of all candidates in request order, then -1.
+        head_targets: int64 ``[B*K]``; a permutation of ``0 .. B*K - 1``: the index in a flattened ``[B, K]`` of the
+            value logit of each of the ``head_rows``. Padding maps to the padding columns, in order.
+        parents: int32 ``[T]``; the row of a candidate's parent, -1 for all other rows. None if no candidate has one.
     """
 
     token_ids: Tensor
@@ -105,13 +105,13 @@ class RaggedLayout(NamedTuple):
 
 
 class EmbeddedTokens(NamedTuple):
-    """What the layers of a value model start from, for ``T`` tokens.
+    """Input of a value model's first layer, for ``T`` tokens.
 
     Attributes:
         hidden: ``[T, H]``; embeddings.
-        square_sums: fp32 ``[ceil(H / 64), T]``; sums of their squares over groups of 64 columns.
-        cos: fp32 ``[T, D / 2]``; of the angles of each token's position.
-        sin: fp32 ``[T, D / 2]``.
+        square_sums: fp32 ``[ceil(H / 64), T]``; sums of the squared embeddings over groups of 64 columns.
+        cos: fp32 ``[T, D / 2]``; cosine of the rotary angles of each token's position.
+        sin: fp32 ``[T, D / 2]``; sine of the same angles.
     """
 
     hidden: Tensor
@@ -121,12 +121,12 @@ class EmbeddedTokens(NamedTuple):
 
 
 class SpanNodes(NamedTuple):
-    """Where spans stand at the nodes of ``B`` requests (:class:`Drafts`; without drafts each has one).
+    """State of the spans at the nodes of ``B`` requests (see :class:`Drafts`; one node per request without drafts).
 
     Attributes:
-        ended: bool ``[B (1 + D)]``; the request has a span, and none is open: nothing is to be guided there.
-        generated: int32 ``[B (1 + D)]``; tokens since the span began, of requests without one since their prompts. 0
-            where there is no node.
+        ended: bool ``[B (1 + D)]``; the request uses spans and none is open: the node is not guided.
+        generated: int32 ``[B (1 + D)]``; tokens since the span began, or since the prompt for requests without spans.
+            0 for missing nodes.
     """
 
     ended: Tensor
@@ -134,18 +134,18 @@ class SpanNodes(NamedTuple):
 
 
 class StepRequests(NamedTuple):
-    """What a step has to know of its ``B`` requests, in tensors of ``N`` rows; those from ``B`` on are padding.
+    """Per-request inputs of a step of ``B`` requests, in tensors of ``N`` rows. Rows from ``B`` on are padding.
 
     Attributes:
         positions: int32 ``[N]``; position of the last token of the sequence; -1 in padding.
         table_rows: int64 ``[N]``; row of the request in the slot table and the guidance table.
-        guided: bool ``[N]``; it has guidance.
-        wants_length: bool ``[N]``; it asks for predicted lengths, or is between two spans and has to be read on.
-        entropy_threshold: fp32 ``[N]``; nats, NaN for none.
-        generated: int32 ``[N]``; tokens generated.
-        seeds: int64 ``[N]``; of its draws.
-        due: bool ``[N]``; it is guided at this step whatever its candidates are.
-        cached_lens: int32 ``[N]``; tokens of its sequence that the value model has; 0 in padding.
+        guided: bool ``[N]``; the request is guided.
+        wants_length: bool ``[N]``; predicted lengths are requested, or the request is between spans and still read.
+        entropy_threshold: fp32 ``[N]``; nats, NaN for no threshold.
+        generated: int32 ``[N]``; number of generated tokens.
+        seeds: int64 ``[N]``; seeds of the draws.
+        due: bool ``[N]``; ``value_stride`` includes this step. Other requests are guided only if a candidate ends them.
+        cached_lens: int32 ``[N]``; tokens of the sequence in the value model's cache; 0 in padding.
     """
 
     positions: Tensor
@@ -160,14 +160,14 @@ class StepRequests(NamedTuple):
 
 
 class StepHistory(NamedTuple):
-    """What a step leaves to the next of the requests in ``R`` table rows.
+    """State of the requests in ``R`` table rows that persists between steps.
 
     Attributes:
-        step: int64 ``[1]``; number of the step that comes.
-        uncounted: int64 ``[1]``; how many before it are none that a ``value_stride`` counts.
-        tokens: int32 ``[R, M]``; the last tokens of its sequence: the one at position ``p`` in column ``p % M``.
-        told_lens: int32 ``[R]``; tokens of its sequence that steps or prompts have told, without a gap.
-        cached_lens: int32 ``[R]``; tokens of its sequence that the value model has: these are in its cache.
+        step: int64 ``[1]``; number of the next step.
+        uncounted: int64 ``[1]``; number of earlier steps that ``value_stride`` does not count.
+        tokens: int32 ``[R, M]``; ring buffer of the last tokens: the token at position ``p`` is in column ``p % M``.
+        told_lens: int32 ``[R]``; length of the gapless prefix that steps and prompts have passed.
+        cached_lens: int32 ``[R]``; tokens of the sequence in the value model's cache.
     """
 
     step: Tensor
@@ -178,13 +178,13 @@ class StepHistory(NamedTuple):
 
 
 class ScoredCandidates(NamedTuple):
-    """What the value model computes in a step, for ``N`` requests, padding included.
+    """Candidates that the value model scores in a step, for ``N`` requests including padding.
 
     Attributes:
-        token_ids: int32 ``[N, K]``; -1 pads.
-        counts: int32 ``[N]``; the first so many columns are scored.
+        token_ids: int32 ``[N, K]``; -1 in padding.
+        counts: int32 ``[N]``; number of leading columns that are scored.
         positions: int32 ``[N]``; the candidates' position in the sequence.
-        alone: bool ``[N]``; the only token scored is the next one, for its length: nothing is to be reweighted.
+        alone: bool ``[N]``; only the next token is scored, to predict its length. Nothing is reweighted.
     """
 
     token_ids: Tensor
@@ -194,14 +194,14 @@ class ScoredCandidates(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Tokens that may come next in the sequences of ``B`` requests, ``D`` columns each: a chain or a tree.
+    """Draft tokens for the sequences of ``B`` requests, ``D`` columns each: a chain or a tree per request.
 
-    The *nodes* of a request are where a token is to be drawn: node 0 after the last token of its sequence, node
+    A *node* of a request is a place where a token is drawn: node 0 after the last token of the sequence, node
     ``1 + j`` after draft ``j``.
 
     Attributes:
-        token_ids: int32 or int64 ``[B, D]``; from column 0 on, negative from the first that is not there.
-        parents: int32 ``[B, D]``; the column of the draft that each follows, an earlier one. Anything else (-1): it
+        token_ids: int32 or int64 ``[B, D]``. The list ends at the first negative id.
+        parents: int32 ``[B, D]``; the earlier column that each draft follows. For any other value (-1), the draft
             follows the last token of the sequence.
     """
 
@@ -210,16 +210,16 @@ class Drafts(NamedTuple):
 
 
 class CandidateTrees(NamedTuple):
-    """What the value model computes beside the tokens of ``N`` sequences with drafts: these, then their candidates.
+    """Trees that the value model computes for ``N`` sequences with drafts: first the drafts, then their candidates.
 
-    ``C = D + (1 + D) K`` columns. A candidate that is a draft, too, has the draft's column only.
+    ``C = D + (1 + D) K`` columns. A candidate that is also a draft shares the draft's column.
 
     Attributes:
-        token_ids: int32 ``[N, C]``; -1 pads.
-        parents: int32 ``[N, C]``; the column of the draft that each follows; -1: it follows the sequence.
-        counts: int32 ``[N]``; the first so many columns are computed.
+        token_ids: int32 ``[N, C]``; -1 in padding.
+        parents: int32 ``[N, C]``; the column of the draft that each token follows, -1 if it follows the sequence.
+        counts: int32 ``[N]``; number of leading columns that are computed.
         positions: int32 ``[N]``; position of the columns without a parent.
-        columns: int64 ``[N * (1 + D), K]``; the column of each scored candidate of each node, -1 for the others.
+        columns: int64 ``[N * (1 + D), K]``; the column of each scored candidate of each node, -1 for other candidates.
     """
 
     token_ids: Tensor
@@ -230,12 +230,12 @@ class CandidateTrees(NamedTuple):
 
 
 class VerifiedTokens(NamedTuple):
-    """The tokens that ``B`` sequences with ``D`` drafts grow by.
+    """New tokens of ``B`` sequences with ``D`` drafts.
 
     Attributes:
-        tokens: int32 ``[B, 1 + D]``; from column 0 on, -1 pads.
-        lens: int32 ``[B]``; how many there are.
-        nodes: int32 ``[B, 1 + D]``; the node of the request that each was drawn at, -1 pads.
+        tokens: int32 ``[B, 1 + D]``; the tokens from column 0 on, then -1.
+        lens: int32 ``[B]``; number of tokens.
+        nodes: int32 ``[B, 1 + D]``; the node at which each token was drawn, then -1.
     """
 
     tokens: Tensor
@@ -244,13 +244,13 @@ class VerifiedTokens(NamedTuple):
 
 
 class DeltaTokens(NamedTuple):
-    """The tokens that the value model computes and keeps in a step, for ``N`` requests, padding included.
+    """Tokens that the value model computes and caches in a step, for ``N`` requests including padding.
 
     Attributes:
-        token_ids: int64 ``[N, M]``; from column 0 on, 0 pads.
-        slots: int64 ``[N, M]``; where their keys and values belong, -1 pads.
-        lens: int32 ``[N]``; how many there are.
-        cached_lens: int32 ``[N]``; tokens of the sequence before them, all of them cached.
+        token_ids: int64 ``[N, M]``; the tokens from column 0 on, then 0.
+        slots: int64 ``[N, M]``; cache slots of their keys and values, then -1.
+        lens: int32 ``[N]``; number of tokens.
+        cached_lens: int32 ``[N]``; number of tokens before them, all of which are cached.
     """
 
     token_ids: Tensor
@@ -263,10 +263,10 @@ class Column(NamedTuple):
     """How a column of :class:`GuidanceColumns` is stored.
 
     Attributes:
-        dtype: its dtype.
-        default: the number for requests without the parameter, and the padding of lists.
-        is_list: the column is ``[R, n]``, not ``[R]``.
-        is_packed: the guidance table packs the column into its rows.
+        dtype: dtype of the column.
+        default: value for requests without the parameter, and padding of lists.
+        is_list: whether the column is ``[R, n]`` instead of ``[R]``.
+        is_packed: whether the guidance table packs the column into its rows.
     """
 
     dtype: torch.dtype
@@ -275,51 +275,51 @@ class Column(NamedTuple):
     is_packed: bool = True
 
 
-# Padding of token ids; the padding of candidates is -1.
+# -2, because candidates are padded with -1.
 _TOKENS = Column(torch.int32, -2, is_list=True)
 _INTEGER, _NUMBER, _SWITCH = Column(torch.int32), Column(torch.float32), Column(torch.bool)
 
 
 class GuidanceColumns(NamedTuple):
-    """The parameters of ``R`` requests, a tensor for each, which operators read.
+    """Guidance parameters of ``R`` requests, one tensor per parameter.
 
     Attributes:
         seed: int64 ``[R]``; seed of the request's draws.
-        scaled_token_ids: int64 ``[R, W]``; tokens with a temperature of their own, 0 pads.
-        token_scales: fp32 ``[R, W]``; factors of their logits, 1 pads.
-        eos_token_ids: int32 ``[R, E]``; -2 pads.
-        span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, or begin a sequence that ends it; -2
-            pads.
-        span_token_ids: int32 ``[R, P]``; the tokens of all sequences that end or begin a span, one sequence after the
-            other (:class:`SpanPatterns`); -2 pads.
-        closing_token_ids: int32 ``[R, C]``; the tokens that a hard limit forces, in order; -2 pads.
-        span_first_bits, span_end_bits, span_start_bits: int32 ``[R]``; bit ``i`` says whether span token ``i`` is the
-            first of a sequence, the last of an end sequence, the last of a start sequence.
+        scaled_token_ids: int64 ``[R, W]``; tokens with their own temperature, padded with 0.
+        token_scales: fp32 ``[R, W]``; factors on the logits of these tokens, padded with 1.
+        eos_token_ids: int32 ``[R, E]``; padded with -2.
+        span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, or begin a sequence that ends it; padded
+            with -2.
+        span_token_ids: int32 ``[R, P]``; the tokens of all sequences that end or begin a span, concatenated
+            (:class:`SpanPatterns`); padded with -2.
+        closing_token_ids: int32 ``[R, C]``; the tokens that a hard limit forces, in order; padded with -2.
+        span_first_bits, span_end_bits, span_start_bits: int32 ``[R]``; bit ``i`` is set if span token ``i`` is the
+            first of a sequence, the last of an end sequence, or the last of a start sequence.
         span_seen: int32 ``[R]``; tokens of the sequence that :func:`limit_span` has read. Written by it.
-        span_match: int32 ``[R]``; bits of the span tokens that may have been matched last. Written by it.
+        span_match: int32 ``[R]``; bits of the span tokens that the last token may match. Written by it.
         closing_from: int32 ``[R]``; length of the sequence from which its end is forced, or -1. Written by it.
         mode: int32 ``[R]``; a :class:`Mode`.
-        scale: fp32 ``[R]``; scale of the mode, strength of the constraints ``NEAR``, ``GE_NEAR`` and ``LE_NEAR``.
+        scale: fp32 ``[R]``; scale of the mode, or strength of the constraints ``NEAR``, ``GE_NEAR`` and ``LE_NEAR``.
         nats_per_token: fp32 ``[R]``; ``-ln(gamma)``.
-        value_min: fp32 ``[R]``; -inf for none.
+        value_min: fp32 ``[R]``; -inf for no minimum.
         target_length: fp32 ``[R]``; tokens, 0 without a target.
         tolerance: fp32 ``[R]``; tokens; the near constraints treat all lengths within it of the target alike.
-        min_end_prob: fp32 ``[R]``; ``ending_token_ids`` are candidates from this probability on, inf for none.
-        least_share: fp32 ``[R]``; the least share of the largest probability that a candidate may have.
-        due_length: fp32 ``[R]``; a total target and its tolerance, beyond which ``min_end_prob`` falls, or inf.
-        entropy_threshold: fp32 ``[R]``; nats, NaN for none.
-        answer_length: fp32 ``[R]``; tokens that are to follow the span.
-        prompt_len: int32 ``[R]``; tokens that do not count as generated. :func:`limit_span` writes the tokens before a
-            span that begins.
-        hard_limit: int32 ``[R]``; generated tokens at which an open span is ended, the largest int32 for none.
-        hard_limit_grace: int32 ``[R]``; tokens that the limit waits for the end of a line.
+        min_end_prob: fp32 ``[R]``; minimum probability at which ``ending_token_ids`` become candidates, inf for never.
+        least_share: fp32 ``[R]``; minimum probability of a candidate as a share of the largest probability.
+        due_length: fp32 ``[R]``; a total target plus its tolerance, beyond which ``min_end_prob`` falls, or inf.
+        entropy_threshold: fp32 ``[R]``; nats, NaN for no threshold.
+        answer_length: fp32 ``[R]``; expected tokens after the span.
+        prompt_len: int32 ``[R]``; tokens that do not count as generated. At the start of a span, :func:`limit_span`
+            writes the number of tokens before it.
+        hard_limit: int32 ``[R]``; generated tokens at which an open span is ended, the largest int32 for no limit.
+        hard_limit_grace: int32 ``[R]``; maximum tokens beyond the limit to wait for the end of a line.
         value_stride: int32 ``[R]``; the request is guided at steps whose number is a multiple of it.
-        counts_down: bool ``[R]``; ``target_length`` is a total.
-        return_values: bool ``[R]``; predicted lengths are requested.
-        allows_eos: bool ``[R]``; the sequence may end while its span is open.
+        counts_down: bool ``[R]``; whether ``target_length`` is a total.
+        return_values: bool ``[R]``; whether predicted lengths are requested.
+        allows_eos: bool ``[R]``; whether the sequence may end while its span is open.
         span_ended: bool ``[R]``; no span is open. Written by :func:`limit_span`.
-        ending_token_ids: int32 ``[R, E + S]``; ``eos_token_ids`` and ``span_end_token_ids`` in the same memory: tokens
-            whose value is 0.
+        ending_token_ids: int32 ``[R, E + S]``; view of ``eos_token_ids`` and ``span_end_token_ids``: tokens whose value
+            is 0.
         faults: int32 ``[R]``; steps in which the request lost its guidance (see :func:`reweight_scatter`).
     """
 
@@ -359,7 +359,7 @@ class GuidanceColumns(NamedTuple):
     faults: Annotated[Tensor, _INTEGER._replace(is_packed=False)]
 
 
-# Columns are packed in this order: the widest elements first, so that each column is aligned.
+# Columns are packed in this order, widest elements first, so that each column is aligned.
 GUIDANCE_COLUMNS: dict[str, Column] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(GuidanceColumns, include_extras=True).items()
 }

@@ -1,35 +1,35 @@
-"""What the references share."""
+"""Functions shared by the references."""
 
 import torch
 import torch.nn.functional as F
 
 from lenvm_kernels.types import Drafts, TextBreak
 
-# Columns of a row whose squares are added up together.
+# Number of columns per sum of squares.
 SQUARES_GROUP = 64
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """The dtype a reference computes in: fp64 when any input is fp64, else fp32."""
+    """Compute dtype of a reference: fp64 if any input is fp64, else fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Of the groups of columns of ``x [T, H]``: ``[ceil(H / 64), T]``, fp32 (fp64 from fp64)."""
+    """Sums of squares of each group of columns of ``x [T, H]``: ``[ceil(H / 64), T]``, fp32 (fp64 for fp64 inputs)."""
     squares = F.pad(x.to(compute_dtype(x)).square(), (0, -x.shape[1] % SQUARES_GROUP))
     return squares.unflatten(1, (-1, SQUARES_GROUP)).sum(2).T.contiguous()
 
 
 def breaks_of(tokens: torch.Tensor, text_breaks: torch.Tensor) -> torch.Tensor:
-    """int64, of the shape of ``tokens``: the :class:`TextBreak` of each; it is none of what ``text_breaks`` lacks."""
+    """The :class:`TextBreak` of each token, int64 in the shape of ``tokens``; ``NONE`` outside of ``text_breaks``."""
     is_known = (tokens >= 0) & (tokens < len(text_breaks))
     found = text_breaks[torch.where(is_known, tokens, 0).long()].long()
     return torch.where(is_known, found, int(TextBreak.NONE))
 
 
 def tidy_drafts(drafts: Drafts, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and parents of ``drafts`` for ``rows`` requests: -1 from the first missing draft on, and for parents
-    that are not earlier columns."""
+    """Token ids and parents of ``drafts``, padded to ``rows`` requests. Both are -1 from the first missing draft on,
+    and a parent that is not an earlier column becomes -1."""
     token_ids, parents = drafts
     is_there = (token_ids >= 0).int().cumprod(1).bool()
     column = torch.arange(token_ids.shape[1], device=token_ids.device)

@@ -1,5 +1,5 @@
-"""Values of candidates from a base model's own states, in plain PyTorch: a small network of what a state says and a
-candidate's embedding predicts how the lengths to come are distributed."""
+"""Values of candidates from a base model's hidden states, in plain PyTorch: a small network predicts the distribution
+of the remaining length from a projection of the state and the candidate's embedding."""
 
 import torch
 import torch.nn.functional as F
@@ -9,15 +9,15 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import remaining_of_target
 from lenvm_kernels.types import GuidanceColumns, Mode
 
-# Past every ln(l + 2), on the side that a mode does not mind.
+# Beyond every ln(l + 2): the bound on the side that a one-sided mode does not constrain.
 BEYOND = 1e3
-# A bin that an answer's length leaves nothing of is taken for a point.
+# A bin narrower than this, because the answer's length covers it, is treated as a point.
 SMALLEST_WIDTH = 1e-6
-# What remains of a target, in tokens, and nats: beyond, fp32 overflows.
+# Bounds of the remaining tokens of a target, and of nats: fp32 overflows beyond them.
 LARGEST_REMAINING, LARGEST_NATS = 2.0**100, 2.0**120
-# In tokens, where nothing is left of a request's target: what is less is rounding error, and 0 would be an end's.
+# Smallest length in tokens. Anything below is rounding error, and 0 is the length of a token that ends the output.
 SHORTEST = 2.0**-6
-# More makes no difference but to numbers, which overflow.
+# A larger strength changes no result but overflows.
 LARGEST_STRENGTH = 1e6
 
 
@@ -41,7 +41,7 @@ def candidate_values(
     dtype = compute_dtype(scale, shift, embedding, *weights)
     fc_weight, fc_bias, bins_weight, bins_bias = (w.to(dtype) for w in weights)
     is_candidate = (token_ids >= 0) & (token_ids < len(embedding))
-    e = embedding[token_ids.where(is_candidate, 0).long()].to(dtype)  # padding reads a row that nobody looks at
+    e = embedding[token_ids.where(is_candidate, 0).long()].to(dtype)  # padding reads row 0, and is masked below
     x = F.silu(shift.to(dtype)[:, None] + scale.to(dtype)[:, None] * e)
     hidden = F.silu(F.linear(x, fc_weight, fc_bias))
     log_probs = F.log_softmax(F.linear(hidden, bins_weight, bins_bias), dim=-1)
@@ -57,8 +57,8 @@ def standing_for(
     table_rows: Tensor,  # [B]
     generated: Tensor,  # [B]
 ) -> tuple[Tensor, Tensor]:  # [B, K] twice
-    """Value logits that stand for distributions of lengths: of the length that a request's rule would treat as it would
-    treat the distribution, and of the mean value."""
+    """Two value logits per distribution of lengths: the one of the length that the request's rule treats like the
+    distribution, and the one of the mean value."""
     dtype = log_probs.dtype
 
     def column(name: str) -> Tensor:
@@ -69,7 +69,7 @@ def standing_for(
     middles = (edges[:-1] + edges[1:] - 1) / 2
     of_bins = nats_per_token[..., None] * middles
     mean_value = (log_probs.exp() * -torch.expm1(-of_bins)).sum(-1)
-    # As ln(v / (1 - v)): values near 0 keep their digits, and so do those near 1.
+    # As ln(v / (1 - v)), so that values near 0 and near 1 keep their digits.
     mean_logits = mean_value.log() - torch.logsumexp(log_probs - of_bins, dim=-1)
 
     target, tolerance = column("target_length").to(dtype), column("tolerance").to(dtype)
@@ -78,7 +78,7 @@ def standing_for(
     least, most = least.clamp(max=LARGEST_REMAINING), most.clamp(max=LARGEST_REMAINING)
     strength = column("scale").to(dtype).clamp(max=LARGEST_STRENGTH)
     answer = column("answer_length").to(dtype)
-    # Where the bins begin and end by ln(l + 2), a whole number of tokens being the middle of an interval.
+    # Edges of the bins in ln(l + 2). A whole number of tokens is the middle of an interval.
     at = ((edges - 0.5 - answer).clamp(min=0) + 2).log()  # [B, N + 1]
     lowest = torch.where(mode == Mode.LE_NEAR, -BEYOND, (least + 2).log())
     highest = torch.where(mode == Mode.GE_NEAR, BEYOND, (most + 2).log())
@@ -93,9 +93,9 @@ def standing_for(
 
 
 def log_mean_closeness(start: Tensor, end: Tensor, strength: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
-    """``ln`` of the mean of ``exp(-S d)`` over ``start`` to ``end``, ``d`` the distance from ``lowest`` to ``highest``.
+    """``ln`` of the mean of ``exp(-S d)`` from ``start`` to ``end`` (``[B, N]``).
 
-    ``[B, N]`` and ``[B, 1]``.
+    ``d`` is the distance from the interval ``lowest`` to ``highest`` (``[B, 1]``).
     """
     width = end - start
     parts = end.minimum(lowest) - start, end - start.maximum(highest), end.minimum(highest) - start.maximum(lowest)

@@ -1,4 +1,4 @@
-"""Which tokens of each request the value model computes and keeps in a step, in plain PyTorch."""
+"""Choice of the tokens that the value model computes and caches in a step, in plain PyTorch."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Embeddings of tokens with their sums of squares, and cosine and sine of their positions' angles, in plain PyTorch."""
+"""Token embeddings with their sums of squares, and cosine and sine of the rotary angles, in plain PyTorch."""
 
 import math
 

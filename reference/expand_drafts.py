@@ -11,7 +11,7 @@ def expand_drafts(
     requests: StepRequests,  # [N]
     drafts: Drafts,  # [B, D]
 ) -> tuple[Tensor, ...]:  # positions, table_rows, ..., due, each [N * (1 + D)]
-    """See :func:`lenvm_kernels.ops.expand_drafts.expand_drafts`; the fields of the nodes in their order."""
+    """See :func:`lenvm_kernels.ops.expand_drafts.expand_drafts`. Returns the fields of the nodes in order."""
     token_ids, parents = tidy_drafts(drafts, len(requests.positions))
     columns = token_ids.shape[1]
     depth = torch.zeros(len(token_ids), 1 + columns, dtype=torch.int32, device=token_ids.device)

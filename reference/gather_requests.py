@@ -1,4 +1,4 @@
-"""What a step has to know of each of its requests, out of the tables, in plain PyTorch."""
+"""Per-request inputs of a step, gathered from the tables, in plain PyTorch."""
 
 import math
 
@@ -32,7 +32,7 @@ def gather_requests(
 
     has_mode, ended = table.mode[table_rows] != Mode.UNGUIDED, table.span_ended[table_rows]
     guided = active & has_mode & ~ended
-    # A span that may begin anew has to find what came before it.
+    # A request between spans still feeds the value model: when the next span begins, its history must be complete.
     wants_length = active & (
         table.return_values[table_rows] | (has_mode & ended & (table.span_start_bits[table_rows] != 0))
     )

@@ -1,4 +1,4 @@
-"""Where guided spans have begun and ended, and what ends them, in plain PyTorch."""
+"""Begin and end of guided spans, and the logits that end them, in plain PyTorch."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from lenvm_kernels.reference._common import tidy_drafts
 from lenvm_kernels.types import Drafts, GuidanceColumns, TextBreak
 
-# What is taken off the logit of a token that is not to be drawn, and added to that of one that is. fp16 has both.
+# Subtracted from the logit of an excluded token, and added to the logit of a forced one. Both are exact in fp16.
 EXCLUDED, FORCED = 1e4, 2e4
 
 
 class _Span(NamedTuple):
-    """Where requests stand, ``[B]`` each, see :class:`GuidanceColumns`."""
+    """Span state of requests, ``[B]`` each, see :class:`GuidanceColumns`."""
 
     ended: Tensor
     begin: Tensor
@@ -21,7 +21,7 @@ class _Span(NamedTuple):
     closing_from: Tensor
 
     def where(self, condition: Tensor, other: "_Span") -> "_Span":
-        """This where the condition holds, else the other."""
+        """This state where ``condition`` holds, else ``other``."""
         return _Span(*(torch.where(condition, mine, others) for mine, others in zip(self, other, strict=True)))
 
 
@@ -36,7 +36,7 @@ def limit_span(
     drafts: Drafts | None,  # [B, D]
     text_breaks: Tensor | None,  # int8 [W]
 ) -> tuple[Tensor, Tensor]:  # bool, int32 [B * (1 + D)]
-    """See :func:`lenvm_kernels.ops.limit_span.limit_span`; writes the columns of the table, too."""
+    """See :func:`lenvm_kernels.ops.limit_span.limit_span`. Also writes columns of the table."""
     (requests, new), device = tokens.shape, tokens.device
     eos, ends = table.eos_token_ids[table_rows], table.span_end_token_ids[table_rows]
     patterns, first_bits = table.span_token_ids[table_rows], table.span_first_bits[table_rows]
@@ -47,7 +47,7 @@ def limit_span(
     bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
 
     def after(span: _Span, token: Tensor, place: Tensor, is_told: Tensor, is_new: Tensor) -> _Span:
-        """After a token, the last of ``place``. One that is not new is asked only whether it ends a line."""
+        """State after the token that ends at length ``place``. If not ``is_new``, only a line break has an effect."""
         is_pattern = (patterns == token[:, None]) & (patterns >= 0)
         match = ((span.match << 1) | first_bits) & torch.where(is_pattern, bits, 0).sum(1, dtype=torch.int32)
         ends_now = ~span.ended & ((match & end_bits) != 0)
@@ -78,7 +78,7 @@ def limit_span(
     for column, now in zip((*columns, table.span_seen), (*span, torch.maximum(seen, lengths)), strict=True):
         column[table_rows] = torch.where(has_span, now, column[table_rows])
 
-    # By node: whether the node exists, the number of drafts before it, and its span.
+    # Per node: whether it exists, the number of drafts before it, and its span state.
     nothing = torch.zeros_like(has_span)
     is_there, depth, found = [~nothing], [torch.zeros_like(lengths)], [span]
     if drafts is not None:
@@ -99,7 +99,7 @@ def limit_span(
         by_node = logits.view(*ended.shape, vocab)
 
         def add(number: float, ids: Tensor, nodes: Tensor) -> None:
-            """To the logits of a token ``[B, 1 + D]``, at some of the nodes."""
+            """Add ``number`` to the logits of tokens ``ids [B, 1 + D]`` at the selected nodes."""
             is_token = (ids >= 0) & (ids < vocab)
             index = torch.where(is_token, ids, 0).long()[:, :, None]
             x = by_node.gather(2, index)

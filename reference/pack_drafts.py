@@ -1,4 +1,4 @@
-"""Drafts and the scored candidates of all nodes as one tree a request, in plain PyTorch."""
+"""One tree per request of its drafts and the scored candidates of all nodes, in plain PyTorch."""
 
 import torch
 

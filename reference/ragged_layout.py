@@ -1,7 +1,7 @@
 """Ragged layout in plain PyTorch: the rows of one value-model forward, request after request.
 
-Source: section 2 of the specification: for each request its delta tokens, then its candidates, which sit at the
-position after the delta, in a tree of several levels one further a level.
+Source: section 2 of the specification. Each request has its delta tokens, then its candidates. Candidates are at the
+position after the delta, or after their parent.
 """
 
 import torch
@@ -26,7 +26,7 @@ def ragged_layout(
     candidate_lens = candidate_lens.clamp(0, k)
     q_offsets = F.pad(torch.cumsum(delta_lens + candidate_lens, 0, dtype=torch.int32), (1, 0))
 
-    # [T]: which request a row belongs to, and which of its tokens it is.
+    # [T]: the request of each row, and the index of the token within the request.
     row = torch.arange(d + b * k, dtype=torch.int32, device=device)
     request = torch.searchsorted(q_offsets[1:], row, right=True)
     is_padding = request == b

@@ -1,6 +1,6 @@
-"""Ragged linear in plain PyTorch: a linear layer over the rows there are, with RMSNorm, SwiGLU and a residual.
+"""Ragged linear in plain PyTorch: a linear layer over the rows in use, with RMSNorm, SwiGLU and a residual.
 
-The projections of a Qwen2 or Llama decoder layer. The work follows the number of rows, which is read on the host.
+Computes the projections of a Qwen2 or Llama decoder layer. ``num_rows`` is read on the host.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Guided probabilities of each row's candidates, and their scatter into the rows of ``[B, V]``.
 
 Source: section 4 of the specification; LenVM paper (arXiv 2604.27039), section on length-controlled decoding;
-``lvm_combined_guidance`` in the authors' fork of SGLang. Everything is computed in fp64 whatever the inputs are.
+``lvm_combined_guidance`` in the authors' fork of SGLang. All computations are in fp64, whatever the inputs' dtype.
 """
 
 import torch
@@ -9,11 +9,11 @@ import torch
 from lenvm_kernels.reference._common import breaks_of, compute_dtype
 from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextBreak
 
-# A row whose values differ by less, or whose target is this close to its expected value, is left as it is.
+# A row is unchanged if its values differ by less, or if its target is this close to its expected value.
 SMALLEST_SHIFT = 1e-8
-# A candidate that ends a sentence, and of which not much is to come therefore, is at least so probable beside the best.
+# Minimum probability, relative to the best candidate's, of a sentence end after which the output is expected to end.
 LIKELY = 0.02
-# Targets stay this far inside [min v, max v]: absolute, and as a share of the range.
+# Distance of targets from the ends of [min v, max v]: absolute, and as a share of the range.
 TARGET_MARGIN, TARGET_MARGIN_SHARE = 1e-12, 1e-6
 
 
@@ -47,7 +47,7 @@ def reweight_scatter(
     faulty = guided & (needs_value & ~z.isfinite()).any(dim=1, keepdim=True)
     table.faults.index_add_(0, table_rows, (faulty[:, 0] | candidates.broken).int())
     z = torch.where(z.isfinite(), z, 0.0)
-    # What is left of the length without the answer.
+    # The remaining length without the answer.
     answer_nats = column("answer_length") * column("nats_per_token")
     span_z = torch.where(answer_nats > 0, value_logit(torch.nn.functional.softplus(z) - answer_nats), z)
     raw_z, z = z, torch.where(eos, -torch.inf, span_z)
@@ -104,7 +104,7 @@ def reweight_scatter(
     equally_near = is_near & (exponent == 0).all(dim=1, keepdim=True)
     result = torch.where((tilts_to_target & unmoved) | equally_near, q, result)
 
-    # Constraints choose one candidate: the one of least cost.
+    # Hard constraints choose the candidate of least cost.
     cost = torch.where(mode == Mode.EQ, (lengths - nats).abs(), z)
     largest = ((mode == Mode.GE) & (remaining > 0)) | (is_soft & above_range)
     cost = torch.where(largest, -z, cost)
@@ -126,7 +126,7 @@ def reweight_scatter(
 def remaining_of_target(
     target: torch.Tensor, tolerance: torch.Tensor, taken_off: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens that are left of a target, and the least and the most by its tolerance."""
+    """Remaining tokens of a target, and their minimum and maximum within its tolerance."""
     remaining, least, most = ((x - taken_off).clamp(min=0) for x in (target, target - tolerance, target + tolerance))
     return remaining, least, most
 
@@ -145,9 +145,9 @@ def value_logit(nats: torch.Tensor) -> torch.Tensor:
 def relative_distance(
     lengths: torch.Tensor, least: torch.Tensor, most: torch.Tensor, nats_per_token: torch.Tensor, mode: torch.Tensor
 ) -> torch.Tensor:
-    """``|ln((l + 2) / (r + 2))|`` of lengths in nats and the nearer of two numbers of tokens.
+    """``|ln((l + 2) / (r + 2))|`` of lengths ``l`` in nats and the nearer ``r`` of ``least`` and ``most`` in tokens.
 
-    It is 0 between the two, and on the side that a mode does not mind.
+    It is 0 between the two, and on the side that a one-sided mode does not constrain.
     """
     in_nats = lengths, least * nats_per_token, most * nats_per_token
     at, least, most = (torch.log(x + 2 * nats_per_token) for x in in_nats)
@@ -156,15 +156,15 @@ def relative_distance(
 
 
 def tilted(w: torch.Tensor, top_w: torch.Tensor, tilt: torch.Tensor) -> torch.Tensor:
-    """``tilt * w`` up to a constant of the row, at most 0: differences at the favoured end keep their digits."""
+    """``tilt * w`` up to a constant per row, at most 0, so that differences at the favoured end keep their digits."""
     return torch.where(tilt > 0, -tilt * top_w, tilt * w)
 
 
 def solve_tilt(q: torch.Tensor, w: torch.Tensor, top_w: torch.Tensor, target_w: torch.Tensor) -> torch.Tensor:
     """The ``tilt`` for which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[B, 1]``.
 
-    The mean grows with the tilt, so bisection cannot fail. It halves asinh(tilt), which takes tilts up to 1e12 (q of
-    1e-30 beside values that differ by 1e-10 of the range) to full precision in as many steps as tilts of 1.
+    The mean grows with the tilt, so bisection cannot fail. It bisects asinh(tilt), so that tilts up to 1e12 (q of
+    1e-30 with values that differ by 1e-10 of the range) reach full precision in the same number of steps as tilts of 1.
     """
     low = torch.full_like(target_w, -28.0)
     high = -low
@@ -177,7 +177,7 @@ def solve_tilt(q: torch.Tensor, w: torch.Tensor, top_w: torch.Tensor, target_w: 
 
 
 def choose(cost: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-    """One-hot rows on the candidate of least cost; of equal costs the most probable, then the first."""
+    """One-hot rows on the candidate of least cost. Ties go to the most probable candidate, then to the first."""
     tied = active & (cost == cost.amin(dim=1, keepdim=True))
-    index = torch.where(tied, q, -1.0).argmax(dim=1)  # the first of equals
+    index = torch.where(tied, q, -1.0).argmax(dim=1)  # argmax returns the first maximum
     return torch.nn.functional.one_hot(index, cost.shape[1]).double()

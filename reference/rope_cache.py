@@ -1,6 +1,6 @@
-"""Rotary embedding and cache write in plain PyTorch: RMSNorm of queries and keys, rotation, keys and values kept.
+"""Rotary embedding and cache write in plain PyTorch: RMSNorm of queries and keys, rotation, KV-cache write.
 
-As in ``transformers`` (``Qwen3RMSNorm``, ``apply_rotary_pos_emb``), and rounded where it rounds.
+Same computation and rounding as ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of ``transformers``.
 """
 
 import torch
@@ -22,7 +22,7 @@ def rope_cache(
     norm_eps: float = 1e-6,
     num_rows: Tensor | None = None,  # int32 [1]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
-    """See :func:`lenvm_kernels.ops.rope_cache.rope_cache`. Works on the first ``num_rows`` rows only."""
+    """See :func:`lenvm_kernels.ops.rope_cache.rope_cache`. Rows from ``num_rows`` on are uninitialized."""
     tokens = qkv.shape[0]
     num_slots, kv_heads, head_dim = k_cache.shape
     rows = tokens if num_rows is None else max(0, min(int(num_rows), tokens))
@@ -46,7 +46,7 @@ def rope_cache(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension as ``transformers`` rounds it: fp32 until the product with the weight."""
+    """RMSNorm over the last dimension, rounded as in ``transformers``: fp32 before the product with the weight."""
     wide = x.to(compute_dtype(x))
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)

@@ -1,8 +1,8 @@
-"""Draw of the next token among a row's guided candidates: inverse CDF of a counter-based uniform number.
+"""Sampling of the next token from a row's guided candidates: inverse CDF of a counter-based uniform number.
 
-Generator: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in integers that
-give the same bits anywhere. The sums are in the dtype of the probabilities and in the order of the columns: with fp32
-probabilities the kernel draws the very same token.
+Generator: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in integer arithmetic
+that is bitwise identical on all devices. Sums have the dtype of the probabilities and follow the order of the columns,
+so for fp32 probabilities the kernel draws the same token.
 """
 
 import torch
@@ -28,12 +28,12 @@ def sample_candidates(
     p = torch.where(guided_probs > 0, guided_probs, 0.0)
     cumulative = torch.zeros_like(p)
     total = torch.zeros_like(p[:, 0])
-    for i in range(p.shape[1]):  # not cumsum, whose order and precision are its own
+    for i in range(p.shape[1]):  # the order and precision of cumsum are not specified
         total = total + p[:, i]
         cumulative[:, i] = total
 
     beyond = cumulative > (uniform(seeds, positions).to(p.dtype) * total)[:, None]
-    first_beyond = beyond.int().argmax(dim=1)  # the first of equals
+    first_beyond = beyond.int().argmax(dim=1)  # argmax returns the first maximum
     columns = torch.arange(p.shape[1], device=p.device)
     last = torch.where(p > 0, columns, -1).amax(dim=1)
     column = torch.where(beyond.any(dim=1), first_beyond, last)
@@ -47,7 +47,7 @@ def sample_candidates(
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """fp32 multiples of 2^-24 in [0, 1): the upper 24 bits of the first word of each seed and position."""
+    """fp32 multiples of 2^-24 in [0, 1): the upper 24 bits of the first Philox word for each seed and position."""
     zero = torch.zeros_like(seeds)
     counter = *_words(positions.long()), zero, zero
     return (philox4x32(counter, _words(seeds))[0] >> 8).float() * 2.0**-24
@@ -64,12 +64,12 @@ def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...])
 
 
 def _words(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The low and the high 32 bits of int64."""
+    """The low and high 32 bits of an int64."""
     return x & _WORD, (x >> 32) & _WORD
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The high and the low word of a product of two words, by halves: no part exceeds 2^49."""
+    """The high and low word of the product of two words, computed by halves so that no part exceeds 2^49."""
     low_part = a * (b & 0xFFFF)
     high_part = a * (b >> 16) + (low_part >> 16)
     return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)

@@ -1,4 +1,4 @@
-"""Which candidates the value model scores in a step, in plain PyTorch."""
+"""Choice of the candidates that the value model scores in a step, in plain PyTorch."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Candidate extraction: top-k, then top-p, then min-p, of each row's probabilities.
+"""Candidate extraction: top-k, then top-p, then min-p on each row's probabilities.
 
 Source: section 1 of the specification; ``LenvmGuidance`` candidate selection in the LenVM fork of SGLang.
 """
@@ -8,13 +8,13 @@ import torch
 from lenvm_kernels.reference._common import breaks_of, compute_dtype
 from lenvm_kernels.types import Candidates, Status
 
-# Below this temperature a row is greedy, as in SGLang: its one candidate is the most probable token.
+# A row below this temperature is greedy, as in SGLang: its only candidate is the most probable token.
 GREEDY_TEMPERATURE = 1e-6
-# Past its due length a request takes ends of half the probability with each tenth of that length, and with each
-# hundredth once it is half as long again: what then goes on will not end by itself. It is 2^-120 at the least.
+# Past the due length, the minimum probability of an end halves with each tenth of that length. From 1.5 times the due
+# length on it halves with each hundredth, because such outputs rarely end by themselves. The factor is at least 2^-120.
 HALVINGS, MOST_HALVINGS = 10.0, 120.0
 OVERDUE, HALVINGS_OVERDUE = 0.5, 100.0
-# What the least probability of an end is multiplied by where it is known whether a sentence or a line has ended.
+# Factors on the minimum probability of an end, by whether the last token ended a sentence or a line.
 AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE = 1e-4, 0.1, 100.0
 
 
@@ -51,21 +51,21 @@ def topk_candidates(
         allowed = (vocab_mask[:, token // 32] >> (token % 32)) & 1
         x = torch.where(allowed.bool(), x, nothing)
 
-    # One token more than K tells whether K cut the list.
+    # One token more than K shows whether K cut the list.
     columns = max_candidates + 1
     listed = min(columns, vocab)
     highest, token = x.topk(listed, dim=1)
     top, last = highest[:, 0], highest[:, -1:]
     if ((x >= last).sum(dim=1) > listed).any():
-        # torch.topk leaves open which of equal scores it takes: take all above the last score, then the first ones
-        # equal to it, 7 times faster than a stable sort of 4 x 151,936.
+        # torch.topk does not specify which of equal scores it returns: take all above the last score, then the first
+        # ones equal to it. This is 7 times faster than a stable sort of 4 x 151,936 scores.
         priority = torch.where(
             x > last, vocab + 1, torch.where(x == last, vocab - torch.arange(vocab, device=device), 0)
         )
         token = priority.topk(listed, dim=1).indices
     token = token.sort(dim=1).values
 
-    broken = ~top.isfinite() | (top == nothing)  # the highest of scores with a NaN is NaN
+    broken = ~top.isfinite() | (top == nothing)  # topk ranks NaN highest
     greedy = torch.zeros(rows, dtype=torch.bool, device=device)
     t = torch.ones(rows, dtype=dtype, device=device)
     if temperature is not None:
@@ -104,8 +104,8 @@ def topk_candidates(
             halvings = HALVINGS * late.clamp(max=OVERDUE) + HALVINGS_OVERDUE * (late - OVERDUE).clamp(min=0)
             least = least * torch.exp2(-halvings.clamp(max=MOST_HALVINGS))
         ends = ends_among_candidates(x, p, end_token_ids[of_row].long(), least, nothing, max_candidates)
-        ends = torch.where(keep[:, :1], ends, -1)  # of rows that have candidates
-        # The first token that ends nothing stays.
+        ends = torch.where(keep[:, :1], ends, -1)  # only rows with candidates
+        # The most probable token that does not end the output always stays.
         goes_on = (token[:, :, None] != end_token_ids[of_row].long()[:, None, :]).all(dim=2) & (score > nothing)
         goes_on &= keep[:, :1] & (min_end_prob[of_row] < torch.inf)[:, None]
         keep[:, :-1] |= (goes_on & (goes_on.cumsum(dim=1) == 1))[:, :-1]
@@ -143,8 +143,8 @@ def ends_among_candidates(
     nothing: float,
     max_candidates: int,
 ) -> torch.Tensor:  # int64 [B, E]
-    """Tokens that end a row's output and are candidates whatever the filters say, else -1: those that are probable
-    enough. All columns but one may be theirs, which go to the most probable."""
+    """Tokens that end a row's output and become candidates regardless of the filters because they are probable enough,
+    else -1. They take at most all columns but one, the most probable first."""
     is_token = (ends >= 0) & (ends < x.shape[1])
     token = torch.where(is_token, ends, 0)
     score = x.gather(1, token)

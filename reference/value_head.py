@@ -1,4 +1,4 @@
-"""Value head in plain PyTorch: one logit a token, optionally behind a row gather and the model's final RMSNorm.
+"""Value head in plain PyTorch: one logit per token, optionally after a row gather and the model's final RMSNorm.
 
 ``z = w2 . silu(W1 h + b1) + b2`` (LenVM, arXiv 2604.27039; weights ``v_head.fc`` and ``v_head.summary``).
 """
@@ -33,7 +33,7 @@ def value_head(
         h = hidden.to(dtype)
     else:
         is_token = (token_rows >= 0) & (token_rows < hidden.shape[0])
-        # Padding reads a row of zeros appended to hidden, which also serves a hidden of no rows.
+        # Padding reads a row of zeros appended to hidden, which also covers a hidden without rows.
         rows = torch.where(is_token, token_rows, hidden.shape[0])
         h = F.pad(hidden, (0, 0, 0, 1))[rows].to(dtype)
         square_sums = None if square_sums is None else F.pad(square_sums, (0, 1))[:, rows]

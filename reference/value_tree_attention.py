@@ -1,4 +1,4 @@
-"""Reference of value-tree attention: dense scores and an explicit mask, one request after the other."""
+"""Value-tree attention in plain PyTorch: dense scores and an explicit mask, one request after the other."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -35,7 +35,7 @@ def value_tree_attention(
 
     for (table_row, cached, candidates), start, end in zip(requests, offsets, offsets[1:], strict=False):
         if start == end:
-            continue  # its table row may be one that does not exist: it fills a batch up
+            continue  # padding of the batch, whose table row may not exist
         position = torch.arange(cached, device=q.device)
         slots = slot_table[table_row, position // page_size].long() * page_size + position % page_size
         keys = torch.cat([k_cache[slots].to(dtype), k_new[start:end].to(dtype)])  # [cached + tokens, Hkv, D]
@@ -64,9 +64,9 @@ def plan_attention(
     """See :func:`lenvm_kernels.ops.value_tree_attention.plan_attention`.
 
     Args:
-        tile_tokens: tokens of a tile.
-        split_tiles: tiles of a request that are split.
-        num_splits: splits of a request with so many cached tokens.
+        tile_tokens: tokens per tile.
+        split_tiles: number of leading tiles of a request that are split.
+        num_splits: returns the number of splits for a number of cached tokens.
     """
     items = []
     requests = zip(table_rows.tolist(), cached_lens.tolist(), candidate_lens.tolist(), strict=True)
@@ -80,9 +80,9 @@ def plan_attention(
 
 
 def tree_mask(cached: int, delta: int, candidates: int, parents: list[int], device: torch.device) -> torch.Tensor:
-    """Which of the cached and the new tokens each new token attends to: bool [new, cached + new].
+    """Mask of the cached and new tokens that each new token attends to: bool [new, cached + new].
 
-    ``parents`` has the parent of each new token, counted from the first; empty if no candidate has one."""
+    ``parents`` is the index of each new token's parent among the new tokens, or empty if no candidate has a parent."""
     row = torch.arange(delta + candidates, device=device)[:, None]
     column = row.T
     new = ((column < delta) & (column <= row)) | (column == row)

@@ -1,4 +1,4 @@
-"""The path of drafted tokens that were drawn, in plain PyTorch."""
+"""Verification of draft tokens against the drawn tokens, in plain PyTorch."""
 
 import torch
 from torch import Tensor

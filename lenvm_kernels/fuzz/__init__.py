@@ -1,8 +1,8 @@
-"""``lenvm fuzz``: the operators, or a function in place of one, against the fp64 reference on random inputs.
+"""``lenvm fuzz``: compare the operators, or a replacement of one, with the fp64 reference on random inputs.
 
-``ops/`` describes each operator: its options, the generator of its inputs, the comparison of its results. The property
-tests draw from the same descriptions. ``check.py`` runs one case, ``run.py`` draws cases and reports, ``command.py`` is
-the command.
+``ops/`` describes each operator: its options, the generator of its inputs, and the comparison of its results. The
+property tests draw from the same descriptions. ``check.py`` runs one case, ``run.py`` draws cases and reports, and
+``command.py`` is the command line.
 """
 
 # In the order in which a guided step calls them.

@@ -1,4 +1,4 @@
-"""What all operators share: cases, the description of an operator under test, and comparisons of results."""
+"""Cases, descriptions of operators under test, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.draws import Draws
 
-# Operations of the interpreter in a call of the largest cases on a CPU, which make three calls: about two seconds on an
-# idle core, at 80 us an operation.
+# Maximum interpreter operations per call on a CPU. A case makes three calls: about two seconds on an idle core, at
+# 80 us per operation.
 INTERPRETED_WORK = 8_000
-# Numbers in the inputs of the largest cases on a GPU; the reference takes ten times as many fp64 numbers, about 5 GB.
+# Maximum numbers in the inputs of a case on a GPU; the reference needs ten times as many fp64 numbers, about 5 GB.
 BATCH_SIZE = 2**26
 
 
@@ -29,10 +29,10 @@ class Case:
     """One call of an operator.
 
     Attributes:
-        op: the operator's name.
-        seed: the seed of its random numbers.
-        rows: ids of its rows. A row's contents depend on its id, not on its place.
-        options: a value of each of the operator's options.
+        op: name of the operator.
+        seed: seed of the random numbers.
+        rows: ids of the rows. A row's contents depend on its id, not on its index.
+        options: a value for each of the operator's options.
     """
 
     op: str
@@ -44,20 +44,20 @@ class Case:
         return Draws(self.seed, device)
 
     def rows_and(self, others: str) -> tuple[int, ...]:
-        """The rows, followed by ``others`` further rows; only the rows if ``others`` is no number."""
+        """The rows, followed by ``others`` more rows; only the rows if ``others`` is not a number."""
         return *self.rows, *(-1 - i for i in range(int(others) if others.isdigit() else 0))
 
     def __str__(self) -> str:
-        """A line of JSON that repeats the case. A whole batch is written as its number of rows."""
+        """A line of JSON that reproduces the case. A whole batch is written as its number of rows."""
         whole = self.rows == tuple(range(len(self.rows)))
         return json.dumps({**vars(self), "rows": len(self.rows) if whole else self.rows})
 
     @classmethod
     def from_line(cls, line: str, operators: Mapping[str, Operator]) -> Case:
-        """The case of a line that ``str`` made.
+        """Parse a line written by ``str``.
 
         Raises:
-            ValueError: the line is no such case, or an option has another value.
+            ValueError: the line is not a case, or an option has an unknown value.
         """
         try:
             fields = json.loads(line)
@@ -75,13 +75,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Output:
-    """A part of a result that has to be the same bits whatever the other rows of the batch are.
+    """A part of a result that must be bitwise identical for any other rows of the batch.
 
     Attributes:
-        name: what it is.
+        name: name of the part.
         values: ``[items, ...]``.
-        owners: int64 ``[items]``, place in the batch of the row that each item belongs to; -1: of none. None: item i
-            belongs to row i. The items of one row are in an order that does not depend on the batch.
+        owners: int64 ``[items]``; index in the batch of the row that each item belongs to, or -1 for no row. If None,
+            item i belongs to row i. The order of one row's items does not depend on the batch.
     """
 
     name: str
@@ -91,12 +91,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Difference:
-    """A comparison of a result with what was expected.
+    """A comparison of a result with the expected result.
 
     Attributes:
-        what: the output compared.
+        what: name of the compared output.
         wrong: bool ``[items]``.
-        actual, expected: ``[items, ...]``, to be shown.
+        actual, expected: ``[items, ...]``, for the failure message.
         owners: as in :class:`Output`.
     """
 
@@ -108,7 +108,7 @@ class Difference:
 
 
 class WrongResult(Exception):
-    """The function under test returned something of another type, shape or dtype."""
+    """The function under test returned a wrong type, shape or dtype."""
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,20 @@ class Operator:
     """An operator under test.
 
     Attributes:
-        function: the public function, of the name that its modules have.
-        options: the values of each option of a case, the simplest first. Sizes are options; the number of rows is not.
-        inputs: of a case on a device.
-        run: call a function on inputs, which stay as they are; the function's whole result.
-        outputs: the parts of a result that belong to rows.
-        compare: the result with the fp64 reference's.
-        row_size: numbers in a row of the inputs, by which a GPU's batch is bounded too.
-        row_work: operations of Triton's interpreter that a row takes, about, by which a CPU's batch is bounded.
-        most_rows: of a batch, on a GPU.
+        function: the public function, whose modules have the same name.
+        options: accepted values of each option, the simplest first. Sizes are options; the number of rows is not.
+        inputs: returns the inputs of a case on a device.
+        run: calls a function on inputs without changing them, and returns its whole result.
+        outputs: returns the parts of a result that belong to rows.
+        compare: compares a result with the fp64 reference's.
+        row_size: numbers per row of the inputs, which bounds batches on a GPU.
+        row_work: approximate operations of Triton's interpreter per row, which bounds batches on a CPU.
+        most_rows: maximum rows of a batch.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
-        free: what a tensor that is an argument, or a field of one, may be beside what it is in a case: ``rows``,
-            ``columns``, any number in its first or last dimension; ``apart``, rows that lie apart; ``strided``, numbers
-            that do; names of other dtypes, of which ``float64`` is the reference's alone.
-        reads: of an argument that is a named tuple, the fields that are read or written, unless all are.
+        free: other accepted forms of a tensor argument or field: ``rows`` or ``columns``, any size of the first or last
+            dimension; ``apart``, strided rows; ``strided``, strided elements; names of other dtypes, of which only the
+            reference accepts ``float64``.
+        reads: fields of named-tuple arguments that are read or written, if not all are.
     """
 
     function: Callable
@@ -150,13 +150,13 @@ class Operator:
         return self.function.__name__
 
     def expected(self, given: Any) -> Any:
-        """The result of the reference on the same inputs."""
+        """Result of the reference on the same inputs."""
         return self.run(given, partial(self.function, backend="reference"))
 
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
-        """A case with every option drawn; small batches are as likely as large ones.
+        """Draw a case with random options. The logarithm of the number of rows is uniformly distributed.
 
-        The interpreter gets no options with which one row takes longer than its largest cases.
+        In the interpreter, options with which one row exceeds ``INTERPRETED_WORK`` are drawn again, up to 100 times.
         """
         for _ in range(100):
             options = {name: rng.choice(values) for name, values in self.options.items()}
@@ -169,7 +169,7 @@ class Operator:
 
     @contextmanager
     def setting(self, case: Case) -> Iterator[None]:
-        """The tuning constants that the case asks for."""
+        """Set the tuning constants of the case, and restore them afterwards."""
         module = sys.modules[self.function.__module__]
         changed = self.constants.get(case.options.get("constants", ""), {})
         before = {name: getattr(module, name) for name in changed}
@@ -186,10 +186,10 @@ class Operator:
 
 
 def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Check a result's type, dtype and shape; return it.
+    """Check a result's type, dtype and shape, and return it.
 
     Raises:
-        WrongResult: naming what was expected and what came.
+        WrongResult: the check failed; the message has the expected and the actual form.
     """
     if not isinstance(tensor, Tensor):
         raise WrongResult(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -206,7 +206,7 @@ def _any_of_item(wrong: Tensor) -> Tensor:
 
 
 def differs(what: str, actual: Tensor, expected: Tensor, owners: Tensor | None = None) -> Difference:
-    """Items that are not equal; NaN equals NaN."""
+    """Find items that are not equal; NaN equals NaN."""
     wrong = actual != expected
     if actual.is_floating_point():
         wrong &= ~(actual.isnan() & expected.isnan())
@@ -220,7 +220,7 @@ def beyond(
     tolerance: tuple[float, float | Tensor],
     owners: Tensor | None = None,
 ) -> Difference:
-    """Items farther from fp64 ``expected`` than (relative, absolute); NaN equals NaN, an infinity only itself."""
+    """Find items outside the (relative, absolute) tolerance; NaN equals NaN, and an infinity equals only itself."""
     relative, absolute = tolerance
     actual, expected = actual.double(), expected.double()
     near = (actual - expected).abs() <= absolute + relative * expected.abs()
@@ -233,10 +233,10 @@ def dtype_of(options: Mapping[str, Any], name: str = "dtype") -> torch.dtype:
 
 
 def whole_memory(x: Tensor) -> Tensor:
-    """All the memory that a view is a part of, flat."""
+    """The whole storage of a view, flat."""
     return x.new_empty(0).set_(x.untyped_storage())
 
 
 def copy_in_place(x: Tensor) -> Tensor:
-    """A copy with the same strides and surroundings."""
+    """A copy of a view and its whole storage, with the same strides."""
     return torch.as_strided(whole_memory(x).clone(), x.shape, x.stride(), x.storage_offset())

@@ -1,4 +1,4 @@
-"""One case: call the function, compare with the fp64 reference, and with the same rows in other batches."""
+"""Check of one case: compare the result with the fp64 reference, and with the same rows in other batches."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Failure:
 
     Attributes:
         case: the case.
-        problem: the kind of failure, the same for all failures of one cause as far as that can be recognized. After
-            :data:`LOST` the device refuses everything, and this process can check nothing more.
+        problem: kind of the failure, the same for all failures with one recognizable cause. After :data:`LOST` the
+            device is unusable, and this process cannot check further cases.
         rows: ids of the wrong rows.
-        details: the result and the expected result of one wrong row.
+        details: actual and expected result of one wrong row.
     """
 
     case: Case
@@ -48,19 +48,19 @@ class Failure:
 def check(
     case: Case, function: Callable | None = None, *, device: torch.device | str = "cpu", other_batches: bool = True
 ) -> Failure | None:
-    """Run a case; returns its failure, if any.
+    """Run a case and return its failure, if any.
 
     Args:
         case: the case.
         function: the function under test. If None, the operator's Triton kernels.
         device: the device of the inputs.
-        other_batches: also compare, bit by bit, with the same rows in another order beside more rows, and with one row
-            alone.
+        other_batches: whether to also compare bitwise with the same rows in another order among more rows, and with one
+            row alone.
     """
     operator, device = operators()[case.op], torch.device(device)
     function = function or functools.partial(operator.function, backend="triton")
     with operator.setting(case), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy, of broken rows in the interpreter
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about broken rows in the interpreter
         try:
             return _check(case, operator, function, device, other_batches)
         except WrongResult as error:
@@ -98,7 +98,7 @@ def _is_lost(device: torch.device) -> bool:
 
 
 def with_fewer_rows(failure: Failure, test: Callable[[Case], Failure | None]) -> Failure:
-    """The same failure in the first wrong row alone, or else in the wrong rows, if it occurs there."""
+    """Reduce a failure to its first wrong row, or else to its wrong rows, if it still occurs there."""
     for rows in (failure.rows[:1], failure.rows):
         smaller = test(replace(failure.case, rows=rows))
         if smaller is not None and smaller.problem == failure.problem:
@@ -107,7 +107,7 @@ def with_fewer_rows(failure: Failure, test: Callable[[Case], Failure | None]) ->
 
 
 def other_orders(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Batches that hold rows of the case: a description, and the ids of their rows."""
+    """Other batches with rows of the case: a description, and the ids of their rows."""
     draws = case.draws("cpu")
     added = range(max(case.rows) + 1, max(case.rows) + 1 + ROWS_ADDED)
     rows = torch.tensor([*case.rows, *added])
@@ -117,7 +117,7 @@ def other_orders(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _items(rows: tuple[int, ...], output: Output) -> tuple[Tensor, Tensor]:
-    """(ids of the rows that own an item, ascending; the items in that order)."""
+    """(ascending ids of the rows that own items, items in that order)."""
     ids = torch.tensor(rows, device=output.values.device)
     owners = torch.arange(len(rows), device=ids.device) if output.owners is None else output.owners
     owned = owners >= 0
@@ -126,7 +126,7 @@ def _items(rows: tuple[int, ...], output: Output) -> tuple[Tensor, Tensor]:
 
 
 def _in_both(rows: tuple[int, ...], other_rows: tuple[int, ...], expected: Output, actual: Output) -> Difference:
-    """The items of the rows that both batches hold, by the places of their rows in the first."""
+    """Compare the items of the rows in both batches. Owners are indices in the first batch."""
     (expected_ids, expected_items), (actual_ids, actual_items) = _items(rows, expected), _items(other_rows, actual)
     common_expected, common_actual = torch.isin(expected_ids, actual_ids), torch.isin(actual_ids, expected_ids)
     ids, order = torch.tensor(rows, device=expected_ids.device).sort()

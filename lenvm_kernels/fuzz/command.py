@@ -1,4 +1,4 @@
-"""``lenvm fuzz`` as a command."""
+"""Command line of ``lenvm fuzz``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of ``lenvm``."""
+    """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "fuzz",
         help="compare the operators, or one of your own, with the fp64 reference on random inputs",
@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Fuzz and return the exit code: 1 if something failed, 130 when interrupted."""
+    """Fuzz and return the exit code: 1 if a case failed, 130 if interrupted."""
     with usage_errors():
         check_output_files(json=args.json)
         device = device_of(args.device)
@@ -103,7 +103,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _restricted(chosen: list[Operator], pairs: list[str]) -> list[Operator]:
-    """The operators with those values alone, of the options in ``--only``, that are named there."""
+    """The operators, with options restricted to the values in ``--only``."""
     options = [dict(operator.options) for operator in chosen]
     known = dict.fromkeys(name for accepted in options for name in accepted)
     for pair in pairs:
@@ -120,7 +120,7 @@ def _restricted(chosen: list[Operator], pairs: list[str]) -> list[Operator]:
 
 
 def _function_of(name: str, ops: list[str]) -> tuple[Callable, list[str]]:
-    """The function that ``--against`` names, and the operator that it replaces."""
+    """The function named by ``--against``, and the operator that it replaces."""
     module, _, path = name.partition(":")
     if not module or not path:
         raise ValueError(f"--against must be MODULE:FUNCTION, got {name!r}")

@@ -1,7 +1,7 @@
-"""Random numbers that belong to a row: what a row of a batch holds depends on the seed and the row's own id only.
+"""Random numbers per row: the contents of a row depend only on the seed and the row's id.
 
-A row is the same in a batch of thousands, alone and in any order, on a CPU and on a GPU. So a failing batch can be
-reduced to one row, and rows can be compared between batches.
+A row is the same in any batch and any order, on a CPU and on a GPU. A failing batch can therefore be reduced to one
+row, and rows can be compared between batches.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ _SHIFTS = 30, 27, 31
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64: int64 to int64, one to one."""
+    """The finaliser of SplitMix64, a bijection of int64."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * multiplier  # int64 shifts keep the sign, and wrap
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * multiplier  # int64 shifts keep the sign; products wrap
     return x
 
 
@@ -29,14 +29,14 @@ class Draws:
 
     Args:
         seed: any int.
-        device: where the numbers are made. They are the same everywhere.
+        device: device of the numbers, which are the same on all devices.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu"):
         self.seed, self.device = seed, torch.device(device)
 
     def rows(self, rows: int | Sequence[int] | Tensor) -> Tensor:
-        """int64 ids of rows on the device; a number of rows stands for 0, 1, 2 and so on."""
+        """int64 ids of rows on the device; an int ``rows`` means ids 0 .. ``rows`` - 1."""
         rows = range(rows) if isinstance(rows, int) else rows
         return torch.as_tensor(rows, dtype=torch.int64, device=self.device)
 
@@ -53,17 +53,17 @@ class Draws:
         return low + (high - low) * share
 
     def normal(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int) -> Tensor:
-        """fp64 of mean 0 and variance 1, between -3 and 3: the sum of three uniform numbers, which no device rounds."""
+        """fp64 of mean 0 and variance 1, between -3 and 3: the sum of three uniform numbers, exact on all devices."""
         bits = self.bits(name, rows, *shape)
         part = 2**21 - 1
         return ((bits & part) + ((bits >> 21) & part) + ((bits >> 42) & part)).double() * 2.0**-20 - 3
 
     def integers(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int, low: int, high: int) -> Tensor:
-        """int64 between low and high, both included."""
+        """int64 in [low, high], inclusive."""
         return low + ((self.bits(name, rows, *shape) >> 16) & (2**47 - 1)) % (high - low + 1)
 
     def choose(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int, values: Sequence) -> Tensor:
-        """One of ``values`` each: fp64, int64 or bool as they are."""
+        """Random elements of ``values``; fp64, int64 or bool like the values."""
         dtype = torch.float64 if any(isinstance(value, float) for value in values) else None
         table = torch.tensor(values, dtype=dtype, device=self.device)
         return table[self.integers(name, rows, *shape, low=0, high=len(values) - 1)]
@@ -73,7 +73,7 @@ class Draws:
         return self.uniform(name, rows, *shape) < of
 
     def places(self, name: str, rows: int | Sequence[int] | Tensor, spare: int = 0) -> Tensor:
-        """int64 ``[rows]``: different places in shuffled order, of as many as there are rows and ``spare`` more."""
+        """int64 ``[rows]``: different places in shuffled order, out of ``len(rows) + spare``."""
         rows = self.rows(rows)
         keys = self.bits(name, torch.cat([rows, -1 - torch.arange(spare, device=self.device)]))
         return keys.argsort().argsort()[: len(rows)]

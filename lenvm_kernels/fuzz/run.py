@@ -1,4 +1,4 @@
-"""Draw and check cases until their number or the time is reached, and report the failures."""
+"""Draw and check cases up to a number or a time limit, and report the failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lenvm_kernels.fuzz.check import LOST, Failure, with_fewer_rows
 
 @dataclass
 class Tally:
-    """The cases of one operator; its failures by problem, and how many cases failed so."""
+    """Counts for the cases of one operator; one failure and the number of failed cases per problem."""
 
     cases: int = 0
     rows: int = 0
@@ -32,7 +32,7 @@ class Tally:
 def drawn(
     operators: Sequence[Operator], *, seed: int, cases: int | None, seconds: float | None, interpreted: bool
 ) -> Iterator[Case]:
-    """Cases of the operators in turn, at most ``cases``, for at most ``seconds``. Case i depends on the seed and i."""
+    """Draw cases of the operators in turn, up to ``cases`` or ``seconds``. Case i depends only on the seed and i."""
     end = None if seconds is None else time.monotonic() + seconds
     for number in count() if cases is None else range(cases):
         if end is not None and time.monotonic() >= end:
@@ -48,7 +48,7 @@ def fuzz(
     Args:
         cases: the cases.
         test: returns the failure of a case, if any; see :func:`lenvm_kernels.fuzz.check.check`.
-        report: receives a line for each new failure, as it is found.
+        report: called with a line for each new problem when it is found.
     """
     tallies: dict[str, Tally] = {}
     try:
@@ -73,7 +73,7 @@ def fuzz(
 
 
 def text(tallies: dict[str, Tally]) -> Iterator[str]:
-    """Lines: the cases and rows of each operator, and the failures."""
+    """Lines of the report: cases and rows of each operator, and failures."""
     yield f"{'operator':22} {'cases':>7} {'rows':>9} {'seconds':>8} {'failures':>8}"
     for name, tally in tallies.items():
         yield f"{name:22} {tally.cases:>7} {tally.rows:>9} {tally.seconds:>8.1f} {len(tally.failures):>8}"
@@ -85,7 +85,7 @@ def text(tallies: dict[str, Tally]) -> Iterator[str]:
 
 
 def as_json(tallies: dict[str, Tally], device: str) -> dict[str, Any]:
-    """The numbers of :func:`text`, and the versions and the device that they belong to."""
+    """The numbers of :func:`text`, with versions and the device."""
     return {
         "ok": not any(tally.failures for tally in tallies.values()),
         "lenvm_kernels": __version__,

@@ -1,1 +1,1 @@
-"""The operators: one kernel family a file, its public function of the same name."""
+"""The operators: one file per kernel family, named after its public function."""

@@ -1,4 +1,4 @@
-"""What the kernel of :mod:`lenvm_kernels.ops.value_tree_attention` does with a tile of queries."""
+"""Device functions of :mod:`lenvm_kernels.ops.value_tree_attention`, and its launch configuration."""
 
 from typing import Any, NamedTuple
 
@@ -9,13 +9,13 @@ import triton.language as tl
 from lenvm_kernels.ops._common import architecture, next_power_of_2
 from lenvm_kernels.ops._plan_attention import BLOCK_M, MAX_SPLITS
 
-# Columns of the results that are merged at once: with 64, D 128 spills up to 120 bytes on sm_80. Measured on an H200
-# (B 64, 2,048 cached tokens), the attention takes 63 us with 32 or 64, and 84 with 128, which spills there, too.
+# Columns of the results that are merged at once. With 64, D 128 spills up to 120 bytes on sm_80. Measured on an H200
+# (B 64, 2,048 cached tokens), the attention takes 63 us with 32 or 64, and 84 us with 128, which spills there as well.
 MERGE_COLUMNS = tl.constexpr(32)
 
 
 class _Tensors(NamedTuple):
-    """What the attention reads and writes."""
+    """Tensors that the attention reads and writes."""
 
     out: Any  # [T, Hq, D]
     q: Any  # [T, Hq, D]
@@ -31,7 +31,7 @@ class _Tensors(NamedTuple):
 
 
 class _Strides(NamedTuple):
-    """Of the tensors' first two dimensions."""
+    """Strides of the tensors' first two dimensions."""
 
     out_token: int
     out_head: int
@@ -50,7 +50,7 @@ class _Strides(NamedTuple):
 
 @triton.jit
 def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of a block of cached keys; rows of a block of new ones, which follow the cached ones. [BLOCK_N]"""
+    """[BLOCK_N]: pages of a block of cached keys, or rows of a block of new keys, which follow the cached blocks."""
     is_new = block >= cached_blocks
     key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.load(pages_ptr + key // PAGE_SIZE, mask=(key < cached) & (block < cached_blocks), other=first_row + key)
@@ -60,8 +60,8 @@ def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: t
 def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
     """One step of the online softmax: ``k`` and ``v`` [BLOCK_N, BLOCK_D], ``visible`` [1 | BLOCK_M, BLOCK_N].
 
-    Every row sees a key in the first block it meets (a cached token, or delta token 0) or starts from its own, so its
-    maximum is finite from then on and no difference of infinities can arise."""
+    Every row starts from its own key or sees a key in its first block (a cached token, or delta token 0), so its
+    maximum is finite from then on, and no difference of infinities can arise."""
     scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(running_max, tl.max(scores, axis=1))
@@ -74,15 +74,15 @@ def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
 
 @triton.jit
 def _parent_row(row, parents_ptr, first_candidate_row):
-    """Rows of the parents of candidates, -1 for none; row -1 has none either. Whatever the pointer says, a parent is an
-    earlier candidate of the same request: every walk ends, and none leaves its request."""
+    """Rows of the parents of candidates, -1 for no parent; row -1 has none. For any contents of ``parents``, a parent
+    is an earlier candidate of the same request, so that every walk terminates within its request."""
     parent = tl.load(parents_ptr + row, mask=row >= 0, other=-1)
     return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
 
 
 @triton.jit
 def _load_partial(split, splits, out_ptr, lse_ptr, stride_split, offset, is_row, is_column, HEAD_DIM: tl.constexpr):
-    """A split's lse and result, -inf and 0 where there is none."""
+    """lse and result of a split; -inf and 0 if the split does not exist."""
     there = is_row & (split < splits)
     lse_ptr += split * stride_split
     lse = tl.load(lse_ptr + tl.arange(0, is_row.shape[0]), mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -101,9 +101,9 @@ def _merge_splits(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merge the results of a tile's splits, in their order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
+    """Merge the results of a tile's splits in order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
 
-    L1 may not have what other programs wrote: all is read from L2."""
+    Loads bypass L1, which may not contain the writes of other programs."""
     m = tl.arange(0, BLOCK_M)
     s = tl.arange(0, MAX_SPLITS)[None, :]
     lse = tl.load(
@@ -120,8 +120,8 @@ def _merge_splits(
         is_column = (column < HEAD_DIM)[None, :]
         offset = (m * HEAD_DIM)[:, None] + column[None, :]
         acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
-        # Four splits are on their way at once. Software pipelining would copy them through shared memory and wait for
-        # that: measured on an H200 (B 64, 2,048 cached tokens), the attention takes 63 us so, and took 110.
+        # Loads of four splits are in flight at once. Software pipelining would copy them through shared memory and
+        # wait. Measured on an H200 (B 64, 2,048 cached tokens), the attention takes 110 us with it and 63 us without.
         where = (splits, partial_out_ptr, partial_lse_ptr, stride_split, offset, is_row, is_column)
         for split in tl.range(0, splits, 4, num_stages=1):
             lse_a, x_a = _load_partial(split, *where, HEAD_DIM)
@@ -137,24 +137,24 @@ def _merge_splits(
 
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen` but at
-    D 256. On sm_90 shared memory and registers hold two programs a processor up to D 128, each with 32 KB of keys and
-    values on their way while it waits for the next block: more than the 20 KB that 4.8 TB/s need. Measured on an H200
-    (D 128, B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. Elsewhere a block of 64 keys would spill at
-    D 128, or ask for more shared memory than there is, and so do more stages. fp32 spills at most a few bytes.
+    """Block sizes, warps and pipeline stages. In bf16 and fp16, only D 256 spills on the GPUs of :mod:`bench.codegen`.
+    On sm_90, shared memory and registers hold two programs per multiprocessor up to D 128, each with 32 KB of keys and
+    values in flight while it waits for the next block, more than the 20 KB that 4.8 TB/s require. Measured on an H200
+    (D 128, B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. On other GPUs, a block of 64 keys at D 128, or
+    more stages, would spill or exceed the shared memory. fp32 spills at most a few bytes.
 
     Raises:
-        RuntimeError: an AMD GPU, and a Triton that needs an environment variable for it."""
+        RuntimeError: an AMD GPU with a Triton version that needs an environment variable for it."""
     if architecture() == "hip" and triton.__version__.startswith("3.6.") and triton.knobs.amd.use_buffer_ops:
         raise RuntimeError(
             "value_tree_attention: Triton 3.6 fails to compile it for AMD's GPUs with buffer operations; set "
             "AMDGCN_USE_BUFFER_OPS=0, or take Triton 3.7"
         )
     block_d = max(16, next_power_of_2(head_dim))
-    if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
+    if dtype == torch.float32:  # full fp32 has no tensor cores: operands are in registers, more for wider heads
         warps = max(8, block_d // 8)
         return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=warps, num_stages=2)
-    on_sm_90 = architecture() in ("sm_90", "")  # in the interpreter as there
+    on_sm_90 = architecture() in ("sm_90", "")  # "" is the interpreter
     stages = 4 if on_sm_90 and block_d <= 64 else 3
     stages = 2 if architecture() == "sm_100" else stages
     return dict(

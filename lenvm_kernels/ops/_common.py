@@ -1,4 +1,4 @@
-"""What every operator shares: choice of the backend, and checks of arguments before any launch."""
+"""Functions shared by all operators: backend selection, launch options and argument checks."""
 
 import functools
 import os
@@ -10,11 +10,11 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
-# What the operators of each backend take: of any floating-point tensor, and of one that is fp32 on a GPU.
+# Dtypes that each backend accepts for floating-point tensors, and for tensors that the kernels require in fp32.
 FLOATS = {"triton": FLOAT_DTYPES, "reference": (*FLOAT_DTYPES, torch.float64)}
 SINGLES = {"triton": (torch.float32,), "reference": (torch.float32, torch.float64)}
 BACKENDS = ("auto", "triton", "reference")
-# K, candidates of a request, is one of these.
+# Accepted values of K, the candidates per request.
 MAX_CANDIDATES = 64
 COLUMNS = (1, 2, 4, 8, 16, 32, MAX_CANDIDATES)
 
@@ -23,13 +23,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def resolve_backend(backend: str, name: str, tensor: object) -> str:
-    """Return ``"triton"`` or ``"reference"`` for a requested backend and an operator's first tensor, of that name.
+    """Return ``"triton"`` or ``"reference"`` for a requested backend and an operator's first tensor.
 
-    ``auto`` is the Triton kernels for GPU tensors and the reference for CPU tensors. What is no tensor is left to
-    :func:`check_tensor`.
+    ``auto`` is the Triton kernels for GPU tensors and the reference for CPU tensors. :func:`check_tensor` rejects
+    arguments that are not tensors.
 
     Raises:
-        ValueError: unknown backend, or ``triton`` asked for CPU tensors without Triton's interpreter.
+        ValueError: unknown backend, or ``triton`` requested for CPU tensors without Triton's interpreter.
     """
     on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
     if backend == "triton" and (on_gpu or INTERPRETED):
@@ -46,34 +46,34 @@ def resolve_backend(backend: str, name: str, tensor: object) -> str:
     return backend
 
 
-# Those of Triton are for kernels to call too, and take the host twenty times as long.
+# Triton's versions can also be called in kernels, and are twenty times as slow on the host.
 def ceil_div(x: int, y: int) -> int:
     """``x / y``, rounded up."""
     return -(-x // y)
 
 
 def next_power_of_2(x: int) -> int:
-    """The least power of two that is at least ``x``, and at least 1."""
+    """The smallest power of two that is at least ``x``, and at least 1."""
     return 1 << (max(x, 1) - 1).bit_length()
 
 
 def row_stride(tensor: Tensor | None) -> int:
-    """The stride from one row to the next; 0 for None."""
+    """The row stride; 0 for None."""
     return 0 if tensor is None else tensor.stride(0)
 
 
 def row_strides(columns: Any) -> Any:
-    """The row stride of each tensor of a named tuple, in a tuple of the same type: kernels read both by name."""
+    """The row stride of each tensor of a named tuple, as a tuple of the same type, so that kernels share the names."""
     return type(columns)(*(x.stride(0) for x in columns))
 
 
-# Set by what compiles for a GPU that is not there (bench.codegen).
+# Set by bench.codegen to compile for a GPU that is not present.
 ARCHITECTURE = ""
 
 
-@torch.compiler.assume_constant_result  # a compiler does not look into what is cached
+@torch.compiler.assume_constant_result  # torch.compile does not trace cached functions
 def architecture() -> str:
-    """What launch configurations go by: ``hip`` on AMD's GPUs, ``sm_90`` and so on on NVIDIA's, empty without a GPU."""
+    """Architecture for launch configurations: ``hip`` for AMD GPUs, e.g. ``sm_90`` for NVIDIA, empty without a GPU."""
     return ARCHITECTURE or _architecture_at_hand()
 
 
@@ -84,7 +84,7 @@ def _architecture_at_hand() -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
 
 
-# LENVM_PDL=0 launches kernels one after the other.
+# LENVM_PDL=0 disables programmatic dependent launch.
 PDL_VARIABLE = "LENVM_PDL"
 _PDL_IS_OFF = os.environ.get(PDL_VARIABLE, "1") == "0"
 
@@ -92,8 +92,8 @@ _PDL_IS_OFF = os.environ.get(PDL_VARIABLE, "1") == "0"
 def overlapping() -> dict[str, bool]:
     """Launch options of kernels that begin with ``wait_for_inputs``: programmatic dependent launch, from sm_90 on.
 
-    A kernel starts while the one before it still runs, and waits there. On an H200 a step in a CUDA graph takes
-    1,835 us with it and 1,950 us without for one request, 3,536 us and 3,557 us for 64."""
+    A kernel starts while the previous one still runs, and waits in ``wait_for_inputs``. On an H200, a step in a CUDA
+    graph takes 1,835 us with it and 1,950 us without for one request, and 3,536 us and 3,557 us for 64."""
     return _overlapping(architecture())
 
 
@@ -104,8 +104,8 @@ def _overlapping(name: str) -> dict[str, bool]:
 
 
 def fitting_stages(stages: int) -> int:
-    """Pipeline stages of a matmul whose tiles take 24 or 32 KB: on AMD's GPUs, with 64 KB a block, no more than three
-    (one of which is in registers)."""
+    """Pipeline stages of a matmul whose tiles take 24 or 32 KB: at most three on AMD GPUs, which have 64 KB per block
+    (one of the stages is in registers)."""
     return min(stages, 3) if architecture() == "hip" else stages
 
 
@@ -118,21 +118,21 @@ def check_tensor(
     device: torch.device | None = None,
     unit_stride: bool = True,
 ) -> Tensor:
-    """Check one tensor argument; return it.
+    """Check one tensor argument and return it.
 
     Args:
         name: the argument's name in the public signature, for the message.
-        tensor: what the caller passed.
+        tensor: the value passed by the caller.
         dtypes: accepted dtype or dtypes.
         shape: accepted size of each dimension, as a tuple; ``None`` accepts any size.
-        device: device it has to be on (``None``: any).
-        unit_stride: the last dimension has to be contiguous.
+        device: required device. If ``None``, any.
+        unit_stride: whether the last dimension must be contiguous.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: wrong dtype, shape, device or strides. The message says what is accepted and what came.
+        ValueError: wrong dtype, shape, device or strides. The message contains the accepted and the actual values.
     """
-    # A step without a graph checks a thousand tensors: the message is put together only where one is wrong.
+    # A step without a CUDA graph checks a thousand tensors, so the message is only built on failure.
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor {_wanted(dtypes, shape, device)}, got {type(tensor).__name__}")
     if not (
@@ -150,18 +150,18 @@ def check_tensor(
 
 
 def _fits(sizes: torch.Size, shape: tuple[int | None, ...]) -> bool:
-    """Whether sizes are those of a shape, in which ``None`` is any."""
+    """Whether sizes match a shape, in which ``None`` matches any size."""
     try:
         for size, wanted in zip(sizes, shape, strict=True):
             if wanted is not None and wanted != size:
                 return False
-    except ValueError:  # more dimensions, or fewer
+    except ValueError:  # different number of dimensions
         return False
     return True
 
 
 def check_page_size(page_size: int) -> None:
-    """Raise ValueError unless a page has a slot."""
+    """Raise ValueError unless ``page_size`` is an int of at least 1."""
     if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"page_size must be an int of at least 1, got {page_size!r}")
 
@@ -176,17 +176,17 @@ def check_fields(
     *,
     unit_stride: bool = True,
 ) -> None:
-    """:func:`check_tensor` of fields of a tuple, each ``[size]``."""
+    """:func:`check_tensor` for fields of a tuple, each ``[size]``."""
     for field, tensor, dtype in zip(fields, tensors, dtypes, strict=True):
         check_tensor(f"{name}.{field}", tensor, dtypes=dtype, shape=(size,), device=device, unit_stride=unit_stride)
 
 
 def per_request(name: str, value: Tensor | float, dtype: torch.dtype, requests: int, device: torch.device) -> Tensor:
-    """The contiguous tensor ``[requests]`` of an argument that is a tensor, or one number for all requests.
+    """The contiguous ``[requests]`` tensor of an argument that is a tensor, or one number for all requests.
 
     Raises:
         TypeError: neither a tensor nor a number of that kind.
-        ValueError: as :func:`check_tensor`, or an integer that is no int32.
+        ValueError: as in :func:`check_tensor`, or an integer outside of int32.
     """
     if isinstance(value, Tensor):
         # A column of a GuidanceTable is strided.

@@ -1,4 +1,4 @@
-"""Device functions that kernels of several operators share."""
+"""Device functions shared by the kernels of several operators."""
 
 import triton
 import triton.language as tl
@@ -7,22 +7,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_inputs(OVERLAPS: tl.constexpr):
-    """Wait until the launches before this one have ended, with ``OVERLAPS``; without, they have.
+    """Wait until the previous launches have ended. Without ``OVERLAPS``, they have ended already.
 
-    Every program of a kernel launched with :func:`lenvm_kernels.ops._common.overlapping` calls this before it reads or
-    writes memory, whatever it does afterwards. A launch then ends after those before it, so that who waits for the last
-    waits for all."""
+    Every program of a kernel launched with :func:`lenvm_kernels.ops._common.overlapping` must call this before it reads
+    or writes memory, even if it then exits. A launch therefore ends after the previous ones, and waiting for the last
+    launch waits for all."""
     if OVERLAPS:
-        gdc_launch_dependents()  # the programs of the next launch may take the places that are free, and wait there
+        gdc_launch_dependents()  # programs of the next launch may start on free resources, and wait there
         gdc_wait()
 
 
 @triton.jit
 def prefetch(pointers, mask):
-    """Ask for the cache lines of ``pointers`` to come into the L2 cache. Nothing waits for them.
+    """Prefetch the cache lines of ``pointers`` into L2, without waiting for them.
 
-    A kernel launched with :func:`lenvm_kernels.ops._common.overlapping` may do so before its inputs are there: who
-    writes the bytes later writes them into the same cache. No interpreter knows the instruction."""
+    A kernel launched with :func:`lenvm_kernels.ops._common.overlapping` may call this before its inputs are written,
+    because later writes go through the same cache. The interpreter does not support the instruction."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred is_wanted;
@@ -32,7 +32,7 @@ def prefetch(pointers, mask):
         }""",
         "=r,l,r",
         [pointers, mask.to(tl.int32)],
-        dtype=tl.int32,  # there has to be a result
+        dtype=tl.int32,  # Triton requires a result
         is_pure=False,
         pack=1,
     )
@@ -40,12 +40,12 @@ def prefetch(pointers, mask):
 
 @triton.jit
 def arrives_last(counter_ptr, arrivals):
-    """Whether this is the last of ``arrivals`` programs to come here; it may then read what the others stored before.
+    """Whether this is the last of ``arrivals`` programs to call this; it may then read the stores of all others.
 
-    The counter has to be 0 before the first arrives, and is 0 again after the last."""
-    # The update is made by one thread. The barrier orders the stores of the others before it.
+    The counter must be 0 before the first arrival, and is 0 again after the last."""
+    # One thread makes the update. The barrier orders the stores of the other threads before it.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
     if is_last:
-        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")  # a plain store has no order among the atomic updates
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")  # a plain store would not be ordered with the atomic updates
     return is_last

@@ -1,25 +1,25 @@
-"""Triton's interpreter, repaired: matmuls, ``tl.fma``, bf16, and the time that a call of a device function takes.
+"""Repairs of Triton's interpreter: matmuls, ``tl.fma``, bf16, comparisons, and slow calls of device functions.
 
-What runs kernels interpreted imports the operators, and they repair it when they are loaded.
+Applied when the operators are imported in interpreter mode.
 
-The interpreter leaves ``tl.dot`` to numpy, and numpy to a library whose sums run in an order of their own: a row's last
-bits depend on the CPU, on the other rows and on where the matrix lies in memory. Here products are added in fp32, one
-after the other, to what the dot is accumulated into. So does a GPU for fp32, but for the rounding of products; the
-error is of the same size, and large enough to show a kernel that needs more. Sums in fp64, rounded once, would be
-closer to the truth than any GPU, and would still depend on their order where they are rounded to fp32.
+The interpreter implements ``tl.dot`` with numpy, which calls a BLAS library. A row's last bits then depend on the CPU,
+on the other rows and on the matrix's memory address. The repaired ``tl.dot`` adds products in fp32, one after the
+other, to the accumulator. A GPU does the same for fp32, except that it does not round products. The error has the same
+size, and is large enough to expose a kernel that needs higher precision. Sums in fp64 that are rounded once would be
+more precise than any GPU, and their fp32 result would still depend on their order.
 
-``tl.fma`` rounds the product, too. Here it rounds once, as on a GPU.
+The interpreter's ``tl.fma`` also rounds the product. The repaired one rounds once, as on a GPU.
 
-The interpreter (seen on 3.6 to 3.9) keeps bf16 as raw ``uint16`` bits: ``tl.dot`` multiplies the bits, casts to and
-from other types than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
-The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need repair of that.
+The interpreter (seen on 3.6 to 3.9) stores bf16 as raw ``uint16`` bits: ``tl.dot`` multiplies the bits, casts to and
+from types other than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
+The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need this repair.
 
-The interpreter gives a comparison the type of its operands. A broadcast scalar comparison becomes a tensor of integers,
-which Triton 3.9 rejects as a mask. Here a comparison is an ``int1``, as on a GPU.
+The interpreter gives a comparison the type of its operands. A broadcast scalar comparison becomes an integer tensor,
+which Triton 3.9 rejects as a mask. The repaired comparison returns ``int1``, as on a GPU.
 
-A launch replaces the functions that its kernel sees of ``triton.language`` by those of the interpreter. Each call of a
-device function does so again, which takes a millisecond, more than most device functions do. Here it does so once for
-each module: what device functions of Triton's own modules see, stays replaced from then on.
+A launch patches the ``triton.language`` functions visible to its kernel. Each call of a device function patches them
+again, which takes a millisecond, longer than most device functions. The repair patches each module once. For device
+functions of Triton's own modules, the patch is never undone.
 """
 
 import functools
@@ -44,17 +44,17 @@ def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def decoded(handle: interpreter.TensorHandle) -> np.ndarray:
-    """The numbers of a tensor; of a bf16 tensor, which the interpreter keeps as bits, in fp32."""
+    """The values of a tensor. bf16, which the interpreter stores as bits, is decoded to fp32."""
     return bf16_bits_to_fp32(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
 
 
 def dot_in_order(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """``total + a @ b``: products are rounded and added to ``total`` one after the other, from the first of K on.
+    """``total + a @ b``, where products are rounded and added to ``total`` one after the other in the order of K.
 
     Args:
         a: ``[..., M, K]``.
         b: ``[..., K, N]``.
-        total: ``[..., M, N]``, of the dtype that is computed in.
+        total: ``[..., M, N]``, in the compute dtype.
     """
     total = total.copy()
     product = np.empty_like(total)
@@ -66,9 +66,9 @@ def dot_in_order(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
     return total
 
 
-@functools.cache  # once is enough
+@functools.cache  # patch only once
 def repair_interpreter() -> None:
-    """Make matmuls and ``fma`` round as said above, casts decode and encode what is kept as bits, and calls cheap."""
+    """Apply the repairs described in the module docstring."""
     interpreter.InterpretedFunction.__call__ = _call_device_function
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle
@@ -103,14 +103,14 @@ _interpreters_fma = interpreter.InterpreterBuilder.create_fma
 
 
 def _create_fma(self, x, y, z):
-    """In place of ``InterpreterBuilder.create_fma``."""
+    """Replacement of ``InterpreterBuilder.create_fma``."""
     if any(operand.data.dtype != np.float32 for operand in (x, y, z)):
         return _interpreters_fma(self, x, y, z)
     with np.errstate(all="ignore"):
         product, addend = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)  # the product is exact
         total = product + addend
-        # What the sum lost (Knuth's two-sum). Where it lost something, an odd last bit keeps the second rounding, to
-        # fp32, from taking it for a tie (Boldo and Melquiond, rounding to odd).
+        # Rounding error of the sum (Knuth's two-sum). If it is not 0, the last bit is made odd, so that the rounding to
+        # fp32 does not see a tie (rounding to odd, Boldo and Melquiond).
         back = total - product
         lost = (product - (total - back)) + (addend - back)
         even = (np.ascontiguousarray(total).view(np.uint64) & np.uint64(1)) == 0
@@ -123,7 +123,7 @@ _patched_modules: set[str] = set()
 
 
 def _call_device_function(self, *args, **kwargs):
-    """In place of ``InterpretedFunction.__call__``."""
+    """Replacement of ``InterpretedFunction.__call__``."""
     if self.fn.__module__ not in _patched_modules:
         interpreter._patch_lang(self.fn)
         _patched_modules.add(self.fn.__module__)

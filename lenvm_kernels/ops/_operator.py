@@ -1,4 +1,4 @@
-"""The one way from an operator's public function to its kernels or its reference."""
+"""Dispatch from an operator's public function to its kernels or its reference."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ Launch = Callable[..., None]
 
 
 class _Argument(NamedTuple):
-    """An argument of a launch, and the arguments of the operator's schema that it stands for."""
+    """An argument of a launch, and the corresponding arguments of the operator's schema."""
 
     name: str
     schema: dict[str, Any]  # names and types
@@ -37,7 +37,7 @@ def operator(
     only_kernels: Sequence[str] = (),
     name: str | None = None,
 ) -> Callable:
-    """Make an operator of the function that launches its kernels.
+    """Turn a function that launches kernels into an operator.
 
     The function takes its output first, then the operands: tensors, named tuples of tensors, numbers, and ``None`` for
     optional operands. All are positional and annotated. It returns nothing. The decorated function takes the backend,
@@ -103,7 +103,7 @@ def operator(
 
         @functools.wraps(launch)
         def call(backend: str, *values: Any) -> None:
-            # Operators are recorded here, or run without data (FakeTensor).
+            # Tracing, or running without data (FakeTensor).
             if (
                 is_dynamo_compiling()
                 or type(values[0] if isinstance(values[0], Tensor) else values[0][0]) is not Tensor
@@ -130,7 +130,7 @@ def _argument(name: str, kind: Any) -> _Argument:
 
 
 def _flat(arguments: Sequence[_Argument], values: Sequence[Any]) -> list[Any]:
-    """The schema's arguments for those of a launch."""
+    """Convert the arguments of a launch to those of the schema."""
     flat: list[Any] = []
     for argument, value in zip(arguments, values, strict=True):
         if argument.kind is None:
@@ -141,7 +141,7 @@ def _flat(arguments: Sequence[_Argument], values: Sequence[Any]) -> list[Any]:
 
 
 def _nested(arguments: Sequence[_Argument], flat: Sequence[Any]) -> Iterator[Any]:
-    """The arguments of a launch for those of the schema."""
+    """Convert the arguments of the schema to those of a launch."""
     rest = iter(flat)
     for argument in arguments:
         values = [next(rest) for _ in argument.schema]

@@ -1,4 +1,4 @@
-"""The work of :mod:`lenvm_kernels.ops.value_tree_attention` as a list: tiles of queries, and the keys each meets."""
+"""Work list of :mod:`lenvm_kernels.ops.value_tree_attention`: query tiles, and the splits of keys for each."""
 
 import torch
 import triton
@@ -10,25 +10,24 @@ from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference import value_tree_attention as reference
 
-# Rows of a query tile: (token, head of the group) pairs. The least for which sm_90 uses its warp-group matmul (HGMMA).
+# Rows of a query tile: (token, head of the group) pairs. The minimum for sm_90's warp-group matmul (HGMMA).
 BLOCK_M = tl.constexpr(64)
-# Cached tokens of a split. Few requests want short ones, to fill the GPU, and many long ones: partial results of a
-# split are 18 KB, written and read, beside 512 bytes of keys and values a cached token (2 key/value heads of 128, 6 new
-# tokens). Splits may not depend on the batch. Measured on an H200, us with splits of 256, 512 and 1,024: 2,048 cached
-# tokens take B 1 17, 20, 29 and B 64 80, 63, 50; 8,192 take B 64 246, 248, 180; 512, which only 256 splits, take B 1
-# 14, 16, 16, B 64 21, 22, 22 and B 256 82, 55, 55.
+# Cached tokens per split. Short splits are better for few requests, because they fill the GPU, and long splits for
+# many: the partial results of a split are 18 KB, written and read, next to 512 bytes of keys and values per cached
+# token (2 key/value heads of 128, 6 new tokens). Splits must not depend on the batch. Measured on an H200, in us with
+# splits of 256, 512 and 1,024: 2,048 cached tokens take 17, 20, 29 at B 1 and 80, 63, 50 at B 64; 8,192 take 246, 248,
+# 180 at B 64; 512, which only 256 splits, take 14, 16, 16 at B 1, 21, 22, 22 at B 64 and 82, 55, 55 at B 256.
 SPLIT_LEN = tl.constexpr(512)
-# A request that is longer by no more than this is not split once more: a program reads so many keys in the time that a
-# merge takes.
+# A remainder of at most this many tokens does not get another split: reading that many keys takes as long as a merge.
 SPLIT_SLACK = tl.constexpr(128)
-# Splits a request has at most. Bounds the workspace; one request of 8k tokens still fills 16 programs a key/value head.
+# Maximum splits of a request. Bounds the workspace; a request of 8k tokens still fills 16 programs per key/value head.
 MAX_SPLITS = tl.constexpr(16)
-# Only the first tiles of a request are split: two hold delta 1 and 8 candidates even for groups of 8 heads. Requests
-# with more tokens have more tiles to run side by side, and would need a workspace as large as a prompt.
+# Number of leading tiles of a request that are split. Two hold 1 delta token and 8 candidates even for groups of 8
+# heads. Requests with more tokens have more tiles to run in parallel, and would need a workspace as large as a prompt.
 SPLIT_TILES = tl.constexpr(2)
-# Requests whose items are added up at once, and items written at once, when a plan is made.
+# Requests whose items are summed at once, and items written at once, by the planning kernel.
 PLAN_BLOCK = tl.constexpr(256)
-# Numbers of an item of the plan, see _load_item. A read of 32 bytes.
+# Numbers per plan item, see _load_item; 32 bytes.
 ITEM_SIZE = tl.constexpr(8)
 
 
@@ -39,7 +38,7 @@ def _num_splits(cached):
 
 @triton.jit
 def _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS: tl.constexpr):
-    """(tiles, splits, items) of some requests: an item for each split of their first tiles, one for each other tile."""
+    """(tiles, splits, items) of requests: one item per split of the leading tiles, and one for each other tile."""
     exists = request < num_requests
     start = tl.load(q_offsets_ptr + request, mask=exists, other=0)
     end = tl.load(q_offsets_ptr + request + 1, mask=exists, other=0)
@@ -48,7 +47,7 @@ def _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS: 
     return tiles, splits, tiles + tl.minimum(tiles, SPLIT_TILES) * (splits - 1)
 
 
-# Callers pass slices of longer tensors: none of the inputs may compile anew where its alignment changes.
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["num_requests", "most_items"],
     do_not_specialize_on_alignment=["table_rows_ptr", "cached_lens_ptr", "q_offsets_ptr", "candidate_lens_ptr"],
@@ -82,7 +81,7 @@ def _plan_attention_kernel(
     delta = tokens - tl.load(candidate_lens_ptr + request)
     cached = tl.load(cached_lens_ptr + request)
     tiles, splits, items = _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
-    # All splits of the first tile, of the second, ..., then the tiles that are not split.
+    # All splits of the first tile, then of the second, ..., then the tiles that are not split.
     split_items = tl.minimum(tiles, SPLIT_TILES) * splits
     for first in range(0, items, PLAN_BLOCK):
         item = first + block
@@ -103,7 +102,7 @@ def _plan_attention_kernel(
 
 @triton.jit
 def _load_item(plan_ptr, item):
-    """Request, its row of the slot table, its first row of ``q``, its new, delta and cached tokens; tile and split."""
+    """Request, its slot table row, its first row of ``q``, its numbers of new, delta and cached tokens, tile, split."""
     item_ptr = plan_ptr + (item + 1) * ITEM_SIZE
     request, table_row, first_row = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     tokens, delta, cached = tl.load(item_ptr + 3), tl.load(item_ptr + 4), tl.load(item_ptr + 5)
@@ -111,28 +110,28 @@ def _load_item(plan_ptr, item):
 
 
 def _most_splits(max_len: int) -> int:
-    """Splits that a request of up to ``max_len`` cached tokens can have."""
+    """Maximum splits of a request with up to ``max_len`` cached tokens."""
     return min(MAX_SPLITS.value, max(1, ceil_div(max_len - SPLIT_SLACK.value, SPLIT_LEN.value)))
 
 
 def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
-    """(splits, tokens W) of the partial results, fp32 ``[splits, Hkv, W, group, D + 1]``; W is 0 where one split does.
+    """(splits, tokens W) of the partial results, fp32 ``[splits, Hkv, W, group, D + 1]``. W is 0 for a single split.
 
-    ``group`` is ``Hq / Hkv``, ``max_len`` the tokens that the slot table has room for in a row."""
+    ``group`` is ``Hq / Hkv``; ``max_len`` is the number of tokens that a row of the slot table can hold."""
     splits = _most_splits(max_len)
     split_tokens = SPLIT_TILES.value * (BLOCK_M.value // group)
     return splits, min(total_tokens, num_requests * split_tokens) if splits > 1 else 0
 
 
 def plan_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
-    """Of the int32 tensor that :func:`plan_attention` returns: a row, and one for every item that there can be."""
+    """Shape of the int32 plan of :func:`plan_attention`: one header row, and one row per possible item."""
     tiles = min(total_tokens, total_tokens // (BLOCK_M.value // group) + num_requests) if num_requests else 0
     split_tiles = min(tiles, SPLIT_TILES.value * num_requests)
     return 1 + tiles + split_tiles * (_most_splits(max_len) - 1), ITEM_SIZE.value
 
 
 def num_counters(num_requests: int, kv_heads: int) -> int:
-    """Least size of ``counters`` of :func:`value_tree_attention`."""
+    """Minimum size of ``counters`` of :func:`value_tree_attention`."""
     return num_requests * SPLIT_TILES.value * kv_heads
 
 
@@ -180,22 +179,22 @@ def plan_attention(
     group: int,
     backend: str = "auto",
 ) -> Tensor:  # int32 [1 + items, 8]
-    """List the work of :func:`value_tree_attention`, for all its launches with the same requests: a step's layers.
+    """Compute the work list of :func:`value_tree_attention`, which all layers of a step share.
 
     Args:
-        table_rows, cached_lens, q_offsets, candidate_lens: as there.
-        total_tokens: rows of ``q``.
-        max_len: tokens that a row of the slot table has room for, ``max pages * page_size``.
+        table_rows, cached_lens, q_offsets, candidate_lens: as in :func:`value_tree_attention`.
+        total_tokens: number of rows of ``q``.
+        max_len: tokens that a row of the slot table can hold, ``max pages * page_size``.
         group: query heads that share a key/value head, 1 to 64.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
-        int32 of the shape ``plan_shape(total_tokens, B, group, max_len)``. The first number is that of the items, which
-        are in the rows from the second on. An item is one split of one tile of queries: request, table row, first row
-        of ``q``, new tokens, delta tokens, cached tokens, tile, split. The rest is arbitrary.
+        int32 of shape ``plan_shape(total_tokens, B, group, max_len)``. The first element is the number of items. Items
+        are in the rows from the second on. An item is one split of one query tile: request, table row, first row of
+        ``q``, new tokens, delta tokens, cached tokens, tile, split. All other elements are arbitrary.
 
     Raises:
-        ValueError, TypeError: an argument is malformed; the message names it, what is accepted, and what came.
+        ValueError, TypeError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
         >>> row, cached, offsets, candidates = (torch.tensor(x, dtype=torch.int32) for x in ([4], [700], [0, 3], [2]))

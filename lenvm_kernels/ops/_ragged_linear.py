@@ -1,4 +1,4 @@
-"""What the kernels of :mod:`lenvm_kernels.ops.ragged_linear` are made of: all but the loop over products."""
+"""Device functions of :mod:`lenvm_kernels.ops.ragged_linear`: everything but the loop over products."""
 
 from typing import Any, NamedTuple
 
@@ -9,9 +9,9 @@ from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops._device import prefetch
 from lenvm_kernels.reference._common import SQUARES_GROUP
 
-# Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
+# Columns per sum of squares. No tile has fewer columns of the result.
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
-LINE_BYTES = tl.constexpr(128)  # of the L2 cache: one thread asks for one ahead of time
+LINE_BYTES = tl.constexpr(128)  # L2 cache line; a thread prefetches one line
 
 
 @triton.jit
@@ -21,8 +21,8 @@ def _live_rows(num_rows_ptr, T):
 
 @triton.jit
 def _sums_of_squares(x):  # fp32 [ROWS, COLUMNS] -> fp32 [ROWS, COLUMNS / GROUP]
-    """Of each group of columns. Neighbours are added until one number is left: each addition has two operands, so that
-    no layout, and hence no tile, can change its result."""
+    """Sums of squares of each group of columns. Pairs of neighbours are added until one number is left: every addition
+    has two operands, so that no layout, and hence no tile, can change its result."""
     ROWS: tl.constexpr = x.shape[0]
     GROUPS: tl.constexpr = x.shape[1] // GROUP
     sums = x * x
@@ -49,13 +49,13 @@ def _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K: tl
 
 @triton.jit
 def _first(first_row, first_column, N: tl.constexpr):
-    """Where a tile of a contiguous [*, N] begins. Offsets within a tile are 32-bit, which spares registers."""
+    """Offset of a tile in a contiguous [*, N]. Offsets within a tile are 32-bit to save registers."""
     return tl.cast(first_row, tl.int64) * N + first_column
 
 
 @triton.jit
 def _weight_row(column, N: tl.constexpr, SWIGLU: tl.constexpr):
-    """With SwiGLU gate and up of a column stand side by side, where one thread holds both."""
+    """Row of the weight for a column. With SwiGLU, gate and up are interleaved, so that one thread holds both."""
     return column // 2 + column % 2 * N if SWIGLU else column
 
 
@@ -71,8 +71,8 @@ def _prefetch_weight(
     PREFETCH_LEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What of the weight the program's first tile begins with, if all rows are one block: how many there are is not
-    known yet. With more blocks a tile of another program does, and they are as good."""
+    """Prefetch the beginning of the weight for the program's first tile, assuming one row block, because the number of
+    rows is not known yet. With more blocks, the prefetched weights belong to another program's tile, which is fine."""
     COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
     LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
     split = tl.program_id(0) % SPLITS
@@ -84,7 +84,7 @@ def _prefetch_weight(
 
 
 class _Tensors(NamedTuple):
-    """What the matmul reads and writes, but for what may be part of a larger tensor."""
+    """Tensors that the matmul reads and writes, except those that may be slices of larger tensors."""
 
     out: Any  # [T, N]
     x: Any  # [T, K]
@@ -95,7 +95,7 @@ class _Tensors(NamedTuple):
 
 
 class _Strides(NamedTuple):
-    """From one row to the next."""
+    """Row strides."""
 
     x: int
     residual: int
@@ -118,7 +118,7 @@ def _finish(
     N: tl.constexpr,
     SWIGLU: tl.constexpr,
 ):
-    """What stands around the matmul, for some columns of a tile: scales, adds, rounds and stores them."""
+    """Epilogue of the matmul for some columns of a tile: scale, add, round and store them."""
     BLOCK_M: tl.constexpr = y.shape[0]
     COLUMNS: tl.constexpr = y.shape[1]
     OUTPUTS: tl.constexpr = COLUMNS // 2 if SWIGLU else COLUMNS
@@ -154,10 +154,10 @@ def _finish(
 def _sum_parts(
     partial_ptr, rows, columns, T, N: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """fp32 [ROWS, COLUMNS]: the parts of some sums, added in the order of the splits.
+    """fp32 [ROWS, COLUMNS]: the parts of sums, added in the order of the splits.
 
-    Four neighbours are a dimension of their own: a thread then loads 16 bytes beside the 16 of the next. In the layout
-    of the result it would load 32 bytes by two instructions, each of which would move half of every sector for nothing.
+    Four neighbours form a separate dimension, so that a thread loads 16 bytes next to those of the next thread. In the
+    layout of the result, it would load 32 bytes in two instructions, each of which would waste half of every sector.
     """
     m = tl.arange(0, ROWS)[:, None, None]
     n = 4 * tl.arange(0, COLUMNS // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
@@ -170,5 +170,5 @@ def _sum_parts(
 
 
 def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
-    """Of the sums of squares of ``tokens`` rows of ``columns`` columns."""
+    """Shape of the sums of squares of ``tokens`` rows of ``columns`` columns."""
     return ceil_div(columns, SQUARES_GROUP), tokens

@@ -1,13 +1,13 @@
-"""The mathematics of :mod:`lenvm_kernels.ops.reweight_scatter`, for its kernels: guided probabilities of a tile.
+"""Device functions of :mod:`lenvm_kernels.ops.reweight_scatter`: guided probabilities of a tile of requests.
 
-fp32 holds because values are never subtracted: a request works in shares of its range, ``w = (v - min v) / range`` and
-``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. What follows from them is
-taken from the nearer end: exponents from the favoured one, deviations from the one near the mean. The root is found on
-``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly so in the tails of more, by Newton steps
-that a bracket guards. It is the root of the weights as they are rounded: their errors do not add to that of the mean.
-A relative distance is the logarithm of a quotient of two lengths, with an error of a few 1e-7. Distances count from the
-least one, so that no strength takes all weights to 0, and candidates that are equally near keep the ratios of ``q``.
-Every mode is computed for every request and the request's own is selected: no divergence, any mix.
+fp32 is precise enough because values are never subtracted. A request works in shares of its range, ``w = (v - min v) /
+range`` and ``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. Derived numbers
+are measured from the nearer end: exponents from the favoured end, deviations from the end near the mean. Newton steps
+guarded by a bracket find the root of ``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly linear
+in the tails of more. It is the root for the rounded weights, so their errors do not add to the error of the mean.
+A relative distance is the logarithm of a quotient of two lengths, with an error of a few 1e-7. Distances are relative
+to the smallest, so that no strength underflows all weights, and equally near candidates keep the ratios of ``q``.
+Every mode is computed for every request, and the request's own mode is selected, to avoid divergence.
 """
 
 import triton
@@ -16,9 +16,9 @@ import triton.language as tl
 from lenvm_kernels.reference.reweight_scatter import LIKELY, SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE
 from lenvm_kernels.types import Mode, Status, TextBreak
 
-# Accepted error of logit E[w]: at most 1e-6 of the request's range, and what fp32 logarithms resolve.
+# Accepted error of logit E[w]: at most 1e-6 of the request's range, and within the resolution of fp32 logarithms.
 _ROOT_TOLERANCE = tl.constexpr(4e-6)
-# The smallest normal fp32. Triton makes fp64 of a smaller literal, and of everything that it meets.
+# The smallest normal fp32. A smaller literal would be fp64 in Triton, and promote its operands.
 _SMALLEST = tl.constexpr(2.0**-126)
 _BIG = tl.constexpr(2.0**127)
 _EOS_Z = tl.constexpr(-(2.0**127))
@@ -81,8 +81,8 @@ def _request_min(x):
 
 @triton.jit
 def _tilt(log_q, w, top_w, active, tilt):
-    """Weights ``q exp(tilt w)`` up to a constant of the request, the largest 1."""
-    # Measured from the favoured end, whose differences keep their digits.
+    """Weights ``q exp(tilt w)`` up to a constant per request; the largest is 1."""
+    # Measured from the favoured end, so that differences there keep their digits.
     exponent = tl.where(tilt > 0, -tilt * top_w, tilt * w)
     logit = tl.where(active, log_q + exponent, -_BIG)
     return tl.where(active, tl.exp(logit - _request_max(logit)), 0.0)
@@ -92,11 +92,11 @@ def _tilt(log_q, w, top_w, active, tilt):
 def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved, MAX_STEPS: tl.constexpr):
     """The tilt at which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[REQUESTS, 1]``.
 
-    A request stops when it has converged, whatever the others do: its result does not depend on them.
+    A request stops when it has converged, so its result does not depend on the other requests.
 
-    The loop ends by a number that every thread of the program computes from its own copies of the request's sums, and
-    it has barriers: the copies must be equal to the bit. They are not where a product is fused with the first addition
-    of a sum across threads. Launches therefore set ``enable_fp_fusion=False``; `bench.codegen` reads the instructions.
+    Every thread evaluates the loop condition from its own copies of the sums, and the loop has barriers, so the copies
+    must be bitwise identical. Fusing a product with the first addition of a cross-thread sum would break this. Launches
+    therefore set ``enable_fp_fusion=False``; `bench.codegen` checks the instructions.
     """
     target_logit = tl.log(target_w) - tl.log(target_top_w)
     tilt = target_w * 0.0
@@ -106,15 +106,15 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved, MAX_S
         weight = _tilt(log_q, w, top_w, active, tilt)
         total, bottom_part, top_part = _request_sum(weight), _request_sum(weight * top_w), _request_sum(weight * w)
         mean, top_mean = top_part / total, bottom_part / total
-        # From the end that the mean is near, where the difference keeps its digits: at a mean of 1 - 1e-30 a rounding
-        # error of w - mean would be all of the variance.
+        # Measured from the end near the mean, where the difference keeps its digits. At a mean of 1 - 1e-30, the
+        # rounding error of w - mean would dominate the variance.
         deviation = tl.where(mean > 0.5, top_mean - top_w, w - mean)
         variance = _request_sum(weight * deviation * deviation) / total
         error = tl.log(top_part) - tl.log(bottom_part) - target_logit  # +-inf once a part underflows
         low, high = tl.where(error < 0, tilt, low), tl.where(error < 0, high, tilt)
 
-        # d(logit mean) / d(tilt) = variance / (mean (1 - mean)). Towards a side that has no bound yet a step has
-        # limited reach; between bounds the last one must have halved the error, or steps may bounce for ever.
+        # d(logit mean) / d(tilt) = variance / (mean (1 - mean)). Towards an open side, a step has limited reach.
+        # Between bounds, a Newton step is taken only if the last step halved the error; otherwise steps may oscillate.
         newton = tilt - error * (mean * top_mean) / variance
         reach = 8 * tl.abs(tilt) + 8
         closed = (low > -_BIG) & (high < _BIG)
@@ -122,7 +122,7 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved, MAX_S
         inside = (newton > low) & (newton < high) & trusted
         previous = tl.abs(error)
         outwards = tl.where(error < 0, tilt + reach, tilt - reach)
-        # Between bounds that are orders of magnitude apart, halve the order of magnitude.
+        # Between bounds that are orders of magnitude apart, bisect the exponent.
         near, far = tl.minimum(tl.abs(low), tl.abs(high)), tl.maximum(tl.abs(low), tl.abs(high))
         geometric = tl.sqrt(tl.maximum(near, 0.125)) * tl.sqrt(far)
         middle = tl.where(far > 4 * near + 0.5, tl.where(low + high < 0, -geometric, geometric), (low + high) * 0.5)
@@ -135,7 +135,7 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved, MAX_S
 
 @triton.jit
 def _relative_distance(length, least, most, mode):
-    """``ln(least / length)`` below, ``ln(length / most)`` above; 0 between, and on the side a mode does not mind."""
+    """``ln(least / length)`` below, ``ln(length / most)`` above; 0 between, and on a side the mode leaves free."""
     is_below, is_above = (mode != _LE_NEAR) & (length < least), (mode != _GE_NEAR) & (length > most)
     ratio = tl.div_rn(tl.where(is_below, least, length), tl.where(is_below, length, most))
     return tl.where(is_below | is_above, tl.log(tl.minimum(ratio, _BIG)), 0.0)
@@ -143,7 +143,7 @@ def _relative_distance(length, least, most, mode):
 
 @triton.jit
 def _remaining_of_target(target, tolerance, counts_down, generated):
-    """Tokens that are left of a target, and the least and the most by its tolerance."""
+    """Remaining tokens of a target, and their minimum and maximum within its tolerance."""
     taken_off = tl.where(counts_down, generated, 0.0)
     remaining = tl.maximum(target - taken_off, 0.0)
     least, most = tl.maximum(target - tolerance - taken_off, 0.0), tl.maximum(target + tolerance - taken_off, 0.0)
@@ -153,7 +153,7 @@ def _remaining_of_target(target, tolerance, counts_down, generated):
 @triton.jit
 def _reweight(
     request,  # [REQUESTS, 1] int64
-    valid,  # [REQUESTS, 1]: requests beyond B compute nothing that is stored
+    valid,  # [REQUESTS, 1]; results of requests beyond B are not stored
     candidates,  # Candidates
     value_logits_ptr,  # [B, K]
     stride_value_logits_request,
@@ -165,9 +165,9 @@ def _reweight(
     S,
     E,
     K: tl.constexpr,
-    MAX_STEPS: tl.constexpr,  # of the search for a root
+    MAX_STEPS: tl.constexpr,  # of the root search
 ):
-    """(table row, token ids, candidates that count, guided probabilities, is the request to be counted) of a tile."""
+    """(table row, token ids, active candidates, guided probabilities, whether the request is a fault) of a tile."""
     table_row = request
     if table_rows_ptr is not None:
         table_row = tl.load(table_rows_ptr + request, mask=valid, other=0).to(tl.int64)
@@ -189,8 +189,8 @@ def _reweight(
     token = tl.load(candidates.token_ids + request * K + column, mask=valid, other=-1)
     p = tl.load(candidates.probs + request * K + column, mask=valid, other=0.0)
     active = p > 0
-    total = tl.maximum(_request_sum(p), _SMALLEST)  # a request without candidates has 0
-    q = tl.div_rn(p, total)  # rounded correctly: 1, and no number beside it, for a single candidate
+    total = tl.maximum(_request_sum(p), _SMALLEST)  # 0 for a request without candidates
+    q = tl.div_rn(p, total)  # correctly rounded, so that a single candidate has exactly 1
     log_q = tl.where(active, tl.log(tl.where(active, p, 1.0)) - tl.log(total), 0.0)
 
     eos = token < -1
@@ -204,7 +204,7 @@ def _reweight(
     broken = tl.load(candidates.lost_mass + request, mask=valid, other=0.0)
     counted = faulty | (broken != broken)
     raw_z = tl.where(finite, tl.minimum(tl.maximum(z, 0.5 * _EOS_Z), 0.5 * _BIG), 0.0)
-    # What is left of the length without the answer.
+    # The remaining length without the answer.
     answer_nats = (
         tl.load(table.answer_length + table_row * stride.answer_length, mask=valid, other=0.0) * nats_per_token
     )
@@ -224,7 +224,7 @@ def _reweight(
 
     # The target of the tilting modes, as a share of the range from either end.
     nats = remaining * nats_per_token  # -ln(1 - target value)
-    # -ln(1 - E[v]), from the end that E[v] is near.
+    # -ln(1 - E[v]), computed from the end near E[v].
     small = tl.minimum(expected_value, 0.5)
     current_nats = tl.where(
         expected_value < 0.5, _twice_atanh(small / (2 - small)), -tl.log(tl.sigmoid(-z_max) + expected_top_w * span)
@@ -266,17 +266,17 @@ def _reweight(
     tilt = tl.where(mode == _CENTERED_EXP, scale * span, tilt)
 
     weight = _tilt(log_q, w, top_w, active, tilt)
-    # From the favoured logit, as in _tilt: a product of large numbers would be rounded by more than probabilities bear.
+    # Measured from the favoured logit as in _tilt: the rounding error of a product of large numbers would be visible.
     favoured = tl.where(
         scale > 0, _request_max(tl.where(active, raw_z, -_BIG)), _request_min(tl.where(active, raw_z, _BIG))
     )
 
-    # Relative distances |ln((l + 2) / (r + 2))|, of lengths in nats: no gamma makes one overflow. The least and most
-    # tokens are held between the shortest and the longest candidate. That changes all distances that count by as much,
-    # and keeps those from a target out of reach small, where they have more digits. Quotients past 2**127 count as it.
+    # Relative distances |ln((l + 2) / (r + 2))|, with lengths in nats, which overflow for no gamma. The least and most
+    # tokens are clamped to the range of the candidates. This shifts all distances by the same amount, and keeps the
+    # distances from an unreachable target small, where they have more digits. Quotients are clamped to 2**127.
     candidate_nats, two_tokens = _softplus(z), 2 * nats_per_token
     length = candidate_nats + two_tokens
-    earliest = length  # another length that a candidate may lead to
+    earliest = length  # alternative length of a candidate that may end the output
     if text_breaks_ptr is not None:
         ended = tl.load(text_breaks_ptr + token, mask=valid & (token >= 0) & (token < S), other=0)
         may_end = ((ended & _SENTENCE) != 0) & (eos == 0) & (p >= _request_max(p) * _LIKELY)
@@ -299,7 +299,7 @@ def _reweight(
     result = tl.div_rn(weight, tl.maximum(_request_sum(weight), _SMALLEST))
     result = tl.where((tilts_to_target & unmoved) | equally_near, q, result)
 
-    # Constraints choose one candidate: of least cost; of equal costs the most probable, then the first.
+    # Hard constraints choose the candidate of least cost. Ties go to the most probable candidate, then to the first.
     cost = tl.where(mode == _EQ, tl.abs(candidate_nats - nats), z)
     largest = ((mode == _GE) & (remaining > 0)) | (is_soft & above_range)
     cost = tl.where(active, tl.where(largest, -z, cost), _BIG)

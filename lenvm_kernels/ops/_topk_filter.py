@@ -1,4 +1,4 @@
-"""The second launch of :mod:`lenvm_kernels.ops.topk_candidates`: the best tokens of the best tiles, and the filters."""
+"""Second launch of :mod:`lenvm_kernels.ops.topk_candidates`: the best tokens of the best tiles, and the filters."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ _UNGUIDED, _GUIDE = tl.constexpr(int(Status.UNGUIDED)), tl.constexpr(int(Status.
 _SINGLE, _SKIP = tl.constexpr(int(Status.SINGLE)), tl.constexpr(int(Status.SKIP))
 
 
-# A key holds a score and its token in one int64 that sorts as candidates do: score first, then the lower token id.
+# A key packs a score and its token into an int64 that sorts like candidates: by score, then by lower token id.
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _key_token(key):
 
 @triton.jit
 def _exponent_scale(temperature_ptr, request):
-    """(log2(e) / temperature, request is greedy, temperature is finite)"""
+    """(log2(e) / temperature, whether the request is greedy, whether the temperature is finite)"""
     temperature = tl.full([], 1.0, tl.float32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + request)
@@ -59,7 +59,7 @@ def _exponent_scale(temperature_ptr, request):
 
 @triton.jit
 def _load_scores(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, is_there, IS_LOGITS):
-    """fp32 scores of a request's tokens; those that are masked out or not there score as what is no candidate."""
+    """fp32 scores of a request's tokens. Masked and missing tokens get the score of a non-candidate."""
     nothing = -float("inf") if IS_LOGITS else 0.0
     x = tl.load(scores_ptr + request * stride_scores_request + token, mask=is_there, other=nothing).to(tl.float32)
     if not IS_LOGITS:
@@ -70,7 +70,7 @@ def _load_scores(scores_ptr, stride_scores_request, mask_ptr, stride_mask_reques
     return x
 
 
-# The filters are a caller's, and may be slices: no kernel is compiled anew where their alignment changes.
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize_on_alignment=[
         "guided_ptr",
@@ -149,7 +149,7 @@ def _filter_kernel(
     min_p = tl.load(min_p_ptr + request)
     limit = tl.where((top_k <= 0) | (top_k >= V), V, top_k)
     limit = tl.where(greedy, 1, limit)
-    sought = limit  # tokens to look at
+    sought = limit  # number of tokens to extract
     if end_token_ids_ptr is not None:
         table_row = request
         if table_rows_ptr is not None:
@@ -166,7 +166,7 @@ def _filter_kernel(
         keys = tl.where(keys == key, _NO_KEY, keys)
         chosen = tl.where((column == k) & (key != _NO_KEY), _key_token(key), chosen)
     next_key = tl.max(keys, axis=0)
-    next_score = tl.where(next_key != _NO_KEY, _key_score(next_key), nothing)  # the best one of the tiles not chosen
+    next_score = tl.where(next_key != _NO_KEY, _key_score(next_key), nothing)  # best score of the other tiles
 
     token = chosen[:, None] * TILE + tl.arange(0, TILE)[None, :]
     is_there = (chosen >= 0)[:, None] & (token < V)
@@ -175,10 +175,10 @@ def _filter_kernel(
     )
     keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
     first = 1 / total if IS_LOGITS else best  # probability of the best token
-    room = K  # for tokens that do not end the output
-    is_alone = True  # no token is taken yet that does not end the output
+    room = K  # columns for tokens that do not end the output
+    is_alone = True  # whether all tokens taken so far end the output
     if end_token_ids_ptr is not None:
-        # Those that are candidates whatever the filters say. All columns but one may be theirs.
+        # End tokens that are candidates regardless of the filters. They take at most all columns but one.
         slot = tl.arange(0, ENDS)
         end = tl.load(end_token_ids_ptr + table_row * stride_end_token_ids_row + slot, mask=slot < E, other=-1)
         is_token = (end >= 0) & (end < V)
@@ -206,7 +206,7 @@ def _filter_kernel(
         room = K - tl.sum((end_keys != _NO_KEY).to(tl.int32), axis=0)
     tokens, probs = tl.full([K], -1, tl.int32), tl.zeros([K], tl.float32)
     count, mass = 0, 0.0
-    # One round more than K: would the next token have been kept, had there been a column for it?
+    # The extra round after K checks whether the next token would have been kept, i.e. whether K cut the list.
     cut_by_columns = False
     for k in range(tl.minimum(sought, K + 1)):
         key = tl.max(keys, axis=0)

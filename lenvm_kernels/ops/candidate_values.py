@@ -1,10 +1,10 @@
-"""Values of candidates from a base model's own states: how ``W2 silu(W1 silu(shift + scale * e) + b1) + b2`` says that
-the lengths to come are distributed, and the length that stands for them.
+"""Values of candidates from a base model's hidden states: ``W2 silu(W1 silu(shift + scale * e) + b1) + b2`` predicts
+the distribution of the remaining length, which is then reduced to one length.
 
-``e`` is a candidate's row of a table, ``scale`` and ``shift`` are what the state of its request says. One launch: a
-matmul whose left operand is made of the three in its loop, and whose epilogue applies SiLU and multiplies the columns
-of its tile with W2. The last of a row block's programs to finish adds these, in the order of the column blocks, without
-atomics, and makes lengths of them.
+``e`` is a candidate's embedding; ``scale`` and ``shift`` are projections of its request's hidden state. One launch: a
+matmul that computes its left operand from the three in its loop, with an epilogue that applies SiLU and multiplies the
+columns of its tile with W2. The last program of a row block to finish adds these partial sums in the order of the
+column blocks, without atomics on the sums, and reduces the distributions to lengths.
 """
 
 from typing import Any, NamedTuple
@@ -40,23 +40,23 @@ from lenvm_kernels.reference.candidate_values import (
 from lenvm_kernels.reference.candidate_values import candidate_values as _reference
 from lenvm_kernels.types import GuidanceColumns
 
-# Not measured yet. Of the sizes that training takes, W1 is 32 KB in bf16 (128 x 128): 64 requests of 8 candidates are
-# 64 programs, which read 16 KB of it each. Wider blocks would make the left operand once, on half the multiprocessors.
+# Not measured. At the size used by training, W1 is 32 KB in bf16 (128 x 128): 64 requests of 8 candidates are 64
+# programs, which read 16 KB of it each. Wider blocks would compute the left operand once, on half the multiprocessors.
 BLOCK_M, BLOCK_N = 16, 64
-# 128 bytes of a row of W1: the left operand is made of three loads, whose time two stages hide.
+# 128 bytes of a row of W1. The left operand needs three loads, whose latency the stages hide.
 BLOCK_K_BYTES = 128
 STAGES, NUM_WARPS = 3, 4
-# Of lengths; a program keeps 16 x 64 of their logits at most.
+# Maximum number of length bins: a program holds up to 16 x 64 of their logits.
 MAX_BINS = 64
 _SMALLEST_WIDTH, _LARGEST_REMAINING = tl.constexpr(SMALLEST_WIDTH), tl.constexpr(LARGEST_REMAINING)
 _LARGEST_NATS, _BEYOND = tl.constexpr(LARGEST_NATS), tl.constexpr(BEYOND)
 _SHORTEST, _LARGEST_STRENGTH = tl.constexpr(SHORTEST), tl.constexpr(LARGEST_STRENGTH)
-# Of the bins that there are not.
+# Logit of padding bins.
 _NO_LOGIT = tl.constexpr(-(2.0**126))
 
 
 class _Head(NamedTuple):
-    """What stays where it is from launch to launch."""
+    """The weights, whose addresses are the same in every launch."""
 
     fc_weight: Any  # [E, D]
     fc_bias: Any  # [E]
@@ -66,7 +66,7 @@ class _Head(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Columns of the requests' table, ``[R]`` each."""
+    """Columns of the guidance table that the kernel reads, ``[R]`` each."""
 
     mode: Tensor
     scale: Tensor
@@ -78,7 +78,7 @@ class _Table(NamedTuple):
 
 
 class _Logits(NamedTuple):
-    """Value logits of the lengths that stand for the distributions, and of the mean values."""
+    """Value logits of the lengths that the distributions are reduced to, and of the mean values."""
 
     value_logits: Tensor  # [B, K]
     mean_logits: Tensor  # [B, K]
@@ -119,7 +119,7 @@ def _standing_for(
     """(value logits, value logits of the mean) of candidates, from the distributions of their lengths."""
     n = tl.arange(0, BLOCK_BINS)
     log_probs = bin_logits - _log_sum_exp(bin_logits)[:, None]
-    # Of bins that there are not, edges as of those before them: no infinity comes of them.
+    # Padding bins get the edges of the last bin, so that no infinity arises.
     first = tl.load(bin_edges_ptr + tl.minimum(n, N - 1))
     behind = tl.load(bin_edges_ptr + tl.minimum(n, N - 1) + 1)
     mode = tl.load(table.mode + table_row * stride.mode)
@@ -131,7 +131,7 @@ def _standing_for(
     answer = tl.load(table.answer_length + table_row * stride.answer_length)
     of_bins = nats_per_token[:, None] * ((first + behind - 1) * 0.5)[None, :]
     mean_value = tl.sum(tl.exp(log_probs) * _one_minus_exp(of_bins), axis=1)
-    # As ln(v / (1 - v)): values near 0 keep their digits, and so do those near 1.
+    # As ln(v / (1 - v)), so that values near 0 and near 1 keep their digits.
     mean_logits = tl.log(mean_value) - _log_sum_exp(log_probs - of_bins)
 
     _, least, most = _remaining_of_target(target, tolerance, counts_down, generated)
@@ -156,14 +156,14 @@ def _standing_for(
     distance = tl.div_rn(-closeness, tl.where(is_near, strength, 1.0))
     distance = tl.where(mode == _GE_NEAR, -distance, distance)
     nearest_aim = tl.where(mode == _GE_NEAR, least, most)
-    # What is not a number stays none: reweighting counts it as a fault.
+    # NaN must propagate: reweight_scatter counts it as a fault.
     length = tl.maximum((nearest_aim + 2) * tl.exp(distance) - 2, _SHORTEST, propagate_nan=tl.PropagateNan.ALL)
     nats = tl.minimum((length + answer) * nats_per_token, _LARGEST_NATS, propagate_nan=tl.PropagateNan.ALL)
     near_logits = nats + tl.log(_one_minus_exp(nats))
     return tl.where(is_near, near_logits, mean_logits), mean_logits
 
 
-# What describes the batch may be slices of larger tensors: no kernel is compiled anew where their alignment changes.
+# Per-batch tensors may be slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_token_ids_row", "B", "V"],
     do_not_specialize_on_alignment=["token_ids_ptr", "table_rows_ptr", "generated_ptr", "counters_ptr"],
@@ -208,7 +208,7 @@ def _candidate_values_kernel(
     inside, row = m < B * K, (m // K).to(tl.int64)
     token = tl.load(token_ids_ptr + row * stride_token_ids_row + m % K, mask=inside, other=-1).to(tl.int64)
     is_candidate = (token >= 0) & (token < V)
-    if tl.max(is_candidate.to(tl.int32), axis=0) == 0:  # no program of this row block counts itself
+    if tl.max(is_candidate.to(tl.int32), axis=0) == 0:  # no program of this row block increments the counter
         if block_n == 0:
             nothing = tl.zeros([BLOCK_M], tl.float32)
             tl.store(logits_ptr + m, nothing, mask=inside)
@@ -234,7 +234,7 @@ def _candidate_values_kernel(
     of_bin = tl.arange(0, BLOCK_BINS)
     bins_rows = head.bins_weight + of_bin[None, :].to(tl.int64) * stride_bins_weight_bin
     bins_weight = tl.load(bins_rows + n[:, None], mask=(of_bin < N)[None, :] & (n < E)[:, None], other=0.0)
-    # In fp32: the logits of bins are few sums of few numbers, and a rounding of one would show.
+    # In fp32, because the rounding of a single product would be visible in these few short sums.
     part = tl.dot(_silu(acc), bins_weight.to(tl.float32), input_precision="ieee")
     partials = partial_ptr + m[:, None].to(tl.int64) * BLOCK_BINS + of_bin[None, :]
     tl.store(partials + block_n.to(tl.int64) * B * K * BLOCK_BINS, part, mask=inside[:, None])
@@ -314,7 +314,7 @@ def _launch(
 
 
 def num_counters(rows: int, columns: int) -> int:
-    """Counters that :func:`candidate_values` needs for so many candidates: ``ceil(B K / 16)``."""
+    """Number of counters that :func:`candidate_values` needs for B rows and K columns: ``ceil(B K / 16)``."""
     return ceil_div(rows * columns, BLOCK_M)
 
 
@@ -335,47 +335,47 @@ def candidate_values(
     counters: Tensor | None = None,  # int32 [>= num_counters(B, K)]
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fp32 [B, K] twice
-    """Value logits of candidates from the distribution of the lengths to come that a small network predicts.
+    """Compute value logits of candidates from the distribution of the remaining length that a small network predicts.
 
-    The network says the probabilities of ``N`` bins of lengths, ``softmax(W2 silu(W1 silu(shift + scale * e) + b1) +
-    b2)``. ``e`` is the candidate's row of ``embedding``, ``scale`` and ``shift`` are those of its request (feature-wise
-    linear modulation, arXiv 1709.07871). Two value logits stand for a distribution:
+    The network predicts the probabilities of ``N`` bins of lengths, ``softmax(W2 silu(W1 silu(shift + scale * e) + b1)
+    + b2)``. ``e`` is the candidate's row of ``embedding``; ``scale`` and ``shift`` are per request (feature-wise linear
+    modulation, arXiv 1709.07871). Two value logits are computed from a distribution:
 
-    * that of the mean value, ``E[1 - gamma^L]``, with which lengths are predicted;
-    * that of the length ``l`` that the request's rule treats as it would treat the distribution. Of the near
-      constraints it is as close to the ``r`` tokens that remain as the lengths are on average, ``exp(-S d(l)) =
-      E[exp(-S d(L))]`` with ``d(l) = |ln((l + 2) / (r + 2))|`` and the request's strength ``S``: of ``near`` it is at
-      least ``r``. Of all other modes, and of a strength of 0, it is the first.
+    * the logit of the mean value, ``E[1 - gamma^L]``, which predicts lengths;
+    * the logit of the length ``l`` that the request's rule treats like the distribution. For the near constraints,
+      ``l`` is as close to the remaining ``r`` tokens as the lengths are on average, ``exp(-S d(l)) = E[exp(-S d(L))]``
+      with ``d(l) = |ln((l + 2) / (r + 2))|`` and the request's strength ``S``; for ``near``, ``l`` is at least ``r``.
+      For all other modes, and for a strength of 0, it equals the first logit.
 
-    Within a bin the logarithm of ``L + 2`` is evenly distributed for the distance, and every length is the middle one
-    for the mean. The same candidate of the same request gives the same bits whatever else is in the batch. Nothing is
-    read back to the host, and no new number of requests compiles anything.
+    Within a bin, ``ln(L + 2)`` is assumed to be uniformly distributed for the distance; for the mean, every length is
+    the middle of the bin. A candidate's result is bitwise identical in any batch. Causes no host-device sync, and no
+    recompilation for a new number of requests.
 
     Args:
-        token_ids: candidates, int32 or int64 [B, K]. The logits of -1, and of any id outside ``[0, V)``, are exactly 0.
+        token_ids: int32 or int64 [B, K]; candidates. The logits of ids outside ``[0, V)``, such as -1, are exactly 0.
             Rows may be strided.
-        scale, shift: of each request [B, D], in the dtype of ``embedding`` or fp32. Rows may be strided.
-        embedding: of each token [V, D], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
-        fc_weight: W1 [E, D] as ``nn.Linear`` keeps it (out, in); the dtype of ``embedding``, in which its products'
-            other operand is rounded. Rows may be strided, like those of ``bins_weight``.
-        fc_bias: b1 [E]; the dtype of ``embedding`` or fp32, like ``bins_bias``.
-        bins_weight: W2 [N, E], of 1 to 64 bins; the dtype of ``embedding``. Its products are fp32.
+        scale, shift: [B, D], in the dtype of ``embedding`` or fp32; modulation per request. Rows may be strided.
+        embedding: [V, D], fp32, bf16 or fp16 (fp64 too on the reference); one row per token. Rows may be strided.
+        fc_weight: W1 [E, D], stored as in ``nn.Linear`` (out, in), in the dtype of ``embedding``. The left operand is
+            rounded to this dtype. Rows may be strided, also those of ``bins_weight``.
+        fc_bias: b1 [E]; the dtype of ``embedding`` or fp32, also for ``bins_bias``.
+        bins_weight: W2 [N, E], for 1 to 64 bins; the dtype of ``embedding``. Its products are fp32.
         bins_bias: b2 [N].
-        bin_edges: fp32 [N + 1], tokens, ascending and at least 1: bin ``i`` has the lengths from ``bin_edges[i]`` on,
-            and less than ``bin_edges[i + 1]``.
-        table: the requests' parameters, as of :func:`reweight_scatter`.
+        bin_edges: fp32 [N + 1], tokens, ascending and at least 1. Bin ``i`` has the lengths from ``bin_edges[i]`` up
+            to, but not including, ``bin_edges[i + 1]``.
+        table: guidance parameters of ``R`` requests, as for :func:`reweight_scatter`.
         table_rows: int32 or int64 [B]; each request's row of the table.
         generated: int32 [B]; tokens generated so far.
-        counters: int32, at least :func:`num_counters` ``(B, K)``, all 0, and 0 again afterwards. Not for two launches
-            that may run at once (``None``: allocated, which takes a launch more).
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        counters: int32, at least :func:`num_counters` ``(B, K)``, all 0, and 0 again afterwards. Launches that may
+            overlap must not share them. If ``None``, they are allocated, which takes an additional launch.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
-        ``(value_logits, mean_logits)``, fp32 [B, K]: what guides, and what predicts. Accumulated in fp32; fp64 from
-        fp64 inputs.
+        ``(value_logits, mean_logits)``, fp32 [B, K]: the logits for guidance, and those for predicted lengths.
+        Accumulated in fp32; fp64 for fp64 inputs.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance

@@ -1,8 +1,8 @@
-"""Which tokens of each request the value model computes and keeps in a step, in one launch.
+"""Choice of the tokens that the value model computes and caches in a step, in one launch.
 
-The value model need not look at every token when it is drawn: a request that needs no values in a step waits, and the
-next step in which it does computes all tokens that it missed, or the step after which its history might not hold them
-all. What a request does follows from the request alone, so that its values are the same in any batch.
+The value model does not need to process every token when it is drawn. A request that needs no values in a step waits.
+Its missing tokens are computed at the next step that needs values, or before its history would overflow. The decision
+depends on the request alone, so that its values are the same in any batch.
 """
 
 import torch
@@ -23,12 +23,12 @@ from lenvm_kernels.ops.gather_requests import check_history
 from lenvm_kernels.reference.catch_up import catch_up as _reference
 from lenvm_kernels.types import DeltaTokens, StepHistory, StepRequests
 
-# Requests a program. With 16 tokens each a warp's threads have two of them.
+# Requests per program. With 16 tokens each, a thread of the one warp has two tokens.
 REQUESTS = 4
 
 
-# Callers pass slices of longer tensors: nothing is compiled anew where their alignment changes. (Triton heeds that for
-# pointers of their own only, not for those in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
+# arguments only, not to pointers in a tuple.)
 @triton.jit(
     do_not_specialize=["N", "stride_slot_table_row"],
     do_not_specialize_on_alignment=["counts_ptr", "slot_table_ptr"],
@@ -129,28 +129,28 @@ def catch_up(
     out: DeltaTokens | None = None,  # [N, M]
     backend: str = "auto",
 ) -> DeltaTokens:  # [N, M]
-    """Decide which tokens the value model computes and keeps in a step.
+    """Decide which tokens the value model computes and caches in a step.
 
-    Nothing is read back to the host, and no new number of requests compiles anything.
+    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        history: of :func:`gather_requests`, which holds the last M tokens of each sequence. ``cached_lens`` is brought
-            up to date.
-        requests: of :func:`gather_requests`, given the same history.
-        counts: int32 [N], of :func:`select_scored`: tokens that are scored. A request without any waits, unless the
-            history has no room for ``max_new`` more tokens than are missing.
+        history: history passed to :func:`gather_requests`, which holds the last M tokens of each sequence.
+            ``cached_lens`` is updated in place.
+        requests: result of :func:`gather_requests` for the same history.
+        counts: int32 [N]; number of scored tokens (:func:`select_scored`). A request with 0 waits, unless the history
+            has no room for ``max_new`` tokens beyond the missing ones.
         slot_table: int32 [R, pages]; token ``p`` of table row ``r`` lives in slot
             ``slot_table[r, p // page_size] * page_size + p % page_size``. Rows may be strided.
-        page_size: slots in a page.
-        max_new: most tokens that a sequence grows by in a step.
-        out: result tensors to reuse, contiguous; ``None`` allocates them.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        page_size: slots per page.
+        max_new: maximum number of tokens that a sequence grows by in a step.
+        out: contiguous result tensors to reuse. If ``None``, they are allocated.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         The :class:`DeltaTokens`.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, empty_history, gather_requests, parse_guidance
@@ -178,7 +178,7 @@ def catch_up(
     check_tensor("history.tokens", history.tokens, dtypes=torch.int32, shape=(None, None), device=device)
     table_rows, columns = history.tokens.shape
     check_history(history, table_rows, device)
-    if slot_table.shape[0] < table_rows - 1:  # the last one may be that of requests that do not exist
+    if slot_table.shape[0] < table_rows - 1:  # the last row may be the one of dummy requests
         raise ValueError(f"slot_table must have at least {table_rows - 1} rows, got {slot_table.shape[0]}")
     check_page_size(page_size)
     if isinstance(max_new, bool) or not isinstance(max_new, int) or max_new < 1:
@@ -197,7 +197,7 @@ def catch_up(
     return out
 
 
-# Of the fields of StepRequests that are read, in the order of the operator.
+# Dtypes of the fields of StepRequests that are read.
 _REQUEST_DTYPES = {
     "positions": torch.int32,
     "table_rows": torch.int64,

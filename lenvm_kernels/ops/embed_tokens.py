@@ -1,12 +1,12 @@
-"""What stands before the first layer: each token's embedding, its sums of squares, and the angles of its position.
+"""Input of the first layer: each token's embedding, its sums of squares, and the rotary angles of its position.
 
-    hidden[t] = embedding[token_ids[t]]                  NaN where the id is not one of the vocabulary's
+    hidden[t] = embedding[token_ids[t]]                  NaN for ids outside of the vocabulary
     square_sums[g, t] = sum of hidden[t, 64 g : 64 g + 64]^2
     cos[t], sin[t] = scale cos(a), scale sin(a)          a = positions[t] * inv_freq
 
-Source: ``embed_tokens`` and ``rotary_emb`` of a decoder of transformers (RoFormer, arXiv 2104.09864). The sums are what
-the norm of the first layer needs (:func:`ragged_linear`). One launch, one program a token: torch's would be a dozen,
-and compute the padding.
+Source: ``embed_tokens`` and ``rotary_emb`` of a decoder of transformers (RoFormer, arXiv 2104.09864). The norm of the
+first layer (:func:`ragged_linear`) needs the sums of squares. One launch with one program per token. PyTorch would need
+about a dozen launches, and would compute the padding.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.embed_tokens import embed_tokens as _reference
 from lenvm_kernels.types import EmbeddedTokens
 
-# Most columns of a token at a time. Up to four loads of 16 bytes a thread (bf16) are then on their way before the first
-# is awaited; a loop of smaller blocks would wait for memory once a block. Times are not measured yet.
+# Maximum columns of a token per block. Up to four loads of 16 bytes per thread (bf16) are then in flight at once;
+# a loop of smaller blocks would wait for memory once per block. Not measured.
 MAX_BLOCK_H = 4096
 NUM_WARPS = 4
 
@@ -61,7 +61,7 @@ def _embed_tokens_kernel(
         if token >= tl.load(num_rows_ptr):
             return
 
-    # All that does not depend on the embedding is asked for before it.
+    # Issue the independent loads before the embedding's.
     half = tl.arange(0, BLOCK_HALF)
     token_id = tl.load(ptr.token_ids + token)
     position = tl.load(ptr.positions + token).to(tl.float32)
@@ -126,26 +126,26 @@ def embed_tokens(
     num_rows: Tensor | None = None,  # int32 [1]
     backend: str = "auto",
 ) -> EmbeddedTokens:
-    """Embeddings of tokens with their sums of squares, and cosine and sine of their positions' angles.
+    """Token embeddings with their sums of squares, and cosine and sine of the positions' rotary angles.
 
-    Nothing is read back to the host, and no new number of tokens compiles anything.
+    Causes no host-device sync, and no recompilation for a new number of tokens.
 
     Args:
         token_ids: int64 [T]. The embedding of an id outside of the vocabulary is NaN.
         positions: int64 [T]; each token's position in its sequence.
         embedding: [vocabulary, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
-        inv_freq: fp32 [D / 2]; radians a position, of each pair of a head's dimensions.
-        rope_scale: factor on cosine and sine (that of YaRN, say).
-        num_rows: int32 [1] on the device of ``token_ids``; how many tokens there are (``None``: all T). The rest is
+        inv_freq: fp32 [D / 2]; radians per position for each pair of a head's dimensions.
+        rope_scale: factor on cosine and sine, for example YaRN's.
+        num_rows: int32 [1] on the device of ``token_ids``; number of tokens. If ``None``, all T. The remaining rows are
             neither read nor written.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
-        The :class:`EmbeddedTokens`. Those from ``num_rows`` on are arbitrary.
+        The :class:`EmbeddedTokens`. Tokens from ``num_rows`` on are arbitrary.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch, except the contents of
-            ``num_rows``: that would need the host.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch. The contents of
+            ``num_rows`` are not checked: that would need a host-device sync.
 
     Example:
         >>> import torch

@@ -1,13 +1,13 @@
-"""What a step has to know of each of its requests, out of the tables, in one launch.
+"""Per-request inputs of a step, gathered from the tables in one launch.
 
-One program a few requests. Their number may be less than the rows written: the rest is filled with requests that do not
-exist, so that a CUDA graph captured for more of them can run. Torch's operators for this would be some twenty launches.
+The output may have more rows than there are requests. The extra rows are filled with dummy requests, so that a CUDA
+graph captured for a larger batch can run. PyTorch operators would need about twenty launches.
 
-The history of each request is brought up to date with its new tokens. A program reads and writes the history of its own
-requests only, so the state before the step needs no copy.
+The kernel also appends the new tokens to each request's history. A program reads and writes the history of its own
+requests only, so the previous state needs no copy.
 
-The value model can catch up with a request as long as all tokens that it has not seen are among those held. Where one
-is missing the request loses its guidance, which is counted, until a prompt tells its tokens anew.
+The value model can catch up with a request as long as the history holds all tokens that it has not computed. If one is
+missing, the request loses its guidance, and ``faults`` counts the step, until its tokens are passed again as a prompt.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.gather_requests import gather_requests as _reference
 from lenvm_kernels.types import GUIDANCE_COLUMNS, GuidanceColumns, Mode, StepHistory, StepRequests
 
-# Requests a program: a warp's threads, one each.
+# Requests per program: one per thread of a warp.
 REQUESTS = 32
 
 _UNGUIDED = tl.constexpr(int(Mode.UNGUIDED))
 
 
 class _Table(NamedTuple):
-    """The columns of a guidance table that are read here."""
+    """The columns of a guidance table that the kernel accesses."""
 
     mode: Tensor  # int32 [R]
     return_values: Tensor  # bool [R]
@@ -42,7 +42,7 @@ class _Table(NamedTuple):
     faults: Tensor  # int32 [R], written
 
 
-# Of the fields of StepRequests, in their order.
+# Dtypes of the fields of StepRequests, in order.
 _DTYPES = (
     torch.int32,
     torch.int64,
@@ -56,8 +56,8 @@ _DTYPES = (
 )
 
 
-# The inputs are a caller's, and may be slices: nothing is compiled anew where their alignment changes. (Triton heeds
-# that for pointers of their own only, not for those in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
+# arguments only, not to pointers in a tuple.)
 @triton.jit(
     do_not_specialize=["stride_tokens_request", "B", "N", "padding_row"],
     do_not_specialize_on_alignment=[
@@ -88,7 +88,7 @@ def _gather_requests_kernel(
 ):
     request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     exists, is_row = request < B, request < N
-    # All loads come before the first store: a store waits for what it stores, and the loads after it with it.
+    # All loads precede the first store: a store waits for its operand, and delays the loads after it.
     table_row = tl.load(table_rows_ptr + request, mask=exists, other=0)
     new_len = tl.full([REQUESTS], 1, tl.int32)
     if new_lens_ptr is not None:
@@ -115,7 +115,7 @@ def _gather_requests_kernel(
         counted = tl.load(history.step) - tl.load(history.uncounted)
         told_len = tl.load(history.told_lens + table_row, mask=exists, other=0)
         cached_len = tl.load(history.cached_lens + table_row, mask=exists, other=0)
-        tl.debug_barrier()  # what was read is read before it is overwritten
+        tl.debug_barrier()  # all reads precede the overwrites
         due = exists & (counted % tl.maximum(value_stride, 1) == 0)
         first_new = length - new_len
         is_gap = told_len < first_new
@@ -124,7 +124,7 @@ def _gather_requests_kernel(
         tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=is_lost, sem="relaxed")
         tl.store(history.told_lens + table_row, tl.maximum(told_len, length), mask=exists & ~is_gap)
         tl.store(requests.cached_lens + request, cached_len, mask=is_row)
-        # The first token was loaded above; each further one waits for the stores before it.
+        # The first token was loaded above; each later load waits for the stores before it.
         for i in range(NEW):
             position = first_new + i
             is_held = exists & (i < new_len) & (i >= new_len - HELD) & (position >= 0)  # each column is written once
@@ -197,7 +197,7 @@ def empty_history(table_rows: int, max_delta: int, device: torch.device) -> Step
     Args:
         table_rows: R, rows of the table.
         max_delta: M, tokens held per sequence.
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def full(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -225,33 +225,33 @@ def gather_requests(
     out: StepRequests | None = None,  # [N]
     backend: str = "auto",
 ) -> StepRequests:  # [N]
-    """Look up what a step has to know of its requests.
+    """Gather the per-request inputs of a step, and update the history.
 
-    Nothing is read back to the host, and no new number of requests compiles anything.
+    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        table: the columns of a :class:`GuidanceTable` of ``R`` requests. ``faults`` counts the requests that are
-            guided or ask for lengths, and of which the history lacks a token that the value model has not seen.
-        tokens: int64 [B]; the last token of each sequence; or [B, N], the tokens that it has grown by, from column 0
+        table: the columns of a :class:`GuidanceTable` of ``R`` requests. ``faults`` is incremented for each request
+            that needs values and whose history lacks a token that the value model has not computed.
+        tokens: int64 [B]; the last token of each sequence. Or [B, N]; the new tokens of each sequence, from column 0
             on. Rows may be strided.
         table_rows: int64 [B]; each request's row of the table, all different.
-        lengths: int32 [B]; tokens of each sequence, the last one included.
-        new_lens: int32 [B], how many of its row of ``tokens`` each sequence has grown by, 0 to N (``None``: one of
-            one column).
-        active: bool [B] (``None``: all); requests to treat as if they had asked for nothing are False.
-        history: of the table's rows (:func:`empty_history`). It is brought up to date, but for ``step``, which
-            :func:`select_scored` counts, and ``cached_lens``, which :func:`catch_up` does. If ``None``,
+        lengths: int32 [B]; tokens of each sequence, including the new ones.
+        new_lens: int32 [B]; number of new tokens in each row of ``tokens``, 0 to N. If ``None``, 1; required for
+            [B, N].
+        active: bool [B]; requests that are False are treated as unguided. If ``None``, all are active.
+        history: history of the table's rows (:func:`empty_history`), updated in place except for ``step``, which
+            :func:`select_scored` updates, and ``cached_lens``, which :func:`catch_up` updates. If ``None``,
             ``cached_lens`` is left untouched and all requests are due.
-        padding_row: table row of the requests that do not exist.
-        out: result tensors to reuse, contiguous, of ``N >= B`` rows (:func:`empty_requests`); ``None`` allocates ``B``.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        padding_row: table row of dummy requests.
+        out: contiguous result tensors to reuse, of ``N >= B`` rows (:func:`empty_requests`). If ``None``, ``B`` rows.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         The :class:`StepRequests`.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch, except the contents of
-            ``table_rows``: that would need the host.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch. The contents of
+            ``table_rows`` are not checked: that would need a host-device sync.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance
@@ -316,10 +316,10 @@ def gather_requests(
 
 
 def check_history(history: StepHistory, table_rows: int, device: torch.device) -> None:
-    """Check what a history holds of each sequence.
+    """Check the per-sequence fields of a history.
 
     Raises:
-        TypeError, ValueError: naming the field, what came and what is accepted.
+        TypeError, ValueError: a field is invalid; the message names it, the value and what is accepted.
     """
     shape = (table_rows, None)
     check_tensor("history.tokens", history.tokens, dtypes=torch.int32, shape=shape, device=device)
@@ -344,6 +344,6 @@ def gather_requests_unchecked(
     out: StepRequests,
     backend: str,
 ) -> StepRequests:
-    """:func:`gather_requests` for a caller who knows that the arguments are right, and has resolved the backend."""
+    """:func:`gather_requests` without argument checks, for a resolved backend."""
     _launch(backend, out, _columns_read(table), tokens, table_rows, lengths, new_lens, active, history, padding_row)
     return out

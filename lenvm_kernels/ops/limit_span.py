@@ -1,10 +1,10 @@
-"""Where the guided span of each request begins and has ended, and what ends it, in one launch.
+"""Tracking of each request's guided span, and changes of logits that end it, in one launch.
 
-A request may have tokens that end its guided span: a thought, which an answer follows. Until they are drawn the model's
-own end of sequence is left out, and from a hard limit on the tokens of a closing are forced, of which the last end the
-span. A closing without such tokens is a landing: each of its tokens is forced once, and the sequence goes on. The
-additions to single logits are so large that no other token is drawn. A token that a grammar has forbidden stays
-forbidden, and a token that is the only one that a grammar allows stays possible.
+A request may define tokens that end its guided span, e.g. the reasoning before an answer. While the span is open, the
+model's own end of sequence is excluded. From a hard limit on, the closing tokens are forced; the last of them end the
+span. A closing without end tokens is a landing: each of its tokens is forced once, and the sequence continues.
+Tokens are forced and excluded by large finite additions to their logits. A grammar-masked token therefore stays masked,
+and the only token that a grammar allows stays selectable.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from lenvm_kernels.reference.limit_span import EXCLUDED, FORCED
 from lenvm_kernels.reference.limit_span import limit_span as _reference
 from lenvm_kernels.types import GUIDANCE_COLUMNS, Drafts, GuidanceColumns, SpanNodes, TextBreak
 
-# Requests a program. With four drafts each a warp's threads have two nodes.
+# Requests per program. With four drafts each, a thread of the one warp has two nodes.
 REQUESTS = 8
 
 _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
@@ -38,7 +38,7 @@ _LINE = tl.constexpr(int(TextBreak.LINE))
 
 
 class _Table(NamedTuple):
-    """The columns of a guidance table that are read here."""
+    """The columns of a guidance table that the kernel accesses."""
 
     eos_token_ids: Tensor  # int32 [R, E]
     span_end_token_ids: Tensor  # int32 [R, S]
@@ -50,7 +50,7 @@ class _Table(NamedTuple):
     hard_limit: Tensor  # int32 [R]
     hard_limit_grace: Tensor  # int32 [R]
     allows_eos: Tensor  # bool [R]
-    # Written, too.
+    # Read and written.
     prompt_len: Tensor  # int32 [R]
     span_ended: Tensor  # bool [R]
     span_seen: Tensor  # int32 [R]
@@ -58,12 +58,12 @@ class _Table(NamedTuple):
     closing_from: Tensor  # int32 [R]
 
 
-# The columns above that are lists, and that are written.
+# The columns that are lists, and the columns that are written.
 _LISTS, _WRITTEN = _Table._fields[:4], _Table._fields[-5:]
 
 
 class _Span(NamedTuple):
-    """Where the spans of requests stand, ``[REQUESTS]`` each."""
+    """Span state of requests, ``[REQUESTS]`` each."""
 
     ended: Any
     begin: Any
@@ -72,7 +72,7 @@ class _Span(NamedTuple):
 
 
 class _Rules(NamedTuple):
-    """What moves them."""
+    """Parameters of the span state's transitions."""
 
     patterns: Any  # int32 [REQUESTS, PATTERNS], -2 pads
     first_bits: Any
@@ -93,12 +93,12 @@ def _of(column_ptr, stride, table_row, exists):
 def _after(
     span,  # _Span
     token,
-    place,  # tokens of the sequence then
+    place,  # length of the sequence with the token
     is_told,
-    is_new,  # else it was read before, and is only asked whether it ends a line
+    is_new,  # otherwise the token was read before, and only counts as the end of a line
     rules,  # _Rules
 ):
-    """Where the spans stand after a token."""
+    """The span state after a token."""
     column = tl.arange(0, rules.patterns.shape[1])[None, :]
     is_pattern = (rules.patterns == token[:, None]) & (rules.patterns >= 0)
     match = ((span.match << 1) | rules.first_bits) & tl.sum(tl.where(is_pattern, 1 << column, 0), axis=1)
@@ -116,8 +116,8 @@ def _after(
     return _Span(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
 
-# The inputs are a caller's, and may be slices: nothing is compiled anew where their alignment changes. (Triton heeds
-# that for pointers of their own only, not for those in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
+# arguments only, not to pointers in a tuple.)
 @triton.jit(
     do_not_specialize=[
         "stride_logits_row",
@@ -200,7 +200,7 @@ def _limit_span_kernel(
     seen = _of(table.span_seen, stride.span_seen, table_row, has_span)
     match = _of(table.span_match, stride.span_match, table_row, has_span)
     closing_from = _of(table.closing_from, stride.closing_from, table_row, has_span)
-    tl.debug_barrier()  # what was read is read before it is written, here and below
+    tl.debug_barrier()  # reads precede the overwrites, here and below
 
     rules = _Rules(patterns, first_bits, end_bits, start_bits, hard_limit, grace, text_breaks_ptr, W)
     span = _Span(ended != 0, begin, match, closing_from)
@@ -215,7 +215,7 @@ def _limit_span_kernel(
     tl.store(table.span_match + table_row * stride.span_match, span.match, mask=has_span)
     tl.store(table.closing_from + table_row * stride.closing_from, span.closing_from, mask=has_span)
 
-    # Of each node: how many drafts it has behind it, and where its span stands.
+    # Per node: the number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
     is_root = node == 0
     depth, node_ended = tl.zeros([REQUESTS, NODES], tl.int32), is_root & span.ended[:, None]
@@ -258,7 +258,7 @@ def _limit_span_kernel(
     tl.store(generated_ptr + row, generated, mask=is_row)
     if logits_ptr is not None:
         is_open = has_span[:, None] & is_node & (node_ended == 0)
-        # What is forced: a token for each that comes after the place where the closing begins, and then its last.
+        # Forced token: the closing's token at this distance from its start, or its last one.
         column = tl.arange(0, CLOSING)[None, :]
         closing = tl.load(closing_ptr[:, None] + column, mask=has_span[:, None] & (column < C), other=-2)
         last = tl.sum((closing >= 0).to(tl.int32), axis=1)[:, None] - 1
@@ -271,7 +271,7 @@ def _limit_span_kernel(
         x = tl.load(forced_ptr, mask=is_raised, other=0.0)
         tl.debug_barrier()
         tl.store(forced_ptr, (x.to(tl.float32) + _FORCED).to(x.dtype), mask=is_raised)
-        tl.debug_barrier()  # a token of a message may be one that ends the sequence
+        tl.debug_barrier()  # a closing token may be an end-of-sequence token
 
         column = tl.arange(0, EOS)[None, :]
         eos_ptr = table.eos_token_ids + (table_row * stride.eos_token_ids)[:, None] + column
@@ -280,7 +280,7 @@ def _limit_span_kernel(
         for i in range(SPAN_ENDS):
             end = tl.sum(tl.where(tl.arange(0, SPAN_ENDS)[None, :] == i, ends, 0), axis=1)
             is_excluded = is_excluded & (eos != end[:, None])
-        for j in tl.static_range(D + 1):  # unrolled: a node is a load and a store
+        for j in tl.static_range(D + 1):  # unrolled, because a node is only a load and a store
             is_lowered = is_excluded & (tl.sum(tl.where(node == j, is_open.to(tl.int32), 0), axis=1) > 0)[:, None]
             excluded_ptr = logits_ptr + (request[:, None] * (D + 1) + j) * stride_logits_row + eos
             y = tl.load(excluded_ptr, mask=is_lowered, other=0.0)
@@ -353,44 +353,44 @@ def limit_span(
     text_breaks: Tensor | None = None,  # int8 [W]
     backend: str = "auto",
 ) -> SpanNodes:
-    """Say where guided spans stand; keep the model from ending a sequence with an open one, and end long ones.
+    """Update the state of guided spans; prevent the end of a sequence with an open span, and end long spans.
 
     A request has a span if it has ``span_end_token_ids``. An open span ends after the last token of one of its end
-    sequences, and a new one begins after the last token of a start sequence (``span_token_ids``). The table keeps where
-    it stands, and how many tokens were read for that (``span_seen``): those that are told again change nothing. While a
-    span is open
+    sequences, and a new one begins after the last token of a start sequence (``span_token_ids``). The table stores the
+    state and the number of tokens read (``span_seen``), so that passing tokens again has no effect. While a span is
+    open:
 
-    - the request's ``eos_token_ids`` are excluded, unless it ``allows_eos`` or they end the span, too: their logits are
-      lowered by so much that any other token is drawn in their place;
-    - once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
-      ``closing_token_ids`` are raised in the same way, one after the other; then the last of them.
+    - The request's ``eos_token_ids`` are excluded unless ``allows_eos`` is set or they also end the span. Their logits
+      are lowered so far that any other token is drawn instead.
+    - Once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
+      ``closing_token_ids`` are raised in the same way, one per step; after the last one, the last one is repeated.
 
-    A request with ``closing_token_ids`` and without ``span_end_token_ids`` has a landing. From its ``hard_limit`` on
-    its ``closing_token_ids`` are raised as above, each once. Then the sequence goes on, and may end.
+    A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing. From its ``hard_limit`` on,
+    its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may end.
 
-    All other requests are left as they are. Called again for the same step it changes nothing that is drawn.
-    Nothing is read back to the host, and no new number of requests compiles anything.
+    Other requests are unchanged. Calling it again for the same step does not change the drawn tokens.
+    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``, last dimension contiguous, changed in place: of the next tokens
-            at each node (:class:`Drafts`), without drafts of each request. ``None``: they were changed before, and only
-            what is returned is wanted.
+        logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``, last dimension contiguous; logits of the next token at each
+            node (:class:`Drafts`), or of each request without drafts. Changed in place. If ``None``, only the state is
+            updated and returned.
         table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``
             and ``closing_from`` are written.
-        tokens: int64 ``[B, N]``; the tokens that each sequence has grown by, from column 0 on.
+        tokens: int64 ``[B, N]``; the new tokens of each sequence, from column 0 on.
         table_rows: int64 ``[B]``; each request's row of the table, all different.
-        lengths: int32 ``[B]``; tokens of each sequence, these included.
-        new_lens: int32 ``[B]``; how many of ``tokens`` are of each sequence (None: 1).
-        drafts: of the requests; None: nobody has any.
-        text_breaks: int8 ``[W]``; the :class:`TextBreak` that each token of the vocabulary makes; None: no token ends a
+        lengths: int32 ``[B]``; tokens of each sequence, including the new ones.
+        new_lens: int32 ``[B]``; number of new tokens of each sequence. If ``None``, 1.
+        drafts: drafts of the requests. If ``None``, no request has drafts.
+        text_breaks: int8 ``[W]``; the :class:`TextBreak` of each token of the vocabulary. If ``None``, no token ends a
             line.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         The :class:`SpanNodes`.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance

@@ -1,10 +1,10 @@
-"""Drafted tokens, and the candidates to be scored after each of them, as one tree a request, in one launch.
+"""Packing of draft tokens, and of the scored candidates after each of them, into one tree per request, in one launch.
 
-The value model computes the tree in one forward (:func:`value_tree_attention`). A candidate that is a draft as well is
+The value model computes the tree in one forward (:func:`value_tree_attention`). A candidate that is also a draft is
 computed once. The tree of a request without scored candidates is empty; any other tree has all drafts of its request.
 
-One program a request, all of whose cells (a candidate column of a node) have a place in the tree: those that are
-computed first, in their order, then the others. One scatter so writes the padding, too.
+One program per request. Each cell (a candidate column of a node) has a place in the tree: first the cells that are
+computed, in order, then the others. A single scatter therefore also writes the padding.
 """
 
 import torch
@@ -24,12 +24,12 @@ from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.reference.pack_drafts import pack_drafts as _reference
 from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates
 
-# Of the fields of CandidateTrees, in their order.
+# Dtypes of the fields of CandidateTrees, in order.
 _DTYPES = (torch.int32, torch.int32, torch.int32, torch.int32, torch.int64)
 
 
-# The drafts are a caller's, and may be slices: nothing is compiled anew where their alignment changes. (Triton heeds
-# that for pointers of their own only, not for those in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
+# arguments only, not to pointers in a tuple.)
 @triton.jit(
     do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
     do_not_specialize_on_alignment=["draft_ids_ptr", "draft_parents_ptr"],
@@ -116,12 +116,12 @@ def _launch(out: CandidateTrees, scored: ScoredCandidates, drafts: Drafts) -> No
 
 
 def tree_columns(drafts: int, candidates: int) -> int:
-    """C: of a request with so many drafts and so many candidates a node."""
+    """C, the columns of a tree of ``drafts`` drafts and ``candidates`` candidates per node."""
     return drafts + (1 + drafts) * candidates
 
 
 def empty_trees(rows: int, drafts: int, candidates: int, device: torch.device) -> CandidateTrees:
-    """Result tensors for :func:`pack_drafts`, of so many requests."""
+    """Result tensors for :func:`pack_drafts`, for ``rows`` requests."""
     columns = tree_columns(drafts, candidates)
     shapes = ((rows, columns), (rows, columns), (rows,), (rows,), (rows * (1 + drafts), candidates))
     return CandidateTrees(*map(lambda s, d: torch.empty(s, dtype=d, device=device), shapes, _DTYPES))
@@ -134,22 +134,22 @@ def pack_drafts(
     out: CandidateTrees | None = None,  # [N, C]
     backend: str = "auto",
 ) -> CandidateTrees:  # [N, C]
-    """Make a tree of each request's drafts and of the candidates that are scored at its nodes.
+    """Make one tree per request of its drafts and of the scored candidates at its nodes.
 
-    Nothing is read back to the host, and no new number of requests compiles anything.
+    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        scored: of :func:`select_scored`, of the nodes of ``N`` requests; ``K`` a power of two up to 64. Should a draft
-            be listed twice below the same parent, the first takes the candidate.
-        drafts: of the first ``B <= N`` of them. The others have none. Rows may be strided.
-        out: result tensors to reuse, contiguous; ``None`` allocates them.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        scored: result of :func:`select_scored` for the nodes of ``N`` requests; ``K`` is a power of two up to 64. If a
+            draft is listed twice below the same parent, the candidate shares the column of the first.
+        drafts: drafts of the first ``B <= N`` requests. The other requests have none. Rows may be strided.
+        out: contiguous result tensors to reuse. If ``None``, they are allocated.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         The :class:`CandidateTrees`.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> def i32(*values):

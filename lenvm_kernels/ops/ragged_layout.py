@@ -1,12 +1,12 @@
-"""Ragged layout: the rows of one value-model forward, request after request its delta tokens, then its candidates.
+"""Ragged layout: the rows of one value-model forward; for each request its delta tokens, then its candidates.
 
-Source: section 2 of the specification. The candidates of a request sit at the position after its delta, in a tree of
-several levels one further a level. Beside the rows it gives those the value head has to compute, compacted, and where
-their logits belong in a ``[B, K]``.
+Source: section 2 of the specification. The candidates of a request are at the position after its delta; in a tree, a
+candidate is at the position after its parent. The layout also has the compacted list of rows for the value head, and
+the places of their logits in a ``[B, K]``.
 
-One launch, one program a request. A program finds its offsets by adding the lengths of all requests before it, writes
-its own rows and columns, and a share of the padding rows. These are sums of integers: exact, in any order. A request's
-padding columns have places of their own after the last candidate, so that one scatter of its columns also writes its
+One launch with one program per request. A program computes its offsets as integer sums of the lengths of all earlier
+requests, which are exact in any order. It writes its own rows and columns, and a share of the padding rows. A request's
+padding columns map to separate places after the last candidate, so that one scatter of its columns also writes its
 share of the -1 at the end of ``head_rows``.
 """
 
@@ -28,18 +28,18 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.ragged_layout import ragged_layout as _reference
 from lenvm_kernels.types import RaggedLayout
 
-# Requests a step of the sum over the lengths, and tokens a step of the copies: up to 1,024 requests the sum is one
-# load, and a prompt of 32k tokens takes 32 steps (some 40 us if each waits for memory, next to a prefill of many ms).
-# A decode step's one token leaves most lanes idle, which costs no memory traffic. With 8 warps a thread has 4
-# elements and at most 64 registers (without candidates 110), with 4 warps 240. Measured on an H200: 3.4
-# us for 64 requests with 8 candidates. Other numbers are not measured.
+# Requests per iteration of the sum over the lengths, and tokens per iteration of the copies. Up to 1,024 requests, the
+# sum is one load. A prompt of 32k tokens takes 32 iterations (about 40 us if each waits for memory, next to a prefill
+# of many ms). A decode step's one token leaves most lanes idle, which costs no memory traffic. With 8 warps, a thread
+# has 4 elements and at most 64 registers (without candidates 110), with 4 warps 240. Measured on an H200: 3.4 us for 64
+# requests with 8 candidates. Other sizes have not been measured.
 TILE = 1024
 NUM_WARPS = 8
 
 
 @triton.jit
 def _lengths(delta_lens_ptr, candidate_lens_ptr, request, B, D, K):
-    """(delta length, number of candidates) of requests as int64, forced into 0 .. D and 0 .. K; 0 beyond B."""
+    """(delta length, number of candidates) of requests as int64, clamped to 0 .. D and 0 .. K; 0 beyond B."""
     delta_len = tl.load(delta_lens_ptr + request, mask=request < B, other=0).to(tl.int64)
     candidate_len = tl.load(candidate_lens_ptr + request, mask=request < B, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(delta_len, 0), D), tl.minimum(tl.maximum(candidate_len, 0), K)
@@ -56,12 +56,12 @@ def _store_rows(layout, row, token_id, position, slot, parent, mask):
 
 @triton.jit
 def _earlier(parent, column):
-    """The parents of candidates at these columns; -1 where that is no earlier one."""
+    """``parent`` where it is an earlier column than ``column``, else -1."""
     return tl.where((parent >= 0) & (parent < column), parent, -1).to(tl.int64)
 
 
-# Callers pass slices of longer tensors: none of the inputs may compile anew where its alignment changes. (Triton heeds
-# that for pointers of their own only, not for those in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
+# arguments only, not to pointers in a tuple.)
 @triton.jit(
     do_not_specialize=["stride_candidate_ids_request", "stride_parents_request", "B", "D"],
     do_not_specialize_on_alignment=[
@@ -144,7 +144,7 @@ def _ragged_layout_kernel(
                 parent = _earlier(above, parent)
         _store_rows(layout, candidate_row, token_id, position, -1, parent_row.to(tl.int32), is_row)
 
-        # The padding columns of the requests before stand between the last candidate and this request's own.
+        # The padding columns of earlier requests come between the last candidate and those of this request.
         padding_place = candidates + (request * K - first_place) + (column - candidate_len)
         place = tl.where(is_candidate, first_place + column, padding_place)
         candidate_row = tl.where(is_candidate, candidate_row, -1)
@@ -204,30 +204,30 @@ def ragged_layout(
     candidate_parents: Tensor | None = None,  # int32 [B, K]
     backend: str = "auto",
 ) -> RaggedLayout:
-    """Lay the tokens of one value-model forward out in ``T = D + B * K`` rows, on the device.
+    """Lay out the tokens of one value-model forward in ``T = D + B * K`` rows, on the device.
 
-    Nothing is read back to the host, and no new number of requests or tokens compiles anything. Lengths are not
-    checked, that would need the host: where they break a condition below the layout is meaningless, but the kernel
-    neither reads nor writes outside its tensors.
+    Causes no host-device sync, and no recompilation for a new number of requests or tokens. Lengths are not checked,
+    because that would need a host-device sync. If they violate a condition below, the layout is meaningless, but the
+    kernel neither reads nor writes outside its tensors.
 
     Args:
-        delta_ids: int32 or int64 [D], the delta tokens of all requests. Those no request refers to are ignored.
-        delta_slots: int32 or int64 [D], the cache slot that the key and the value of each delta token go to.
-        delta_starts: int32 [B], index in ``delta_ids`` of each request's first delta token.
-        delta_lens: int32 [B], delta tokens of each request, 0 or more, at most ``D`` in all.
-        candidate_ids: int32 or int64 [B, K], the candidates of each request from column 0 on. Rows may be strided;
+        delta_ids: int32 or int64 [D]; the delta tokens of all requests. Unreferenced tokens are ignored.
+        delta_slots: int32 or int64 [D]; the cache slot for the key and value of each delta token.
+        delta_starts: int32 [B]; index in ``delta_ids`` of each request's first delta token.
+        delta_lens: int32 [B]; number of delta tokens of each request, 0 or more, at most ``D`` in total.
+        candidate_ids: int32 or int64 [B, K]; the candidates of each request from column 0 on. Rows may be strided;
             ``K`` may be 0.
-        candidate_lens: int32 [B], candidates of each request; clamped to 0 .. ``K``.
-        cached_lens: int32 [B], tokens of each request already in the cache: the position of its first delta token.
-        candidate_parents: int32 [B, K], the column of each candidate's parent, an earlier one. Anything else (-1): the
-            candidate follows the delta. ``None``: all do. Rows may be strided.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        candidate_lens: int32 [B]; number of candidates of each request, clamped to 0 .. ``K``.
+        cached_lens: int32 [B]; cached tokens of each request, which is the position of its first delta token.
+        candidate_parents: int32 [B, K]; the earlier column of each candidate's parent. For any other value (-1), the
+            candidate follows the delta. If ``None``, all candidates do. Rows may be strided.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         The :class:`RaggedLayout`, on the device of ``delta_ids``.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> import torch

@@ -1,22 +1,22 @@
-"""Ragged linear: ``y = act(W norm(x) + b) + r`` over as many of the rows of x as a number in device memory says.
+"""Ragged linear: ``y = act(W norm(x) + b) + r`` over the first rows of x, whose number is read from device memory.
 
-The matmul of the value model's layers (the projections of a Qwen2 or Llama decoder layer), with what stands around it:
+The matmul of the value model's layers (projections of a Qwen2 or Llama decoder layer), fused with what surrounds it:
 
     y = inv_rms(x) * (x W^T) + b        inv_rms(x) = 1 / sqrt(mean(x^2) + eps), or 1
     y = silu(gate) * up + r             with swiglu: gate and up are the two halves of the columns of y
 
-Why not cuBLAS: it takes the number of rows from the host, so a CUDA graph captured for the most rows always computes
-them all; and it picks tiles and splits by the number of rows, so a row's bits change with the batch. Here the launches
-depend on shapes only, programs without live rows end at once, and a row's sums run in the same order in any tile. For
-the first reason norm, SwiGLU and residual are in it, too: torch's would compute the padding.
+cuBLAS takes the number of rows from the host, so a CUDA graph captured for the maximum always computes all rows. It
+also chooses tiles and splits by the number of rows, so a row's bits change with the batch. Here, launches depend on
+shapes only, programs without live rows exit at once, and a row's reduction order is the same in any tile. Norm, SwiGLU
+and residual are fused because PyTorch's operators would compute the padding.
 
-RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row. So x itself is the
-matmul's operand, not rounded again. The factor needs the sum of the squares of a row. Whoever stores the row has its
-squares at hand, a group of columns at a time: a call leaves their sums to the next one, which adds the groups in order.
+RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row, so that x is the
+matmul's operand without another rounding. The factor needs the row's sum of squares. The call that stores a row also
+stores the sums of squares of its groups of columns, and the next call adds them in order.
 
-Long sums are split over programs, and a launch after it adds the parts, in order too. Were the last program of a tile
-to add them, most of the GPU would wait for few: measured on an H200, that takes 2.7 times as long for 384 rows. Another
-small launch comes before where nobody has left the sums of squares.
+Long sums are split over programs, and a second launch adds the parts in order. If the last program of a tile added
+them, most of the GPU would wait for a few programs: measured on an H200, 2.7 times as long for 384 rows. If no sums of
+squares are passed, another small launch computes them first.
 """
 
 import math
@@ -67,32 +67,32 @@ from lenvm_kernels.ops._ragged_linear import (
 from lenvm_kernels.reference._common import SQUARES_GROUP
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
-# The numbers below are estimates for an H100 or H200 (132 multiprocessors, 3.35 or 4.8 TB/s; 990 Tflop/s in bf16; L2
-# sends each 34 bytes a cycle, and twice that if few ask) and are not measured yet, but where it says so.
+# Unless a measurement is named, the numbers below are estimates for an H100 or H200: 132 multiprocessors, 3.35 or
+# 4.8 TB/s; 990 Tflop/s in bf16; 34 bytes per cycle from L2 to each multiprocessor, and twice that if few read.
 
-# A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 8 us of HBM) is split over more programs, of few rows at
-# most one a multiprocessor: 5 * 24. More parts would gain little there and cost most where rows are many: each writes
-# and reads 8 N bytes a row. The loads of five parts of a piece of a tile are all on their way at once. Measured on an
-# H200, down takes 13.5, 11.2, 10.0 and 10.0 us for 6 rows with 3, 4, 5 and 8 parts, and 94, 116, 104 and 105 for 1,536.
+# A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 8 us of HBM) is split over more programs; for few rows,
+# at most one per multiprocessor: 5 * 24. More parts would gain little there, and cost most for many rows: each writes
+# and reads 8 N bytes per row. The loads of the five parts of a piece are all in flight at once. Measured on an H200,
+# down takes 13.5, 11.2, 10.0 and 10.0 us for 6 rows with 3, 4, 5 and 8 parts, and 94, 116, 104 and 105 us for 1,536.
 SPLIT_FROM = 3840
 MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 132
-# What a program adds at once. Measured on an H200: 384 rows take 31 us with 4, 36 with 8, 39 with 16.
+# Piece of the result per program that adds parts. Measured on an H200: 384 rows take 31 us with 4, 36 us with 8, 39 us
+# with 16.
 ADD_ROWS, ADD_COLUMNS = 4, SQUARES_GROUP
-# With as many of AMD's warps, which are twice as wide, a thread would load 16 bits at a time.
+# AMD's warps are twice as wide: with 4 of them, a thread would load 16 bits at a time.
 ADD_WARPS, ADD_WARPS_HIP = 4, 2
 MULTIPROCESSORS = 132
-WIDE_FROM = 4096  # columns for which other GPUs than sm_90, and fp32, take wide tiles
-# Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
-# that could be live, ending the thousands that are not would take longer than a small batch's work.
+WIDE_FROM = 4096  # columns from which fp32, and GPUs other than sm_90, use wide tiles
+# Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn. With a
+# program for every possible tile, exiting the thousands without live rows would take longer than a small batch's work.
 MAX_PROGRAMS = 528
-# The launch for the norm moves some KB a program, 4 rows by 1024 columns. It is over in one wave of programs, of which
-# a multiprocessor holds 16.
+# The launch for the norm reads 4 rows by 1024 columns at a time. A multiprocessor holds 16 programs: one wave suffices.
 NORM_ROWS, NORM_BLOCK_K = 4, 1024
 MAX_SMALL_PROGRAMS = 2048
 
 
-# num_rows may be one element of a tensor of offsets, and the others part of larger tensors: their alignment then
-# changes with the batch.
+# num_rows may be an element of a tensor of offsets, and the others slices of larger tensors, so their alignment changes
+# with the batch.
 @triton.jit(
     do_not_specialize=["stride_square_sums_group", "T"],
     do_not_specialize_on_alignment=["square_sums_ptr", "num_rows_ptr"],
@@ -137,10 +137,10 @@ def _ragged_linear_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     SWIGLU: tl.constexpr,
-    STRIDE_WEIGHT: tl.constexpr,  # from one row to the next: known, it spares the addresses of a tile many registers
+    STRIDE_WEIGHT: tl.constexpr,  # row stride; a constant saves many address registers
     SPLITS: tl.constexpr,
-    SPLIT_LEN: tl.constexpr,  # columns of x in a split, a multiple of BLOCK_K
-    PREFETCH_LEN: tl.constexpr,  # of them those whose weights a program asks for while it waits
+    SPLIT_LEN: tl.constexpr,  # columns of x per split, a multiple of BLOCK_K
+    PREFETCH_LEN: tl.constexpr,  # columns of a split whose weights a program prefetches while it waits
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -155,10 +155,10 @@ def _ragged_linear_kernel(
     rows = _live_rows(num_rows_ptr, T)
     row_blocks = tl.cdiv(rows, BLOCK_M)
     tiles = row_blocks * COLUMN_BLOCKS * SPLITS
-    # Nothing is worth keeping from one tile to the next: registers are scarce. And none begins before the last has
-    # ended: where a sum is a single block of products, this would be the loop that is pipelined, in too much memory.
+    # Registers are scarce, so nothing is hoisted out of the loop over tiles. num_stages=1: if a sum is a single block
+    # of products, Triton would otherwise pipeline this loop, which takes too much memory.
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
-        # Row blocks vary fastest: the programs that run together share few columns of W, so that HBM is read once.
+        # Row blocks vary fastest: concurrent programs share few columns of W, so that HBM is read once.
         block_m = tile % row_blocks
         split = tile // row_blocks % SPLITS
         block_n = tile // (row_blocks * SPLITS)
@@ -168,8 +168,8 @@ def _ragged_linear_kernel(
         x_rows = ptr.x + m.to(tl.int64)[:, None] * stride.x
         weight_rows = ptr.weight + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * STRIDE_WEIGHT
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        # The tiles of x feed the matmul and nothing else. A second use in this loop, such as their sum of squares,
-        # makes Triton (3.6 to 3.9) keep one buffer too few for a wgmma that still reads while the next copy is written.
+        # The tiles of x must feed only the matmul. A second use in this loop, such as their sum of squares, makes
+        # Triton (3.6 to 3.9) allocate one buffer too few: the next copy overwrites a tile that a wgmma still reads.
         for start in range(0, SPLIT_LEN, BLOCK_K):
             k = split * SPLIT_LEN + start + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0)
@@ -219,17 +219,17 @@ def _add_parts_kernel(
 
 
 def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
-    """Parts that the sums of ``columns`` columns over ``size`` products are split into: fp32 [parts, T, columns]."""
+    """Number of parts that sums over ``size`` products are split into, for a weight of ``columns`` rows."""
     if swiglu or size < SPLIT_FROM:
         return 1
     return max(1, min(MAX_SPLITS, MAX_SPLIT_PROGRAMS // ceil_div(columns, TILES[-1].block_n)))
 
 
 def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
-    """The tile of a launch that has about so many rows, and a weight of ``dtype``. It decides how long the launch
-    takes, and no bit."""
+    """The tile of a launch with about ``rows`` rows and a weight of ``dtype``. It affects the time of the launch, but
+    no bit of the result."""
     name = architecture()
-    if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU the tiles of sm_90 run in the interpreter
+    if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU, the interpreter uses the tiles of sm_90
         if splits > 1 or columns >= WIDE_FROM:
             return TILE_WIDE
         tile = TILE_SWIGLU if swiglu else TILE
@@ -238,11 +238,11 @@ def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch
 
 
 def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.dtype]]) -> list[int]:
-    """Numbers of rows up to ``most`` with which linear layers compile what they need for any other number.
+    """Row counts that together compile every kernel that linear layers need for any count up to ``most``.
 
     Args:
-        most: rows.
-        shapes: of each layer ``columns``, ``size``, ``swiglu`` and ``dtype`` of its weight.
+        most: maximum number of rows.
+        shapes: ``columns``, ``size``, ``swiglu`` and dtype of the weight for each layer.
     """
     of_layers = [(columns, num_splits(columns, size, swiglu), swiglu, dtype) for columns, size, swiglu, dtype in shapes]
     first: dict[tuple[Tile, ...], int] = {}
@@ -286,7 +286,7 @@ def _launch(
             K=size,
             ROWS=NORM_ROWS,
             BLOCK_K=NORM_BLOCK_K,
-            enable_fp_fusion=False,  # as below: the same bits as from there
+            enable_fp_fusion=False,  # as below, for bitwise identical sums
             **overlapping(),
         )
     partial = None
@@ -317,7 +317,7 @@ def _launch(
         BLOCK_K=block_k,
         num_warps=tile.num_warps,
         num_stages=fitting_stages(tile.num_stages),
-        # Which product the compiler would fuse with which addition might depend on the tile.
+        # The compiler might fuse different products and additions in different tiles.
         enable_fp_fusion=False,
         **overlapping(),
     )
@@ -354,38 +354,38 @@ def ragged_linear(
 ) -> Tensor:  # [T, N]
     """Linear layer over the first ``num_rows`` rows, with RMSNorm before it and SwiGLU and a residual after it.
 
-    It exists beside cuBLAS because the number of rows is read from device memory, so that a CUDA graph captured for the
-    most rows costs only the rows there are; and because the same row gives the same bits whatever else is in the batch
-    and wherever it stands. Nothing is read back to the host. ``num_rows`` compiles nothing anew; ``expected_rows``
-    chooses one of at most six tiles, each of which is compiled once for a weight's shape and the distance of its rows.
+    Unlike cuBLAS, it reads the number of rows from device memory, so that a CUDA graph captured for the maximum costs
+    only the rows in use, and a row's result is bitwise identical in any batch and at any index. Causes no host-device
+    sync. A new ``num_rows`` triggers no recompilation. ``expected_rows`` selects one of at most six tiles, each of
+    which is compiled once per shape and row stride of a weight.
 
     Args:
-        x: rows [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
-        weight: [N, K] as ``nn.Linear`` stores it (out, in), the dtype of ``x``. With ``swiglu`` [2 N, K]: N gate rows,
-            then N up rows. Rows may be strided.
-        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x`` (``None``: 0). The norm does not scale it.
-        num_rows: int32 [1] on the device of ``x``, how many rows there are (``None``: all T). Rows from it on are
-            neither read nor written. More than T counts as T, less than 0 as 0.
-        norm_eps: divide ``x`` by its root mean square first: ``W (x / sqrt(mean(x^2) + norm_eps))``. The norm's own
-            weight ``w`` has to be in ``weight`` already, as ``W diag(w)`` (``None``: no norm).
-        swiglu: ``silu(gate) * up`` of the two halves of the columns.
-        residual: [T, N], the dtype of ``x``, added to the result before it is rounded, once (``None``: 0). Rows may be
-            strided.
-        square_sums: fp32 [ceil(K / 64), T], for ``norm_eps``: the sums of the squares of ``x`` over each 64 columns,
-            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. ``None``: a launch of its own
-            computes them first, the same bits.
-        square_sums_out: fp32 [ceil(N / 64), T], written: the same sums of the result, rounded as it is stored. Rows may
-            be strided. Columns from ``num_rows`` on are not written.
-        expected_rows: about how many rows there are, for which the launch is to be fast (``None``: all T). It changes
-            no bit.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        x: [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
+        weight: [N, K], stored as in ``nn.Linear`` (out, in), in the dtype of ``x``. With ``swiglu``, [2 N, K]: N gate
+            rows, then N up rows. Rows may be strided.
+        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x``. The norm does not scale it. If ``None``, 0.
+        num_rows: int32 [1] on the device of ``x``; number of rows, clamped to 0 .. T. Rows from it on are neither read
+            nor written. If ``None``, all T.
+        norm_eps: divide ``x`` by its root mean square first: ``W (x / sqrt(mean(x^2) + norm_eps))``. The norm's weight
+            ``w`` must be folded into ``weight``, as ``W diag(w)``. If ``None``, no norm.
+        swiglu: whether to return ``silu(gate) * up`` of the two halves of the columns.
+        residual: [T, N], the dtype of ``x``; added to the result before the only rounding. Rows may be strided. If
+            ``None``, 0.
+        square_sums: fp32 [ceil(K / 64), T], with ``norm_eps``; sums of squares of ``x`` over 64 columns each,
+            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. If ``None``, a separate launch
+            computes bitwise identical sums first.
+        square_sums_out: fp32 [ceil(N / 64), T], written; the same sums for the result as rounded. Rows may be strided.
+            Columns from ``num_rows`` on are not written.
+        expected_rows: approximate number of rows for which the launch is optimized. It changes no bit of the result. If
+            ``None``, T.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
-        [T, N] in the dtype of ``x``, accumulated in fp32 (fp64 from fp64 inputs). Rows from ``num_rows`` on are
+        [T, N] in the dtype of ``x``, accumulated in fp32 (fp64 for fp64 inputs). Rows from ``num_rows`` on are
         arbitrary (0 on the reference).
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> import torch

@@ -1,10 +1,10 @@
-"""Guided probabilities of each request's candidates, and their scatter into the requests of ``[B, V]``.
+"""Guided probabilities of each request's candidates, and their scatter into the rows of ``[B, V]``.
 
-From ``q = p / sum(p)`` and value logits ``z`` (``v = sigmoid(z)``, 0 at the end of sequence): ``p' ~ q exp(lambda v)``
-with ``lambda`` given (``centered_exp``) or such that ``E[v]`` meets a target, ``p' ~ q exp(s z)`` (``value_bias``),
-``p' ~ q exp(-s d)`` with the relative distance ``d`` of a length from the target's (``near``), or one-hot on the
-candidate a constraint chooses. Source: section 4 of the specification; ``lvm_combined_guidance`` in the
-LenVM fork of SGLang.
+From ``q = p / sum(p)`` and value logits ``z`` (``v = sigmoid(z)``, 0 for end of sequence): ``p' ~ q exp(lambda v)``
+with a given ``lambda`` (``centered_exp``) or the ``lambda`` at which ``E[v]`` meets a target, ``p' ~ q exp(s z)``
+(``value_bias``), ``p' ~ q exp(-s d)`` with the relative distance ``d`` of a length from the target (``near``), or
+one-hot on the candidate that a hard constraint chooses. Source: section 4 of the specification;
+``lvm_combined_guidance`` in the LenVM fork of SGLang.
 """
 
 from typing import Any, NamedTuple
@@ -31,18 +31,18 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
 from lenvm_kernels.types import Candidates, GuidanceColumns
 
-# Candidates a program without scatter, two a lane of its one warp: few, because a program iterates until the last of
-# its requests has converged, and because 256 of them spill registers.
+# Candidates per program without scatter, two per lane of its one warp. Few, because a program iterates until its last
+# request has converged, and because 256 candidates spill registers.
 TILE = 64
-# Elements of [B, V] a program of the scatter zeroes: 64 KB of fp32. Measured on an H200, V = 151,936: 19 us at B 64,
-# 74 % of copy bandwidth, and 50 at B 256, 113 %. Other sizes are not measured.
+# Elements of [B, V] zeroed per program of the scatter: 64 KB of fp32. Measured on an H200, V = 151,936: 19 us at B 64,
+# 74 % of copy bandwidth, and 50 us at B 256, 113 %. Other sizes have not been measured.
 SLICE = 16_384
 # The slowest of the million requests of hard_rows(10_000, 8, seed 0 to 99) in tests/test_reweight_scatter.py took 43.
 MAX_STEPS = tl.constexpr(64)
 
 
 class _Table(NamedTuple):
-    """Columns of the requests' table."""
+    """Columns of the guidance table that the kernels access."""
 
     mode: Tensor  # [R], as the following
     scale: Tensor
@@ -61,7 +61,7 @@ def _columns_read(table: GuidanceColumns) -> _Table:
 
 
 @triton.jit(
-    do_not_specialize=["B", "E", "S"],  # a new batch size compiles nothing
+    do_not_specialize=["B", "E", "S"],  # a new batch size must not trigger a recompilation
     do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr", "text_breaks_ptr"],
 )
 def _reweight_kernel(
@@ -136,7 +136,7 @@ def _reweight_scatter_kernel(
         token = start + tl.arange(0, SLICE)
         zero = tl.zeros([SLICE], dense_ptr.dtype.element_ty)
         tl.store(dense_ptr + request * stride_dense_request + token, zero, mask=token < V)
-        tl.debug_barrier()  # the program's zeros are written before its candidates
+        tl.debug_barrier()  # zeros are written before candidates
 
     # Only the slices that hold candidates, and the first, need the probabilities.
     token = tl.load(candidates.token_ids + request * K + tl.arange(0, K))
@@ -224,34 +224,34 @@ def reweight_scatter(
     probs: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Guided probabilities of the candidates; with ``probs``, also written into the requests of ``[B, V]``.
+    """Compute the candidates' guided probabilities; with ``probs``, also write them into the rows of ``[B, V]``.
 
-    Every request has its own mode, scale, target and end-of-sequence tokens; the scale of ``near``, ``ge_near`` and
-    ``le_near`` is their strength, at least 0. A request of status ``SINGLE`` gives its one candidate. Requests that are
-    unguided or skipped, by status or by their table row, give ``q`` and leave ``probs`` alone. A guided request with a
-    value logit that is not finite gives ``q`` and, like a broken request of the candidates, counts one up in
-    ``table.faults``. So does, uncounted, a request whose expected value is below its ``value_min``.
+    Every request has its own mode, scale, target and end-of-sequence tokens. The scale of ``near``, ``ge_near`` and
+    ``le_near`` is their strength, at least 0. A request of status ``SINGLE`` returns its one candidate. Requests that
+    are unguided or skipped, by status or by mode, return ``q`` and leave ``probs`` unchanged. A guided request with a
+    value logit that is not finite returns ``q``. It increments ``table.faults``, and so does a request with broken
+    scores. A request whose expected value is below its ``value_min`` also returns ``q``, but is not counted.
 
     Args:
-        candidates: of :func:`topk_candidates`; ``B`` requests, ``K`` columns.
-        value_logits: fp32 ``[B, K]``; raw value logits, ``v = sigmoid(z)``. Those of padding are ignored, as are those
-            of end-of-sequence candidates (their value is 0) in every mode but ``value_bias``.
-        table: the requests' parameters, ``R`` requests.
-        table_rows: int32 or int64 ``[B]``; each request's request of the table (None: request i has request i).
+        candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns.
+        value_logits: fp32 ``[B, K]``; raw value logits, ``v = sigmoid(z)``. Ignored in padding and, in every mode but
+            ``value_bias``, for end-of-sequence candidates, whose value is 0.
+        table: guidance parameters of ``R`` requests.
+        table_rows: int32 or int64 ``[B]``; row of each request in the table. If None, request i has row i.
         generated: int32 ``[B]``; tokens generated so far, for targets that are totals. If None, 0.
-        text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
-            :func:`text_breaks_of`. To the near constraints one that ends a sentence is as near as its value says, or as
-            one token more is, as the output can end after it; unless it has less than a fiftieth of the probability of
-            the most probable candidate.
-        probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous; guided requests are rewritten in place: the
-            candidates' guided probabilities, 0 elsewhere.
+        text_breaks: int8 ``[S]``; the :class:`TextBreak` of each token of the vocabulary, see :func:`text_breaks_of`.
+            For the near constraints, a token that ends a sentence uses the nearer of its predicted length and one more
+            token, because the output can end after it, provided it has at least 1/50 of the largest probability. If
+            None, no token ends a sentence.
+        probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous. The rows of guided and ``SINGLE`` requests are
+            overwritten with the candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         fp32 ``[B, K]``, 0 in padding.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted.
+        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance, topk_candidates
@@ -322,7 +322,7 @@ def reweight_scatter_unchecked(
     probs: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """:func:`reweight_scatter` for a caller who knows that the arguments are right, and has resolved the backend."""
+    """:func:`reweight_scatter` without argument checks, for a resolved backend."""
     dtype = compute_dtype(value_logits, candidates.probs)
     out = torch.empty(*value_logits.shape, dtype=dtype, device=value_logits.device)
     columns_read = _columns_read(table)

@@ -1,16 +1,16 @@
-"""Rotary embedding and cache write: from the fused QKV projection to rotated queries and kept keys, one launch a layer.
+"""Rotary embedding and cache write: from the fused QKV projection to rotated queries and cached keys, in one launch.
 
-For head ``x`` of a token, its first half ``a`` and second half ``b`` (queries and keys; values are copied):
+For head ``x`` of a query or key, with first half ``a`` and second half ``b`` (values are copied):
 
-    x = w * (x * rsqrt(mean(x^2) + eps))        with a norm weight only (Qwen3)
+    x = w * (x * rsqrt(mean(x^2) + eps))        only with a norm weight (Qwen3)
     a, b = a cos - b sin, b cos + a sin
 
 Source: ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of transformers (RoFormer, arXiv 2104.09864). The norm rounds
-where transformers rounds, to the dtype before and after the product with ``w``; the rotation is in fp32 and rounded
-once. Keys and values of the tokens to keep are also written to their slots of the cache.
+where transformers does, to the dtype before and after the product with ``w``. The rotation is in fp32 and rounded
+once. Keys and values of tokens with a slot are also written to the cache.
 
-A program takes one token with all its heads. Nothing in it depends on the number of tokens, so a token's bits do not
-depend on the others. All its loads come before its stores: it waits for memory once.
+A program processes one token with all its heads. Its result does not depend on the number of tokens, so a token's
+result is bitwise identical in any batch. All loads precede all stores, so that a program waits for memory once.
 """
 
 import math
@@ -34,12 +34,12 @@ from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
-# Elements of each half of the queries a thread holds: 16 bytes of bf16, the widest load. With Qwen3-1.7B's 16 heads of
-# 128 a program is 4 warps and has 8 KB under way, so 8 programs keep 64 KB under way on each multiprocessor, more than
-# the 30 to 40 KB that memory's latency asks for at an H200's full rate (estimated, not measured yet).
+# Elements of each half of the queries per thread: 16 bytes of bf16, the widest load. With Qwen3-1.7B's 16 heads of 128,
+# a program has 4 warps and 8 KB of loads in flight. 8 programs then keep 64 KB in flight per multiprocessor, more than
+# the 30 to 40 KB that memory latency requires at an H200's full bandwidth (estimated, not measured).
 ELEMENTS_PER_THREAD = 8
-# More heads than this covers (64 of 128) give each thread more elements. Above 16 warps a multiprocessor could no
-# longer hold several programs side by side.
+# More heads than 64 of 128 give each thread more elements. With more than 16 warps, a multiprocessor could no longer
+# hold several programs.
 MAX_WARPS = 16
 
 
@@ -56,8 +56,8 @@ def _store_halves(ptr, halves, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _scale(x, inv_rms, weight):
-    """``weight * (x * inv_rms)`` with the roundings of the dtype of x. Of two bf16 or fp16 numbers fp32 holds the exact
-    product, so that rounding it is what multiplying them in their dtype gives."""
+    """``weight * (x * inv_rms)`` rounded as in the dtype of x: fp32 holds the exact product of two bf16 or fp16
+    numbers, so rounding it equals multiplication in their dtype."""
     normed = (x.to(tl.float32) * inv_rms[:, None]).to(x.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(x.dtype)
 
@@ -151,7 +151,7 @@ def _rope_cache_kernel(
     k = _rotate(k, cos, sin)
 
     _store_halves(ptr.q + (token * Q_HEADS + q_head) * HEAD_DIM + d, q, q_mask, HALF)
-    # The strides of caches are the caller's: a cache may well keep each head's slots together.
+    # 64-bit, because the caller's cache may have large head strides (heads-first layouts).
     kv_head = kv_head.to(tl.int64)
     new = (token * KV_HEADS + kv_head) * HEAD_DIM + d
     _store_halves(ptr.k + new, k, kv_mask, HALF)
@@ -221,35 +221,35 @@ def rope_cache(
     num_rows: Tensor | None = None,  # int32 [1]
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
-    """Queries, keys and values of a layer's attention from its fused projection; keeps keys and values in the cache.
+    """Split a layer's fused projection into rotated queries and keys, and values; write keys and values to the cache.
 
-    Queries and keys get the RMSNorm of each head (Qwen3) if there is a weight for it, then the rotary embedding, first
-    half of a head against second. The same token gives the same bits whatever else is in the batch and wherever it
-    stands. Nothing is read back to the host by the kernel, and no new number of tokens compiles anything.
+    If ``qk_norm_weight`` is given, each query and key head is RMS-normalized first (Qwen3). The rotary embedding pairs
+    the first half of a head with the second. A token's result is bitwise identical in any batch and at any row. The
+    kernel causes no host-device sync, and no recompilation for a new number of tokens.
 
     Args:
         qkv: each token's query heads, then key heads, then value heads; fp32, bf16 or fp16 (fp64 too on the
             reference). Rows may be strided.
-        cos, sin: fp32, of the angle ``position * inv_freq`` of each token in radians, with any scaling applied.
-        slots: slot of the cache to keep each token's key and value in. Outside ``[0, S)``: not kept (candidates,
-            padding). No two tokens may have the same slot.
-        k_cache, v_cache: the layer's cache, dtype of ``qkv``, written in place; contiguous in D only.
-            Their shape gives ``Hkv`` and ``D`` (even).
-        num_heads: query heads.
-        qk_norm_weight: dtype of ``qkv``, the weight of the RMSNorm over D of each query head, then of each key head
-            (``None``: no norm). One row for all heads may be passed expanded.
-        norm_eps: epsilon of that RMSNorm, added to the mean of squares.
-        num_rows: how many rows are tokens (``None`` or more than T: all). The rest is neither read nor written. The
-            reference reads it on the host.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        cos, sin: fp32; cosine and sine of each token's angle ``position * inv_freq``, scaled if the model scales them.
+        slots: cache slot of each token's key and value. Tokens with a slot outside ``[0, S)`` are not cached
+            (candidates, padding). All slots must be different.
+        k_cache, v_cache: the layer's cache, dtype of ``qkv``, written in place. Only D must be contiguous.
+            Their shape determines ``Hkv`` and ``D`` (even).
+        num_heads: number of query heads.
+        qk_norm_weight: dtype of ``qkv``; RMSNorm weights over D of each query head, then of each key head. If ``None``,
+            no norm. A single row may be passed expanded to all heads.
+        norm_eps: epsilon of the RMSNorm, added to the mean of squares.
+        num_rows: number of rows that are tokens. If ``None`` or more than T, all rows. The remaining rows are neither
+            read nor written. The reference reads it on the host.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
-        Queries, keys and values of all tokens, kept or not, contiguous and in the dtype of ``qkv``. Rows from
+        Queries, keys and values of all tokens, cached or not, contiguous and in the dtype of ``qkv``. Rows from
         ``num_rows`` on are arbitrary.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch, except the contents of ``slots``
-            and ``num_rows``: that would need the host.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch. The contents of
+            ``slots`` and ``num_rows`` are not checked: that would need a host-device sync.
 
     Example:
         >>> import torch

@@ -1,9 +1,9 @@
-"""Draw of the next token among a request's guided candidates: K probabilities decide, no row of ``[B, V]`` is read.
+"""Sampling of the next token from a request's K guided candidates, without reading a row of ``[B, V]``.
 
 Inverse CDF: the first column ``j`` with ``p_0 + ... + p_j > u (p_0 + ... + p_{K-1})``, where ``u`` is a uniform number
-of the request's seed and the token's position (Philox4x32-10; Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", SC 2011). A thread has one request and adds its columns one by one: no reduction, so no order to choose, and no
-product beside a sum that a compiler could fuse with it. The draw is that of the reference, to the bit.
+computed from the request's seed and the token's position (Philox4x32-10; Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011). A thread processes one request and adds its columns sequentially. No reduction order is left
+to the compiler, and no product can be fused with a sum, so the draw is bitwise identical to the reference's.
 """
 
 import torch
@@ -17,8 +17,8 @@ from lenvm_kernels.reference.sample_candidates import sample_candidates as _refe
 from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
 from lenvm_kernels.types import Candidates, Status
 
-# Requests a program, one a lane of its one warp. A request is a chain of two loads and some hundred instructions, far
-# below what a launch costs, so nothing else was weighed. Not measured yet.
+# Requests per program, one per lane of its one warp. A request is a chain of two loads and some hundred instructions,
+# far below the cost of a launch, so no alternative was considered. Not measured.
 TILE = 32
 
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
@@ -67,11 +67,11 @@ def _sample_candidates_kernel(
     u = (word >> 8).to(tl.float32) * 2.0**-24
     threshold = u * total
 
-    # Sums never fall, so the columns not beyond the threshold come first, and their number is the column looked for. It
-    # is K, hence the last one, where u * total was rounded up to total: only subnormal and infinite sums are.
+    # Sums never decrease, so the columns not beyond the threshold come first, and their number is the drawn column. It
+    # is K, clamped to the last one, if u * total was rounded up to total, as happens for subnormal and infinite sums.
     cumulative, not_beyond = tl.zeros([REQUESTS], tl.float32), tl.zeros([REQUESTS], tl.int32)
     for column in tl.static_range(K):
-        cumulative += _load_prob(request_probs_ptr, column, valid)  # loaded above: no second load is compiled
+        cumulative += _load_prob(request_probs_ptr, column, valid)  # the compiler reuses the load above
         not_beyond += tl.where(cumulative > threshold, 0, 1)
     drawn = tl.minimum(not_beyond, last)
     if temperature_ptr is not None:
@@ -122,30 +122,30 @@ def sample_candidates(
 ) -> Tensor:  # int32 [B]
     """Draw each request's next token from its guided candidates, with ``guided_probs`` as their weights.
 
-    A draw depends on the request's probabilities, seed and position only: the same on CPU and GPU, alone and in any
-    batch, and again when a request is run again. Nothing is read back to the host.
+    A draw depends only on the request's probabilities, seed and position. It is the same on CPU and GPU, in any batch,
+    and when a request is rerun. Causes no host-device sync.
 
-    The uniform number has 24 bits: a candidate's chance is its share of the request's total to within 2^-24, and one
-    whose share is smaller than that may never be drawn.
+    The uniform number has 24 bits. A candidate's probability is therefore exact to within 2^-24 of the total, and a
+    candidate with a smaller share may never be drawn.
 
     Args:
-        candidates: of :func:`topk_candidates`; ``B`` requests, ``K`` columns. Requests without guidance have to be so
-            by ``status`` (its argument ``guided``).
-        guided_probs: fp32 ``[B, K]`` (fp64 too on the reference) of :func:`reweight_scatter`; 0 in padding. They need
-            not sum to 1. Requests may be strided. What is negative or NaN counts as 0.
+        candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns. Requests without guidance must be
+            marked in ``status`` (argument ``guided`` of :func:`topk_candidates`).
+        guided_probs: fp32 ``[B, K]`` (fp64 too on the reference), from :func:`reweight_scatter`; 0 in padding. They
+            need not sum to 1. Rows may be strided. Negative and NaN entries count as 0.
         seeds: int64 ``[B]``; the request's seed.
-        positions: int32 or int64 ``[B]``; the position that the token drawn will have in the request's sequence. A
-            seed's draws at different positions are independent, those at the same position are equal.
-        temperature: fp32 ``[B]`` (None: no request is greedy). Requests below 1e-6 take the most probable candidate, of
-            equal ones the first. It changes no probability: ``guided_probs`` have it in them.
+        positions: int32 or int64 ``[B]``; the position of the drawn token in the request's sequence. Draws of a seed at
+            different positions are independent, draws at the same position are equal.
+        temperature: fp32 ``[B]``. Requests below 1e-6 take the most probable candidate, the first one of a tie. It does
+            not scale ``guided_probs``, which already include it. If None, no request is greedy.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
-        Tokens, int32 ``[B]``; -1 for requests of other status than ``GUIDE`` and ``SINGLE``, which the caller's own
-        sampler draws, and for requests without any positive probability.
+        Tokens, int32 ``[B]``; -1 for requests without a positive probability, and for requests whose status is neither
+        ``GUIDE`` nor ``SINGLE``, which the caller's own sampler draws.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted.
+        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
         >>> from lenvm_kernels import topk_candidates
@@ -186,7 +186,7 @@ def sample_candidates_unchecked(
     temperature: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """:func:`sample_candidates` for a caller who knows that the arguments are right, and has resolved the backend."""
+    """:func:`sample_candidates` without argument checks, for a resolved backend."""
     tokens = torch.empty(guided_probs.shape[0], dtype=torch.int32, device=guided_probs.device)
     _launch(backend, tokens, candidates, guided_probs, seeds, positions, temperature)
     return tokens

@@ -1,10 +1,10 @@
-"""Which candidates the value model scores in a step, in one launch.
+"""Choice of the candidates that the value model scores in a step, in one launch.
 
-Scored are the candidates of requests that are to be reweighted. A request with a stride is at the steps at which it is
-due, and wherever one of its candidates would end it: there the longest and the shortest output part. A request that
-asks for predicted lengths has one token scored where it has no such candidates: the next one, if that is known already.
+The candidates of requests that are reweighted are scored. A request with a ``value_stride`` is reweighted at the steps
+at which it is due, and whenever one of its candidates would end it, because there the longest and the shortest output
+part. If predicted lengths are requested without reweighting, only the next token is scored, provided it is known.
 
-Rows beyond the requests are filled with nothing to score, so that a CUDA graph captured for more requests can run.
+Rows beyond the requests have nothing to score, so that a CUDA graph captured for a larger batch can run.
 """
 
 from typing import Any
@@ -19,17 +19,17 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.select_scored import select_scored as _reference
 from lenvm_kernels.types import Candidates, ScoredCandidates, Status, StepRequests
 
-# Of the fields of ScoredCandidates, in their order.
+# Dtypes of the fields of ScoredCandidates, in order.
 _DTYPES = (torch.int32, torch.int32, torch.int32, torch.bool)
-# Requests a program: a warp's threads, one each.
+# Requests per program: one per thread of a warp.
 REQUESTS = 32
 
 _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGLE))
 _NOT_DUE = tl.constexpr(int(Status.NOT_DUE))
 
 
-# The tokens drawn are a caller's, and may be a slice: nothing is compiled anew where their alignment changes. (Triton
-# heeds that for pointers of their own only, not for those in a tuple.)
+# Callers pass a slice, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
+# arguments only, not to pointers in a tuple.)
 @triton.jit(do_not_specialize=["sample", "stride_eos_row", "B", "N"], do_not_specialize_on_alignment=["drawn_ptr"])
 def _select_scored_kernel(
     scored,  # ScoredCandidates, written
@@ -72,7 +72,7 @@ def _select_scored_kernel(
             eos = tl.load(eos_token_ids_ptr + table_row * stride_eos_row + i, mask=waits, other=-2)
             is_end = (token_ids == eos[:, None]) & is_candidate
             waits = waits & (tl.max(is_end.to(tl.int32), axis=1) == 0)
-        tl.debug_barrier()  # what was read is read before it is overwritten
+        tl.debug_barrier()  # all reads precede the overwrite
         tl.store(status_ptr + request, tl.full([REQUESTS], _NOT_DUE, tl.int8), mask=waits)
         status = tl.where(waits, _NOT_DUE, status)
 
@@ -153,27 +153,27 @@ def select_scored(
     out: ScoredCandidates | None = None,  # [N, K]
     backend: str = "auto",
 ) -> ScoredCandidates:  # [N, K]
-    """Decide what the value model computes in a step.
+    """Decide which candidates the value model scores in a step.
 
-    Nothing is read back to the host, and no new number of requests compiles anything.
+    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        candidates: of :func:`topk_candidates`; ``K`` a power of two up to 64. Their ``status`` becomes ``NOT_DUE``
-            where it is ``GUIDE`` and the request is not due.
-        requests: of :func:`gather_requests`, of ``N >= B`` rows.
-        eos_token_ids: int32 [R, E], of the guidance table: the tokens that end each of its requests.
-        drawn: int32 [B] (``None``: nobody knows); the next tokens of requests that are not drawn from their candidates.
-        sample: the next token of a request with a single candidate is that.
-        score_all: score all candidates, not only those of requests that are to be reweighted.
-        step: int64 [1]; counted up by one if there is a row (``None``: no history is kept), :attr:`StepHistory.step`.
-        out: result tensors to reuse, contiguous, of as many rows as ``requests``; ``None`` allocates them.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        candidates: result of :func:`topk_candidates`; ``K`` is a power of two up to 64. ``status`` is changed from
+            ``GUIDE`` to ``NOT_DUE`` for requests that are not due and that no candidate ends.
+        requests: result of :func:`gather_requests`, with ``N >= B`` rows.
+        eos_token_ids: int32 [R, E]; the tokens that end each request, by row of the guidance table.
+        drawn: int32 [B]; next tokens that are not drawn from the candidates, negative if unknown. If ``None``, unknown.
+        sample: whether the next token of a request with a single candidate is that candidate.
+        score_all: score all candidates instead of only those of requests that are reweighted.
+        step: int64 [1]; :attr:`StepHistory.step`, incremented if there is a row. If ``None``, no history is kept.
+        out: contiguous result tensors to reuse, of ``N`` rows. If ``None``, they are allocated.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
         The :class:`ScoredCandidates`.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, gather_requests, parse_guidance, topk_candidates
@@ -241,6 +241,6 @@ def select_scored_unchecked(
     out: ScoredCandidates,
     backend: str,
 ) -> ScoredCandidates:
-    """:func:`select_scored` for a caller who knows that the arguments are right, and has resolved the backend."""
+    """:func:`select_scored` without argument checks, for a resolved backend."""
     _launch(backend, out, candidates, requests, eos_token_ids, drawn, sample, score_all, step)
     return out

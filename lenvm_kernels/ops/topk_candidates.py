@@ -1,13 +1,13 @@
 """Candidate extraction: softmax with temperature, top-k, top-p and min-p of each request, in one pass.
 
-``p = softmax(scores / temperature)``; the first ``top_k`` tokens in descending order, of them those whose predecessors
-hold at most ``top_p`` of the mass, of them those with ``p >= min_p max(p)``. Source: section 1 of the specification;
-the candidate selection of the LenVM fork of SGLang.
+``p = softmax(scores / temperature)``. Candidates are the first ``top_k`` tokens in descending order that are preceded
+by at most ``top_p`` of the mass and have ``p >= min_p max(p)``. Source: section 1 of the specification; the candidate
+selection of the LenVM fork of SGLang.
 
-Two launches. The first streams the scores once and notes the maximum and the sum of exponentials of every tile of 128
-tokens. The K best tokens stand in the K tiles with the largest maxima: a token of any other tile has K better ones. So
-the second, one program a request, adds the sums, chooses these tiles, reads them again and takes the tokens from them.
-Choosing is exact, and no order of a sum depends on the number of requests.
+Two launches. The first streams the scores once and stores the maximum and the sum of exponentials of every tile of 128
+tokens. The K best tokens are in the K tiles with the largest maxima, because a token of any other tile has K better
+ones. The second launch, with one program per request, adds the sums and rereads these tiles to extract the tokens.
+The selection is exact, and no reduction order depends on the number of requests.
 """
 
 import torch
@@ -35,22 +35,22 @@ from lenvm_kernels.types import Candidates
 
 MAX_VOCAB = 262_144
 
-# Tokens of a tile: in fp32 each lane of a warp holds four of them, in 16 bits each lane of half a warp eight, so both
-# its reductions are shuffles, without a barrier. Smaller tiles are more for the second launch to choose from (1,187 of
-# V = 151,936), larger ones more to read again. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth
-# (67 % where nothing is in the L2 cache), and 7.1 at B 1. Other sizes of tiles and of programs are not measured yet.
+# Tokens per tile: four per lane of a warp in fp32, eight per lane of half a warp in 16 bits, so that both reductions
+# are shuffles without a barrier. Smaller tiles give the second launch more to choose from (1,187 for
+# V = 151,936), larger ones more to reread. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth
+# (67 % with a cold L2 cache), and 7.1 us at B 1. Other sizes of tiles and programs have not been measured.
 TILE = 128
-# What a program of the first launch reads. The compiler gives it some 32 registers a thread, so that 64 warps share a
-# multiprocessor, each with one to three loads of 512 bytes on their way: 32 KB and more, without asynchronous copies.
-# Half as much would double the share of a program that only begins and ends, twice as much leave more multiprocessors
-# idle at B = 1. The same for any batch: Triton 3.6 would divide a tile with a vocab_mask otherwise among other threads.
+# Bytes read by a program of the first launch. It needs about 32 registers per thread, so that 64 warps share a
+# multiprocessor, each with one to three loads of 512 bytes in flight: 32 KB and more, without asynchronous copies.
+# Half the size would double the overhead of starting programs; twice the size would leave more multiprocessors idle at
+# B = 1. It must not depend on the batch: Triton 3.6 would distribute a tile with a vocab_mask differently over threads.
 PROGRAM_BYTES = 8192
-# Scores. Of a vocabulary that is a multiple of it every row begins at one, if the engine's rows do.
+# In scores. If the vocabulary is a multiple of it, every row of a contiguous tensor begins at a multiple.
 ALIGNMENT = 16
 
 
-# Rows of a batch of one may be as far apart as nobody else's. So no stride decides how wide loads are and, with that,
-# which thread adds what, but ROWS_ALIGNED.
+# The row stride of a batch of one is arbitrary. ROWS_ALIGNED, not the stride, therefore determines the width of loads,
+# and thereby which thread adds which numbers.
 @triton.jit(
     do_not_specialize=["stride_scores_request", "stride_mask_request"],
     do_not_specialize_on_alignment=["guided_ptr", "temperature_ptr"],
@@ -66,7 +66,7 @@ def _scan_kernel(
     stride_mask_request,
     V,
     IS_LOGITS: tl.constexpr,
-    ROWS_ALIGNED: tl.constexpr,  # each begins at a multiple of ALIGNMENT
+    ROWS_ALIGNED: tl.constexpr,  # each row begins at a multiple of ALIGNMENT
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     PROGRAM_TILES: tl.constexpr,
@@ -85,7 +85,7 @@ def _scan_kernel(
     x = _load_scores(
         scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, token < V, IS_LOGITS
     )
-    # NaN and +inf reach the sum: a sum that is not finite marks the request as broken.
+    # NaN and +inf propagate to the sum: a sum that is not finite marks the request as broken.
     best = tl.max(x, axis=1)
     if IS_LOGITS:
         total = tl.sum(tl.exp2((x - tl.where(best == nothing, 0.0, best)[:, None]) * scale), axis=1)
@@ -170,7 +170,7 @@ def _launch(
         TILE=TILE,
         TILES=next_power_of_2(tiles),
         num_warps=4 if max_candidates <= 16 else 8,
-        # A product fused with an addition across threads would leave them with different entropies.
+        # Fusing a product with an addition across threads would give the threads different entropies.
         enable_fp_fusion=False,
     )
 
@@ -197,52 +197,52 @@ def topk_candidates(
     table_rows: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Candidates:
-    """Choose each request's candidate tokens: top-k, of them top-p, of them min-p; and tokens that end the output.
+    """Select each request's candidate tokens by top-k, then top-p, then min-p, plus tokens that end the output.
 
-    Tokens are ordered by score, equal scores by token id. The first one always stays. A token of probability 0 or
-    logit -inf is never a candidate. A broken request (NaN or +inf among its scores, no token to choose, or a
-    temperature that is not finite) becomes unguided and is marked in ``lost_mass``; it changes no other request.
+    Tokens are ordered by score, ties by token id. The first token always stays. A token of probability 0 or logit -inf
+    is never a candidate. A broken request (NaN or +inf among its scores, no token to choose, or a temperature that is
+    not finite) becomes unguided and is marked in ``lost_mass``. It does not affect other requests.
 
     Args:
-        scores: fp32, bf16 or fp16 ``[B, V]``, V up to 262,144, last dimension contiguous: probabilities, or logits.
-        top_k: int32 ``[B]``, or one number for all requests; the first ``top_k`` tokens. ``<= 0`` or ``>= V`` is no
-            limit; then, and whenever it exceeds ``max_candidates``, the list ends at ``max_candidates``.
+        scores: fp32, bf16 or fp16 ``[B, V]``, V up to 262,144, last dimension contiguous; probabilities or logits.
+        top_k: int32 ``[B]``, or one number for all requests; number of tokens to keep. ``<= 0`` or ``>= V`` is no
+            limit. The list never exceeds ``max_candidates``.
         top_p: fp32 ``[B]`` or a number, in (0, 1]; a token stays while the mass before it is ``<= top_p``.
         min_p: fp32 ``[B]`` or a number, in [0, 1]; a token stays while its probability is ``>= min_p`` times the
             largest.
-        max_candidates: K, columns a request: a power of two up to 64.
-        temperature: fp32 ``[B]`` or a number, only with logits (None: 1). Below 1e-6 the request is greedy: it has one
-            candidate.
-        is_logits: ``scores`` are logits, and the probabilities their softmax at the request's temperature.
-        entropy_threshold: fp32 ``[B]`` or a number, in nats, NaN for none: a request whose renormalised candidates'
-            entropy is at or below it is skipped.
-        guided: bool ``[B]`` (None: all). Requests not guided are not read and come back empty.
+        max_candidates: K, columns per request, a power of two up to 64.
+        temperature: fp32 ``[B]`` or a number, only with logits. Below 1e-6 a request is greedy: one candidate. None: 1.
+        is_logits: whether ``scores`` are logits, whose softmax at the request's temperature gives the probabilities.
+        entropy_threshold: fp32 ``[B]`` or a number, in nats, NaN for none. A request is skipped if the entropy of its
+            renormalised candidates is at or below it.
+        guided: bool ``[B]``. Unguided requests are not read, and their results are empty. If None, all are guided.
         vocab_mask: int32 ``[B, ceil(V / 32)]``, bit 1 = allowed, token ``t`` is bit ``t % 32`` of word ``t // 32`` (as
-            xgrammar packs it); applied before everything else.
-        end_token_ids: int32 ``[R, E]``, last dimension contiguous (None: nothing is added); tokens that end the output
-            of a request, what is no token is none. They are candidates whatever ``top_k``, ``top_p`` and ``min_p`` say,
-            where they are as probable as ``min_end_prob``. If all columns are taken, the least probable tokens that are
-            none of them give way. The first token stays in any case, and so does the first one that is none of them:
-            the output need not end.
-        min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1 none of them is added; inf leaves all as if there
-            were none.
-        least_share: fp32 ``[R]`` (None: 0); with ``end_token_ids``, a ``min_p`` that the request has at least.
-        due_length: fp32 ``[R]``; tokens by which the output should have ended, inf for none (None: for nobody). With
-            each tenth of it that is generated beyond, ``min_end_prob`` halves, and with each hundredth beyond 1.5 times
-            as many: who is late takes a worse end.
-        generated: int32 ``[B]``; with ``due_length``, tokens generated.
-        text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
-            :func:`text_breaks_of`; any other token makes none. ``min_end_prob`` is 1/10,000 of what was given after the
-            end of a sentence, a tenth of it after that of a line, and 100 times as much elsewhere.
-        last_tokens: int32 or int64 ``[B]``; with ``text_breaks``, the token that each request's scores come after.
-        table_rows: int32 or int64 ``[B]``; each request's row of what has ``R`` (None: request i has row i).
+            packed by xgrammar). Applied before everything else.
+        end_token_ids: int32 ``[R, E]``, last dimension contiguous; tokens that end the output of a request. Entries
+            outside the vocabulary are ignored. A token with probability at least ``min_end_prob`` is a candidate
+            regardless of ``top_k``, ``top_p`` and ``min_p``. If all columns are taken, it replaces the least probable
+            other candidate. The most probable token that does not end the output always stays, so that the output can
+            continue. If None, no tokens are added.
+        min_end_prob: fp32 ``[R]``; required with ``end_token_ids``. Above 1, no end token is added; inf disables
+            ``end_token_ids`` for the request.
+        least_share: fp32 ``[R]``; with ``end_token_ids``, lower bound of the request's ``min_p``. If None, 0.
+        due_length: fp32 ``[R]``; tokens by which the output should have ended, inf for no limit. ``min_end_prob``
+            halves with each tenth of it generated beyond, and with each hundredth from 1.5 times of it on. The further
+            past its target a request is, the less probable an end it accepts. If None, no limit.
+        generated: int32 ``[B]``; required with ``due_length``, number of generated tokens.
+        text_breaks: int8 ``[S]``; the :class:`TextBreak` of each token of the vocabulary, see :func:`text_breaks_of`.
+            ``min_end_prob`` is multiplied by 1/10,000 after the end of a sentence, by 1/10 after the end of a line, and
+            by 100 elsewhere. If None, it is not scaled.
+        last_tokens: int32 or int64 ``[B]``; required with ``text_breaks``, the token before each request's scores.
+        table_rows: int32 or int64 ``[B]``; row of each request in the tensors of ``R`` rows. If None, request i has
+            row i.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         :class:`Candidates`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted.
+        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 3.0, 1.0]])
@@ -348,7 +348,7 @@ def topk_candidates_unchecked(
     table_rows: Tensor | None,
     backend: str,
 ) -> Candidates:
-    """:func:`topk_candidates` for a caller who knows that the arguments are right, and has resolved the backend."""
+    """:func:`topk_candidates` without argument checks, for a resolved backend."""
     (requests, _), device, dtype = scores.shape, scores.device, compute_dtype(scores)
     candidates = Candidates(
         token_ids=torch.empty(requests, max_candidates, dtype=torch.int32, device=device),

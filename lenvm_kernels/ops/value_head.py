@@ -1,15 +1,15 @@
-"""Value head: one fp32 logit a token, ``z = w2 . silu(W1 h + b1) + b2``, in one launch and one pass over W1.
+"""Value head: one fp32 logit per token, ``z = w2 . silu(W1 h + b1) + b2``, in one launch and one pass over W1.
 
 Source: section 3 of the specification; ``v_head.fc`` and ``v_head.summary`` of a LenVM checkpoint. A matmul whose
-epilogue applies SiLU, multiplies with w2 and sums the columns of its tile, so that of the [M, H] activations only one
-number a row and column block reaches memory. The last of a row block's programs to finish adds these, in the order of
-the column blocks, without atomics.
+epilogue applies SiLU, multiplies with w2 and sums the columns of its tile. Only one number per row and column block of
+the [M, H] activations reaches memory. The last program of a row block to finish adds these partial sums in the order
+of the column blocks, without atomics on the sums.
 
-The gather of ``token_rows`` is in the matmul's loads, the scatter to ``targets`` in the last store. So is the final
-RMSNorm: ``W1 (h inv_rms(h) w) = inv_rms(h) W1 (h w)``, so one factor a row ends the matmul. Its squares come from
-whoever made ``hidden``, or are summed beside the matmul. Its weight is in W1 already, or multiplies ``h`` in the loop:
-``h w`` is rounded to the dtype of the weights, as any matmul's operand is (LlamaRMSNorm rounds twice on this way).
-With both from outside, the loop is a matmul and nothing else.
+The gather of ``token_rows`` is fused into the matmul's loads, and the scatter to ``targets`` into the last store. The
+final RMSNorm is fused too: ``W1 (h inv_rms(h) w) = inv_rms(h) W1 (h w)``, so the matmul ends with one factor per row.
+The sums of squares are passed in, or computed beside the matmul. The norm's weight is folded into W1, or multiplies
+``h`` in the loop, where ``h w`` is rounded to the dtype of the weights like any matmul operand (LlamaRMSNorm rounds
+twice). If both are passed in, the loop is a plain matmul.
 """
 
 import math
@@ -37,40 +37,39 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.value_head import value_head as _reference
 
-# The same row must give the same bits in any batch. The sum over the columns of W1 follows from BLOCK_N, the sums over
-# those of h from BLOCK_K: H alone decides both. The rows of a tile may follow M, as long as as many warps share the
-# columns of one (bench.codegen looks). What decides the numbers, for an H200, estimated from bytes. Measured there with
-# H = 1536: 8.3 us for 1 to 128 rows, 17 for 320, 50 for 4,096.
-# - M <= 64: a multiprocessor draws about 110 GB/s, so W1 is read at full rate only if H / BLOCK_N, the number of
-#   programs, is some tens. At H = 1536 64 columns give 24 programs of 0.2 MB each: 2 to 4 us, so narrower blocks would
-#   gain 1 us at most. Splitting the sum over H instead would need the [M, H] activations in memory, because SiLU
-#   follows the sum.
-# - M = 4096: tiles reread their operands (1 / BLOCK_M + 1 / BLOCK_N) M H^2 times from L2. 64 x 64 stops at about 30 %
-#   of the tensor cores' rate, 128 x 64 at 40 %, 128 x 128 at 60 %.
-# So 64 columns, and from H = 2560 on, where 128 columns still leave 20 programs and more, 128.
+# A row's result must be bitwise identical in any batch. BLOCK_N determines the order of the sum over the columns of W1,
+# and BLOCK_K that of the sums over the columns of h, so both depend on H alone. BLOCK_M may depend on M as long as the
+# same number of warps shares the columns of a tile (checked by bench.codegen). The sizes are estimates from bytes for
+# an H200. Measured there with H = 1536: 8.3 us for 1 to 128 rows, 17 us for 320, 50 us for 4,096.
+# - M <= 64: a multiprocessor reads about 110 GB/s, so W1 is read at full bandwidth only by some tens of programs,
+#   H / BLOCK_N. At H = 1536, 64 columns give 24 programs of 0.2 MB each, 2 to 4 us; narrower blocks would gain at most
+#   1 us. Splitting the sum over H would need the [M, H] activations in memory, because SiLU follows the sum.
+# - M = 4096: tiles reread their operands (1 / BLOCK_M + 1 / BLOCK_N) M H^2 times from L2. This limits 64 x 64 to about
+#   30 % of the tensor cores' peak, 128 x 64 to 40 %, 128 x 128 to 60 %.
+# Hence 64 columns, and 128 from H = 2560 on, where 128 columns still give at least 20 programs.
 BLOCK_N, BLOCK_N_WIDE = 64, 128
 WIDE_FROM = 2560
-# As long as 64 rows a tile leave at most about one program a multiprocessor (at H = 1536 4 * 24 of them), they take
-# two thirds of the time of 128 rows, on half as many multiprocessors.
+# Up to about one program per multiprocessor (4 * 24 programs at H = 1536), tiles of 64 rows take two thirds of the time
+# of tiles of 128 rows, which use half as many multiprocessors.
 BLOCK_M, BLOCK_M_FEW = 128, 64
 FEW_OUTPUTS = 256
-# 128 bytes of a row at a time, whole cache lines. The stages (24 or 32 KB each) are as many as let two programs
-# share a multiprocessor's 227 KB, so that the epilogue of one overlaps the loop of the other. A program of few rows has
-# a multiprocessor to itself, so it has as many bytes of W1 on their way as fit: 7 of 8 KB, or 5 of 16 KB.
+# 128 bytes of a row at a time, i.e. whole cache lines. The number of stages (24 or 32 KB each) lets two programs share
+# a multiprocessor's 227 KB, so that the epilogue of one overlaps the loop of the other. A program of few rows has a
+# multiprocessor to itself, and keeps as many bytes of W1 in flight as fit: 7 blocks of 8 KB, or 5 of 16 KB.
 BLOCK_K_BYTES = 128
 STAGES, STAGES_WIDE = 4, 3
 STAGES_FEW, STAGES_FEW_WIDE = 8, 6
-# Parts where a block may have the 128 and 144 KB of these. The others have 99 KB or less.
+# Architectures on which a block can use the 128 and 144 KB of STAGES_FEW. Others have at most 99 KB.
 LARGE_SHARED = ("sm_80", "sm_90", "sm_100", "sm_103")
 NUM_WARPS, NUM_WARPS_FEW = 8, 4
 
-# h w of a fp16 row can exceed 65,504, so it is formed as h w / 64. The absolute error this adds in fp16's subnormals,
-# 2^-19, is at most 0.002 after the normalisation even of the smallest rows (inv_rms <= 1000 for an eps of 1e-6).
+# h w of an fp16 row can exceed 65,504, so h w / 64 is computed. The absolute error that this adds in fp16's subnormals,
+# 2^-19, is at most 0.002 after normalisation, even for the smallest rows (inv_rms <= 1000 for an eps of 1e-6).
 _FP16_SCALE = tl.constexpr(2.0**-6)
 
 
 class _Head(NamedTuple):
-    """The weights, which stay where they are from launch to launch."""
+    """The weights, whose addresses are the same in every launch."""
 
     fc_weight: Any  # [H, H]
     fc_bias: Any  # [H]
@@ -80,7 +79,7 @@ class _Head(NamedTuple):
 
 @triton.jit
 def _source_rows(token_rows_ptr, m, M, T):
-    """(row of hidden, there is one) of the outputs m; padding and what lies outside hidden have none."""
+    """(row of hidden, whether it exists) for outputs m. Padding and rows outside hidden do not exist."""
     if token_rows_ptr is None:
         row, is_token = m.to(tl.int64), m < M
     else:
@@ -95,7 +94,7 @@ def _store_logits(logits_ptr, targets_ptr, m, M, logits):
     tl.store(logits_ptr + place, logits, mask=(m < M) & (place >= 0) & (place < M))
 
 
-# What describes the batch may be slices of larger tensors: no kernel is compiled anew where their alignment changes.
+# Per-batch tensors may be slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_square_sums_group", "M", "T"],
     do_not_specialize_on_alignment=["token_rows_ptr", "targets_ptr", "square_sums_ptr", "counters_ptr"],
@@ -126,12 +125,12 @@ def _value_head_kernel(
     tl.static_assert(SQUARES_GROUP % BLOCK_K == 0)
     wait_for_inputs(OVERLAPS)
     COLUMN_BLOCKS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
-    # Column blocks vary fastest: the programs that run together share few rows of hidden and all of W1, both in L2.
+    # Column blocks vary fastest: concurrent programs share few rows of hidden and all of W1, both in L2.
     block_n, block_m = tl.program_id(0), tl.program_id(1)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row, is_token = _source_rows(token_rows_ptr, m, M, T)
-    if tl.max(is_token.to(tl.int32), axis=0) == 0:  # only padding, and no program of this row block counts itself
+    if tl.max(is_token.to(tl.int32), axis=0) == 0:  # only padding: no program of this row block increments the counter
         if block_n == 0:
             _store_logits(logits_ptr, targets_ptr, m, M, tl.zeros([BLOCK_M], tl.float32))
         return
@@ -147,7 +146,7 @@ def _value_head_kernel(
         k = start + tl.arange(0, BLOCK_K)
         h = tl.load(hidden_rows + k[None, :], mask=is_token[:, None] & (k < H)[None, :], other=0.0)
         weight = tl.load(weight_rows + k[:, None], mask=(n < H)[None, :] & (k < H)[:, None], other=0.0)
-        if square_sums_ptr is not None:  # those of the next block of columns, so that nothing waits for them here
+        if square_sums_ptr is not None:  # prefetch the sums of the next block of columns
             sum_of_squares += group_sums
             following = start + BLOCK_K
             groups = square_sums_ptr + stride_square_sums_group.to(tl.int64) * (following // SQUARES_GROUP)
@@ -176,7 +175,7 @@ def _value_head_kernel(
 
 
 def num_counters(outputs: int) -> int:
-    """Counters that :func:`value_head` needs at most for so many outputs: ``ceil(outputs / 64)``."""
+    """Maximum number of counters that :func:`value_head` needs for ``outputs`` rows: ``ceil(outputs / 64)``."""
     return ceil_div(outputs, BLOCK_M_FEW)
 
 
@@ -227,7 +226,7 @@ def _launch(
         BLOCK_K=BLOCK_K_BYTES // hidden.element_size(),
         num_warps=NUM_WARPS_FEW if is_few else NUM_WARPS,
         num_stages=fitting_stages(stages),
-        # Which products the compiler fuses with an addition could differ from tile to tile, and so could a row's bits.
+        # The compiler could fuse different products with an addition in different tiles, and so change a row's bits.
         enable_fp_fusion=False,
         **overlapping(),
     )
@@ -248,37 +247,37 @@ def value_head(
     counters: Tensor | None = None,  # int32 [>= num_counters(M)]
     backend: str = "auto",
 ) -> Tensor:  # fp32 [M], or [T] without token_rows
-    """Value logits ``z = w2 . silu(W1 h + b1) + b2`` of tokens; ``sigmoid(z)`` is the value, larger = longer.
+    """Compute value logits ``z = w2 . silu(W1 h + b1) + b2`` of tokens; ``sigmoid(z)`` is the value, larger = longer.
 
-    The same row of ``hidden`` gives the same bits whatever else is in the batch and wherever it stands. Nothing is
-    read back to the host, and no new number of rows compiles anything.
+    The result for a row of ``hidden`` is bitwise identical in any batch and at any index. Causes no host-device sync,
+    and no recompilation for a new number of rows.
 
     Args:
         hidden: hidden states [T, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
-        fc_weight: W1 [H, H] as ``nn.Linear`` keeps it (out, in); the dtype of ``hidden``.
-        fc_bias: b1 [H]; the dtype of ``hidden`` or fp32, like the three below.
+        fc_weight: W1 [H, H], stored as in ``nn.Linear`` (out, in), in the dtype of ``hidden``.
+        fc_bias: b1 [H]; the dtype of ``hidden`` or fp32, also for the next two and ``norm_weight``.
         summary_weight: w2 [1, H].
         summary_bias: b2 [1].
-        token_rows: int32 or int64 [M], the rows of ``hidden`` to take, repeats allowed (``None``: all T, in order).
-            -1 is padding: its logit is exactly 0. So is that of any row outside ``[0, T)``, which is never read.
-        norm_weight: weight [H] of the RMSNorm to apply to ``hidden`` first. ``None``: there is no norm; or, if there
-            are ``square_sums``, its weight ``w`` is in ``fc_weight`` already, as ``W1 diag(w)``.
-        norm_eps: epsilon of that RMSNorm, added to the mean of squares. Not used without a norm.
-        targets: int32 or int64 [M], where the logits go: ``logits[targets[m]]`` is that of ``token_rows[m]`` (``None``:
-            ``logits[m]``). A permutation; what has a target outside ``[0, M)`` is not written, and a place that is
-            nobody's target holds anything (0 on the reference).
-        square_sums: fp32 [ceil(H / 64), T], sums of the squares of ``hidden`` over 64 columns each:
-            ``square_sums[g, t]`` is that of ``hidden[t, 64 g : 64 g + 64]``. With them there is a norm, whose squares
-            are not computed again; they are added in the order of the groups. Rows may be strided.
-        counters: int32, at least :func:`num_counters` ``(M)``, all 0, and 0 again afterwards. Not for two launches that
-            may run at once (``None``: allocated, which takes a launch more).
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        token_rows: int32 or int64 [M]; rows of ``hidden`` to process, repeats allowed. Rows outside ``[0, T)``, such as
+            -1 for padding, are not read, and their logits are exactly 0. If ``None``, all T rows in order.
+        norm_weight: [H]; weight of the RMSNorm to apply to ``hidden`` first. If ``None``, there is no norm; with
+            ``square_sums``, the norm's weight ``w`` must be folded into ``fc_weight``, as ``W1 diag(w)``.
+        norm_eps: epsilon of the RMSNorm, added to the mean of squares. Not used without a norm.
+        targets: int32 or int64 [M]; a permutation of the outputs: ``logits[targets[m]]`` is the logit of
+            ``token_rows[m]``. Targets outside ``[0, M)`` are not written, and elements without a target are arbitrary
+            (0 on the reference). If ``None``, ``logits[m]``.
+        square_sums: fp32 [ceil(H / 64), T]; sums of squares of ``hidden`` over 64 columns each: ``square_sums[g, t]``
+            is the sum for ``hidden[t, 64 g : 64 g + 64]``. If given, a norm is applied that uses these sums, added in
+            the order of the groups. Rows may be strided.
+        counters: int32, at least :func:`num_counters` ``(M)``, all 0, and 0 again afterwards. Launches that may overlap
+            must not share them. If ``None``, they are allocated, which takes an additional launch.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
-        Logits, fp32 [M] (fp32 [T] without ``token_rows``), accumulated in fp32; fp64 from fp64 inputs.
+        Logits, fp32 [M] (fp32 [T] without ``token_rows``), accumulated in fp32; fp64 for fp64 inputs.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> import torch

@@ -1,19 +1,19 @@
-"""Value-tree attention: every delta token and every candidate of every request, in one ragged launch.
+"""Value-tree attention for the delta tokens and candidates of all requests, in one ragged launch.
 
-Request ``i`` brings ``d`` delta tokens and then ``n`` candidates, after ``C`` cached tokens. Its token ``j`` attends to
+Request ``i`` has ``d`` delta tokens and then ``n`` candidates, after ``C`` cached tokens. Its token ``j`` attends to
 all cached tokens, to the new tokens ``t <= j`` with ``t < d``, and to itself:
 
     out[j] = sum_t softmax_t(sm_scale * q[j] . k[t]) v[t]
 
-The mask follows from ``C``, ``d`` and ``n`` and is never built (tree attention of LenVM, arXiv 2604.27039). Where each
-candidate names its parent, the sum has the candidate's ancestors too: a tree of drafts, as speculative decoding scores.
+The mask follows from ``C``, ``d`` and ``n`` and is never materialized (tree attention of LenVM, arXiv 2604.27039). If
+candidates have parents, the sum also includes a candidate's ancestors: a tree of drafts as in speculative decoding.
 
 A query tile packs neighbouring tokens of one request with all query heads that share a key/value head, so that cached
 keys and values are read once per key/value head and tile. The cached prefix is split over programs, as in
-flash-decoding; the last of them to finish merges the splits, in their order. Splits, tiles and block sizes follow from
-a row's own request and from its place in it, never from the batch: the same request gives the same bits in any batch.
+flash-decoding; the last program to finish merges the splits, in order. Splits, tiles and block sizes depend on the
+request and the row's place in it, never on the batch: a request's result is bitwise identical in any batch.
 
-What there is to do is a list, the plan: an item is one split of one tile. It is the same in every layer of a step.
+The plan lists the work: an item is one split of one tile. It is the same in every layer of a step.
 """
 
 import math
@@ -59,7 +59,7 @@ from lenvm_kernels.ops._plan_attention import (
 )
 from lenvm_kernels.reference import value_tree_attention as reference
 
-__all__ = [  # the plan's names, too
+__all__ = [  # includes the names of _plan_attention
     "BLOCK_M",
     "MAX_SPLITS",
     "MERGE_COLUMNS",
@@ -73,8 +73,8 @@ __all__ = [  # the plan's names, too
     "workspace_shape",
 ]
 
-# Programs of a launch. The slot table allows far more splits than most requests have, and a launch sized for all of
-# them would spend longer on programs without work than on attention. This is about four times what 132 processors hold.
+# Maximum programs of a launch. The slot table allows far more splits than most requests have, and a launch sized for
+# all of them would spend more time on idle programs than on attention. About four times what 132 multiprocessors hold.
 MAX_PROGRAMS = 1024
 
 MAX_HEAD_DIM = 256
@@ -84,7 +84,7 @@ MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
 
 @triton.jit(
     do_not_specialize=["workspace_rows"],
-    do_not_specialize_on_alignment=["counters_ptr"],  # it may be a slice
+    do_not_specialize_on_alignment=["counters_ptr"],  # may be a slice
 )
 def _value_tree_attention_kernel(
     ptr,  # _Tensors
@@ -108,14 +108,14 @@ def _value_tree_attention_kernel(
     v_cache_ptr = ptr.v_cache + kv_head.to(tl.int64) * stride.v_cache_head
     first_head = (kv_head * GROUP).to(tl.int64)
 
-    # Most programs take one item or none. Nothing is worth keeping from one item to the next: registers are scarce.
+    # Most programs process at most one item. Registers are scarce, so nothing is hoisted out of the loop over items.
     num_items = tl.load(ptr.plan)
     for item in tl.range(tl.program_id(1), num_items, tl.num_programs(1), disable_licm=True):
         request, table_row, first_row, tokens, delta, cached, tile, split = _load_item(ptr.plan, item)
         splits = tl.where(tile < SPLIT_TILES, _num_splits(cached), 1)
 
-        # Blocks of keys: those of the split's cached tokens; then, in the last split, those of the delta tokens up to
-        # the last that the tile's last row may see.
+        # Key blocks: first the split's cached tokens; then, in the last split, the delta tokens up to the last one
+        # visible to the tile's last row.
         first_token = tile * TOKENS
         is_last_split = split == splits - 1
         cached_blocks = tl.cdiv(cached, BLOCK_N)
@@ -123,11 +123,11 @@ def _value_tree_attention_kernel(
         first_block = split * cached_blocks // splits
         end_block = (split + 1) * cached_blocks // splits
         end_block += tl.where(is_last_split, tl.cdiv(delta_end, BLOCK_N), 0)
-        # Pages are read a block ahead, so that copies of keys and values wait for no number of a page.
+        # Page numbers are loaded one block ahead, so that the loads of keys and values do not wait for them.
         pages_ptr = ptr.slot_table + table_row.to(tl.int64) * stride.table_row
         page = _load_pages(pages_ptr, first_block, cached_blocks, cached, first_row, PAGE_SIZE, BLOCK_N)
 
-        # The tile's rows. Offsets within a tile are 32-bit, which spares registers; the tile's own offset is 64-bit.
+        # Rows of the tile. Offsets within a tile are 32-bit to save registers; the tile's own offset is 64-bit.
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         is_dim = d < HEAD_DIM
@@ -144,8 +144,8 @@ def _value_tree_attention_kernel(
             other=0.0,
         )
 
-        # A candidate's own key and value open its softmax, outside of the matmuls: its bits then cannot depend on the
-        # candidates beside it, and no key block is spent on the diagonal. The last split does this and the delta.
+        # A candidate's own key and value initialize its softmax, outside of the matmuls. Its bits therefore cannot
+        # depend on neighbouring candidates, and the diagonal needs no key block. Only in the last split, like delta.
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_mask = (is_self & is_row)[:, None] & is_dim[None, :]
         k_self = tl.load(
@@ -163,9 +163,9 @@ def _value_tree_attention_kernel(
         running_sum = tl.where(is_self, 1.0, 0.0)  # [BLOCK_M]
         acc = v_self.to(tl.float32)  # [BLOCK_M, BLOCK_D]
 
-        # Ancestors follow one by one, outside of the matmuls for the same reason. The rows of the tile climb together;
-        # those without a further ancestor wait, to the bit as they are. Delta tokens wait with a finite maximum (0):
-        # no difference of infinities can arise.
+        # Ancestors are added one by one, outside of the matmuls for the same reason. The rows of the tile ascend
+        # together; rows without a further ancestor stay bitwise unchanged. Delta tokens have a finite maximum (0) here,
+        # so that no difference of infinities can arise.
         if ptr.parents is not None:
             first_candidate_row = first_row + delta
             ancestor = _parent_row(tl.where(is_self & is_row, row, -1), ptr.parents, first_candidate_row)  # [BLOCK_M]
@@ -199,7 +199,7 @@ def _value_tree_attention_kernel(
             next_page = _load_pages(pages_ptr, block + 1, cached_blocks, cached, first_row, PAGE_SIZE, BLOCK_N)
             is_new = block >= cached_blocks
             key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-            # Row of the new tokens, or slot of the cache.
+            # Row of a new token, or cache slot.
             source = page.to(tl.int64) * tl.where(is_new, 1, PAGE_SIZE) + tl.where(is_new, 0, key % PAGE_SIZE)
             k_ptr = tl.where(is_new, k_new_ptr, k_cache_ptr)
             v_ptr = tl.where(is_new, v_new_ptr, v_cache_ptr)
@@ -219,8 +219,8 @@ def _value_tree_attention_kernel(
         if splits == 1:
             tl.store(out_ptr[:, None] + d[None, :], acc.to(ptr.out.dtype.element_ty), mask=store_mask)
         else:
-            # Request ``i`` owns workspace rows from ``min(q_offsets[i], i * SPLIT_TILES * TOKENS)`` on: room for its
-            # tokens that can be split, in no more rows than there are tokens.
+            # Request ``i`` owns workspace rows from ``min(q_offsets[i], i * SPLIT_TILES * TOKENS)`` on: enough for its
+            # tokens that can be split, and in total no more rows than tokens.
             workspace_row = tl.minimum(first_row, request * (SPLIT_TILES * TOKENS)) + first_token
             first_partial = (kv_head.to(tl.int64) * workspace_rows + workspace_row) * GROUP
             stride_split = tl.num_programs(0).to(tl.int64) * workspace_rows * GROUP
@@ -261,7 +261,7 @@ def _launch(
     page_size: int,
     sm_scale: float,
 ) -> None:
-    """Plan unless that is done, and attend. Grids and workspace follow from tensor shapes alone."""
+    """Make a plan if none is given, and attend. Grids and workspace depend on tensor shapes only."""
     total_tokens, q_heads, head_dim = q.shape
     kv_heads, num_requests = k_new.shape[1], table_rows.shape[0]
     if total_tokens == 0 or num_requests == 0:
@@ -312,43 +312,43 @@ def value_tree_attention(
     counters: Tensor | None = None,  # int32 [num_counters or more]
     backend: str = "auto",
 ) -> Tensor:  # [T, Hq, D], as q
-    """Attention of delta tokens and candidates over a cached prefix and themselves, for all requests at once.
+    """Compute attention of delta tokens and candidates over a cached prefix and themselves, for all requests at once.
 
     The new tokens of request ``i`` are rows ``q_offsets[i]`` to ``q_offsets[i + 1] - 1`` of ``q``, ``k_new`` and
-    ``v_new``: first the delta tokens (any number, a whole prompt included), then ``candidate_lens[i]`` candidates, all
+    ``v_new``: first the delta tokens (any number, up to a whole prompt), then ``candidate_lens[i]`` candidates, all
     at the position after the last delta token. A delta token attends to the cached tokens and causally to the delta
     tokens; a candidate attends to the cached tokens, all delta tokens and itself.
 
-    With ``parents`` the candidates are a tree of any shape, as in speculative decoding: a candidate attends to its
-    ancestors too, and is at the position after its parent. The time grows with the depth of the tree.
+    With ``parents``, the candidates form a tree of any shape, as in speculative decoding. A candidate then also attends
+    to its ancestors, and is at the position after its parent. The time grows with the depth of the tree.
 
     Cached token ``t`` of request ``i`` is in slot ``slot_table[table_rows[i], t // page_size] * page_size + t %
-    page_size``. Slots and table entries past ``cached_lens[i]`` are never read. Nothing is written to the cache.
+    page_size``. Slots and table entries past ``cached_lens[i]`` are never read. The cache is not written.
 
-    Nothing synchronises with the host, and launch and workspace sizes depend on tensor shapes only (CUDA graphs can
-    capture it). A request's result does not depend, to the bit, on the other requests of the batch, nor a candidate's
-    on the candidates that are not its ancestors.
+    Causes no host-device sync. Launch and workspace sizes depend on tensor shapes only, so CUDA graphs can capture it.
+    A request's result is bitwise independent of the other requests of the batch, and a candidate's result of all
+    candidates that are not its ancestors.
 
     Args:
         q: queries, fp32, bf16 or fp16 (fp64 too with the reference).
         k_new, v_new: keys and values of the new tokens, same dtype. ``Hq`` is a multiple of ``Hkv``.
         k_cache, v_cache: keys and values of cached tokens by slot, same dtype.
-        slot_table: a row of pages for each request slot of the engine; with ``page_size=1`` a row of slots.
-        table_rows: the row of ``slot_table`` that belongs to each request.
-        cached_lens: cached tokens of each request (0 is allowed), at most ``max pages * page_size``.
-        q_offsets: first new row of each request, starting at 0, and their end. Rows of ``out`` from ``q_offsets[B]``
-            on (padding of a captured graph) are left untouched.
-        candidate_lens: candidates among the new tokens of each request.
-        parents: row of ``q`` of each candidate's parent; ``None``: no candidate has one. A value that is not the row of
-            an earlier candidate of the same request (-1, say) makes a candidate that follows the delta directly. Values
-            of delta tokens and of padding are ignored.
-        page_size: slots in a page.
-        sm_scale: factor on the scores; ``None`` is ``1 / sqrt(D)``.
-        out: result tensor to reuse; ``None`` allocates one (whose rows from ``q_offsets[B]`` on are arbitrary).
-        plan: of :func:`plan_attention` for the same requests; ``None`` makes one. The result is the same. The kernels
-            know the requests from it alone.
+        slot_table: a row of pages for each request slot of the engine; with ``page_size=1``, a row of slots.
+        table_rows: row of each request in ``slot_table``.
+        cached_lens: number of cached tokens of each request, 0 to ``max pages * page_size``.
+        q_offsets: first new row of each request, starting at 0, then the number of rows in use. Rows of ``out`` from
+            ``q_offsets[B]`` on (padding of a captured graph) are left untouched.
+        candidate_lens: number of candidates among the new tokens of each request.
+        parents: row of ``q`` of each candidate's parent. A candidate whose entry is not the row of an earlier candidate
+            of the same request (e.g. -1) follows the delta directly. Entries of delta tokens and padding are ignored.
+            If ``None``, no candidate has a parent.
+        page_size: slots per page.
+        sm_scale: factor on the scores. If ``None``, ``1 / sqrt(D)``.
+        out: result tensor to reuse. If ``None``, allocated, with arbitrary rows from ``q_offsets[B]`` on.
+        plan: result of :func:`plan_attention` for the same requests. If ``None``, it is computed. The kernel takes the
+            requests' rows and lengths from the plan alone.
         counters: zeros, at least ``num_counters(B, Hkv)``, which are zeros again afterwards. Launches that may overlap
-            need counters of their own. ``None`` allocates.
+            must not share them. If ``None``, they are allocated.
         backend: ``auto``, ``triton`` (``D`` up to 256, up to 64 query heads per key/value head, strides of ``q`` and
             ``out`` below 2**25) or ``reference``.
 
@@ -356,8 +356,8 @@ def value_tree_attention(
         ``out``, ``[T, Hq, D]`` in the dtype of ``q``.
 
     Raises:
-        ValueError, TypeError: an argument is malformed; the message names it, what is accepted, and what came. Contents
-            of ``slot_table`` and of the lengths are not checked: that would need a host synchronisation.
+        ValueError, TypeError: an argument is invalid; the message names it, the value and what is accepted. Contents
+            of ``slot_table`` and of the lengths are not checked: that would need a host-device sync.
 
     Example:
         >>> cache = torch.randn(8, 1, 16)                              # 8 slots, 1 key/value head of 16

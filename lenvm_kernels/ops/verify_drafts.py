@@ -1,7 +1,7 @@
-"""Which drafted tokens a sequence takes: those that were drawn in their place, in one launch.
+"""Verification of draft tokens: a sequence takes the drafts that equal the tokens drawn in their place, in one launch.
 
-A draw depends on the request's seed, the position and the distribution there. A draft that is what was drawn in its
-place leads to where the next token was drawn already, and so on: the text is the same as without drafts.
+A draw depends only on the request's seed, the position and the distribution at the node. If a draft equals the token
+drawn in its place, the draw at its own node is valid too, and so on. The text is the same as without drafts.
 """
 
 import torch
@@ -15,12 +15,12 @@ from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.reference.verify_drafts import verify_drafts as _reference
 from lenvm_kernels.types import Drafts, VerifiedTokens
 
-# Requests a program. With four drafts each a warp's threads have two of them.
+# Requests per program.
 REQUESTS = 8
 
 
-# Tokens and drafts are a caller's, and may be slices: nothing is compiled anew where their alignment changes. (Triton
-# heeds that for pointers of their own only, not for those in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
+# arguments only, not to pointers in a tuple.)
 @triton.jit(
     do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
     do_not_specialize_on_alignment=["drawn_ptr", "draft_ids_ptr", "draft_parents_ptr"],
@@ -87,21 +87,21 @@ def verify_drafts(
     *,
     backend: str = "auto",
 ) -> VerifiedTokens:  # [B, 1 + D]
-    """Follow the draws from the last token of each sequence, as long as what was drawn is a draft.
+    """Follow the draws from the last token of each sequence as long as the drawn token is a draft.
 
-    Nothing is read back to the host, and no new number of requests compiles anything.
+    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        drawn: int32 [B * (1 + D)]; the token drawn at each node (:class:`Drafts`). Negative: none was.
-        drafts: of all requests. Rows may be strided. Should a token be listed twice below the same parent, the first
-            counts.
-        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+        drawn: int32 [B * (1 + D)]; the token drawn at each node (:class:`Drafts`), negative if none was drawn.
+        drafts: drafts of all requests. Rows may be strided. If a token is listed twice below the same parent, the first
+            one counts.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
-        The :class:`VerifiedTokens`: the drafts that were drawn in their place, and the draw after the last of them.
+        The :class:`VerifiedTokens`: the accepted drafts, and the token drawn after the last of them.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Checked before any launch.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> chain = Drafts(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 1]], dtype=torch.int32))

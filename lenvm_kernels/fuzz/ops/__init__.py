@@ -1,1 +1,1 @@
-"""A file for each operator: its options, the generator of its inputs, and how its results are compared."""
+"""One file per operator: its options, the generator of its inputs, and the comparison of its results."""

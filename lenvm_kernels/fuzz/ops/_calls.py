@@ -1,7 +1,7 @@
-"""Calls by argument names, and all that they return and write.
+"""Calls with named arguments, and all tensors that they return or write.
 
-A description says what is returned, what is written, and which row owns what; how the operator is called follows from
-that. Most operators compute with integers, or in an order that is defined: how they are compared follows, too.
+A description lists the returned and written tensors, and the row that owns each item; the call is derived from it. Most
+operators compute with integers, or in a defined order. Their comparison is derived too.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Difference, Operator, Output, copy_in_place, differs, expect, whole_memory
 
-Form = tuple[torch.dtype, Sequence[int]]  # of a tensor that is returned
+Form = tuple[torch.dtype, Sequence[int]]  # dtype and shape of a returned tensor
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments by name, and how many rows there are: what comes after so many items of a tensor is no row's."""
+    """Arguments by name, and the number of rows. Items of a tensor beyond that number belong to no row."""
 
     arguments: dict[str, Any]
     rows: int
@@ -26,7 +26,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Result:
-    """What a call returned and wrote, and all the memory that holds what it wrote: it is to be left alone beside it."""
+    """Tensors that a call returned or wrote, and the storage around written tensors, which must stay unchanged."""
 
     tensors: dict[str, Tensor]
     around: dict[str, Tensor]
@@ -44,19 +44,19 @@ def named_operator(
     outputs: Callable[[Any, Result], list[Output]] | None = None,
     **described: Any,
 ) -> Operator:
-    """The description of an operator whose results have names.
+    """Describe an operator whose results have names.
 
     Args:
         function: the public function.
-        returns: dtype and shape of what comes of a call, by name: of its fields, of a tuple's items, or of the one
+        returns: dtype and shape of each returned tensor by name: fields of a named tuple, items of a tuple, or the only
             tensor.
-        compare: as in :class:`Operator`. Without: the result is that of the reference to the bit.
-        writes: arguments that are written, and fields of arguments. ``out`` is returned, too.
-        owners: place in the batch of the row that each item of a tensor belongs to, and -1 for no row; by name, or by
-            what stands before the dot. Without: item i belongs to row i.
-        moved: what holds places in the batch: it differs where the same rows are in another batch.
-        unwritten: what is returned and holds nothing: only its dtype and shape are compared.
-        outputs: as in :class:`Operator`, where they are not all tensors as they are.
+        compare: as in :class:`Operator`. If None, the result must be bitwise identical to the reference's.
+        writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
+        owners: index in the batch of the row that each item of a tensor belongs to, or -1 for no row; by tensor name,
+            or by the part before its dot. By default, item i belongs to row i.
+        moved: tensors that contain batch indices, which differ if the same rows are in another batch.
+        unwritten: returned tensors with arbitrary contents, of which only dtype and shape are compared.
+        outputs: as in :class:`Operator`. If None, all tensors that are not ``moved``.
         described: other attributes of :class:`Operator`.
     """
 
@@ -97,12 +97,12 @@ def named_operator(
 
 
 def exact_operator(function: Callable, **described: Any) -> Operator:
-    """The description of an operator that agrees with its reference to the bit; see :func:`named_operator`."""
+    """Describe an operator that is bitwise identical to its reference; see :func:`named_operator`."""
     return named_operator(function, **described)
 
 
 def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments with a copy of each that is written, and these copies by name. A field goes by its own name."""
+    """The arguments with copies of all that are written, and these copies by name (of the field, for a field)."""
     arguments, written = dict(arguments), {}
     for path in writes:
         argument, _, field = path.partition(".")
@@ -121,7 +121,7 @@ def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[di
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """All the memory around a tensor, in which what is no bool may lie beside one."""
+    """The whole storage of a tensor. Bytes for bool, because the storage may contain other values than bools."""
     return whole_memory(x).view(torch.uint8) if x.dtype == torch.bool else whole_memory(x)
 
 
@@ -130,22 +130,22 @@ def unchanged_around(name: str, memory: Tensor, expected: Tensor) -> Difference:
 
 
 def nobody(x: Tensor) -> Tensor:
-    """Of items that belong to no row."""
+    """Owners for items that belong to no row."""
     return torch.full((len(x),), -1, device=x.device)
 
 
 def owners_of_rows(x: Tensor, rows: int) -> Tensor:
-    """Item i belongs to row i, those after so many rows to none."""
+    """Owners where item i belongs to row i, and items from ``rows`` on belong to no row."""
     return torch.arange(len(x), device=x.device).masked_fill(torch.arange(len(x), device=x.device) >= rows, -1)
 
 
 def owners_in_table(table_rows: Tensor, size: int) -> Tensor:
-    """Of the rows of a table of that size: the row of the batch whose row of the table it is."""
+    """Owners of the ``size`` rows of a table: the batch row that uses the table row, or -1."""
     owners = torch.full((size,), -1, device=table_rows.device)
     owners[table_rows] = torch.arange(len(table_rows), device=owners.device)
     return owners
 
 
 def forms(tensors: Any) -> dict[str, Form]:
-    """Of the fields of a tuple of tensors, unless they are None."""
+    """Dtypes and shapes of the fields of a named tuple of tensors that are not None."""
     return {name: (x.dtype, x.shape) for name, x in tensors._asdict().items() if x is not None}

@@ -1,5 +1,5 @@
-"""``candidate_values``: candidates that are there and padding, rows that lie apart, sizes that fill no block, and every
-rule that a request may have."""
+"""``candidate_values``: candidates and padding, strided rows, sizes that are no multiple of a block, and all modes of
+guidance."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import standing_for
 from lenvm_kernels.types import Mode
 
-SPARE_ROWS = 3  # of the table, which no row of the batch uses
+SPARE_ROWS = 3  # table rows that no row of the batch uses
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 FP32_MAX = torch.finfo(torch.float32).max
 FLOATS = ("scale", "nats_per_token", "target_length", "tolerance", "answer_length")  # columns of the table
@@ -52,11 +52,11 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     def pick(name, *values):
         return draws.choose(name, rows, values=values)
 
-    # Narrow bins and then wider ones, some of them of a single token.
+    # Increasingly wide bins, some of a single token.
     widths = 1 + (draws.uniform("widths", 1, bins)[0] * 1.2 ** torch.arange(bins, device=device)).floor()
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     table = GuidanceTable(len(rows) + SPARE_ROWS, device).columns
-    table.mode[:], table.scale[:], table.target_length[:] = int(Mode.NEAR), 7.0, 77.0  # what reads the spare rows shows
+    table.mode[:], table.scale[:], table.target_length[:] = int(Mode.NEAR), 7.0, 77.0  # exposes reads of spare rows
     of_rows = {
         "mode": pick("mode", *map(int, [*NEAR, *NEAR, *Mode])),
         "scale": pick("strength", 0.0, 0.5, 3.0, 10.0, 100.0, 1e4, FP32_MAX),
@@ -67,12 +67,12 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "answer_length": pick("answer_length", 0.0, 0.0, 1.0, 10.0, 300.0),
     }
     fill(table, table_rows, of_rows)
-    # Of some rows, all candidates are padding; of most, those from some column on.
+    # Some rows have only padding; most have padding from some column on.
     token_ids = draws.integers("token_ids", rows, columns, low=0, high=vocab - 1)
     padding = draws.choose("padding", rows, columns, values=[-1, -7, vocab, 2**31 - 1])
     first = draws.integers("candidates", rows, 1, low=0, high=columns)
     token_ids = torch.where(torch.arange(columns, device=device) < first, token_ids, padding)
-    # Logits are O(1).
+    # Scaled so that logits are O(1).
     arguments: dict[str, Any] = {
         "token_ids": padded_rows(token_ids.to(index), row_padding, 0),
         "scale": normal("scale", rows, size, dtype=vector_dtype),
@@ -104,7 +104,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 def exact(
     token_ids, scale, shift, embedding, fc_weight, fc_bias, bins_weight, bins_bias, bin_edges, table, **of_rows
 ) -> tuple[Tensor, Tensor]:
-    """The reference in fp64 on the same inputs, but that the matmul's operand is rounded as the kernel rounds it."""
+    """The reference in fp64 on the same inputs, except that the matmul's operand is rounded as in the kernel."""
     is_candidate = (token_ids >= 0) & (token_ids < len(embedding))
     e = embedding[token_ids.where(is_candidate, 0).long()].double()
     x = F.silu(shift.double()[:, None] + scale.double()[:, None] * e).to(embedding.dtype).double()

@@ -1,4 +1,4 @@
-"""``catch_up``: requests with nothing, some and too many tokens missing, whose slots lie in pages in no order."""
+"""``catch_up``: requests with no, some and too many missing tokens, and with slots in shuffled pages."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
 
-SPARE_ROWS = 2  # of the table, which no request of the batch has
-LONGEST = 70  # tokens of a sequence
+SPARE_ROWS = 2  # table rows that no request of the batch uses
+LONGEST = 70  # maximum tokens of a sequence
 
 OPTIONS: dict[str, list[Any]] = {
     "held": [1, 2, 3, 5, 16, 64],
     "max_new": [1, 1, 2, 5],
     "page_size": [1, 4, 16],
-    "padding": [0, 1, 40],  # requests that do not exist
+    "padding": [0, 1, 40],  # number of dummy requests
     "out": [False, True],
     "slices": [False, True],
     "constants": ["shipped", "small"],
@@ -51,7 +51,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     }
     fill(requests, slice(count), of_requests)
     history = empty_history(count + SPARE_ROWS + 1, held, device)
-    history.cached_lens.fill_(3)  # the spare rows': what writes them shows
+    history.cached_lens.fill_(3)  # exposes writes to spare rows
     history.cached_lens[table_rows] = cached_lens.int()
     history.tokens[table_rows] = draws.choose("tokens", rows, held, values=[0, 7, 151_642, 2**31 - 1]).int()
     pages = -(-LONGEST // page_size)

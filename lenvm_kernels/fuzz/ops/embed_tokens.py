@@ -1,4 +1,4 @@
-"""``embed_tokens``: widths that fill no group or block, tokens that are not there, ids that no vocabulary has."""
+"""``embed_tokens``: widths that are no multiple of a group or block, absent tokens, ids outside of the vocabulary."""
 
 import math
 from typing import Any
@@ -73,7 +73,7 @@ def run(given: Inputs, function) -> EmbeddedTokens:
 
 
 def _by_token(given: Inputs, embedded: EmbeddedTokens) -> dict[str, Tensor]:
-    """Of the tokens that are there."""
+    """The results by token, without absent tokens."""
     by_token = embedded._replace(square_sums=embedded.square_sums.T)._asdict()
     return {name: x[: given.rows] for name, x in by_token.items()}
 
@@ -95,7 +95,7 @@ def compare(given: Inputs, embedded: EmbeddedTokens) -> list[Difference]:
 
 
 def _reference(given: Inputs) -> EmbeddedTokens:
-    """In fp64, but for the angles: in fp32 they are what they are defined to be."""
+    """The reference in fp64, except for the angles, which are defined in fp32."""
     arguments = given.arguments
     embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")
     angles = (arguments["positions"][: given.rows, None].float() * arguments["inv_freq"]).double()

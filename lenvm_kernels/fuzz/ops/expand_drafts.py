@@ -1,4 +1,4 @@
-"""``expand_drafts``: chains, trees and drafts that are none, of all requests or of the first of them."""
+"""``expand_drafts``: chains, trees and absent drafts, for all requests or only the first ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes, expand_dra
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.types import Drafts, StepRequests
 
-# Of the drafts of every operator that takes some.
+# Options of the drafts, for every operator that takes drafts.
 DRAFTS: dict[str, list[Any]] = {
     "drafts": [1, 2, 3, 4, 5, 7, 8, 9],
     "parents": ["chain", "tree", "any"],
     "dtype": ["int32", "int64"],
-    "apart": [False, True],  # rows of the drafts
+    "apart": [False, True],  # strided rows of the drafts
 }
 OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "padding": ["no out", "0", "1", "40"],  # rows of the requests beyond those with drafts
@@ -28,14 +28,14 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 }
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
-# A prime number of tokens: so candidates of a node are easily different ones. The first are drafts, too.
+# A prime number of tokens, so that any constant step gives a node different candidates. The first are also drafts.
 VOCABULARY = [0, 7, 3, 151_642, 2**31 - 1, 11, 5, 1, 2, 64, 8]
 DRAFTED = 5
 NO_PARENTS = [-1, -2, -(2**31), 2**31 - 1]
 
 
 def draw_parents(draws: Draws, kind: str, rows, columns: int) -> Tensor:
-    """int32 ``[rows, columns]``: of a chain, a tree, or with numbers among them that are no earlier column."""
+    """int32 ``[rows, columns]``: parents of a chain, of a tree, or mixed with numbers that are no earlier column."""
     column = torch.arange(columns, device=draws.device)
     if kind == "chain":
         return (column - 1).int().expand(len(rows), -1).contiguous()
@@ -48,14 +48,14 @@ def draw_parents(draws: Draws, kind: str, rows, columns: int) -> Tensor:
 
 
 def draw_drafts(draws: Draws, rows, options: Mapping[str, Any]) -> Drafts:
-    """Drafts of few tokens, so that siblings may be equal. After the first that is not there some are ignored."""
+    """Drafts from few tokens, so that siblings may be equal. Some have ignored ids after the first absent one."""
     columns = options["drafts"]
     column = torch.arange(columns, device=draws.device)
     lens = draws.integers("drafts", rows, low=0, high=columns)
     lens = torch.where(draws.chance("all drafts", rows, of=0.5), columns, lens)[:, None]
     some_after = draws.chance("some after", rows, of=0.5)[:, None]
     is_absent = torch.where(some_after, column == lens, column >= lens)
-    wide = -(2**32) + 5 if options["dtype"] == "int64" else -2  # of which the low 32 bits are a token
+    wide = -(2**32) + 5 if options["dtype"] == "int64" else -2  # its low 32 bits are a valid token
     absent = draws.choose("absent", rows, columns, values=[-1, -1, wide, -(2**31)])
     token_ids = draws.choose("draft_ids", rows, columns, values=VOCABULARY[:DRAFTED])
     token_ids = torch.where(is_absent, absent, token_ids).to(dtype_of(options))
@@ -64,12 +64,12 @@ def draw_drafts(draws: Draws, rows, options: Mapping[str, Any]) -> Drafts:
 
 
 def apart(x: Tensor, more: int) -> Tensor:
-    """The same numbers in a larger tensor, whose rows are farther apart."""
+    """The same numbers in a larger tensor, with strided rows."""
     return torch.nn.functional.pad(x, (1, more, 1, 1), value=2)[1:-1, 1:-more]
 
 
 def owners_of_nodes(requests: int, drafts: int, count: int, device: torch.device) -> Tensor:
-    """The row that each node belongs to; -1 for those of requests beyond the first ``count``."""
+    """The row that each node belongs to; -1 for requests beyond the first ``count``."""
     owners = torch.arange(requests, device=device)
     owners[count:] = -1
     return owners.repeat_interleave(1 + drafts)

@@ -1,4 +1,4 @@
-"""``gather_requests``: table rows in no order, requests that do not exist, histories of many steps and tokens."""
+"""``gather_requests``: shuffled table rows, dummy requests, histories of many steps and tokens."""
 
 import math
 from typing import Any
@@ -14,15 +14,15 @@ from lenvm_kernels.ops import gather_requests as ops
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
 from lenvm_kernels.types import Mode
 
-SPARE_ROWS = 3  # of the table, which no request of the batch has
+SPARE_ROWS = 3  # table rows that no request of the batch uses
 
 OPTIONS: dict[str, list[Any]] = {
     "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
     "active": [False, True],
     "table": ["whole", "columns apart"],
-    "tokens": ["one", "1", "3", "9"],  # columns of the new ones
+    "tokens": ["one", "1", "3", "9"],  # columns of new tokens
     "held": [1, 4, 16],
-    "step": ["no history", "1", "9", "8589934594"],  # the last is 2 to whoever keeps 32 bits
+    "step": ["no history", "1", "9", "8589934594"],  # the last one is 2 if truncated to 32 bits
     "slices": [False, True],
     "constants": ["shipped", "small"],
 }
@@ -30,7 +30,7 @@ CONSTANTS = {"small": {"REQUESTS": 4}}  # several programs
 
 
 def _strided(x: Tensor, more: int) -> Tensor:
-    """The same numbers ``1 + more`` apart, with ones between."""
+    """The same numbers with stride ``1 + more``, and ones between."""
     return torch.cat([x[:, None], torch.ones_like(x)[:, None].expand(-1, more)], dim=1)[:, 0]
 
 
@@ -51,10 +51,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
     fill(table, table_rows, columns, elsewhere=3)
-    if options["table"] == "columns apart":  # each with a stride of its own
+    if options["table"] == "columns apart":  # each with a different stride
         table = table._replace(**{name: _strided(getattr(table, name), i) for i, name in enumerate(columns)})
     lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
-    # Some sequences are as short as what is new in them.
+    # Some sequences are no longer than their new tokens.
     lengths = torch.where(draws.chance("short", rows, of=0.1), draws.integers("few", rows, low=0, high=5), lengths)
     is_active = draws.chance("active", rows, of=0.7)
     new = 1 if options["tokens"] == "one" else int(options["tokens"])

@@ -1,4 +1,4 @@
-"""``limit_span``: spans that begin, end and are ended, by a token or several; none; ends of sequence that end spans."""
+"""``limit_span``: spans that begin, end and are ended by one or several tokens; no spans; EOS tokens that end spans."""
 
 import math
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from lenvm_kernels.guidance.spans import (
 from lenvm_kernels.ops import limit_span as ops
 from lenvm_kernels.types import GuidanceColumns
 
-SPARE_ROWS = 3  # of the table, which no request of the batch has
+SPARE_ROWS = 3  # table rows that no request of the batch uses
 NO_LIMIT = 2**31 - 1
-OTHER_TOKEN = 4  # ends nothing but lines
+OTHER_TOKEN = 4  # can only end a line
 UNTOUCHED = 0.125
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {
-    "drafts": [0, *DRAFTS["drafts"]],  # 0: the function is given none
-    "tokens": ["one", "1", "3", "9"],  # columns of the new ones
+    "drafts": [0, *DRAFTS["drafts"]],  # 0: None is passed
+    "tokens": ["one", "1", "3", "9"],  # columns of new tokens
     "logits": ["float32", "bfloat16", "float16", "none"],
     "vocab": [11, 600],
     "padding": [0, 5],  # between the rows of logits
@@ -47,11 +47,11 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count, vocab, width = len(rows), options["vocab"], options["drafts"]
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
-    # Tokens that end something, some of which are drafts, too, and some beyond the vocabulary.
+    # Tokens that end spans or sequences, some of which are also drafts, and some outside of the vocabulary.
     ids = [0, 3, 7, vocab - 1, vocab, vocab + 3, NO_LIMIT]
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     table = _table(draws, rows, table_rows, vocab, ids, options["eos"])
-    # Some prompts are as long as the sequence, or longer.
+    # Some prompts are at least as long as the sequence.
     lengths = (table.prompt_len[table_rows] + draws.integers("generated", rows, low=-2, high=9)).clamp(min=1)
     is_id = draws.chance("is id", rows, new, of=0.6)
     per_request = {
@@ -82,7 +82,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
-    """End and start sequences of requests: none, one or several, of one token or several."""
+    """End and start sequences of requests: none, one or several, of one or several tokens."""
     return [
         ((), ()),
         (((3,),), ()),
@@ -100,12 +100,12 @@ def _padded(lists: Sequence[Sequence[int]], size: int, device: torch.device) -> 
 
 
 def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], eos: int) -> GuidanceColumns:
-    """A table, in which the requests' sequences have come to be of any length, or are shorter than their prompts."""
+    """A table of requests with sequences of any length, including some shorter than their prompts."""
     device, spans = draws.device, _spans(vocab)
     patterns = [SpanPatterns.of(*span) for span in spans]
     kind = draws.integers("span", rows, low=0, high=len(spans) - 1)
     closing = draws.choose("closing", rows, values=range(4))
-    # Those of a request are different ones.
+    # All different within a request.
     order = draws.uniform("eos", rows, len(ids)).argsort(dim=1)[:, :eos]
     is_eos = torch.arange(eos, device=device) < draws.integers("eos ids", rows, low=0, high=eos)[:, None]
     columns = {
@@ -130,12 +130,12 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     fill(table, table_rows, columns, elsewhere=3)
     spare = torch.ones(len(table.mode), dtype=torch.bool, device=device)
     spare[table_rows] = False
-    table.span_ended[spare] = torch.arange(SPARE_ROWS, device=device) % 2 == 0  # what writes them shows
+    table.span_ended[spare] = torch.arange(SPARE_ROWS, device=device) % 2 == 0  # exposes writes to spare rows
     return table
 
 
 def _apart(table: GuidanceColumns) -> GuidanceColumns:
-    """The columns that are read, each in memory of its own and with a stride of its own."""
+    """The columns that are read, each with its own storage and stride."""
     read = {}
     for i, name in enumerate(ops._Table._fields):
         column = getattr(table, name)

@@ -1,4 +1,4 @@
-"""``pack_drafts``: candidates that are drafts and others, of all nodes, some or none, beside equal siblings."""
+"""``pack_drafts``: candidates that are drafts or not, at all, some or no nodes, with equal siblings."""
 
 from typing import Any
 
@@ -25,14 +25,14 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     count = len(case.rows)
     drafts = draw_drafts(draws, case.rows, options)
 
-    # Every so many tokens of the vocabulary, from any of them on: no two candidates of a node are equal.
+    # Tokens at a constant step through the vocabulary, so that the candidates of a node are different.
     first, step = (draws.integers(name, rows, nodes, low=1, high=len(VOCABULARY) - 1) for name in ("first", "step"))
     place = first[..., None] + step[..., None] * torch.arange(columns, device=device)
     token_ids = torch.tensor(VOCABULARY, dtype=torch.int32, device=device)[place % len(VOCABULARY)]
     counts = draws.integers("counts", rows, nodes, low=0, high=columns)
     counts = torch.where(draws.chance("not scored", rows, nodes, of=0.3), 0, counts)
     counts = torch.where(draws.chance("nothing scored", rows, of=0.2)[:, None], 0, counts)
-    # At nodes that are not there nothing is scored.
+    # Nothing is scored at absent nodes.
     counts[:count, 1:] *= (drafts.token_ids >= 0).cumprod(dim=1)
     counts[count:, 1:] = 0
     positions = draws.integers("positions", rows, nodes, low=0, high=100_000)
@@ -48,7 +48,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def _sizes(given: Inputs) -> tuple[int, int, int]:
-    """Requests, those beyond the batch too, drafts, and candidates of a node."""
+    """Requests (including those beyond the batch), drafts, and candidates per node."""
     (nodes, columns), drafts = given.arguments["scored"].token_ids.shape, given.arguments["drafts"].token_ids.shape[1]
     return nodes // (1 + drafts), drafts, columns
 

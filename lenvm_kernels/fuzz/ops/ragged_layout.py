@@ -1,4 +1,4 @@
-"""``ragged_layout``: requests of any lengths, their tokens in any order with tokens of nobody between; trees."""
+"""``ragged_layout``: requests of any length, with deltas in any order between unreferenced tokens; trees."""
 
 from typing import Any
 
@@ -21,17 +21,17 @@ OPTIONS: dict[str, list[Any]] = {
     "parents": ["none", "tree", "chain", "any"],
     "constants": ["shipped", "small", "smallest"],
 }
-CONSTANTS = {"small": {"TILE": 16}, "smallest": {"TILE": 4}}  # several steps of every loop
+CONSTANTS = {"small": {"TILE": 16}, "smallest": {"TILE": 4}}  # several iterations of every loop
 
 
 def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
-    """Different numbers from 1 on, as far as 31 random bits are."""
+    """Random 31-bit numbers from 1 on, distinct with high probability."""
     return draws.integers(name, rows, *shape, low=1, high=2**31 - 1)
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:
-    """Deltas in any order, with unreferenced tokens before, between and after. No two tokens or slots are equal, so
-    that any misplaced one shows."""
+    """Deltas in any order, with unreferenced tokens before, between and after. Tokens and slots are distinct, so that
+    any misplaced one is detected."""
     options, draws, count = case.options, case.draws(device), len(case.rows)
     rows, columns, spare = draws.rows(case.rows), options["columns"], options["unreferenced"]
     short = draws.chance("short", rows, of=0.5)
@@ -40,7 +40,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     beyond = 0 if options["candidate_lens"] == "in range" else 2
     candidate_lens = draws.integers("candidate_lens", rows, low=-beyond, high=columns + beyond)
 
-    # Requests, and unreferenced tokens as requests of one token, in shuffled order.
+    # Requests in shuffled order; unreferenced tokens are treated as requests of one token.
     owners = torch.cat([rows, -1 - torch.arange(spare, device=device)])
     lengths = torch.cat([lens, torch.ones_like(owners[count:])])
     order = draws.bits("order", owners).argsort()
@@ -67,7 +67,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["candidate_ids"] = arguments["candidate_ids"].int()
     far = draws.chance("far", rows, of=0.2)
     arguments["cached_lens"] += torch.where(far, 2**31 - 100_200, 0).int()
-    if options["parents"] != "none":  # in rows farther apart than the candidates'
+    if options["parents"] != "none":  # with another row stride than the candidates
         arguments["candidate_parents"] = apart(draw_parents(draws, options["parents"], rows, columns), 2)
     return Inputs(arguments, count)
 
@@ -77,7 +77,7 @@ def _reference(given: Inputs) -> RaggedLayout:
 
 
 def owners_of_tokens(rows: Tensor, q_offsets: Tensor) -> Tensor:
-    """The request of each of the rows of a forward, -1 for padding."""
+    """The request of each row of a forward, -1 for padding."""
     row = torch.arange(len(rows), device=rows.device)
     owner = torch.searchsorted(q_offsets[1:].long(), row, right=True)
     return owner.masked_fill(owner >= len(q_offsets) - 1, -1)
@@ -100,7 +100,7 @@ def outputs(given: Inputs, result: Result) -> list[Output]:
     found = [Output(name, layout[name], owners) for name in ("token_ids", "positions", "slots")]
     found.append(Output("candidate_rows from the request's first on", relative))
     if "parents" in layout:
-        first_rows = q_offsets[owners]  # of padding, which has no parents, any
+        first_rows = q_offsets[owners]  # arbitrary for padding, which has no parents
         from_first = torch.where(layout["parents"] < 0, -1, layout["parents"] - first_rows)
         found.append(Output("parents from the request's first row on", from_first, owners))
     return found

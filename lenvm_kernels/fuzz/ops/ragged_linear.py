@@ -23,14 +23,14 @@ OPTIONS: dict[str, list[Any]] = {
     "norm": [False, True],
     "swiglu": [False, True],
     "residual": [False, True],
-    "square_sums": [False, True],  # given to a norm
+    "square_sums": [False, True],  # only with a norm
     "square_sums_out": [False, True],
     "row_padding": [0, 16, 3],
     "rows_not_there": ["none", "0", "3", "140"],
     "broken": [False, True],
     "constants": ["shipped", "small"],
 }
-# The large tiles and the splits of large weights at sizes the interpreter can do, and several tiles a program.
+# Large tiles and splits at sizes that the interpreter can handle, and several tiles per program.
 CONSTANTS = {"small": dict(MULTIPROCESSORS=1, WIDE_FROM=128, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
@@ -42,9 +42,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     def normal(name, rows, columns, scale=1.0):
         return (draws.normal(name, rows, columns) * scale).to(dtype)
 
-    # Results are O(1); with the norm the rows' sizes must not matter.
+    # Results are O(1). With the norm, the scale of a row must not matter.
     sizes = draws.choose("sizes", rows, 1, values=[0.0, 1e-2, 1.0, 30.0, 1e4]) if options["norm"] else 1.0
-    weight_padding = padding // 3  # strides of their own
+    weight_padding = padding // 3  # another stride than x
     x = normal("x", rows, size + padding, sizes)[:, :size]
     weight = normal("weight", columns, size + weight_padding, size**-0.5)[:, :size]
     arguments: dict[str, Any] = {"x": x, "weight": weight, "swiglu": options["swiglu"]}
@@ -56,7 +56,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["residual"] = normal("residual", rows, width + 2 * padding)[:, :width]
     if options["norm"] and options["square_sums"]:
         others = draws.uniform("square_sums", rows, square_sums_shape(0, size)[0], low=0.5, high=2.0)
-        # Not those of x: it shows whose are taken.
+        # Different from the sums of x, to detect recomputation.
         arguments["square_sums"] = padded_rows(sums_of_squares(x) * others.T.float(), padding)
     if options["broken"]:
         x.copy_(poisoned(draws, rows, x, of=0.2))
@@ -88,11 +88,11 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
     actual, *sums_out = (output.values for output in outputs(given, result))
     tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
-    # A row with an infinity or NaN has no finite result; which of them it is depends on the order of the sums.
+    # A row with an infinity or NaN has no finite result. The order of the sums decides between infinity and NaN.
     broken = ~given.arguments["x"][: given.rows].isfinite().all(1)[:, None]
     expected = torch.where(broken & ~actual.isfinite(), actual.double(), expected)
     found = [beyond("the result", actual, expected, tolerance)]
-    # Of the result as it was rounded.
+    # Sums of the rounded result.
     sums, tolerance = sums_of_squares(actual.double()).T, TOLERANCE["embed_tokens"][torch.float32]
     return found + [beyond("the sums of its squares", x, sums, tolerance) for x in sums_out]
 

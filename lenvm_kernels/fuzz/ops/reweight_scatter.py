@@ -1,4 +1,4 @@
-"""``reweight_scatter``: every mode in one batch, ties, broken values, answers, rows that are hard to tilt."""
+"""``reweight_scatter``: all modes in one batch, ties, broken values, answers, rows that are hard to tilt."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -23,19 +23,19 @@ from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextB
 
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT)
-# A root is found to so much of the range of values; where values crowd, that moves the probabilities by as many times
-# more as they are sensitive to it. Targets, exponents and lengths of which an answer is taken off are computed in fp32,
-# with an error of so much of their size.
+# Error of a root as a share of the range of values. It moves the probabilities in proportion to their sensitivity,
+# which is large where values are clustered. Targets, exponents, and lengths from which an answer is subtracted have the
+# fp32 relative errors below.
 ROOT_SHARE = 4e-6
 FP32_MAX = torch.finfo(torch.float32).max
 TARGET_WIDTH = LENGTH_WIDTH = 2.0**-21
 EXPONENT_ERROR = 1e-6
 USUAL_STRENGTH = 100.0
-# What is promised of every row that is tilted to a target: its expected value, however hard the row.
+# Guaranteed error of the expected value for every row that is tilted to a target, however hard.
 EXPECTED_VALUE_ERROR = 1e-5
-# Value logits of which an answer is taken off are multiples of it: what fp32 leaves of them is in the same order.
+# Value logits of rows with an answer are multiples of it, so that fp32 differences keep their order.
 ANSWERED_STEP = 2.0**-6
-SPARE_ROWS = 3  # of the table, which no row of the batch uses
+SPARE_ROWS = 3  # table rows that no row of the batch uses
 UNTOUCHED = 0.125
 
 FLOATS = ("scale", "nats_per_token", "value_min", "target_length", "tolerance", "answer_length")  # columns of the table
@@ -63,7 +63,7 @@ class Inputs:
     candidates: Candidates
     value_logits: Tensor
     table: GuidanceColumns
-    table_rows: Tensor  # also where the function is given none
+    table_rows: Tensor  # set even if the function gets None
     arguments: dict[str, Any]
 
 
@@ -87,12 +87,12 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         broken = draws.chance("broken scores", rows, of=0.1)
         lost_mass, status = lost_mass.masked_fill(broken, math.nan), status.masked_fill(broken, int(Status.UNGUIDED))
 
-    # The end of sequence is among the candidates, or is not; token 0 ends some.
+    # The end of sequence may be a candidate; token 0 ends some requests.
     eos_column = draws.integers("eos column", rows, 2, low=-2 * k, high=k - 1)
     eos = torch.where(eos_column >= 0, ids.gather(1, eos_column.clamp(min=0)), -2)
     eos = torch.where((eos_column < -k) & (eos_column % 2 == 0), 0, eos)
     columns["eos_token_ids"] = eos.int()
-    # So may be one or two tokens that end the span.
+    # So may one or two tokens that end the span.
     end_column = draws.integers("span end column", rows, 2, low=-3 * k, high=k - 1)
     ends = torch.where(end_column >= 0, ids.gather(1, end_column.clamp(min=0)), -2)
     columns["span_end_token_ids"] = torch.nn.functional.pad(ends, (0, MAX_SPAN_ENDS - 2), value=-2)
@@ -100,7 +100,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         draws.rows(len(rows)) if options["table_rows"] == "none" else draws.places("table_rows", rows, SPARE_ROWS)
     )
     table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=2).columns
-    table.mode[:] = int(Mode.VALUE_BIAS)  # the spare rows': what reads them shows
+    table.mode[:] = int(Mode.VALUE_BIAS)  # exposes reads of spare rows
     table.scale[:] = 3.0
     table.answer_length[:] = 40.0
     fill(table, table_rows, columns)
@@ -121,7 +121,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(fp32 probabilities, fp32 value logits, columns of the table): all modes and constraints."""
+    """(fp32 probabilities, fp32 value logits, columns of the table) for all modes and constraints."""
 
     def pick(name, *values):
         return draws.choose(name, rows, values=values)
@@ -157,7 +157,7 @@ def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Te
 
 
 def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Rows to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7, every tilting mode, in any order.
+    """Rows that are hard to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7, all tilting modes.
 
     Returns:
         (fp32 probabilities, fp32 value logits, columns of the table)
@@ -175,7 +175,7 @@ def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Ten
     span = 10 ** uniform("span", -7, 0, 1)
     middle = span / 2 + (1 - span) * uniform("middle", 0, 1, 1)
     shares = uniform("shares", 0, 1, k)
-    clustered = draws.chance("clustered", rows, 1, of=0.3)  # all but a few values crowd at one end
+    clustered = draws.chance("clustered", rows, 1, of=0.3)  # most values are clustered at one end
     shares = torch.where(clustered, shares ** uniform("crowding", -6, 6, 1).exp(), shares)
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64, device=draws.device)[:k]
     shares[:, :2] = ends
@@ -198,10 +198,10 @@ def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Ten
 @dataclass(frozen=True)
 class Result:
     guided: Tensor  # [B, K]
-    faults: Tensor  # [B], of the table's rows that are in use
+    faults: Tensor  # [B], of the table rows in use
     spare_faults: Tensor
     probs: Tensor | None  # [B, V], rewritten
-    between: Tensor | None  # what lies between the rows of probs
+    between: Tensor | None  # memory between the rows of probs
 
 
 def run(given: Inputs, function) -> Result:
@@ -249,7 +249,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
         beyond("sum of guided probabilities", total, expected_total, (0.0, absolute)),
     ]
     if result.probs is not None:
-        assert result.between is not None  # it comes with probs
+        assert result.between is not None  # set together with probs
         status = given.candidates.status
         written = ((status == Status.GUIDE) & (mode != Mode.UNGUIDED)) | (status == Status.SINGLE)
         listed = given.candidates.token_ids >= 0
@@ -257,7 +257,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
         dense = torch.zeros_like(before)
         ids = given.candidates.token_ids.long().clamp(min=0)
         dense.scatter_add_(1, ids, torch.where(listed, result.guided, 0.0).to(before.dtype))
-        # What is scattered may have been computed by a program of other shape than what is returned.
+        # Scattered and returned probabilities may be computed by programs of different shapes.
         expected = torch.where(written[:, None], dense, before)
         close = beyond("probs", result.probs, expected, (2.0**-7, 2e-6))
         unchanged = torch.where(written[:, None], result.probs, before)
@@ -269,7 +269,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 
 
 def _reference(given: Inputs, width: float) -> tuple[Tensor, Tensor]:
-    """In fp64: guided probabilities and faults, where scales and lengths asked for are larger by ``width``."""
+    """Guided probabilities and faults in fp64, with scales and requested lengths increased by the share ``width``."""
     candidates = given.candidates._replace(probs=given.candidates.probs.double())
     table = given.table._replace(
         scale=given.table.scale.double() * (1 + width),
@@ -287,25 +287,25 @@ def is_one_of(mode: Tensor, modes: Collection[Mode]) -> Tensor:
 
 
 def is_eos(given: Inputs) -> Tensor:
-    """bool ``[B, K]``: candidates that end the sequence, or the span."""
+    """bool ``[B, K]``: candidates that end the sequence or the span."""
     ends = given.table.ending_token_ids[given.table_rows]
     return (given.candidates.token_ids[:, :, None] == ends[:, None]).any(2)
 
 
 def lengths_of(given: Inputs) -> tuple[Tensor, Tensor]:
-    """fp64 in nats, ``-ln(1 - v)``: of the candidates without the answers ``[B, K]``, and of the answers ``[B, 1]``."""
+    """fp64 lengths in nats, ``-ln(1 - v)``: candidates without the answers ``[B, K]``, and answers ``[B, 1]``."""
     answer = _column(given, "answer_length") * _column(given, "nats_per_token")
     nats = torch.nn.functional.softplus(given.value_logits.double().nan_to_num(0.0))
     return torch.where(is_eos(given), 0.0, (nats - answer).clamp(min=0)), answer
 
 
 def values_of(given: Inputs) -> Tensor:
-    """fp64 ``[B, K]``, without the answers."""
+    """fp64 values ``[B, K]``, without the answers."""
     return -torch.expm1(-lengths_of(given)[0])
 
 
 def is_as_near(given: Inputs, guided: Tensor, expected: Tensor) -> Tensor:
-    """bool ``[B]``: requests of mode ``eq`` with a candidate as near the target as the one expected, as fp32 tells."""
+    """bool ``[B]``: requests of mode ``eq`` whose candidate is as near the target as the expected one within fp32."""
     target, lengths = target_of(given), lengths_of(given)[0]
     distance = (lengths - target).abs()
     farther = ((guided.double() - expected) * distance).sum(1).abs()
@@ -315,12 +315,12 @@ def is_as_near(given: Inputs, guided: Tensor, expected: Tensor) -> Tensor:
 
 
 def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, K]``: least and most that a near constraint may give in fp32; as expected where it moves nothing.
+    """``[B, K]``: bounds of a near constraint's probabilities in fp32; ``expected`` where it changes nothing.
 
-    fp32 resolves distances to a few 1e-7, and exponents to as many times more as the strength says. Up to
-    ``USUAL_STRENGTH`` the tolerance bears that. At 1e7 two candidates of about the same distance may have all of the
-    probability or none: only those farther away have to have nothing. A length of which an answer is taken off has
-    an error of so much of both, which counts at any strength.
+    fp32 resolves distances to a few 1e-7, and exponents to that times the strength. Up to ``USUAL_STRENGTH``, this is
+    within the tolerance. At 1e7, either of two candidates at about the same distance may get all of the probability;
+    only candidates farther away must get none. A length from which an answer is subtracted has an error of
+    ``LENGTH_WIDTH`` relative to both, which counts at any strength.
     """
     mode, two = given.table.mode[given.table_rows][:, None], 2 * _column(given, "nats_per_token")
     nats, answer = lengths_of(given)
@@ -332,7 +332,7 @@ def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
     error = strength * LENGTH_WIDTH * torch.where(strength > USUAL_STRENGTH, error + 1 + distance / 2, error)
     error = error + torch.where(active, error, 0.0).amax(1, keepdim=True)
 
-    # The logit of each probability, from the sum of the others: both ends keep their digits.
+    # The logit of each probability, computed from the sum of the others, so that both ends keep their digits.
     log_p = torch.log_softmax(p.log() - strength * torch.where(active, distance - least, 0.0), dim=1)
     top = torch.arange(p.shape[1], device=p.device) == log_p.argmax(1, keepdim=True)
     others = log_p.masked_fill(top, -torch.inf).logsumexp(1, keepdim=True)
@@ -344,7 +344,7 @@ def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def near_distances(given: Inputs) -> Tensor:
-    """fp64 ``[B, K]``: from the target, up to a number of the row that is the same for all candidates that count."""
+    """fp64 ``[B, K]``: distances from the target, up to a constant per row for all active candidates."""
     mode, nats_per_token = given.table.mode[given.table_rows][:, None], _column(given, "nats_per_token")
     lengths = lengths_of(given)[0] + 2 * nats_per_token
     reached = torch.stack([lengths, lengths])
@@ -367,7 +367,7 @@ def near_distances(given: Inputs) -> Tensor:
 
 
 def target_of(given: Inputs, more: Tensor | float = 0.0) -> Tensor:
-    """fp64 ``[B, 1]``: the remaining length by the target and ``more`` tokens, in nats."""
+    """fp64 ``[B, 1]``: the remaining length of the target plus ``more`` tokens, in nats."""
     remaining = _column(given, "target_length")
     if "generated" in given.arguments:
         left = remaining - given.arguments["generated"].double()[:, None]
@@ -376,19 +376,19 @@ def target_of(given: Inputs, more: Tensor | float = 0.0) -> Tensor:
 
 
 def _column(given: Inputs, name: str) -> Tensor:
-    """fp64 ``[B, 1]``: of the table, by request."""
+    """fp64 ``[B, 1]``: a column of the table, by request."""
     return getattr(given.table, name)[given.table_rows].double()[:, None]
 
 
 def conditioning(given: Inputs, v: Tensor, expected: Tensor) -> Tensor:
-    """``[B, K]``: how far a root found to ROOT_SHARE of the range and fp32 exponents may move tilted probabilities.
+    """``[B, K]``: error of tilted probabilities due to ROOT_SHARE and to fp32 exponents.
 
-    A shift of ``E[w]``, the expected share of the range of values, moves ``p_i`` by ``p_i |w_i - E[w]| / Var[w]`` times
-    as much; an error of its exponent by ``p_i`` times as much. Where an answer is taken off, the lengths have an error,
-    which makes one of ``w``, and of the exponents as many times more as these are larger than ``w``.
+    An error of ``E[w]``, the expected share of the range of values, moves ``p_i`` by ``p_i |w_i - E[w]| / Var[w]``
+    times the error; an error of its exponent, by ``p_i`` times the error. If an answer is subtracted, lengths have an
+    error, which causes one in ``w``, and a proportionally larger one in the exponents.
     """
     listed = expected > 0
-    # The range has those, too, of whom nothing is left in fp64.
+    # The range includes candidates whose expected probability underflows in fp64.
     is_there = given.candidates.probs > 0
     low, high = (
         torch.where(is_there, v, 2.0).amin(1, keepdim=True),
@@ -399,7 +399,7 @@ def conditioning(given: Inputs, v: Tensor, expected: Tensor) -> Tensor:
     deviation = (w - (expected * w).sum(1, keepdim=True)).abs()
     variance = (expected * deviation**2).sum(1, keepdim=True).clamp(min=1e-12)
     ratio = torch.where(listed, expected / given.candidates.probs.double(), 0.0).log()
-    exponent = torch.where(listed, ratio.amax(1, keepdim=True) - ratio, 0.0)  # of the favoured candidate 0
+    exponent = torch.where(listed, ratio.amax(1, keepdim=True) - ratio, 0.0)  # 0 for the favoured candidate
     nats, answer = lengths_of(given)
     is_rounded = listed & ~is_eos(given) & (answer > 0)
     wrong_by = torch.where(is_rounded, (1 - v) * (nats + 2 * answer) * LENGTH_WIDTH / span, 0.0)
@@ -412,7 +412,7 @@ def conditioning(given: Inputs, v: Tensor, expected: Tensor) -> Tensor:
 
 def _row_work(options: Mapping[str, Any]) -> float:
     large = options["constants"] != "shipped"
-    if options["scatter"]:  # a program for each slice of a row
+    if options["scatter"]:  # one program per slice of a row
         return 4000 * (-(-options["vocab"] // 256) if large else 1)
     return 4000 / max(1, (8192 if large else 64) // options["columns"])
 

@@ -1,8 +1,8 @@
-"""``rope_cache``: heads, norms and layouts of caches, rows that are not there, tokens that are not kept.
+"""``rope_cache``: heads, norms and cache layouts, absent rows, tokens that are not cached.
 
-fp32 is compared with the reference in fp64. For bf16 and fp16 that would compare the roundings of the norm, which are
-part of the definition, so the reference computes in the same dtype. Kernel and reference then differ in the last bits
-of fp32, which now and then end on the other side of a rounding: one ulp of what is rounded, rarely.
+fp32 is compared with the reference in fp64. For bf16 and fp16, the roundings of the norm are part of the definition, so
+the reference computes in the same dtype. Kernel and reference then differ in the last bits of fp32, which rarely flips
+a rounding, an error of one ulp.
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.rope_cache import rope_cache
 
 EPS = 1e-6
-UNTOUCHED = -7.0  # what caches hold before a call
+UNTOUCHED = -7.0  # contents of caches before a call
 WRITTEN = ("k_cache", "v_cache")
-LAYOUTS = ["plain", "layer of many", "keys beside values", "heads first"]  # of caches in servers
+LAYOUTS = ["plain", "layer of many", "keys beside values", "heads first"]  # cache layouts of servers
 
 OPTIONS: dict[str, list[Any]] = {
     "heads": [[1, 1], [3, 1], [12, 2], [9, 3], [5, 5]],
@@ -52,7 +52,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     columns, num_slots = (heads + 2 * kv_heads) * head_dim, len(rows) + 3
     angle = 100 * draws.normal("angle", rows, head_dim // 2 + padding).float()
     sizes = draws.choose("sizes", rows, 1, values=[1.0, 1.0, 1.0, 0.0, 1e-4, 5e3])
-    # About a third of the tokens are not kept.
+    # About a third of the tokens are not cached.
     outside = draws.choose("outside", rows, values=[-1, -9, num_slots, 2**31 - 1])
     slots = torch.where(draws.chance("not kept", rows, of=0.3), outside, draws.places("slots", rows, 3))
     of_cache = (kv_heads, head_dim, dtype, device, num_slots)
@@ -107,7 +107,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 
 
 def expected_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of the reference: in fp64 from fp32 inputs, else in their dtype."""
+    """q, k, v of the reference: in fp64 for fp32 inputs, else in the inputs' dtype."""
     wide = torch.float64 if inputs["qkv"].dtype == torch.float32 else inputs["qkv"].dtype
     own = ("qkv", "k_cache", "v_cache", "qk_norm_weight")
     inputs = {name: x.to(wide, copy=True) if name in own else x for name, x in inputs.items()}
@@ -115,8 +115,8 @@ def expected_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotated(what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Difference:
-    """Relative to the length of each rotated pair: a rotation keeps it, while one of the two numbers may come close to
-    0."""
+    """Compare relative to the length of each rotated pair, which a rotation preserves, while one of the two numbers may
+    come close to 0."""
     first, second = expected.double().chunk(2, dim=-1)
     length = torch.hypot(first, second).clamp(min=1e-3).repeat(1, 1, 2)
     return beyond(what, actual.double() / length, expected.double() / length, TOLERANCE["rope_cache"][dtype])

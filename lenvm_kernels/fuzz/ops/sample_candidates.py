@@ -47,7 +47,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         temperature = draws.choose("temperature", rows, values=[1.0, 0.0, 1e-7, 1e-6, math.nan]).float()
     candidates = Candidates(
         token_ids=draws.integers("token_ids", rows, k, low=0, high=2**31 - 1).int(),
-        probs=draws.uniform("candidates.probs", rows, k).float(),  # not those to draw from
+        probs=draws.uniform("candidates.probs", rows, k).float(),  # not used by the draw
         counts=torch.full_like(positions, k).int(),
         status=status,
         lost_mass=torch.zeros_like(p[:, 0]),
@@ -58,11 +58,11 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def _row_work(options: Mapping[str, Any]) -> float:
-    rows = CONSTANTS["large"]["TILE"] if options["constants"] == "large" else 32  # of a program
+    rows = CONSTANTS["large"]["TILE"] if options["constants"] == "large" else 32  # per program
     return (250 + 16 * options["columns"]) / rows
 
 
-# Draws are defined in the order of fp32 sums, to the bit.
+# The order of the fp32 sums is defined, so draws are bitwise identical to the reference.
 OPERATOR = exact_operator(
     sample_candidates,
     options=OPTIONS,

@@ -1,4 +1,4 @@
-"""``select_scored``: requests of every status, due and not, with and without a next token that is known."""
+"""``select_scored``: requests of every status, due or not, with and without a known next token."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, list[Any]] = {
     "constants": ["shipped", "small"],
 }
 CONSTANTS = {"small": {"REQUESTS": 4}}  # several programs
-SPARE_ROWS = 2  # of the table, which no request of the batch has
+SPARE_ROWS = 2  # table rows that no request of the batch uses
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:
@@ -43,7 +43,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     )
     requests = empty_requests(total, device)
     for x in requests:
-        x.fill_(1)  # in the rows of requests that do not exist nobody is to look
+        x.fill_(1)  # exposes reads of dummy requests
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     of_requests = {
         "positions": draws.integers("positions", rows, low=0, high=100_000),
@@ -52,7 +52,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "due": draws.chance("due", rows, of=0.4),
     }
     fill(requests, slice(count), of_requests)
-    # With more room than there is, so that its rows are apart by more than their ids.
+    # A slice of a wider tensor, so that rows are strided.
     room = torch.zeros(count + SPARE_ROWS, options["eos"] + 2, dtype=torch.int32, device=device)
     eos_token_ids = room[:, : options["eos"]]
     eos_token_ids[table_rows] = draws.choose("eos", rows, options["eos"], values=[-2, -2, -1, *range(40)]).int()

@@ -1,4 +1,4 @@
-"""``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with filters of its own."""
+"""``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with different filters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from lenvm_kernels.types import Candidates
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing", "halves"]
-# Where fp32 and fp64 may disagree on which side of a filter's bound a token falls.
+# Relative distance to a filter's bound within which fp32 and fp64 may disagree.
 BOUND_WIDTH = 1e-5
 
 OPTIONS: dict[str, list[Any]] = {
@@ -36,7 +36,7 @@ OPTIONS: dict[str, list[Any]] = {
     "text_breaks": [0, 1, 6],
     "constants": ["shipped", "small"],
 }
-# Several programs a row, at the sizes that the interpreter can do.
+# Several programs per row at sizes that the interpreter can handle.
 CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
 
 
@@ -73,14 +73,14 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         words = draws.bits("vocab_mask", rows, -(-vocab // 32)).int()
         arguments["vocab_mask"] = padded_rows(words, options["padding"], value=-1)
     if options["ends"]:
-        # One of them is the best token or beside it; some are no token; some come twice.
+        # In half of the rows, one is near the id of the best token; some are invalid, some are duplicates.
         ends = draws.integers("ends", rows, options["ends"], low=-2, high=min(vocab, 9) + 1)
         best = x.nan_to_num(-INF, -INF, -INF).argmax(dim=1)
         ends[:, 0] = torch.where(
             draws.chance("near the best", rows, of=0.5), best + pick("beside it", [-1, 0, 1]), ends[:, 0]
         )
         least = pick("min_end_prob", [0.0, 1e-4, 0.01, 0.1, 0.5, INF]).float()
-        # Rows of a table in another order than the requests, whose columns lie apart.
+        # The table has strided columns, and its rows are in another order than the requests.
         table_rows = torch.arange(len(x) - 1, -1, -1, device=device)
         arguments["end_token_ids"] = padded_rows(ends.flip(0).int(), options["padding"], value=0)
         arguments["min_end_prob"] = torch.stack([least.flip(0), least * NAN], dim=1)[:, 0]
@@ -101,7 +101,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
-    """fp64 ``[rows, vocab]``: logits of a kind, or of any kind by row."""
+    """fp64 logits ``[rows, vocab]`` of one kind, or of a random kind per row."""
     kinds = KINDS if kind == "any" else [kind]
     x = draws.normal("scores", rows, vocab)
     choice = draws.integers("kind", rows, low=0, high=len(kinds) - 1)[:, None]
@@ -132,13 +132,13 @@ def returns(given: Inputs) -> dict[str, Form]:
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
-    """A token within BOUND_WIDTH of a filter's bound may fall on either side; all else is as in fp64."""
+    """A token within BOUND_WIDTH of a filter's bound may be on either side; everything else must match fp64."""
     found, tolerance = Candidates(**result.tensors), TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
     expected, fewest, most = (_reference(given, width) for width in (0.0, -BOUND_WIDTH, BOUND_WIDTH))
     listed = torch.arange(found.probs.shape[1], device=found.probs.device) < found.counts[:, None]
     clear = fewest.counts == most.counts
     has_ends = "min_end_prob" in given.arguments
-    if has_ends:  # lists of different ends: none is the beginning of another
+    if has_ends:  # with different ends, neither list is a prefix of the other
         clear &= (fewest.token_ids == most.token_ids).all(1)
     known = clear[:, None] if has_ends else torch.ones_like(listed)
     settled = clear
@@ -159,7 +159,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
             tolerance,
         ),
         differs("rows marked as broken", found.lost_mass.isnan(), expected.broken),
-        # What is left of 1 has the error of all that was taken off.
+        # The difference from 1 has the error of everything subtracted.
         beyond(
             "lost_mass",
             found.lost_mass,
@@ -171,7 +171,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 
 
 def _reference(given: Inputs, width: float) -> Candidates:
-    """In fp64, with each filter's bound moved by ``width``: outwards where positive."""
+    """The reference in fp64, with each filter's bound moved by the share ``width``, outwards if positive."""
     arguments = given.arguments | {"scores": given.arguments["scores"].double()}
     arguments["top_p"] = arguments["top_p"] * (1 + width)
     arguments["min_p"] = arguments["min_p"] * (1 - width)

@@ -1,4 +1,4 @@
-"""``value_head``: hidden states in any rows, padding among them, with and without the final RMSNorm."""
+"""``value_head``: hidden states in any row order with padding, with and without the final RMSNorm."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,15 +16,15 @@ from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.reference._common import sums_of_squares
 
 EPS = 1e-6
-SPARE_ROWS = 2  # of hidden, which nothing refers to
+SPARE_ROWS = 2  # unreferenced rows of hidden
 
-# The tiles of a large H at any H, those of many rows for any number.
+# Use the tiles for a large H at any H, and those for many rows at any number of rows.
 CONSTANTS = {"wide tiles": {"WIDE_FROM": 0}, "tiles of many rows": {"FEW_OUTPUTS": 0}}
 
 OPTIONS: dict[str, list[Any]] = {
     "size": [64, 80, 96, 100, 576],
     "dtype": ["float32", "bfloat16", "float16"],
-    "norm": [False, True, "folded"],  # folded: its weight is in that of the matmul
+    "norm": [False, True, "folded"],  # folded: its weight is folded into the matmul's
     "norm_eps": [EPS, 0.1],
     "square_sums": [False, True],
     "targets": [False, True],
@@ -45,7 +45,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         return (draws.normal(name, rows, columns) * scale).to(dtype)
 
     hidden = normal("hidden", rows, size + padding)[:, :size]
-    # Logits are then O(1).
+    # Scaled so that logits are O(1).
     arguments: dict[str, Any] = {
         "hidden": hidden,
         "fc_weight": normal("fc_weight", size, size + padding // 3, size**-0.5)[:, :size],
@@ -65,7 +65,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         nowhere = draws.choose("nowhere", rows, values=[-1, -7, len(wider), 2**31 - 1])
         places = torch.where(draws.chance("is padding", rows, of=0.2), nowhere, places)
         arguments["token_rows"] = places.to(getattr(torch, options["token_rows"]))
-    # A kernel without the norm (examples/fuzz_own_kernel.py) need not know either of these.
+    # Passed only with a norm, so that a kernel without norm (examples/fuzz_own_kernel.py) needs no such parameters.
     if options["norm"] == "folded" or (options["norm"] and options["square_sums"]):
         sums = square_sums_of(arguments["hidden"])
         arguments["square_sums"] = F.pad(sums, (0, padding), value=float("nan"))[:, : sums.shape[1]]
@@ -78,12 +78,12 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def square_sums_of(hidden: Tensor) -> Tensor:
-    """The argument of that name, as another operator leaves it."""
+    """The argument ``square_sums``, as another operator computes it."""
     return sums_of_squares(hidden.double()).float()
 
 
 def run(given: Inputs, function) -> Tensor:
-    """The logits in the order of the rows, wherever the targets put them."""
+    """The logits in the order of the rows, for any targets."""
     arguments = given.arguments
     rows = arguments.get("token_rows", arguments["hidden"][:, 0])
     logits = expect("logits", function(**arguments), dtype=torch.float32, shape=rows.shape)
@@ -95,7 +95,7 @@ def outputs(given: Inputs, logits: Tensor) -> list[Output]:
 
 
 def compare(given: Inputs, logits: Tensor) -> list[Difference]:
-    """With a norm, operands may be rounded to their dtype as the kernel rounds them, or not at all."""
+    """Compare with the reference. With a norm, operands may be rounded as in the kernel, or not at all."""
     arguments = {name: x for name, x in given.arguments.items() if name != "targets"}
     tolerance = TOLERANCE["value_head"][arguments["hidden"].dtype]
     difference = beyond("logits", logits, exact(**arguments), tolerance)
@@ -120,10 +120,10 @@ def exact(
 
 
 def weighted_as_rounded(hidden: Tensor, norm_weight: Tensor) -> Tensor:
-    """h * w in fp64, but rounded to the dtype of h as the kernel rounds it (fp16: h * w / 64).
+    """h * w in fp64, rounded to the dtype of h as in the kernel (fp16: h * w / 64).
 
-    The rounding of a matmul's operand is the dtype's, not an error of the kernel: with it in the expected values the
-    tolerance needs to cover no more than fp32 sums.
+    The rounding of a matmul's operand is not an error of the kernel. With the rounding in the expected values, the
+    tolerance only needs to cover fp32 sums.
     """
     scale = 1 / 64 if hidden.dtype == torch.float16 else 1.0
     return (hidden.float() * (norm_weight.float() * scale)).to(hidden.dtype).double() / scale

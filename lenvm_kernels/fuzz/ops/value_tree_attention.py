@@ -1,4 +1,4 @@
-"""``value_tree_attention``: requests of any lengths on scattered pages; what must not be read is poisoned."""
+"""``value_tree_attention``: requests of any length on scattered pages, with all unused memory poisoned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds acce
 UNTOUCHED = 7.0
 SPARE_TABLE_ROWS, SPARE_PAGES = 2, 3
 TOKENS_OF_REQUEST = 2**20  # token j of request i has the id i * TOKENS_OF_REQUEST + j
-ONE_SPLIT = SPLIT_LEN.value + SPLIT_SLACK.value  # cached tokens that are not split
+ONE_SPLIT = SPLIT_LEN.value + SPLIT_SLACK.value  # maximum cached tokens without a split
 LENGTHS = {"short": (0, 40), "long": (ONE_SPLIT - 20, ONE_SPLIT + SPLIT_LEN.value + 40)}
 
 OPTIONS: dict[str, list[Any]] = {
@@ -50,13 +50,13 @@ OPTIONS: dict[str, list[Any]] = {
     "table_rows": ["int64", "int32"],
     "constants": ["shipped", "few programs"],
 }
-CONSTANTS = {"few programs": {"MAX_PROGRAMS": 3}}  # some take several items each
+CONSTANTS = {"few programs": {"MAX_PROGRAMS": 3}}  # several items per program
 _REACH = {"wide": 8, "chains": 1, "malformed": 3}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one call. Whatever must not be read is poisoned: NaN, or a page number far outside the cache."""
+    """Arguments of one call. Memory that must not be read is NaN, or a page number far outside the cache."""
 
     q: Tensor
     k_new: Tensor
@@ -75,12 +75,12 @@ class Inputs:
         return value_tree_attention(**vars(self), **keywords, backend=backend)
 
     def expected(self, **keywords) -> Tensor:
-        """The reference in fp64 on the same values."""
+        """Result of the reference in fp64 on the same values."""
         doubles = {name: x.double() for name, x in vars(self).items() if getattr(x, "dtype", None) == self.q.dtype}
         return replace(self, **doubles).run("reference", **keywords)
 
     def with_trees(self, trees: list[list[int]]) -> Inputs:
-        """The same requests with a tree each: the parent of each candidate, counted from its first one, or -1."""
+        """The same requests with one tree each: each candidate's parent as a candidate index, or -1."""
         parents = torch.full((len(self.q),), -1, dtype=torch.int32)
         for end, tree in zip(self.q_offsets[1:].tolist(), trees, strict=True):
             first = end - len(tree)
@@ -88,11 +88,11 @@ class Inputs:
         return replace(self, parents=parents.to(self.q.device))
 
     def with_malformed_parents(self, seed: int) -> Inputs:
-        """For each parent that is none, delta tokens' and padding's too, a number that cannot be one either."""
+        """Replace each missing parent, also of delta tokens and padding, by another number that is no valid parent."""
         row, new_lens = torch.arange(len(self.q)), self.q_offsets.diff().cpu()
-        firsts = (self.q_offsets[1:] - self.candidate_lens).cpu().repeat_interleave(new_lens)  # candidates
+        firsts = (self.q_offsets[1:] - self.candidate_lens).cpu().repeat_interleave(new_lens)  # first candidate rows
         firsts = torch.nn.functional.pad(firsts, (0, len(row) - len(firsts)), value=len(row))
-        before = torch.where(row < firsts, row - 1, firsts - 1)  # a delta token, or the request before
+        before = torch.where(row < firsts, row - 1, firsts - 1)  # a delta token, or a row of the previous request
         extremes = torch.tensor([-1, -2, -(2**31), 2**31 - 1])[:, None].expand(-1, len(row))
         choices = torch.cat([torch.stack([row, row + 1, before, firsts - 1]), extremes])
         chosen = choices.gather(0, Draws(seed).integers("malformed", 1, len(row), low=0, high=len(choices) - 1))[0]
@@ -121,12 +121,12 @@ def make_inputs(
     rows: Sequence[int] | None = None,
     longest: int | None = None,
 ) -> Inputs:
-    """Random inputs as an engine lays them out: q, k, v slices of one projection, keys and values interleaved in the
-    cache, pages scattered, requests on shuffled rows of a wider table.
+    """Random inputs in an engine's layout: q, k, v are slices of one projection, keys and values are interleaved in the
+    cache, pages are scattered, and requests use shuffled rows of a wider table.
 
     Args:
-        rows: ids of the requests; None: 0, 1, 2 and so on.
-        longest: cached tokens that the table has room for; None: as many as the longest request has.
+        rows: ids of the requests. If None, 0, 1, 2 and so on.
+        longest: cached tokens that a table row must be able to hold. If None, those of the longest request.
     """
     draws = Draws(seed, device)
     requests = draws.rows(len(cached) if rows is None else rows)
@@ -135,7 +135,7 @@ def make_inputs(
     qkv = torch.full((len(ids) + padding, q_heads + 2 * kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
     qkv[: len(ids)] = draws.normal("qkv", ids, *qkv.shape[1:]).to(dtype)
 
-    # Every page of every request at a place of its own, in shuffled order.
+    # All pages of all requests at different places, in shuffled order.
     pages = -(-cached_lens // page_size)
     page_ids = _token_ids(requests, pages)
     places = draws.places("pages", page_ids, SPARE_PAGES)
@@ -182,7 +182,7 @@ def _token_ids(requests: Tensor, lens: Tensor) -> Tensor:
 
 
 def random_tree(candidates: int, reach: int, seed: int | str) -> list[int]:
-    """A tree for :meth:`Inputs.with_trees`, 16 levels at most. ``reach`` 1 gives chains, a large one many roots."""
+    """A tree for :meth:`Inputs.with_trees` of up to 16 levels. ``reach`` 1 gives chains, a large one many roots."""
     randrange = random.Random(seed).randrange
     tree: list[int] = []
     levels: list[int] = []
@@ -254,7 +254,7 @@ def inputs(case: Case, device: torch.device) -> Call:
 
 
 def _among_nan(x: Tensor, more: int) -> Tensor:
-    """The same numbers ``[tokens, heads, D]``, in rows and heads that are ``more`` apart."""
+    """The same ``[tokens, heads, D]`` values with larger strides of tokens and heads, and NaN between."""
     wider = torch.nn.functional.pad(x.contiguous(), (0, more, 0, more // 2), value=float("nan"))
     return wider[:, : x.shape[1], : x.shape[2]]
 
@@ -301,7 +301,7 @@ OPERATOR = Operator(
     run=run,
     outputs=outputs,
     compare=compare,
-    most_rows=256,  # the reference takes one request after the other
+    most_rows=256,  # the reference processes one request after the other
     row_size=lambda o: (
         (LENGTHS["long"][1] + o["delta"] + o["candidates"]) * (o["group"] + 2) * o["kv_heads"] * o["head_dim"]
     ),

@@ -1,4 +1,4 @@
-"""``verify_drafts``: draws that follow the drafts a long way, a short way, and not at all."""
+"""``verify_drafts``: draws that follow the drafts for many tokens, few tokens, or not at all."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     drafts = draw_drafts(draws, rows, options)
     width = options["drafts"]
-    # At most nodes a draft is drawn: one of those that follow the node.
+    # At most nodes, one of the drafts that follow the node is drawn.
     drawn = draws.choose("drawn", rows, 1 + width, values=[*VOCABULARY[:DRAFTED], 999, -1, -2])
     follows = draws.chance("follows", rows, 1 + width, of=0.8)
     for j in range(width):
