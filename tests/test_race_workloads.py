@@ -40,9 +40,13 @@ def operator_case(name, number):
     """The results of a drawn case that belong to the requests of its batch."""
     operator = OPERATORS[name]
     case = operator.draw(random.Random(f"{name} {number}"), interpreted=True)
-    # Every setting of the tuning constants comes in turn, and attention over so many keys that it is split.
-    inturn = {option: operator.options[option] for option in ("constants", "cached") if option in operator.options}
-    options = {option: values[-1 - number % len(values)] for option, values in inturn.items()}
+    # Tuning constants, and the options that decide whether a sum or attention is split, take all combinations in turn.
+    options = {}
+    for option in ("constants", "cached", "swiglu", "size"):
+        if option in operator.options:
+            values = operator.options[option]
+            number, index = divmod(number, len(values))
+            options[option] = values[-1 - index]
     case = replace(case, rows=case.rows[:MOST_ROWS], options={**case.options, **options})
     with operator.setting(case):
         given = operator.inputs(case, torch.device("cpu"))
