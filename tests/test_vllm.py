@@ -24,7 +24,7 @@ import openai
 from transformers import AutoModelForCausalLM
 
 from bench import load
-from lenvm_kernels.engines.vllm.guide import PAGE_SIZE
+from lenvm_kernels.engines.own_slots import PAGE_SIZE
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import KVCache, ValueModel
