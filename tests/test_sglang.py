@@ -184,7 +184,7 @@ def test_several_spans_and_closings(folder, engine):
 
 
 def test_earlier_of_two_budgets_ends_thought(folder, engine):
-    """The engine's processor reads the same ``thinking_budget``: it forces a line break, then the end of the thought."""
+    """The engine's processor reads the same ``thinking_budget``; it forces a line break, then the end of a thought."""
     start, line_break, end = 400, 401, 402
 
     class Budget(ThinkingBudgetLogitProcessor):
@@ -539,22 +539,10 @@ SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50})
         (parse_guidance(GENTLE), range(40, 50), 30, 16, 30),  # the whole prompt is computed at once
         (parse_guidance(GENTLE), range(40, 70), 50, 48, 50),  # after a retraction
         (parse_guidance(GENTLE), range(40, 70), 0, 48, 48),  # after a retraction, with a cached prefix
-        (
-            parse_guidance(GENTLE),
-            range(40, 60),
-            20,
-            16,
-            35,
-        ),  # the running step has tokens that the host does not know yet
+        (parse_guidance(GENTLE), range(40, 60), 20, 16, 35),  # the running step has tokens that the host lacks
         (SPAN, [*range(40, 60), 9, 50, 7, *range(60, 70)], 20, 16, 35),  # 20 tokens before the first end of the span
         (SPAN, range(40, 70), 20, 16, 45),
-        (
-            replace(SPAN, start_token_ids=(8,)),
-            [8, *range(40, 60), 9, 50, 7, *range(60, 66)],
-            20,
-            16,
-            45,
-        ),  # another span may begin
+        (replace(SPAN, start_token_ids=(8,)), [8, *range(40, 60), 9, 50, 7, *range(60, 66)], 20, 16, 45),  # can reopen
         (parse_guidance({}), range(40, 70), 20, 16, 60),  # no guided step, and a separate part of the cache
         (None, range(40, 70), 20, 16, 60),
     ],
@@ -612,9 +600,7 @@ NEAR = {"target_length": 9}
         ([NEAR, NEAR, NEAR], True, False, True),
     ],
 )
-def test_engine_samples_rows_that_guidance_may_not_draw(
-    guide, monkeypatch, guidance, value_model, is_captured, engine_draws
-):
+def test_engine_draws_rows_that_guidance_may_not(guide, monkeypatch, guidance, value_model, is_captured, engine_draws):
     """If guidance draws all rows, the engine's sampler is skipped. Guided requests get the same tokens either way."""
     rows, lengths = torch.tensor([4, 1, 3]), torch.tensor([9, 12, 30])
     scores = torch.rand(3, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(1)

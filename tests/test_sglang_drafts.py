@@ -90,8 +90,8 @@ def test_number_of_drafts_per_step():
 
 
 def reject_or_accept(logits, drafts, links, threshold, generator):
-    """Rejection sampling of one request's tree by its target probabilities alone, in place of the engine's kernel, which
-    has no CPU build. Returns the accepted tokens."""
+    """Rejection sampling of one request's tree by its target probabilities alone, in place of the engine's kernel,
+    which has no CPU build. Returns the accepted tokens."""
     probs, children, siblings = torch.softmax(logits, 1), *links
     tokens, node = [], 0
     while True:

@@ -138,9 +138,7 @@ def test_custom_guidance_function_uses_fork_path(monkeypatch, caplog):
     modules = use_stand_in(monkeypatch)
     sglang_fork.install()
     for _ in range(2):
-        assert (
-            run(modules, *random_rows(1, seed=7), [{"scale": 0.5}], function=min) is None
-        )  # the result of the stand-in's apply
+        assert run(modules, *random_rows(1, seed=7), [{"scale": 0.5}], function=min) is None  # the stand-in's result
     assert caplog.text.count("lvm_guided_fn is <built-in function min>, not one of the fork's three") == 1
 
 

@@ -1,4 +1,4 @@
-"""The in-process runner of the LenVM fork of SGLang: engine scenarios, with each step checked against plain forwards."""
+"""The in-process runner of the LenVM fork of SGLang: engine scenarios with each step checked against plain forwards."""
 
 import json
 import re

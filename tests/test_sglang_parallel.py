@@ -91,7 +91,7 @@ def steps_of(lines, results):
 
 @torch.no_grad()
 def check_logprobs(folder, prompts, results):
-    """Check the log-probabilities of drawn tokens with the base model: different tokens on one rank would change them."""
+    """Check log-probabilities of drawn tokens with the base model: different tokens on one rank would change them."""
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
     for prompt, result in zip(prompts, results, strict=True):
         logits = model(torch.tensor([[*prompt, *result["output_ids"]]])).logits[0, len(prompt) - 1 : -1]
@@ -165,11 +165,7 @@ def test_requests_that_cannot_be_guided_are_rejected(folder):
     """The scheduler rejects them, because the engine loads no plugins in several HTTP workers. Without radix cache and
     overlapping scheduler; guided requests still work."""
     options = ("--disable-overlap-schedule", "--disable-radix-cache", "--enable-streaming-session")
-    options += (
-        "--tokenizer-worker-num",
-        "2",
-        "--skip-server-warmup",
-    )  # otherwise a worker warms up while the others already serve
+    options += ("--tokenizer-worker-num", "2", "--skip-server-warmup")  # warm-up would overlap with serving
     prompts = prompts_of(*PROMPT_LENGTHS, seed=2)
     guided, unguided = ({**SAMPLING, "custom_params": custom_params} for custom_params in (GENTLE, None))
     beams = {"beam_width": 2, "n": 2}

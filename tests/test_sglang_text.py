@@ -331,9 +331,7 @@ def test_grammars_without_value_model(smollm2):
     for result, params in zip(results, sampling, strict=True):
         assert result["meta_info"]["finish_reason"]["type"] == "stop" and re.fullmatch(params["regex"], result["text"])
     for result, target in zip(results, targets, strict=False):
-        assert (
-            0.9 * target <= result["meta_info"]["completion_tokens"] < 2 * target
-        )  # the end of the output is unlikely everywhere
+        assert 0.9 * target <= result["meta_info"]["completion_tokens"] < 2 * target  # the end is unlikely everywhere
 
 
 def test_answers_under_load_match_those_of_quiet_server(engine):
