@@ -17,7 +17,7 @@ from tests.helpers.padded_step import pad
 from tests.helpers.statistics import p_value
 from tests.helpers.watch import PeakMemory, no_read_back, watch_forwards
 
-# Two branches from the root, which fork, in an order in which node numbers and parents do not coincide.
+# Two branches from the root, one of which forks, listed so that no draft follows its parent directly.
 TREE = [-1, -1, 0, 0, 1, 3]
 
 
