@@ -1,4 +1,4 @@
-"""The published guided step as the baseline of speed comparisons: two forwards, and host work between them.
+"""The published guided step, the baseline of speed comparisons: two forwards with host work in between.
 
 The algorithm of the authors' fork of SGLang (eric-ai-lab/Length-Value-Model, ``sglang-LenVM``, in-process value model)
 in eager PyTorch on the weights of a :class:`ValueModel`, with its host reads. Every row has a top-k. All rows have a

@@ -32,7 +32,7 @@ class StepModels:
         return softplus(self.values(sequences)) / -math.log(gamma)
 
     def assert_values(self, output, sequences):
-        """Check values of guided rows' candidates against plain forwards, and that all others are 0; returns their number.
+        """Check values of guided rows' candidates against plain forwards, and that others are 0; returns their number.
 
         ``sequences``: tokens before the candidates of each row, None for a row without a request."""
         ids, status = output.candidates.token_ids.tolist(), output.candidates.status.tolist()
