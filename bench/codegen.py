@@ -199,7 +199,7 @@ def _shape(tensor: str) -> list[str]:
 
 
 def _along(axis: int, tensor: str) -> str:
-    """The type of a tensor reduced to one axis: the number of rows beside it changes no sum along it."""
+    """The type of a tensor reduced to one axis, because the number of rows changes no sum along that axis."""
     shape = _shape(tensor)
 
     def of_axis(match: re.Match) -> str:

@@ -1,7 +1,7 @@
 """Calls of every kernel in every form, which :mod:`bench.codegen` compiles.
 
-An operator's calls are the ``FORMS`` beside its benchmark in ``bench/ops``. Random numbers are zeros here: compilation
-depends on dtypes, sizes and alignments only.
+An operator's calls are the ``FORMS`` of its benchmark in ``bench/ops``. Random numbers are zeros here, because
+compilation depends on dtypes, sizes and alignments only.
 """
 
 import importlib

@@ -62,7 +62,7 @@ class Report:
 
 
 def bodies_of(engine: str, model: str, max_tokens: int, also: Collection[str], span_end: int | None) -> list[Request]:
-    """Requests without answers; ``also`` are keys of :data:`OTHERS`. Spans are included if ``span_end`` is a token."""
+    """Requests without answers; ``also`` are kinds in :data:`OTHERS`. Spans are included if ``span_end`` is a token."""
     wanted = {"guided", "guided every step", "unguided", *also, "" if span_end is None else "span"}
     kinds: dict[str, Body] = {
         "guided": {"target_length": max_tokens // 3},
@@ -96,7 +96,7 @@ def quiet(url: str, requests: Sequence[Request]) -> list[Request]:
 
 
 def run(url: str, requests: Sequence[Request], seconds: float, workers: int, pid: int | None = None) -> Report:
-    """Send the ``requests`` of :func:`quiet` in any order by ``workers`` threads, among aborted and refused ones."""
+    """Send the ``requests`` of :func:`quiet` in random order by ``workers`` threads, among aborted and wrong ones."""
     report, lock, end = Report(held(url, pid)), threading.Lock(), time.monotonic() + seconds
 
     def work(number: int) -> None:

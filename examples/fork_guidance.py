@@ -1,6 +1,6 @@
 """The guidance of the LenVM fork of SGLang, as a function for ``lenvm fuzz``.
 
-With the fork (eric-ai-lab/Length-Value-Model, sglang-LenVM) and what it depends on installed, in this directory::
+With the fork (eric-ai-lab/Length-Value-Model, sglang-LenVM) and its dependencies installed, in this directory::
 
     lenvm fuzz --against fork_guidance:reweight_scatter --reference-only
 """

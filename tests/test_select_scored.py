@@ -124,7 +124,7 @@ def test_end_token_among_candidates_makes_request_due(device, backend, turn):
 
 
 def test_padding_rows_have_nothing_to_score(device, backend):
-    """Padding rows are written whatever they held, both beside a request in one program and in separate programs."""
+    """Padding rows are written whatever they held, in the program of a request and in separate programs."""
     candidates = make_candidates(i32([5, 6, -1, -1]), i32(2), [GUIDE], device)
     requests = make_requests([4] * 70, [True] * 70, device=device)
     out = empty_scored(70, 4, torch.device(device))

@@ -67,7 +67,7 @@ def engine(folder):
         yield server
 
 
-def test_every_mode_beside_unguided_requests(folder, engine):
+def test_every_mode_in_batch_with_unguided_requests(folder, engine):
     """Prompts shorter and longer than a prefill chunk, in one batch with every guidance mode and without guidance."""
     prompts = prompts_of(*range(3, 80, 6))[:12]
     results, steps = engine.generate(prompts, [*MODES, None, {}])

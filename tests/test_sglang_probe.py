@@ -118,7 +118,7 @@ def check_steps(folder, prompts, guidance, results, steps):
     return len(found)
 
 
-def test_every_mode_beside_unguided_requests(folder, engine):
+def test_every_mode_in_batch_with_unguided_requests(folder, engine):
     """Prompts shorter and longer than a chunk, then from the radix cache, which all requests share."""
     guidance = [*MODES, *NEAR, None, {}]
     prompts = prompts_of(*range(3, 90, 6))

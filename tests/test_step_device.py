@@ -107,7 +107,7 @@ def test_sync_mode_catches(reads_back):
 
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_sync_free_step(device, is_logits):
-    """Prompts, and steps of guided and unguided rows with everything a step can do, through the Triton kernels."""
+    """Prompts, and steps of guided and unguided rows with every feature of a step, with the Triton kernels."""
     step, slots = make_step(tiny_value_model(device), chunk_tokens=8, backend="triton")
     engine = Engine(step, slots)
     for row, (tokens, guidance) in enumerate(zip(PROMPTS, GUIDANCE[1:], strict=True)):

@@ -103,7 +103,7 @@ def rows_of(steps, *status):
     return [row for step in steps for row in step["rows"] if row["status"] in (status or tuple(Status))]
 
 
-def test_every_mode_beside_unguided_requests(folder, engine):
+def test_every_mode_in_batch_with_unguided_requests(folder, engine):
     """Prompts shorter and longer than a prefill chunk, in one batch with every guidance mode and without guidance."""
     prompts = prompts_of(*range(3, 110, 9))[:12]
     guidance = [*MODES, None, {}]

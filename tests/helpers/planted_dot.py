@@ -1,6 +1,6 @@
 """A faulty matmul for Triton's interpreter: the sum of a row begins at the row's index in its tile.
 
-Matmul libraries likewise add in an order that depends on the row. ``python -m tests.helpers.planted_dot MODULE
+Matmul libraries also add in an order that depends on the row. ``python -m tests.helpers.planted_dot MODULE
 ARGUMENTS`` runs a module with it in the interpreter.
 """
 
