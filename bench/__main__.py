@@ -1,4 +1,4 @@
-"""What can be measured, and the command of each: ``python -m bench``."""
+"""Benchmarks and their commands: ``python -m bench``."""
 
 import argparse
 import ast
@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 
 def commands() -> dict[str, str]:
-    """The modules that are commands, by name, with what each says first. None is imported: some take a GPU."""
+    """Summaries of the modules that are commands, by name. Modules are not imported, because some initialise a GPU."""
     found = {}
     for file in sorted(HERE.rglob("*.py")):
         source = file.read_text()

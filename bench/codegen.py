@@ -1,4 +1,4 @@
-"""What the compiler makes of every kernel, for GPUs that are not there: ``python -m bench.codegen [--check]``.
+"""Compiled code of every kernel, for GPUs that need not be present: ``python -m bench.codegen [--check]``.
 
 The calls of :mod:`bench.kernel_calls` run through the real launchers, on CPU tensors under a driver that compiles for
 another GPU and launches nothing: specialisation, constants and code are those of a launch there. Each GPU compiles a
@@ -49,29 +49,29 @@ from bench.launches import compiling_for, kernels
 from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
-BATCHES = (1, 17, 64, 256)  # requests: the least, a number that fills no tile, and enough to take every tile
+BATCHES = (1, 17, 64, 256)  # requests: the minimum, a number that fills no tile, and enough for every tile
 # Matmul kernels, and the rows of their tiles.
 MATMULS = {
     "_ragged_linear_kernel": ragged_linear.TILES[-1].block_m,
     "_value_tree_attention_kernel": value_tree_attention.BLOCK_M.value,
     "_value_head_kernel": value_head.BLOCK_M_FEW,
 }
-# Kernels that branch on no sum across threads. Threads may hold such a sum with different last bits; one stores it.
+# Kernels that never branch on a sum across threads. Such a sum may differ in its last bits between threads.
 BRANCH_ON_NO_SUM = {"_value_tree_attention_kernel"}
-# Kernels that take cosines and sines. An angle beyond 105,615 is reduced with bits of 2/pi in 32 bytes of the stack,
-# and each of the two functions then has three fp64 instructions.
+# Kernels that compute cosines and sines. Angles beyond 105,615 are reduced with bits of 2/pi in 32 bytes of the stack,
+# with three fp64 instructions in each of the two functions.
 TAKES_ANGLES = {"_embed_tokens_kernel"}
 ANGLE_STACK, ANGLE_FP64 = 32, 6
-WARP_GROUP_ROWS = 64  # of the smallest tile for HGMMA
-# Calls with unusual sizes keep a few scalars outside of their loops; a tile that does not fit the registers takes
-# hundreds of bytes.
+WARP_GROUP_ROWS = 64  # rows of the smallest tile for HGMMA
+# Calls with unusual sizes spill a few scalars outside of loops; a tile that does not fit the registers spills hundreds
+# of bytes.
 CALLS_SPILL = 64
 TOLERANCE = 0.10
-COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "loop_instructions": 1, "async_copies": -1}  # the sign of worse
+COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "loop_instructions": 1, "async_copies": -1}  # sign if worse
 
 
 class Part(NamedTuple):
-    """A GPU as Triton names it, and the shared memory that a block may have."""
+    """A GPU as Triton target, and the maximum shared memory of a block in bytes."""
 
     target: GPUTarget
     shared: int
@@ -94,14 +94,14 @@ class Figures:
     Attributes:
         model: the value model whose step launches it, or the call of an operator.
         kernel: name, and number among the kernels of this name there.
-        registers, spilled: per thread; bytes (on NVIDIA the stack, which nothing else here requires).
-        shared, warps: per block.
-        is_half: reads or writes 16-bit floats.
-        tensor_cores: instructions by kind.
-        loop_instructions: in innermost loops.
+        registers, spilled: registers and spilled bytes per thread (on NVIDIA the stack, which has no other use here).
+        shared, warps: bytes of shared memory and number of warps per block.
+        is_half: whether the kernel reads or writes 16-bit floats.
+        tensor_cores: tensor core instructions by kind.
+        loop_instructions: number of instructions in innermost loops.
         waits_for_all: innermost loops that wait for all of their asynchronous copies.
         accesses_before_wait: accesses of global memory before the wait for earlier launches (sm_90).
-        batch_dependent_sums: the order of a sum depends on the batch.
+        batch_dependent_sums: whether the order of a sum depends on the batch.
     """
 
     model: str
@@ -150,7 +150,7 @@ def compile_steps(part: Part) -> list[Figures]:
 
 
 def compile_calls(part: Part, once: bool) -> list[Figures]:
-    """The figures of every kernel of the operators' calls; with ``once`` of the first call that launches it."""
+    """The figures of every kernel of the operators' calls, with ``once`` only of the first call that launches it."""
     figures, seen = [], set()
     with compiling_for(part.target, once) as compiled:
         for call_name, call in operator_calls():
@@ -199,7 +199,7 @@ def _shape(tensor: str) -> list[str]:
 
 
 def _along(axis: int, tensor: str) -> str:
-    """The type of a tensor reduced to one axis: the number of rows beside it changes no sum along it."""
+    """The type of a tensor reduced to one axis, because the number of rows changes no sum along that axis."""
     shape = _shape(tensor)
 
     def of_axis(match: re.Match) -> str:
@@ -220,7 +220,7 @@ TENSOR_CORES = r"\b(?:(HMMA|HGMMA|UTC\w*MMA)\b|v_(mfma)_)"
 COPIES = r"\b(?:LDGSTS|UTMALDG)\b|load_lds"
 LOADS_16 = r"\bLDG\.[\w.]*\b[US]16\b|\b(?:global|buffer)_load_(?:u|s)?short"
 FP64 = r"\b(?:D(?:ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w*64H|[FI]2[FI][\w.]*\.F64|v_\w+_f64)"
-ACCESSES = r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|REDG)\b"  # of global memory; a prefetch is none
+ACCESSES = r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|REDG)\b"  # of global memory, without prefetches
 Line = tuple[int, str]  # an instruction's address and text
 
 
@@ -316,7 +316,7 @@ def fused_into_shuffles(lines: list[str]) -> int:
         register = shuffle[1]
         for later in lines[at + 1 :]:
             found += bool(re.search(rf"\bFFMA\b.*, {register}\b[^,]*$", later))  # the addend comes last
-            if re.search(rf"^\s*(?:@\S+ )?[A-Z]\S* {register}\b", later):  # it is written anew
+            if re.search(rf"^\s*(?:@\S+ )?[A-Z]\S* {register}\b", later):  # the register is overwritten
                 break
     return found
 
@@ -386,7 +386,7 @@ def table(subject: str, figures: list[Figures]) -> str:
 
 
 def compile_in_process(subject: str, once: bool) -> list[Figures]:
-    """Compile for a GPU in a process of its own: Triton keeps one target per process."""
+    """Compile for a GPU in a separate process, because Triton keeps one target per process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if triton.__version__.startswith("3.6."):
         environment["AMDGCN_USE_BUFFER_OPS"] = "0"  # see value_tree_attention

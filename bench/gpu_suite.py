@@ -1,11 +1,11 @@
-"""Everything that a GPU has to say about this package: ``python -m bench.gpu_suite [--out DIR] [--only PART ...]``.
+"""GPU tests and benchmarks of this package: ``python -m bench.gpu_suite [--out DIR] [--only PART ...]``.
 
-- ``tests``: the operators against their references with compiled kernels, bits across batches included;
-- each operator of ``bench/ops`` and ``step`` beside their peers (:mod:`bench.harness`);
-- ``profile``: what :mod:`bench.codegen` predicts, measured: every kernel of the step.
+- ``tests``: operators with compiled kernels against their references, and bitwise identity across batches;
+- each operator of ``bench/ops`` and ``step``, compared with their peers (:mod:`bench.harness`);
+- ``profile``: measurements of every kernel of the step, for which :mod:`bench.codegen` has predictions.
 
-Each part is a process with a time limit, and a log in DIR. A part that fails or is ended does not affect the others; a
-benchmark's JSON file has the cases up to there. Needs no network. On a CPU the parts run the references of a few cases.
+Each part is a process with a time limit and a log in DIR. A part that fails or times out does not affect the others; a
+benchmark's JSON file has the cases before that. Needs no network. On a CPU the parts run the references of a few cases.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ import bench.ops
 from bench.harness import COLUMNS, parser, row, table
 
 OPERATORS = sorted(module.name for module in pkgutil.iter_modules(bench.ops.__path__))
-# Seconds until a part is ended.
+# Time limits in seconds.
 SECONDS = {"tests": 150, "step": 100, "profile": 40, "value_tree_attention": 50, "topk_candidates": 35}
 SECONDS |= {"ragged_linear": 40, "value_head": 25} | {name: 15 for name in OPERATORS if name not in SECONDS}
 TESTED = ("operator_laws", "operator_edges", *OPERATORS, "value_model", "step")
@@ -44,7 +44,7 @@ def command(part: str, out: Path) -> list[str]:
 
 
 def run(part: str, out: Path) -> str:
-    """Run a part; its outcome in words."""
+    """Run a part and return its outcome as text."""
     with (out / f"{part}.txt").open("w") as log:
         variables = {"HYPOTHESIS_PROFILE": "gpu", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         options = dict(stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables, timeout=SECONDS[part])
@@ -56,7 +56,7 @@ def run(part: str, out: Path) -> str:
 
 
 def summary(out: Path, outcomes: dict[str, str]) -> list[str]:
-    """The lines of summary.md: what each part came to, its last line, and the tables of the benchmarks."""
+    """The lines of summary.md: outcome and last line of each part, and the tables of the benchmarks."""
     last = {part: ((out / f"{part}.txt").read_text().strip().splitlines() or [""])[-1] for part in outcomes}
     rows = [(part, outcome, re.sub(r"[|=]+", " ", last[part])[:120]) for part, outcome in outcomes.items()]
     lines = table(("part", "outcome", "last line"), rows)

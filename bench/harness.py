@@ -1,11 +1,11 @@
-"""Benchmarks: cases beside their peers, timed by ``triton.testing``; one table, one JSON file, one plot.
+"""Benchmarks of cases and their peers, timed by ``triton.testing``, with a table, a JSON file and a plot.
 
 A case counts the bytes that it must move and the operations that it must do. Its floor is the larger of bytes / copy
 bandwidth and operations / matmul rate, both measured in the same run on the same device. Times are medians:
 
-- warm: ``do_bench_cudagraph``. The L2 cache holds what the call before has left there.
+- warm: ``do_bench_cudagraph``. The L2 cache holds data of the previous call.
 - cold: ``do_bench`` of a CUDA graph of one call. The L2 cache is overwritten before each call.
-- a run in :class:`Eager` is launched from Python (``do_bench``). Exposed host time counts.
+- a run in :class:`Eager` is launched from Python (``do_bench``) and includes exposed host time.
 
 On a CPU ``torch.utils.benchmark`` times the reference on the quick shapes.
 """
@@ -34,12 +34,12 @@ Shape = Mapping[str, Any]  # axis -> value, as B, K, L, V, model, dtype
 FLOATS = ("float32", "bfloat16", "float16")
 
 QUANTILES = [0.5, 0.2, 0.8]
-CPU_SECONDS = 0.1  # of a measurement
+CPU_SECONDS = 0.1  # per measurement
 
 
 @dataclass(frozen=True)
 class Eager:
-    """A run that waits for the host, or whose host time counts: no CUDA graph is captured of it."""
+    """A run that waits for the host, or that includes host time, so it is not captured in a CUDA graph."""
 
     run: Run
 
@@ -69,9 +69,9 @@ class Benchmark:
         operator: name of the results.
         make_case: makes a case from the axes of a shape, on the default device.
         production: the shape that matters most.
-        axes: axis -> values that replace the one of production, one at a time.
-        others: further shapes, as changes of production.
-        quick: the shapes of ``--quick`` and of a CPU, as changes of production.
+        axes: axis -> values that replace the value of ``production``, one at a time.
+        others: further shapes, as changes of ``production``.
+        quick: shapes for ``--quick`` and for a CPU, as changes of ``production``.
     """
 
     operator: str
@@ -159,7 +159,7 @@ def measure(run: Run | Eager, device: str) -> dict[str, float]:
 
 
 def captured(run: Run) -> torch.cuda.CUDAGraph:
-    """A graph of one call, which has run before."""
+    """A CUDA graph of one call, captured after a warm-up call."""
     graph = torch.cuda.CUDAGraph()
     run()
     torch.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""What a guided step costs the host, by batch size: ``python -m bench.host [--rows 1 8 64 512]``.
+"""Host cost of a guided step by batch size: ``python -m bench.host [--rows 1 8 64 512]``.
 
-On a CPU, without the kernels: launches are intercepted, so the step computes next to nothing. Counted are
+Runs on a CPU without kernels: launches are intercepted, so the step computes almost nothing. The command counts
 
 - trace events of Python (``sys.settrace``: calls, lines and returns), which a loop over requests multiplies;
-- torch operators, views left out and allocations included, and launches of Triton kernels;
-- the least CPU time of a step, launches not included.
+- torch operators, except views and including allocations, and launches of Triton kernels;
+- the minimum CPU time of a step, without launches.
 
 The guided step costs the same for every batch size (``tests/test_host.py``); the published algorithm does not.
 """
@@ -30,14 +30,14 @@ from lenvm_kernels.values import LengthProbe
 VOCAB, CACHED, DRAFTS = 4096, 16, 4
 STEPS = ("value model", "value model, drafts", "probe", "none", "two forwards")
 NARROW = dict(hidden_size=64, intermediate_size=128, head_dim=16)
-# Operators that launch nothing; scalar_tensor makes a number a tensor on the host.
+# Operators that launch nothing; scalar_tensor creates a tensor on the host.
 NO_LAUNCH = ("detach", "_unsafe_view", "lift_fresh", "scalar_tensor")
 REPEATS = 20
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs the host."""
+    """Host cost of a step: trace events, torch operators and launches."""
 
     events: int
     operators: int
@@ -45,7 +45,7 @@ class Cost:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts torch operators that launch a kernel on a GPU, and allocations, which are zeros here."""
+    """Counts torch operators that launch a kernel on a GPU, and allocations, which are ``torch.zeros`` here."""
 
     count = 0
 
@@ -56,7 +56,7 @@ class _Operators(TorchDispatchMode):
 
 
 def make_step(kind: str, rows: int, layers: int = 1) -> Callable[[], object]:
-    """A step of one of ``STEPS`` for a batch of ``rows``. Call it, and this, in :func:`without_kernels`."""
+    """A step of kind ``STEPS`` for a batch of ``rows``. Make and call it within :func:`without_kernels`."""
     options = dict(cached=CACHED, vocab_size=VOCAB)
     if kind == "none":
         return Decode(None, rows, backend="triton", **options)
@@ -77,7 +77,7 @@ def make_step(kind: str, rows: int, layers: int = 1) -> Callable[[], object]:
 
 
 def cost_of(kind: str, rows: int, layers: int = 1) -> Cost:
-    """Counts of a step; exact, and the same in each run."""
+    """Counts of a step, which are exact and reproducible."""
     events = 0
 
     def trace(frame: object, event: str, argument: object) -> Callable:
@@ -87,7 +87,7 @@ def cost_of(kind: str, rows: int, layers: int = 1) -> Cost:
 
     with torch.no_grad(), without_kernels():
         step = make_step(kind, rows, layers)
-        step()  # includes work that is done once
+        step()  # one-time work
         with without_kernels() as launches, _Operators() as operators:
             step()
         before = sys.gettrace()
@@ -100,7 +100,7 @@ def cost_of(kind: str, rows: int, layers: int = 1) -> Cost:
 
 
 def seconds_of(kind: str, rows: int) -> float:
-    """The least CPU seconds of a step."""
+    """Minimum CPU seconds of a step."""
     with without_kernels():
         step, seconds = make_step(kind, rows), []
         for _ in range(REPEATS):

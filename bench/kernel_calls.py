@@ -1,7 +1,7 @@
-"""Every kernel in every form in which it is launched: the calls that :mod:`bench.codegen` compiles.
+"""Calls of every kernel in every form, which :mod:`bench.codegen` compiles.
 
-An operator's calls are the ``FORMS`` beside its benchmark in ``bench/ops``. Random numbers are zeros here: compilation
-depends on dtypes, sizes and alignments only.
+An operator's calls are the ``FORMS`` of its benchmark in ``bench/ops``. Random numbers are zeros here, because
+compilation depends on dtypes, sizes and alignments only.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, Ste
 from lenvm_kernels.values import ValueModel
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
-MAX_LEN, MAX_CANDIDATES = 4096, 8  # k 5 and 8 take the same kernels
+MAX_LEN, MAX_CANDIDATES = 4096, 8  # k 5 and 8 use the same kernels
 
 bf16, i32, i64 = (partial(torch.zeros, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
 

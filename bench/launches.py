@@ -1,4 +1,4 @@
-"""Triton's launches: seen, left out, or compiled for a GPU that is not there."""
+"""Interception of Triton launches: record them, skip them, or compile them for another GPU."""
 
 import importlib
 import pkgutil
@@ -29,12 +29,12 @@ def kernels() -> dict[str, object]:
 
 @contextmanager
 def intercept_launches(handle: Callable[[str, partial], object]) -> Iterator[None]:
-    """In here ``handle(name, launch)`` takes the place of every launch of a kernel, compiled or interpreted.
+    """Context in which ``handle(name, launch)`` replaces every launch of a kernel, compiled or interpreted.
 
     Args:
-        handle: gets the kernel's name, and what launches it when called. The ``args`` of ``launch`` are the kernel and
-            its arguments, of which each is a tensor, a number, None, or a tuple of such; its ``keywords`` are the
-            others, the grid and the options. What ``handle`` returns is what the launch returns.
+        handle: called with the kernel's name and a ``partial`` that launches it. The ``args`` of ``launch`` are the
+            kernel and its arguments (tensors, numbers, None, or tuples of these); its ``keywords`` are keyword
+            arguments, the grid and the options. The launch returns the result of ``handle``.
     """
 
     def replacement(run: Callable) -> Callable:
@@ -51,10 +51,10 @@ def intercept_launches(handle: Callable[[str, partial], object]) -> Iterator[Non
 
 @contextmanager
 def kernels_on_cpu(architecture: str = "") -> Iterator[None]:
-    """In here operators with the backend ``triton`` take CPU tensors up to the launches of their kernels.
+    """Context in which operators with the backend ``triton`` accept CPU tensors up to the launches of their kernels.
 
     Args:
-        architecture: for which GPU they choose launch configurations, see :mod:`lenvm_kernels.ops._common`.
+        architecture: GPU for which launch configurations are chosen, see :mod:`lenvm_kernels.ops._common`.
     """
     with (
         mock.patch.object(ops_common, "INTERPRETED", True),
@@ -65,9 +65,9 @@ def kernels_on_cpu(architecture: str = "") -> Iterator[None]:
 
 @contextmanager
 def empty_is_zero(random: bool = False) -> Iterator[None]:
-    """In here ``torch.empty`` gives zeros. What a kernel that is not launched has not written may be an index.
+    """Context in which ``torch.empty`` returns zeros, because outputs of skipped kernels may be used as indices.
 
-    With ``random`` so do ``torch.rand`` and ``torch.randn``: nothing looks at the values, and zeros take no time."""
+    With ``random``, ``torch.rand`` and ``torch.randn`` do too, because their values are unused and zeros are faster."""
     with ExitStack() as patches:
         for name in ("empty", *(("rand", "randn") if random else ())):
             patches.enter_context(mock.patch.object(torch, name, torch.zeros))
@@ -77,14 +77,14 @@ def empty_is_zero(random: bool = False) -> Iterator[None]:
 
 @contextmanager
 def without_kernels() -> Iterator[list[str]]:
-    """In here operators on CPU tensors launch nothing; gives the names of what they would."""
+    """Context in which operators on CPU tensors launch nothing; yields the names of skipped kernels."""
     launches: list[str] = []
     with kernels_on_cpu(), empty_is_zero(), intercept_launches(lambda name, launch: launches.append(name)):
         yield launches
 
 
 class CompileOnlyDriver:
-    """The part of a Triton driver that compilation asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -104,7 +104,7 @@ class CompileOnlyDriver:
 
 @contextmanager
 def targeting(target: GPUTarget) -> Iterator[None]:
-    """In here operators on CPU tensors do as on ``target``, up to the launches. Not in a process that interprets."""
+    """Context in which operators on CPU tensors act as on ``target`` up to the launches. Not with TRITON_INTERPRET."""
     triton.runtime.driver.set_active(CompileOnlyDriver(target))
     with kernels_on_cpu("hip" if target.backend == "hip" else f"sm_{target.arch}"), empty_is_zero():
         yield
@@ -112,9 +112,9 @@ def targeting(target: GPUTarget) -> Iterator[None]:
 
 @contextmanager
 def compiling_for(target: GPUTarget, once: bool = False) -> Iterator[list[tuple[str, object]]]:
-    """In here operators on CPU tensors compile for ``target`` and launch nothing; gives (kernel, compiled) of each.
+    """Context in which operators on CPU tensors only compile for ``target``; yields (name, compiled kernel) pairs.
 
-    With ``once`` the first launch of each kernel only."""
+    With ``once``, only the first launch of each kernel compiles."""
     compiled, names = [], set()
 
     def compile_only(name: str, launch: partial) -> object:

@@ -44,16 +44,16 @@ Request = tuple[str, Body, str]  # kind, body of a chat completion, and the answ
 
 @dataclass
 class Report:
-    """Numbers of answers by kind, and what the server holds."""
+    """Numbers of answers by kind, and the server's metrics before and after."""
 
-    before: dict[str, float]  # of :func:`held`
+    before: dict[str, float]  # result of :func:`held`
     after: dict[str, float] = field(default_factory=dict)
     answers: Counter[str] = field(default_factory=Counter)
     different: Counter[str] = field(default_factory=Counter)  # not the answer of the quiet server
     wrong: list[str] = field(default_factory=list)  # other failures
 
     def markdown(self) -> str:
-        """Tables of the answers and of what the server holds."""
+        """Tables of the answers and of the server's metrics."""
         lines = ["| requests | answers | different |", "| --- | --- | --- |"]
         lines += [f"| {kind} | {n} | {self.different[kind]} |" for kind, n in sorted(self.answers.items())]
         lines += ["", "| held | before | after |", "| --- | --- | --- |"]
@@ -62,7 +62,7 @@ class Report:
 
 
 def bodies_of(engine: str, model: str, max_tokens: int, also: Collection[str], span_end: int | None) -> list[Request]:
-    """Requests without answers; ``also`` is of :data:`OTHERS`, and spans are requested if a token ends them."""
+    """Requests without answers; ``also`` are kinds in :data:`OTHERS`. Spans are included if ``span_end`` is a token."""
     wanted = {"guided", "guided every step", "unguided", *also, "" if span_end is None else "span"}
     kinds: dict[str, Body] = {
         "guided": {"target_length": max_tokens // 3},
@@ -96,7 +96,7 @@ def quiet(url: str, requests: Sequence[Request]) -> list[Request]:
 
 
 def run(url: str, requests: Sequence[Request], seconds: float, workers: int, pid: int | None = None) -> Report:
-    """Send the ``requests`` of :func:`quiet` in any order by ``workers`` threads, among aborted and refused ones."""
+    """Send the ``requests`` of :func:`quiet` in random order by ``workers`` threads, among aborted and wrong ones."""
     report, lock, end = Report(held(url, pid)), threading.Lock(), time.monotonic() + seconds
 
     def work(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Other implementations of the operators, measured beside them in the same run.
+"""Other implementations of the operators, measured in the same run.
 
 A function takes the tensors of an operator, prepares what the peer requires, and returns ``run``, one call of the peer.
 Preparation is not timed. A peer's package is imported in its function; the harness records an exception as its result.

@@ -6,7 +6,7 @@
 The first form starts two servers in turn: one without the plugin, one with ``LENVM_VALUE_MODEL`` set to W. The second
 uses running servers. A condition is a number of candidates (``--k``, the top-k of both servers) and a number of
 concurrent requests (``--concurrency``). In each condition both servers get the same prompts, filters and seeds. Ends of
-sequence are ignored: every output has ``--max-tokens`` tokens. Each prompt begins with a head of its own per condition,
+sequence are ignored: every output has ``--max-tokens`` tokens. Each prompt begins with a head unique to its condition,
 so that no prefix is cached. Requests with few tokens warm up each condition.
 
 ``--out`` gets ``summary.csv``, a line per server and condition, the same with command and versions in ``summary.json``,

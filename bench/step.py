@@ -1,11 +1,11 @@
-"""Time of the whole guided step beside the published algorithm: ``python -m bench.step [--profile]``.
+"""Time of the whole guided step and of the published algorithm: ``python -m bench.step [--profile]``.
 
 Value models and probes have real dimensions and random weights. Every request has L cached tokens, one more with each
 step up to L + 31, when the lengths start again, and five candidates. The floor counts weights and cached prefixes read
 once, the operations of live tokens, and the scores. Axes:
 
 - ``values``: a value model, ``probe 7B`` (states of a 7B base model) or ``none``;
-- ``launch graph``: the whole step in one CUDA graph. ``launch python``: as an engine calls it; host time counts.
+- ``launch graph``: the whole step in one CUDA graph. ``launch python``: called as in an engine, with host time.
 
 ``--profile`` measures what :mod:`bench.codegen` compiles: every kernel's launches, time, registers and shared memory.
 """
@@ -29,7 +29,7 @@ from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, Step
 from lenvm_kernels.values import LengthProbe, ValueModel
 
 CACHED, MORE_CACHED, TOP_K = 512, 32, 5
-REPLAYS = 4  # of a profile; the first is left out
+REPLAYS = 4  # replays per profile, the first of which is ignored
 
 
 class Decode:
@@ -132,7 +132,7 @@ def make_case(*, values, B, L, launch, dtype="bfloat16"):
 
 
 def profile(values: str, B: int) -> list[str]:
-    """Kernels of a step in a CUDA graph, in a table: launches, microseconds, gap before, registers, shared memory."""
+    """Table of a step's kernels in a CUDA graph: launches, microseconds, gap before, registers, shared memory."""
     with torch.device("cuda"):
         step = Decode(make_values(values, torch.bfloat16, "cuda", VOCAB), B, graphs=False)
         step.check()
@@ -149,7 +149,7 @@ def profile(values: str, B: int) -> list[str]:
 
 
 def kernels_of(events: list[dict]) -> list[tuple]:
-    """Rows of a profile from the trace of ``REPLAYS`` replays, the longest in all first."""
+    """Rows of a profile from the trace of ``REPLAYS`` replays, sorted by descending total time."""
     events = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
     events = events[len(events) // REPLAYS :]
     found = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The published guided step as the baseline of speed comparisons: two forwards, and host work between them.
+"""The published guided step, the baseline of speed comparisons: two forwards with host work in between.
 
 The algorithm of the authors' fork of SGLang (eric-ai-lab/Length-Value-Model, ``sglang-LenVM``, in-process value model)
 in eager PyTorch on the weights of a :class:`ValueModel`, with its host reads. Every row has a top-k. All rows have a
@@ -82,7 +82,7 @@ def candidates_of(probs: Tensor, requests: Sequence[Request | None], sampling: S
     """Candidates of the guided rows of ``probs [B, V]``, at least one.
 
     Raises:
-        ValueError: a row without a top-k, or rows with a target beside rows without one.
+        ValueError: a row has no top-k, or only some rows have a target.
     """
     guided = [i for i, request in enumerate(requests) if request is not None]
     index = torch.tensor(guided, device=probs.device)
@@ -172,8 +172,8 @@ class TwoForwardStep:
 
     Args:
         value_model: the value model whose weights run.
-        slots: the engine's slots. The value model has a pool of its own with room for as many tokens, and candidates.
-        config: ``max_requests``, ``max_candidates`` (the most of a row; room, not a filter) and ``chunk_tokens`` count.
+        slots: the engine's slots. The value model has a separate pool for the same number of tokens, and candidates.
+        config: only ``max_requests``, ``max_candidates`` (a limit per row, not a filter) and ``chunk_tokens`` are used.
 
     Attributes:
         requests: guided requests by row.
@@ -193,7 +193,7 @@ class TwoForwardStep:
         self._head = [x.to(value_model.dtype) for x in value_model.head]
 
     def add_request(self, table_row, params, eos_token_ids, *, prompt_len=0, seed=0) -> None:
-        """Admit a request into a row; without ``params`` the row's request leaves and gives back its slots.
+        """Admit a request into a row. If ``params`` is None, remove the row's request and free its slots.
 
         Raises:
             ValueError: guidance other than by a scale (``mul``) or to a target (``eq``).
@@ -232,9 +232,9 @@ class TwoForwardStep:
         """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, filters as tensors.
 
         Raises:
-            ValueError: missing tokens of a row, a row with more candidates than room, a row without a top-k, or rows
-                with a target beside rows without one.
-            RuntimeError: no free slots.
+            ValueError: a row lacks tokens, has more candidates than ``max_candidates`` or no top-k, or only some rows
+                have a target.
+            RuntimeError: there are no free slots.
         """
         # The engine's own read of the drawn tokens, from which the fork takes its requests' tokens.
         numbers = torch.stack([x.long() for x in (batch.table_rows, batch.tokens, batch.lengths)], 1).tolist()

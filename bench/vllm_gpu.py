@@ -96,7 +96,7 @@ def environment_of(args: argparse.Namespace, mode: str) -> dict[str, str]:
 
 
 class Bench:
-    """The engine of a mode, in this process, and what is measured with it."""
+    """The engine of a mode in this process, and its measurements."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         import vllm
@@ -122,7 +122,7 @@ class Bench:
         cache = self.llm.llm_engine.vllm_config.cache_config
         self.common["kv_tokens"] = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
         self.common["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        gc.unfreeze()  # vLLM has hidden what it made from the collector
+        gc.unfreeze()  # vLLM has frozen its objects
         self.guide = next((x for x in gc.get_objects() if type(x) is Guide), None)
         gc.freeze()
         if (self.guide is None) != (args.mode == "plain"):

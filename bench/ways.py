@@ -1,4 +1,4 @@
-"""Cost and result of a target length by each way to request it, on the demo's models: ``python -m bench.ways``.
+"""Cost and result of each way to request a target length, on the demo's models: ``python -m bench.ways``.
 
 Every way answers the same prompts, one batch per seed, by ``model.generate`` with the same temperature, top-k, min-p:
 
@@ -75,7 +75,7 @@ class TwoForwardProcessor(LogitsProcessor):
             self.step.extend(input_ids.flatten(), None, self._rows, starts, self._lens - 1, none)
         else:
             for row in self._rows[torch.isin(input_ids[:, -1], self._eos)].tolist():
-                self.step.add_request(row, None, set())  # its answer has ended
+                self.step.add_request(row, None, set())  # the answer has ended
         batch = StepBatch(input_ids[:, -1], self._rows, self._lens + generated)
         return self.step.step(scores, batch, self._sampling).probs.log()
 

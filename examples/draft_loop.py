@@ -3,9 +3,9 @@
     python examples/draft_loop.py
     python examples/draft_loop.py --no-drafts  # the same text, in more steps
 
-A draft is what followed the last two tokens where they stood before: prompts that ask to repeat something show it. The
-base model is a model of transformers, run for one request at a time, as in ``engine_loop.py``, which has requests that
-come and go. ``docs/guided-step.md`` explains the calls.
+Drafts are the tokens that followed an earlier occurrence of the last two tokens, so prompts ask for repetition. The
+base model is a transformers model, run for one request at a time. In ``engine_loop.py`` requests also arrive and leave
+while others run. ``docs/guided-step.md`` explains the calls.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from lenvm_kernels import Drafts, GuidedStep, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
 from lenvm_kernels.loading.models import Models
 
-MAX_DRAFTS, MAX_LEN, PAGE_SIZE = 4, 1024, 16  # drafts of a step, tokens of a request, slots of a page
+MAX_DRAFTS, MAX_LEN, PAGE_SIZE = 4, 1024, 16  # drafts per step, tokens per request, slots per page
 SAMPLING = Sampling(top_k=8, top_p=1.0, min_p=0.02, temperature=0.6, is_logits=True, sample=True)
 REQUESTS = [  # a prompt and its custom_params
     ("Say this three times: A comet is a ball of ice and dust.", {"value_mode": "centered_exp", "value_scale": -10}),
@@ -42,7 +42,7 @@ eos_token_ids = set(models.eos_token_ids)
 
 @dataclass
 class Request:
-    """What the engine knows of a request."""
+    """The engine's state of a request."""
 
     table_row: int
     prompt_len: int
@@ -57,7 +57,7 @@ def int32(values):
 
 
 def draft(tokens):
-    """What followed the last two tokens where they stood before; an empty list if they are new."""
+    """Tokens after the last earlier occurrence of the last two tokens; empty if there is none."""
     if args.no_drafts:
         return []
     for i in reversed(range(2, len(tokens))):
@@ -83,7 +83,7 @@ if device == "cuda":
 
 
 def arrive(table_row, text, guidance):
-    """A request takes a table row and the slots of its prompt."""
+    """Give a request its table row and the slots of its prompt."""
     tokens = models.encode([text])["input_ids"][0].tolist()
     slots.extend(table_row, len(tokens))
     params = parse_guidance(guidance, gamma=models.value_model.lenvm_config.gamma)
@@ -103,14 +103,14 @@ def decode(batch):
     table_rows = int32([request.table_row for request in batch])
     lengths = int32([len(request.tokens) for request in batch])
 
-    # The tokens that each sequence has taken since its last step, and a chain of drafts after them.
+    # New tokens of each sequence since its last step, and a chain of drafts after them.
     width = 1 + MAX_DRAFTS
     new_lens = int32([request.new for request in batch])
     tokens = int32([(request.tokens[-request.new :] + [0] * width)[:width] for request in batch])
     token_ids = int32([(tokens + [-1] * MAX_DRAFTS)[:MAX_DRAFTS] for tokens in drafted])
     drafts = Drafts(token_ids, parents=int32([range(-1, MAX_DRAFTS - 1)] * len(batch)))
 
-    # A draft is taken where it is the token drawn, and the draw after the last of them.
+    # A draft is accepted if it equals the drawn token. The token drawn after the last accepted draft is also added.
     told = StepBatch(tokens, table_rows, lengths, new_lens)
     output = step.step(logits, told, SAMPLING, drafts, verify="same_draws")
 
@@ -120,11 +120,11 @@ def decode(batch):
         request.new, request.steps = count, request.steps + 1
         left = request.cache.get_seq_length() - (len(request.tokens) - 1)
         if left:
-            request.cache.crop(-left)  # the base model forgets the drafts that were not taken
+            request.cache.crop(-left)  # remove rejected drafts from the base model's cache
 
 
 def end(request):
-    """Where the answer ends: after an end of sequence, at the limit, or None if not yet."""
+    """Length at which the sequence ends, by an end of sequence or at the limit; None if it has not ended."""
     limit = request.prompt_len + args.max_new_tokens
     ends = [i + 1 for i, token in enumerate(request.tokens) if i >= request.prompt_len and token in eos_token_ids]
     found = min([*ends, limit])

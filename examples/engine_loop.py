@@ -1,10 +1,10 @@
-"""The loop of an engine around a guided step: requests arrive, share a batch whatever they ask for, and leave.
+"""An engine's loop with a guided step: requests arrive, share a batch with any mix of guidance, and leave.
 
     python examples/engine_loop.py
     python examples/engine_loop.py --model BASE --value-model VALUE
 
-The base model stands in for an engine's own: it is a model of transformers, run for one request at a time. All the rest
-is what an engine does for guidance. ``docs/guided-step.md`` explains the calls.
+The base model, a transformers model that runs one request at a time, stands in for that of an engine. Everything else
+is an engine's work for guidance. ``docs/guided-step.md`` explains the calls.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from transformers import DynamicCache
 from lenvm_kernels import GuidedStep, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
 from lenvm_kernels.loading.models import Models
 
-TABLE_ROWS, MAX_LEN, PAGE_SIZE = 2, 1024, 16  # requests at a time, tokens of a request, slots of a page
-# A number for all, or a tensor with that of each.
+TABLE_ROWS, MAX_LEN, PAGE_SIZE = 2, 1024, 16  # concurrent requests, tokens per request, slots per page
+# Each filter is a number for all requests, or a tensor with one number per request.
 SAMPLING = Sampling(top_k=8, top_p=1.0, min_p=0.02, temperature=0.8, is_logits=True, sample=True)
 REQUESTS = [  # a prompt and its custom_params
     ("What is a comet?", None),
@@ -39,7 +39,7 @@ eos_token_ids = set(models.eos_token_ids)
 
 @dataclass
 class Request:
-    """What the engine knows of a request."""
+    """The engine's state of a request."""
 
     table_row: int
     text: str
@@ -60,15 +60,15 @@ def base_logits(request):
     return models.model(new, past_key_values=request.cache, use_cache=True).logits[0, -1].float()
 
 
-# An engine brings a slot table of its own; PagedSlots is for those that have none.
+# PagedSlots is for engines without a slot table.
 slots = PagedSlots(TABLE_ROWS, MAX_LEN, page_size=PAGE_SIZE, device=device)
 step = GuidedStep(value_model, slots, StepConfig(vocab_size=vocab_size))
 if device == "cuda":
-    step.warm_up()  # compiles all that steps will need, and captures a graph for 1, 2, 4, ... requests
+    step.warm_up()  # compiles all kernels, and captures a CUDA graph for 1, 2, 4, ... requests
 
 
 def arrive(table_row, text, guidance, seed):
-    """A request takes a table row and the slots of its prompt."""
+    """Give a request its table row and the slots of its prompt."""
     tokens = models.encode([text])["input_ids"][0].tolist()
     slots.extend(table_row, len(tokens))
     params = None if guidance is None else parse_guidance(guidance, gamma=value_model.lenvm_config.gamma)
@@ -85,7 +85,7 @@ def arrive(table_row, text, guidance, seed):
 def decode(batch):
     """Draw one token for every request of the batch."""
     logits = torch.stack([base_logits(request) for request in batch])
-    # The engine's own draw, for requests without guidance and for steps that an entropy threshold skips.
+    # The engine's own draw, for unguided requests and for steps skipped by an entropy threshold.
     top = (logits / SAMPLING.temperature).topk(SAMPLING.top_k, dim=1)
     drawn = top.indices.gather(1, torch.multinomial(top.values.softmax(1), 1))[:, 0]
 

@@ -1,6 +1,6 @@
-"""The guidance of the LenVM fork of SGLang as a function that ``lenvm fuzz`` can test.
+"""The guidance of the LenVM fork of SGLang, as a function for ``lenvm fuzz``.
 
-With the fork (eric-ai-lab/Length-Value-Model, sglang-LenVM) and what it depends on installed, in this directory::
+With the fork (eric-ai-lab/Length-Value-Model, sglang-LenVM) and its dependencies installed, in this directory::
 
     lenvm fuzz --against fork_guidance:reweight_scatter --reference-only
 """
@@ -47,7 +47,7 @@ def reweight_scatter(candidates, value_logits, table, *, table_rows=None, genera
 
 
 def request(table, row, generated):
-    """What the fork reads of a request."""
+    """The attributes of a request that the fork reads."""
     mode = Mode(int(table.mode[row]))
     params = {"gamma": float(torch.exp(-table.nats_per_token[row].double()))}
     if mode in CONSTRAINTS:

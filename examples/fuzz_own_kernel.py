@@ -1,9 +1,9 @@
-"""A Triton kernel of one's own in place of an operator's, for ``lenvm fuzz`` to look for its faults. In this directory:
+"""A custom Triton kernel in place of an operator's, tested by ``lenvm fuzz``. In this directory:
 
     lenvm fuzz --against fuzz_own_kernel:value_head --only norm=False
 
-Without a GPU the kernel runs in Triton's interpreter. It is a plain one: right, and with the same bits in any batch,
-but it reads W1 once a token.
+Without a GPU the kernel runs in Triton's interpreter. The kernel is simple: it is correct, and bitwise identical in any
+batch, but it reads W1 once per token.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _value_head_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One program a token: no sum depends on the other tokens, so none of its bits does."""
+    """One program per token, so no sum depends on other tokens."""
     token_row = tl.load(token_rows_ptr + tl.program_id(0)).to(tl.int64)
     is_token = (token_row >= 0) & (token_row < T)
     column, n = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)

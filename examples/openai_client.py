@@ -1,4 +1,4 @@
-"""A length target asked of a guided server of SGLang or vLLM, through the OpenAI client (``pip install openai``).
+"""Request a length target from a guided SGLang or vLLM server with the OpenAI client (``pip install openai``).
 
 LENVM_VALUE_MODEL=VALUE python -m sglang.launch_server --model-path BASE   # or, with the demo's models: make serve
 python examples/openai_client.py --prompt "What is photosynthesis?" --target-length 60
@@ -11,7 +11,7 @@ import argparse
 
 import openai
 
-GUIDANCE = {"sglang": "custom_params", "vllm": "vllm_xargs"}  # what each engine calls the field
+GUIDANCE = {"sglang": "custom_params", "vllm": "vllm_xargs"}  # the engines' names of the field
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--engine", choices=GUIDANCE, default="sglang")

@@ -1,4 +1,4 @@
-"""The heart of a guided step in four calls, on a CPU (the PyTorch reference) or a GPU (the Triton kernels).
+"""The core of a guided step in four calls, on a CPU (the PyTorch reference) or a GPU (the Triton kernels).
 
 Run it with ``python examples/operators.py``.
 """
@@ -33,7 +33,7 @@ candidates = topk_candidates(logits, top_k=5, top_p=1.0, min_p=0.0, temperature=
 q, k, v, cache = randn(9, 12, 64), randn(9, 2, 64), randn(9, 2, 64), randn(2, 100, 2, 64)
 out = value_tree_attention(q, k, v, *cache, i32(1, 2, 3, 4)[None], i32(0), i32(4), i32(0, 9), i32(8))
 
-# 3 value head: one logit a candidate, token rows 1 to 8 of the hidden states
+# 3 value head: one logit per candidate, token rows 1 to 8 of the hidden states
 hidden, head = out.flatten(1), (randn(768, 768) / 28, randn(768), randn(1, 768) / 28, randn(1))
 value_logits = value_head(hidden, *head, token_rows=torch.arange(1, 9, device=device)).view(1, 8)
 

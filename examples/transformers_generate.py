@@ -1,4 +1,4 @@
-"""Length-guided ``model.generate`` of transformers: prompts of one batch, each with guidance of its own.
+"""Length-guided ``model.generate`` of transformers: prompts of one batch, each with its own guidance.
 
     python examples/transformers_generate.py
     python examples/transformers_generate.py --model BASE --value-model VALUE --prompts "What is a comet?"
@@ -17,7 +17,7 @@ from lenvm_kernels import ValueModel
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.loading.models import Models
 
-SAMPLING = dict(temperature=0.8, top_k=8, min_p=0.02)  # the processor applies it, generate is told to sample as it is
+SAMPLING = dict(temperature=0.8, top_k=8, min_p=0.02)  # the processor applies the filters; generate samples without any
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="demo")
@@ -44,7 +44,7 @@ inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left"
 output = lenvm_kernels.generate(model, **inputs, tokenizer=tokenizer, target_length=60, max_new_tokens=200)
 print(tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
-# As the model likes; shorter; as close to 40 tokens as its candidates get. A list would give each prompt its own.
+# Unguided; shorter; as close to 40 tokens as candidates allow. A list would give each prompt its own guidance.
 for guidance in (
     None,
     {"value_mode": "centered_exp", "value_scale": -60},
@@ -59,7 +59,7 @@ for guidance in (
         guidance,
         inputs["attention_mask"],
         max_new_tokens=args.max_new_tokens,
-        tokenizers=(tokenizer, tokenizer),  # so that texts end where sentences do
+        tokenizers=(tokenizer, tokenizer),  # so that texts end with a sentence
         **SAMPLING,
     )
     output = model.generate(**inputs, **processor.generation_kwargs)

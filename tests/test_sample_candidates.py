@@ -1,4 +1,4 @@
-"""``sample_candidates``: the generator's known answers, the kernel's draws and the reference's, their statistics."""
+"""``sample_candidates``: known answers of the generator, draws of kernel and reference, and their statistics."""
 
 import math
 
@@ -17,13 +17,13 @@ LARGEST_U = 1 - 2.0**-24
 
 @pytest.fixture
 def large_tiles(monkeypatch, device):
-    """Rows of a tile do not see each other, and the interpreter takes as long for a row as for 1,024."""
+    """Use large tiles: the interpreter takes as long for one row as for 1,024, and rows are independent."""
     if device.type == "cpu":
         monkeypatch.setattr(module, "TILE", 65_536)
 
 
 def draw(guided_probs, seeds, positions, device, *, token_ids=None, status=None, temperature=None, backend="triton"):
-    """Tokens drawn; without ``token_ids`` they are the slots' numbers."""
+    """Drawn tokens, or drawn slots if ``token_ids`` is None."""
     rows, slots = guided_probs.shape
     if token_ids is None:
         token_ids = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
@@ -54,7 +54,7 @@ def filled(rows, value):
         ),
     ],
 )
-def test_generator_gives_the_known_answers(counter, key, answer):
+def test_generator_known_answers(counter, key, answer):
     counter, key = ([torch.tensor([word]) for word in words] for words in (counter, key))
     assert [word.item() for word in philox4x32(counter, key)] == answer
 
@@ -70,8 +70,8 @@ def test_seed_is_the_key_and_position_the_counter():
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(2000, 1), (2000, 2), (2000, 8), (2000, 64)])
-def test_equal_candidates_divide_the_unit_interval(device, large_tiles, backend, rows, slots):
-    """All sums are exact whether they end at 1 or at 3 * 2^20: the slot drawn is the integer part of ``K u``."""
+def test_equal_candidates_split_unit_interval_evenly(device, large_tiles, backend, rows, slots):
+    """All partial sums are exact for totals 1 and 3 * 2^20, so the drawn slot is the integer part of ``K u``."""
     seeds, positions = torch.arange(rows) // 50, torch.arange(rows)
     expected = (uniform(seeds, positions) * slots).int()
     for total in (1.0, 3 * 2.0**20):
@@ -79,7 +79,7 @@ def test_equal_candidates_divide_the_unit_interval(device, large_tiles, backend,
         assert torch.equal(draw(p, seeds, positions, device, backend=backend), expected)
 
 
-# Positions of seed 0 where u is at its ends.
+# Positions at which seed 0 gives the smallest and the largest u.
 AT_ZERO, AT_LARGEST = 14_883_995, 38_471_471
 
 
@@ -90,19 +90,19 @@ def test_ends_of_the_unit_interval_draw_candidates_only(device, backend):
     for p, first, last in (
         ([0.0, 0.25, 0.0, 0.5, 0.25, 0.0, 0.0, 0.0], 1, 4),
         ([0.1, 0.7, 0.2, 0.0], 0, 2),
-        ([1.0] + [2.0**-24] * 7, 0, 0),  # slot by slot: each sum rounds back to 1
+        ([1.0] + [2.0**-24] * 7, 0, 0),  # in slot order, each sum rounds back to 1
         ([0.0, 2.0**-149, 0.0, 0.0], 1, 1),  # u * total rounds up to total
         ([0.0, math.inf, 1.0, 0.0], 1, 2),
         ([-1.0, math.nan, 1.0, 0.0], 2, 2),
     ):
         drawn = draw(torch.tensor([p, p]), seeds, ends, device, backend=backend)
         assert drawn[1] == last
-        assert drawn[0] == (last if math.inf in p else first)  # 0 * inf is no threshold
+        assert drawn[0] == (last if math.inf in p else first)  # 0 * inf is NaN, not a threshold
 
 
 @pytest.mark.parametrize("varies", ["position", "seed", "high word of the seed"])
 def test_draws_follow_the_probabilities_and_are_independent(device, large_tiles, varies):
-    """Of neighbours. The probabilities need not sum to 1."""
+    """Pairs of adjacent draws are independent. The probabilities do not sum to 1."""
     rows = 40_000
     p = torch.tensor([0.4, 0.3, 0.2, 0.1])
     order, fixed = torch.arange(rows), filled(rows, 99)
@@ -114,7 +114,7 @@ def test_draws_follow_the_probabilities_and_are_independent(device, large_tiles,
     assert p_value(pairs, torch.outer(p, p).flatten() * rows / 2) > 0.001
 
 
-def test_greedy_rows_take_the_most_probable_candidate(device, backend):
+def test_greedy_rows_draw_most_probable_candidate(device, backend):
     p = torch.tensor([[0.2, 0.3, 0.1, 0.3]]).repeat(64, 1)
     seeds, positions = filled(64, 3), torch.arange(64)
     sampled = draw(p, seeds, positions, device, backend=backend)
@@ -127,7 +127,7 @@ def test_greedy_rows_take_the_most_probable_candidate(device, backend):
 
 
 @pytest.mark.parametrize("temperature", [None, 0.0])
-def test_rows_without_a_draw_give_minus_one(device, backend, temperature):
+def test_rows_without_draw_return_minus_one(device, backend, temperature):
     p = torch.tensor([[0.5, 0.5]] * 4 + [[0.0, 0.0], [-1.0, math.nan], [0.0, 1.0]])
     status = torch.tensor([*STATUSES, *[int(Status.GUIDE)] * 3], dtype=torch.int8)
     token_ids = torch.tensor([[7, 7]] * 6 + [[7, 9]], dtype=torch.int32)
@@ -140,7 +140,7 @@ def test_rows_without_a_draw_give_minus_one(device, backend, temperature):
 
 @pytest.mark.parametrize("temperature", [None, 0.0])
 def test_negative_weights_count_as_zero(device, backend, temperature):
-    """Before, between and after the others, in rows apart by more than K."""
+    """Negative weights before, between and after the others; rows have a stride larger than K."""
     rows = 64
     p = torch.tensor([-0.5, 0.25, -1.0, 0.5, -math.inf, 0.125, math.nan, -2.0]).repeat(rows, 1)
     p = torch.nn.functional.pad(p, (0, 5), value=9.0)[:, :8]
@@ -153,8 +153,8 @@ def test_negative_weights_count_as_zero(device, backend, temperature):
     assert torch.equal(drawn, expected.int())
 
 
-def test_rows_have_their_own_seed_position_and_tokens(device, backend):
-    """Requests of several lengths: each row's draw is that of its own seed and position, alone; token 0 is a token."""
+def test_rows_use_their_own_seed_position_and_tokens(device, backend):
+    """Each row's draw depends on its own seed and position only; token 0 is a valid token."""
     rng = torch.Generator().manual_seed(3)
     seeds = torch.tensor([5, -3, 5, 2**40 + 1, 5, 0]).repeat(6)
     positions = torch.tensor([1, 70, 7000, 70, 2, 2**31 - 1]).repeat_interleave(6)
@@ -171,20 +171,20 @@ def test_rows_have_their_own_seed_position_and_tokens(device, backend):
         assert torch.equal(drawn, expected)
 
 
-def test_reference_takes_fp64():
+def test_reference_accepts_fp64():
     p = torch.tensor([[2.0**-60, 1.0], [1.0, 2.0**-60]], dtype=torch.float64)
     drawn = draw(p, filled(2, 0), torch.tensor([AT_ZERO, AT_LARGEST]), "cpu", backend="reference")
     assert drawn.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("columns", [0, 3, 128])
-def test_bad_numbers_of_slots_are_named(device, columns):
+def test_invalid_number_of_slots_is_rejected(device, columns):
     with pytest.raises(ValueError, match=f"guided_probs must have a power of two up to 64 columns, got {columns}"):
         draw(torch.zeros(2, columns), filled(2, 0), filled(2, 0), device)
 
 
 @pytest.mark.parametrize("candidates", [None, {}])
-def test_candidates_of_another_type_are_named(candidates):
+def test_candidates_of_wrong_type_are_rejected(candidates):
     name = type(candidates).__name__
     with pytest.raises(TypeError, match=f"candidates must be the Candidates of topk_candidates, got {name}"):
         sample_candidates(candidates, torch.zeros(2, 4), filled(2, 0), filled(2, 0))

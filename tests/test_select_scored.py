@@ -1,4 +1,4 @@
-"""``select_scored``: what is scored for whom, who has to wait, and requests that do not exist."""
+"""``select_scored``: tokens scored per request, requests that are not due, and padding rows."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def make_candidates(token_ids, counts, status, device="cpu"):
 
 
 def make_requests(positions, wants_length, due=None, device="cpu"):
-    """Requests of so many rows, of which the fields that do not matter are 1. Their table rows go down to 0."""
+    """Requests with unused fields set to 1 and table rows in descending order down to 0."""
     rows = len(positions)
     requests = empty_requests(rows, device)
     for x in requests:
@@ -32,14 +32,14 @@ def make_requests(positions, wants_length, due=None, device="cpu"):
 
 
 def no_ends(rows, device="cpu"):
-    """End tokens of a table, all of them padding."""
+    """End tokens of a table without any: all padding."""
     return torch.full((rows, 3), -2, dtype=torch.int32, device=device)
 
 
-# One request of each status, each with two candidates but the single one; all want lengths.
+# One request of each status with two candidates (one if SINGLE); all request lengths.
 IDS, COUNTS = i32([5, 6], [7, 8], [0, -1], [9, 4], [2, 3]), i32(2, 2, 1, 2, 2)
 STATUS = [UNGUIDED, GUIDE, SINGLE, SKIP, GUIDE]
-DUE = [False, True, False, False, False]  # the last one's status becomes NOT_DUE
+DUE = [False, True, False, False, False]  # the status of the last request becomes NOT_DUE
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ DUE = [False, True, False, False, False]  # the last one's status becomes NOT_DU
         ),
     ],
 )
-def test_what_is_scored_of_each_status(device, backend, options, token_ids, counts, alone):
+def test_scored_tokens_of_each_status(device, backend, options, token_ids, counts, alone):
     options = dict(options)
     if "drawn" in options:
         options["drawn"] = i32(*options["drawn"]).to(device)
     candidates = make_candidates(IDS, COUNTS, STATUS, device)
     requests = make_requests([4, 5, 6, 7, 8], [True] * 5, DUE, device)
-    # Row 3 is that of the request that is due, which does not need its end tokens.
+    # Table row 3 belongs to the request that is due, whose end tokens are not read.
     ends = i32([-2, -2], [4, 9], [0, -2], [-2, -2], [6, 5]).to(device)
     scored = select_scored(candidates, requests, ends, **options, backend=backend)
     assert scored.token_ids.tolist() == token_ids
@@ -84,7 +84,7 @@ def test_what_is_scored_of_each_status(device, backend, options, token_ids, coun
     assert scored.alone.int().tolist() == alone
     assert scored.positions.tolist() == [5, 6, 7, 8, 9]
     assert candidates.status.tolist() == [UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE]
-    # Who wants no length has no token scored alone.
+    # Without requested lengths no token is scored alone.
     requests.wants_length.fill_(False)
     scored = select_scored(candidates, requests, ends, **options, backend=backend)
     assert not scored.alone.any()
@@ -94,13 +94,13 @@ def test_what_is_scored_of_each_status(device, backend, options, token_ids, coun
 
 
 @pytest.mark.parametrize("turn", range(4))
-def test_candidates_that_end_a_request_make_it_due(device, backend, turn):
-    """None of the requests is due. In any order, which takes end tokens of a table whose rows are apart."""
+def test_end_token_among_candidates_makes_request_due(device, backend, turn):
+    """No request is due by its stride. Requests come in any order; the table of end tokens is not contiguous."""
     ids, counts, rows, status, expected = zip(
-        ([1, 2, 3, 4], 4, 5, GUIDE, GUIDE),  # its first end token, in the last column
-        ([30, 31, 32, 33], 3, 2, GUIDE, GUIDE),  # its last one
-        ([30, 31, 33, 32], 2, 6, GUIDE, NOT_DUE),  # 33 is beyond those that count
-        ([8, 9, 33, 4], 4, 1, GUIDE, NOT_DUE),  # those are of others
+        ([1, 2, 3, 4], 4, 5, GUIDE, GUIDE),  # first end token, in the last candidate column
+        ([30, 31, 32, 33], 3, 2, GUIDE, GUIDE),  # last end token
+        ([30, 31, 33, 32], 2, 6, GUIDE, NOT_DUE),  # 33 is past the row's candidate count
+        ([8, 9, 33, 4], 4, 1, GUIDE, NOT_DUE),  # end tokens of other requests
         ([40, 41, -2, -1], 2, 3, GUIDE, NOT_DUE),  # -2 is padding
         ([33, 4, 7, 9], 0, 2, GUIDE, NOT_DUE),
         ([1, 2, 3, 4], 4, 5, SKIP, SKIP),
@@ -123,8 +123,8 @@ def test_candidates_that_end_a_request_make_it_due(device, backend, turn):
     assert scored.counts.tolist() == torch.where(wanted == GUIDE, i32(*counts)[order], 0).tolist()
 
 
-def test_requests_that_do_not_exist_have_nothing_to_score(device, backend):
-    """Whatever their rows of ``requests`` and of the result hold, in the same program and in one of their own."""
+def test_padding_rows_have_nothing_to_score(device, backend):
+    """Padding rows are written whatever they held, in the program of a request and in separate programs."""
     candidates = make_candidates(i32([5, 6, -1, -1]), i32(2), [GUIDE], device)
     requests = make_requests([4] * 70, [True] * 70, device=device)
     out = empty_scored(70, 4, torch.device(device))
@@ -133,7 +133,7 @@ def test_requests_that_do_not_exist_have_nothing_to_score(device, backend):
     step = torch.tensor([2**32 - 1], device=device)
     options = dict(drawn=i32(8).to(device), sample=True, score_all=True, step=step)
     found = select_scored(candidates, requests, no_ends(70, device), **options, out=out, backend=backend)
-    assert found is out and step.item() == 2**32  # counted once, however many programs there are
+    assert found is out and step.item() == 2**32  # counted once, independent of the number of programs
     assert found.token_ids.tolist() == [[5, 6, -1, -1]] + [[-1] * 4] * 69
     for x, first in ((out.counts, 2), (out.positions, 5), (out.alone, 0)):
         assert x.tolist() == [first] + [0] * 69
@@ -153,8 +153,8 @@ def test_errors_name_the_argument(columns, rows, message):
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_a_step_without_rows_is_not_counted(backend, device, rows):
-    """Requests that do not exist make a step: their rows of the results are written."""
+def test_step_without_rows_is_not_counted(backend, device, rows):
+    """A step with padding rows only is counted, because its results are written."""
     nobody = make_candidates(torch.zeros(0, 2, dtype=torch.int32), i32(), [], device)
     requests, step = make_requests([0] * rows, [False] * rows, device=device), torch.tensor([6], device=device)
     select_scored(nobody, requests, no_ends(4, device), step=step, backend=backend)

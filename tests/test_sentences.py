@@ -1,4 +1,4 @@
-"""Where sentences and lines end: of texts, and of the tokens of a vocabulary."""
+"""Ends of sentences and lines in texts, and in the tokens of a vocabulary."""
 
 from importlib.util import find_spec
 
@@ -13,12 +13,12 @@ from lenvm_kernels.loading import MODEL_PACKAGE, model_path
     "text",
     ["a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "वर्षा।", "لماذا؟", "`a.`", "```\nx = 1\n```", "_a._"],
 )
-def test_a_sentence_ends(text):
+def test_text_that_ends_sentence(text):
     assert ends_sentence(text)
 
 
 @pytest.mark.parametrize("text", ["", "a", "a,", "a:", '"', "a. b", "x = 1`", "1.5", "(a.) b)"])
-def test_no_sentence_ends(text):
+def test_text_that_does_not_end_sentence(text):
     assert not ends_sentence(text)
 
 
@@ -35,7 +35,7 @@ class Words:
         return ["".join(self.words[i] for i in ids) for ids in tokens]
 
 
-def test_text_breaks_by_hand():
+def test_text_breaks_of_hand_written_vocabulary():
     words = Words("a", ".", ",\n", "b.\n", '!"', "", "\n", ":")
     none, line, sentence = TextBreak.NONE, TextBreak.LINE, TextBreak.SENTENCE
     expected = [none, sentence, line, sentence | line, sentence, none, line, none]
@@ -43,12 +43,12 @@ def test_text_breaks_by_hand():
     assert text_breaks_of(words, 10).tolist() == [*expected, none, none]
     assert text_breaks_of(words, 3).tolist() == expected[:3]
     assert text_breaks_of(Words("a", "\n", ":")) is None
-    # More tokens than are decoded at a time.
+    # More tokens than one batch decodes.
     assert text_breaks_of(Words(*["a", "?"] * 9000)).tolist() == [none, sentence] * 9000
 
 
 @pytest.mark.skipif(find_spec(MODEL_PACKAGE) is None, reason=f"{MODEL_PACKAGE} is not installed")
-def test_text_breaks_of_a_real_tokenizer():
+def test_text_breaks_of_real_tokenizer():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path().parent, gguf_file=model_path().name)

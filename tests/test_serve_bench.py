@@ -1,4 +1,4 @@
-"""``bench.serve`` against a stand-in; tests/test_sglang_text.py and tests/test_vllm.py have the real servers."""
+"""``bench.serve`` against a stand-in; tests/test_sglang_text.py and tests/test_vllm.py run it on real servers."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ URLS = "--base-url http://127.0.0.1:9 --guided-url "
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Runs the command with a stand-in; gives its status, summary.json, and the lines in the logs of both servers."""
+    """Function that runs the command with a stand-in; returns exit status, summary.json and both servers' log lines."""
     monkeypatch.setenv("LENVM_GAMMA", "0.9")
     monkeypatch.delenv("LENVM_MAX_CANDIDATES", raising=False)
 
@@ -47,7 +47,7 @@ def test_both_servers_in_turn(bench, tmp_path, monkeypatch, engine, field):
     rows = summary["conditions"]
     for i, (row, condition) in enumerate(zip(rows, product(("base", "guided"), (1, 3), (1, 2)), strict=True)):
         assert (row["server"], row["k"], row["concurrency"]) == condition
-        ttft, tpot = 1e3 * np.array(answers[2 * i + 1]).T  # answers[2 * i] are to the warm-up
+        ttft, tpot = 1e3 * np.array(answers[2 * i + 1]).T  # answers[2 * i] belong to the warm-up
         assert min(ttft) >= 1e3 * fake_servers.SECONDS and max(tpot) > 0.5e3 * fake_servers.SECONDS
         expected = [np.median(ttft), *np.percentile(tpot, (50, 99))]
         assert [row["ttft_ms"], row["tpot_ms"], row["tpot_p99_ms"]] == pytest.approx(expected, abs=1e-3)
@@ -89,7 +89,7 @@ BAD += [("--value-model W --prompts /dev/null", "--prompts must have at least on
 
 
 @pytest.mark.parametrize(("flags", "message"), BAD)
-def test_bad_flags_are_refused(bench, capsys, flags, message):
+def test_bad_flags_are_rejected(bench, capsys, flags, message):
     with pytest.raises(SystemExit):
         bench(flags)
     assert re.search(message, capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""``lenvm serve``: values against plain forwards of ``transformers``, the forms of the fork's scripts, and errors."""
+"""``lenvm serve``: values against ``transformers`` forwards, the request formats of the fork's scripts, and errors."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def sequence(length, seed=0):
 
 
 def expected(pair, query):
-    """Value logits of the candidates of a query, or of its tokens, by forwards of ``transformers``."""
+    """Value logits of a query's candidates, or of its tokens, by forwards of ``transformers``."""
     if not query.candidate_ids:
         return plain_values(*pair, torch.tensor([query.token_ids]))[0]
     sequences = torch.tensor([[*query.token_ids, candidate] for candidate in query.candidate_ids])
@@ -75,7 +75,7 @@ def check(pair, answers, queries):
 
 
 def compute(engine, pair, *queries):
-    """Tokens of queries that were in the cache; their values are checked."""
+    """Compute queries and check their values; returns the number of cached tokens per query."""
     answers = engine.compute(queries)
     check(pair, [answer.values for answer in answers], queries)
     return [answer.cached_tokens for answer in answers]
@@ -89,8 +89,8 @@ def post(url, path, body, **options):
 @pytest.mark.parametrize(
     ("architecture", "backend"), [("qwen2", "auto"), ("qwen3", "auto"), ("llama", "auto"), ("qwen3", "triton")]
 )
-def test_values_are_those_of_plain_forwards(device, architecture, backend):
-    """Forwards of 40 tokens: a long sequence and many candidates take several."""
+def test_values_match_plain_forwards(device, architecture, backend):
+    """With 40 tokens per forward, a long sequence and many candidates take several forwards."""
     pair, tokens = (random_model(*ARCHITECTURES[architecture]), random_head()), sequence(100)
     model = value_model_of(*pair, device=device if backend == "triton" else "cpu")
     engine = ValueEngine(model, max_tokens=512, chunk_tokens=40, backend=backend)
@@ -109,7 +109,7 @@ def test_prefixes_are_computed_once(pair, value_model):
     engine, tokens = ValueEngine(value_model, max_tokens=512), sequence(80)
     for length in range(40, 60):  # decoding
         assert compute(engine, pair, Query(tokens[:length], [1, 2])) == [(length - 1) // 16 * 16 if length > 40 else 0]
-    # Sequences of one call share the pages that the first of them computes.
+    # Later sequences of a call share the pages computed for the first.
     assert compute(engine, pair, *(Query([7, *tokens[:n]], [3]) for n in (34, 40, 50))) == [0, 32, 32]
     assert compute(engine, pair, Query(tokens[:56], [1], bypass_cache=True)) == [0]
     engine.flush_cache()
@@ -117,7 +117,7 @@ def test_prefixes_are_computed_once(pair, value_model):
     assert compute(engine, pair, Query(tokens[:56], [1])) == [48]
 
 
-def test_calls_are_few_forwards(pair, value_model):
+def test_queries_of_a_call_share_forwards(pair, value_model):
     engine = ValueEngine(value_model, max_tokens=1024, chunk_tokens=64)
     compute(engine, pair, *(Query(sequence(9 + i, seed=i), [i]) for i in range(4)))
     assert engine.forwards == 1
@@ -125,15 +125,15 @@ def test_calls_are_few_forwards(pair, value_model):
     assert engine.forwards == 1 + 2 or engine.forwards == 1 + 3
 
 
-def test_small_cache_makes_room(pair, value_model):
-    """The queries of a call do not fit into the cache together, or only without what it has kept."""
+def test_small_cache_evicts_pages(pair, value_model):
+    """The queries of a call do not fit into the cache together, or fit only after cached pages are evicted."""
     engine, rng = ValueEngine(value_model, max_tokens=64), random.Random(3)
     for _ in range(20):
         sequences = [sequence(rng.randint(1, 63), seed=rng.randint(0, 5)) for _ in range(6)]
         compute(engine, pair, *(Query(tokens, [3], bypass_cache=rng.random() < 0.3) for tokens in sequences))
 
 
-def test_queries_that_are_not_kept_take_no_room(pair, value_model):
+def test_queries_that_bypass_the_cache_evict_nothing(pair, value_model):
     engine, kept = ValueEngine(value_model, max_tokens=64), Query(sequence(32), [1])
     compute(engine, pair, kept)
     for seed in (1, 2):
@@ -142,7 +142,7 @@ def test_queries_that_are_not_kept_take_no_room(pair, value_model):
     assert compute(engine, pair, kept) == [32]
 
 
-def test_answers_of_the_forks_scripts(pair, url):
+def test_request_formats_of_fork_scripts(pair, url):
     a, b = sequence(9), sequence(4, seed=1)
     # Prediction of a prompt's length, and token analysis.
     first, second = post(url, "encode", {"input_ids": [a, b], "bypass_cache": [True, True], "rid": ["x", "y"]}).json()
@@ -150,9 +150,9 @@ def test_answers_of_the_forks_scripts(pair, url):
     assert first["meta_info"] == {"id": "x", "prompt_tokens": 9, "cached_tokens": 0}
     assert second["meta_info"]["id"] == "y"
     (alone,) = post(url, "encode", {"input_ids": [a], "bypass_cache": [True]}).json()
-    single = post(url, "encode", {"input_ids": a, "priority": 1, "text": None}).json()  # no list
+    single = post(url, "encode", {"input_ids": a, "priority": 1, "text": None}).json()  # a single row instead of a list
     check(pair, [alone["embedding"], single["embedding"]], [Query(a)] * 2)
-    # Visualisation: every prefix of an answer with its next token; one row alone is no list.
+    # Visualisation: every prefix of an answer with its next token; a single row is not wrapped in a list.
     body = {"input_ids": [a[:3], a[:4]], "candidate_ids": [[a[3]], [a[4], 7]]}
     rows = post(url, "tree_value", body | {"bypass_cache": False}).json()
     check(pair, [row["embedding"] for row in rows], [Query(a[:3], [a[3]]), Query(a[:4], [a[4], 7])])
@@ -220,12 +220,12 @@ def test_predicted_lengths_of_prompts(pair, tmp_path, form, scale):
         ("tree_value", {"input_ids": [[1] * 512], "candidate_ids": [[1]]}, "a candidate included, got 513"),
     ],
 )
-def test_bad_input_is_refused_by_name(url, path, body, message):
+def test_bad_input_is_rejected_by_name(url, path, body, message):
     answer = post(url, path, body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
-def test_values_that_are_not_finite_are_null(value_model, monkeypatch):
+def test_non_finite_values_are_null(value_model, monkeypatch):
     forward = value_model.forward
     broken = lambda *a, **o: forward(*a, **o).index_fill(1, torch.tensor([1]), math.nan)  # noqa: E731
     monkeypatch.setattr(value_model, "forward", broken)
@@ -238,8 +238,8 @@ def test_values_that_are_not_finite_are_null(value_model, monkeypatch):
         assert post(url, "predict", {"input_ids": [5, 6]}).json()["predicted_output_length"] is None
 
 
-def test_failure_is_an_error_of_its_call(pair, value_model, monkeypatch):
-    """Pages that were not computed when the forward failed are not shared."""
+def test_failed_forward_fails_its_call_only(pair, value_model, monkeypatch):
+    """Pages of the failed forward are not shared with later calls."""
     body, query = {"input_ids": [sequence(80)], "candidate_ids": [[1]]}, Query(sequence(80), [1])
     with served(ValueEngine(value_model, max_tokens=512)) as url:
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The settings of the SGLang and vLLM plugins, which need neither engine."""
+"""Settings of the SGLang and vLLM plugins, tested without the engines."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.helpers.probes import write_random_probe
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """A path that exists, in an environment without settings, which is read anew."""
+    """An existing path, in an environment without settings and without cached settings."""
     for name in [name for name in os.environ if name.startswith("LENVM_")]:
         monkeypatch.delenv(name)
     Settings.current.cache_clear()
@@ -33,7 +33,7 @@ def model(tmp_path, monkeypatch):
 
 @pytest.fixture
 def given(model, monkeypatch):
-    """Writes a settings file, or any text in its place, and sets variables."""
+    """Function that writes a settings file (or arbitrary text in its place) and sets environment variables."""
 
     def write(file=None, **variables):
         if file is not None:
@@ -46,7 +46,7 @@ def given(model, monkeypatch):
     return write
 
 
-def test_the_plugin_is_off_without_a_value_model(model, given):
+def test_plugin_is_off_without_value_model(model, given):
     given(max_candidates=4)
     assert Settings.from_environment() is None and not Settings.are_given()
     with pytest.raises(ValueError, match="LENVM_VALUE_MODEL or LENVM_CONFIG must be set, got neither"):
@@ -57,7 +57,7 @@ def test_the_plugin_is_off_without_a_value_model(model, given):
     )
 
 
-# For each setting: a text of its variable, the same in a file, the value.
+# Per setting: the text of its variable, the same setting in a file, and the parsed value.
 EACH = [
     ("value_head", "{model}", "{model}", "{model}"),
     ("gamma", "0.5", 0.5, 0.5),
@@ -76,7 +76,7 @@ EACH = [
 
 @pytest.mark.parametrize("is_file", [False, True])
 @pytest.mark.parametrize(("name", "text", "in_file", "value"), EACH)
-def test_each_setting_is_read_from_a_variable_or_a_file(model, given, name, text, in_file, value, is_file):
+def test_settings_are_read_from_variables_and_files(model, given, name, text, in_file, value, is_file):
     at = lambda x: x.format(model=model) if isinstance(x, str) else x  # noqa: E731
     if is_file:
         given({"value_model": str(model), name: at(in_file)})
@@ -85,8 +85,8 @@ def test_each_setting_is_read_from_a_variable_or_a_file(model, given, name, text
     assert Settings.from_environment() == Settings(model, **{name: model if value == "{model}" else value})
 
 
-# A setting, and its value from each of its sources, the first of which takes precedence. Sources are: the request or
-# the engine's own option, the variable, the settings file, lenvm_config.json, the default.
+# A setting and its value from each source, in order of precedence: the request or the engine's option, the variable,
+# the settings file, lenvm_config.json, the default.
 PRECEDENCE = [
     ("gamma", [0.8, 0.95, 0.93, 0.9, 0.997]),
     ("strength", [3.0, None, None, 8.5, 5.0]),
@@ -98,7 +98,7 @@ PRECEDENCE = [
 @pytest.mark.parametrize(("name", "values"), PRECEDENCE)
 @pytest.mark.parametrize("first", range(5))
 def test_precedence(model, given, name, values, first):
-    """The sources from ``first`` on are given."""
+    """Sources from ``first`` on provide a value."""
     of_request, variable, in_file, beside_model, _ = values
     if beside_model is not None and first <= 3:
         LenVMConfig(**{name: beside_model}).write(model)
@@ -118,14 +118,14 @@ def test_precedence(model, given, name, values, first):
     assert found[name] == next(value for value in values[first:] if value is not None)
 
 
-def test_an_option_of_the_engine_takes_precedence(model, given):
+def test_engine_option_takes_precedence(model, given):
     given({"value_model": "/nowhere"}, value_model="/nowhere")
     assert Settings.from_environment(("--value-model", str(model))) == Settings(model)
     with pytest.raises(ValueError, match=r"--value-model must be an existing .* or none, got '/nowhere'$"):
         Settings.from_environment(("--value-model", "/nowhere"))
 
 
-def test_names_in_the_hugging_face_cache(model, given, put_into_cache):
+def test_hugging_face_names_are_found_in_cache(model, given, put_into_cache):
     (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     LenVMConfig(gamma=0.75).write(model)
     snapshot = put_into_cache("namezz/lvm-x", model)
@@ -138,7 +138,7 @@ def test_names_in_the_hugging_face_cache(model, given, put_into_cache):
 
 
 ENDED = "an existing directory or .gguf file, a name in the Hugging Face cache, or none"
-# A setting, texts that it rejects, and what it accepts.
+# A setting, texts that it rejects, and the accepted values that its error names.
 REJECTED = [
     ("value_model", ["nowhere"], ENDED),
     ("value_head", ["nowhere"], "an existing .safetensors or .bin file, or a directory or name with one"),
@@ -153,7 +153,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("name", "texts", "accepted"), REJECTED)
-def test_bad_settings_are_named(model, given, name, texts, accepted):
+def test_bad_settings_are_rejected_by_name(model, given, name, texts, accepted):
     for text in texts:
         given({"value_model": str(model), name: text}, **{name: ""})
         with pytest.raises(ValueError, match=rf"^{name} in .*lenvm.json must be {accepted}, got '{text}'"):
@@ -173,13 +173,13 @@ def test_bad_settings_are_named(model, given, name, texts, accepted):
         ({"seed": 1}, "seed in .*lenvm.json is not a setting; accepted are value_model, value_head"),
     ],
 )
-def test_bad_files_are_named(given, content, message):
+def test_bad_files_are_rejected_by_name(given, content, message):
     given(content)
     with pytest.raises(ValueError, match=f"^{message}"):
         Settings.from_environment()
 
 
-def test_files_that_are_missing_or_broken_are_named(model, monkeypatch, given):
+def test_missing_and_unreadable_files_are_rejected_by_name(model, monkeypatch, given):
     monkeypatch.setenv("LENVM_CONFIG", str(model / "lenvm.json"))
     with pytest.raises(ValueError, match=r"LENVM_CONFIG must be a JSON file, got .*No such file"):
         Settings.from_environment()
@@ -191,7 +191,7 @@ def test_files_that_are_missing_or_broken_are_named(model, monkeypatch, given):
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("graphs", [None, False, True])
-def test_the_configuration_of_a_step(model, has_graphs, graphs):
+def test_step_config_from_settings(model, has_graphs, graphs):
     settings = Settings(model, max_candidates=4, chunk_tokens=9, value_stride=3, graphs=graphs)
     expected = dict(max_candidates=4, max_eos=64, chunk_tokens=9, value_stride=3, vocab_size=99, max_delta=5)
     expected |= {"graphs": False if graphs is None and not has_graphs else graphs}
@@ -199,7 +199,7 @@ def test_the_configuration_of_a_step(model, has_graphs, graphs):
 
 
 def test_without_a_value_model(given, model):
-    """The plugin is on, and requests that need a value model are rejected by name."""
+    """The plugin is active and rejects parameters that need a value model."""
     given(value_model="none", gamma="0.9")
     settings = Settings.from_environment()
     assert settings == Settings(None, gamma=0.9) and Settings.are_given() and not settings.reads_tokens
@@ -231,7 +231,7 @@ def test_with_a_probe(given, model):
         Settings.from_environment()
 
 
-def test_text_breaks_of_an_engine(tmp_path, caplog):
+def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
     """None, with a warning, if the engine's tokenizer cannot be loaded."""
     words = Tokenizer(WordLevel({"a": 0, "b.": 1, "c\n": 2, "<unk>": 3}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
@@ -242,14 +242,14 @@ def test_text_breaks_of_an_engine(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("switch", "allows"), [(True, True), (1, True), (0, False)])
-def test_vllm_makes_numbers_of_switches(model, switch, allows):
+def test_vllm_flags_may_be_numbers(model, switch, allows):
     extra_args = {"target_length": 9, "end_token_ids": [3], "allow_eos": switch}
     params = SimpleNamespace(extra_args=extra_args, temperature=1.0, top_k=0, stop_token_ids=None)
     assert guidance_of(params, Settings(model)).allow_eos is allows
 
 
-def test_where_the_marks_of_thoughts_are_looked_up(model, given, tmp_path, monkeypatch):
-    """The setting, the engine's tokenizer, the tokenizer beside the value model; loaded if a request needs it."""
+def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, monkeypatch):
+    """In order: the setting, the engine's tokenizer, the value model's. It is loaded only if a request needs it."""
     words = [f"w{i}" for i in range(20)]
     ends = {
         folder: save_checkpoint(tmp_path / folder, seed=0, words=[*words[:end], "</think>", *words[end + 1 :]])
@@ -261,14 +261,14 @@ def test_where_the_marks_of_thoughts_are_looked_up(model, given, tmp_path, monke
         ("", ends["engine"], ends["beside"], (8,)),
         ("", None, ends["beside"], (9,)),
         ("", None, unthinking, None),
-        ("", None, model, None),  # no tokenizer
+        ("", None, model, None),  # a path without a tokenizer
     ):
         given(tokenizer=tokenizer, value_model=value_model)
         Settings.current.cache_clear()
         settings = Settings.current(None if engine is None else str(engine))
         assert settings is Settings.current(None if engine is None else str(engine))
         settings.parse_request({"target_length": 9, "thinking_budget": None})
-        assert "thoughts" not in vars(settings)  # a tokenizer takes seconds
+        assert "thoughts" not in vars(settings)  # loading a tokenizer takes seconds
         if expected is not None:
             assert settings.parse_request({"thinking_budget": 9}).end_token_ids == expected
         else:

@@ -1,6 +1,6 @@
-"""The SGLang plugin, in the real server on a CPU: ``make test-sglang`` builds its environment. Elsewhere skipped.
+"""The SGLang plugin in a real server on CPU. ``make test-sglang`` builds the environment; skipped without SGLang.
 
-Every test looks at the trace of guided steps: a server that never guided would generate plausible tokens, too.
+Every test checks the trace of guided steps, because a server without guidance also generates plausible tokens.
 """
 
 import itertools
@@ -67,20 +67,20 @@ def engine(folder):
         yield server
 
 
-def test_every_mode_beside_unguided_requests(folder, engine):
-    """Prompts shorter and longer than a chunk of the prefill, guided in every mode and not at all, in one batch."""
+def test_every_mode_in_batch_with_unguided_requests(folder, engine):
+    """Prompts shorter and longer than a prefill chunk, in one batch with every guidance mode and without guidance."""
     prompts = prompts_of(*range(3, 80, 6))[:12]
     results, steps = engine.generate(prompts, [*MODES, None, {}])
     assert check_steps(folder, prompts, results, steps) > 12 * 16
     guided = {row["rid"] for step in steps for row in step["rows"] if row["status"] != Status.UNGUIDED}
     assert guided == {result["meta_info"]["id"] for result in results[:10]}
-    # A busy machine may not have all of them at once.
+    # On a busy machine the requests may not all run at once.
     batches = [[row["status"] for row in step["rows"]] for step in steps]
     assert any(len(batch) >= 6 and {Status.GUIDE, Status.UNGUIDED} <= {*batch} for batch in batches)
 
 
-def test_a_cached_prefix_is_one_that_the_value_model_has_seen(folder, engine):
-    """An unguided request leaves its prompt in the radix cache; a guided one must not take it, but a second one may."""
+def test_guided_requests_share_only_prefixes_with_values(folder, engine):
+    """A guided request must not reuse the cached prompt of an unguided one; the next guided request reuses its own."""
     prompts = prompts_of(40, seed=1)
     engine.generate(prompts, [None])
     for cached, guidance in ((False, MODES[0]), (True, MODES[1]), (True, MODES[2])):
@@ -91,8 +91,8 @@ def test_a_cached_prefix_is_one_that_the_value_model_has_seen(folder, engine):
     assert results[0]["meta_info"]["cached_tokens"] > 0
 
 
-def test_the_end_of_an_answer_that_waited_is_nobodys_prefix(folder, engine):
-    """A conversation's second turn takes of its first what the value model had computed by then, and nothing else."""
+def test_pending_end_of_answer_is_not_reused_as_prefix(folder, engine):
+    """The second turn of a conversation reuses exactly the tokens that the value model had computed in the first."""
     prompts = prompts_of(30, seed=11)
     first, steps = engine.generate(prompts, [GENTLE | {"value_stride": 999_999}], max_new_tokens=40)
     assert {row["status"] for step in steps for row in step["rows"]} == {Status.NOT_DUE}
@@ -102,8 +102,8 @@ def test_the_end_of_an_answer_that_waited_is_nobodys_prefix(folder, engine):
     assert check_steps(folder, longer, results, steps)
 
 
-def test_what_comes_after_a_span_is_nobodys_prefix(folder, engine):
-    """The value model is not told of it."""
+def test_tokens_after_a_span_are_not_reused_as_prefix(folder, engine):
+    """The value model does not compute them."""
     prompts, span = prompts_of(30, seed=14), GENTLE | {"end_token_ids": [7], "hard_limit": 20}
     first, _ = engine.generate(prompts, [span], max_new_tokens=60)
     place = first[0]["output_ids"].index(7)
@@ -113,8 +113,8 @@ def test_what_comes_after_a_span_is_nobodys_prefix(folder, engine):
     assert check_steps(folder, longer, results, steps)
 
 
-def test_strides_beside_a_mixture_of_experts(tmp_path):
-    """The server's for those that ask for none; each row is guided at its steps, with right values."""
+def test_strides_with_mixture_of_experts_base(tmp_path):
+    """Requests without a stride use the server's. Each row is guided at its own steps, with correct values."""
     write_checkpoints(tmp_path)
     sizes = TINY | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
     random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=0).save_pretrained(tmp_path / "base")
@@ -131,8 +131,8 @@ def test_strides_beside_a_mixture_of_experts(tmp_path):
         assert {after - before for before, after in itertools.pairwise(due)} == {stride}
 
 
-def test_prompts_of_others_are_no_steps_of_a_stride(folder, engine):
-    """They come between the steps of a request, which is guided at each second one of these all the same."""
+def test_prefills_of_other_requests_do_not_count_towards_a_stride(folder, engine):
+    """A request with a stride of 2 is guided at every second of its own steps, whatever prefills run in between."""
     prompts, wants = prompts_of(9, 30, seed=15), {"max_new_tokens": 120, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
         before = len(engine._lines())
@@ -146,7 +146,7 @@ def test_prompts_of_others_are_no_steps_of_a_stride(folder, engine):
     for step in steps:
         rows = [row for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
         guided[step["mode"]] += [row["status"] == Status.GUIDE for row in rows]
-    # Beside another prompt the request's own may be cut into two chunks.
+    # If another prompt is in the batch, the request's own may be split into two chunks.
     prompt, due = guided["EXTEND"][-1], guided["DECODE"]
     assert len(due) >= 119 and prompt == due[0]
     assert due == [prompt ^ bool(i % 2) for i in range(len(due))]
@@ -154,7 +154,7 @@ def test_prompts_of_others_are_no_steps_of_a_stride(folder, engine):
 
 
 def test_spans(folder, engine):
-    """They end by a token of their own or at their limit, the sequence not before that, and then guidance is off."""
+    """A span ends by an end token or at its limit, the sequence ends only after it, and then guidance is off."""
     prompts, ends = prompts_of(9, 12, 70, 5, 30, 8, seed=13), [7, *range(100, 103)]
     stops = list(range(200, 248))
     span = GENTLE | {"end_token_ids": ends, "hard_limit": 11}
@@ -171,7 +171,7 @@ def test_spans(folder, engine):
 
 
 def test_several_spans_and_closings(folder, engine):
-    """The value model reads on between two; what it has read is in the radix cache for the next turn."""
+    """The value model also computes tokens between spans, which the next turn reuses from the radix cache."""
     prompts, guidance = prompts_of(9, 40, 5, 12, seed=17), [GENTLE | asked for asked in SEVERAL]
     results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
     assert check_steps(folder, prompts, results, steps) > 60
@@ -183,8 +183,8 @@ def test_several_spans_and_closings(folder, engine):
     assert engine.metrics()["fallbacks_total"] == 0
 
 
-def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine):
-    """The engine's own reads the same ``thinking_budget``. It breaks the line, then it ends the thought."""
+def test_earlier_of_two_budgets_ends_thought(folder, engine):
+    """The engine's processor reads the same ``thinking_budget``; it forces a line break, then the end of a thought."""
     start, line_break, end = 400, 401, 402
 
     class Budget(ThinkingBudgetLogitProcessor):
@@ -192,10 +192,10 @@ def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine):
 
     prompts = [[*prompt, start] for prompt in prompts_of(9, 40, 5, 12, seed=14)]
     budget = {"thinking_budget": 6, "end_token_ids": [end], "gamma": 0.9}
-    never = {str(end): -100.0, str(line_break): -100.0}  # by itself
+    never = {str(end): -100.0, str(line_break): -100.0}  # the model does not end the thought itself
     options = dict(processor=Budget.to_str(), logit_bias=never, max_new_tokens=20)
     places = []
-    for limit in (15, 8, 3):  # the second comes while the engine breaks the line
+    for limit in (15, 8, 3):  # the second limit is reached while the engine forces the line break
         guidance = [budget | {"hard_limit": limit}, budget | {"hard_limit": limit, "op": "ge_soft"}] * 2
         results, steps = engine.generate(prompts, guidance, **options)
         places.append(results[0]["output_ids"].index(end))
@@ -203,10 +203,10 @@ def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine):
         assert check_spans(prompts, results, steps, [end], places[-1]) == [places[-1]] * 4
         broken = [line_break in result["output_ids"][: places[-1]] for result in results]
         assert broken == [limit > 3] * 4
-    assert places == [9, 9, 3]  # it counts a token only at the step after the next, which also breaks two lines
+    assert places == [9, 9, 3]  # the engine counts a token two steps late, so it also forces two line breaks
 
 
-def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
+def test_bad_parameters_are_rejected_without_side_effects(folder, engine):
     prompts = prompts_of(5, seed=2)
     for custom_params, message in (
         ({"mode": "loud"}, "value_mode must be one of"),
@@ -222,7 +222,7 @@ def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
 
 
 def test_greedy_requests_are_greedy(engine):
-    """Guided or not, alone or in a batch with requests that are sampled."""
+    """With and without guidance, alone and in a batch with sampled requests."""
     prompts = prompts_of(9, 9, seed=3)
     plain, _ = engine.generate(prompts[:1], [None], temperature=0.0)
     guided, steps = engine.generate(prompts[:1], [MODES[0]], temperature=0.0)
@@ -234,7 +234,7 @@ def test_greedy_requests_are_greedy(engine):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_predicted_lengths_are_returned(folder, engine, temperature):
-    """Of those that ask for them, guided, unguided, skipped or greedy, with prompts of several chunks; of no other."""
+    """Only for requests with ``return_values``: guided, unguided, skipped or greedy, with prompts of several chunks."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants | GENTLE, wants, wants | MODES[2] | {"entropy_threshold": 100.0}, GENTLE, None]
     prompts = prompts_of(9, 70, 12, 5, 7, seed=8)
@@ -251,8 +251,8 @@ def test_predicted_lengths_are_returned(folder, engine, temperature):
             torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
 
 
-def test_greedy_requests_leave_no_prefix_that_the_value_model_has_not_seen(folder, engine):
-    """A greedy request is not guided, whatever it asks for: its tokens are no guided request's prefix."""
+def test_greedy_output_is_not_reused_as_guided_prefix(folder, engine):
+    """A greedy request is never guided, so no guided request may reuse its tokens as a prefix."""
     prompt = prompts_of(20, seed=9)
     first, _ = engine.generate(prompt, [GENTLE], temperature=0.0)
     longer = [[*prompt[0], *first[0]["output_ids"], 5, 6]]
@@ -261,22 +261,22 @@ def test_greedy_requests_leave_no_prefix_that_the_value_model_has_not_seen(folde
 
 
 def test_metrics(engine):
-    """Steps and rows are counted as the trace has them."""
+    """Counted steps and rows equal those of the trace."""
     prompts = prompts_of(9, 12, 6, seed=10)
     before = engine.metrics()
     _, steps = engine.generate(prompts, [MODES[0], MODES[4] | {"entropy_threshold": 100.0}, None])
     more = {name: value - before.get(name, 0.0) for name, value in engine.metrics().items()}
     assert more["guided_steps_total"] == len(steps)
     rows = Counter(Status(row["status"]).name.lower() for step in steps for row in step["rows"])
-    for status, count in rows.items():  # the overlapping scheduler computes a step more than a request returns
+    for status, count in rows.items():  # the overlapping scheduler computes one step more than a request returns
         assert count - 3 <= more[f"rows_total {status}"] <= count
     assert rows["guide"] and rows["skip"] and rows["unguided"] and more["rows_total broken"] == 0
     assert more["value_model_milliseconds_total"] > 0 and more["fallbacks_total"] == 0
     assert before["cache_bytes"] > 0
 
 
-def test_metrics_bear_the_name_that_the_engine_gives_its_own(folder, engine):
-    """Of a server that was told no name: the model's path."""
+def test_metrics_use_the_model_name_of_the_engine(folder, engine):
+    """Without a served model name both use the model's path."""
     engine.generate(prompts_of(9), [MODES[0]])
     text = requests.get(f"{engine.url}/metrics", timeout=60).text
     names = set(re.findall(r'^(lenvm|sglang):.*model_name="([^"]*)"', text, re.MULTILINE))
@@ -284,7 +284,7 @@ def test_metrics_bear_the_name_that_the_engine_gives_its_own(folder, engine):
 
 
 def test_seeds(engine):
-    """A guided request with a seed is the same again, alone or beside others."""
+    """A guided request with a seed is reproducible, alone and in a batch."""
     prompts = prompts_of(9, 12, 4, seed=4)
     alone, _ = engine.generate(prompts[:1], [GENTLE], sampling_seed=5)
     again, _ = engine.generate(prompts, [GENTLE, MODES[0], None], sampling_seed=5)
@@ -293,7 +293,7 @@ def test_seeds(engine):
 
 
 def test_logprobs_and_several_samples(engine):
-    """Log-probabilities are the base model's, of the token that was drawn; ``n`` samples differ."""
+    """Log-probabilities of the drawn tokens are the base model's; the ``n`` samples differ."""
     prompts = prompts_of(9, seed=5)
     params = {**SAMPLING, "n": 3, "custom_params": GENTLE}
     results = engine.post(input_ids=prompts[0], sampling_params=params, return_logprob=True).json()
@@ -304,8 +304,8 @@ def test_logprobs_and_several_samples(engine):
         assert all(-20 < value < 0 for _, value in drawn)
 
 
-def test_retracted_requests_keep_right_values(folder):
-    """The engine throws running requests out of its pool every few steps; they come again and go on."""
+def test_retracted_requests_keep_correct_values(folder):
+    """The engine retracts running requests every few steps and resumes them later."""
     prompts = prompts_of(*[20] * 8, seed=6)
     with running_server(folder, "retracting", SGLANG_TEST_RETRACT="1") as server:
         results, steps = server.generate(prompts, MODES[:8], max_new_tokens=32)
@@ -315,8 +315,8 @@ def test_retracted_requests_keep_right_values(folder):
     assert len(again) > 4, "no request was retracted: the test shows nothing"
 
 
-def test_unguided_requests_are_drawn_as_without_the_plugin(folder):
-    """Servers with the same seed, with and without the plugin: the rows without guidance get the same tokens."""
+def test_unguided_requests_draw_the_same_tokens_without_the_plugin(folder):
+    """Servers with the same seed, with and without the plugin, return the same tokens for unguided rows."""
     prompts = prompts_of(5, 9, 7, 4, seed=7)
     guidance = [GENTLE, None, MODES[0], None]
     outputs = []
@@ -329,7 +329,7 @@ def test_unguided_requests_are_drawn_as_without_the_plugin(folder):
     assert outputs[0][0] != outputs[1][0] and outputs[0][2] != outputs[1][2]
 
 
-def test_what_guidance_does_not_go_with_is_refused_at_start(folder):
+def test_unsupported_option_is_rejected_at_start(folder):
     with (
         pytest.raises(AssertionError, match="enable_hierarchical_cache must be False"),
         running_server(folder, "s", "--enable-hierarchical-cache"),
@@ -342,7 +342,7 @@ def test_what_guidance_does_not_go_with_is_refused_at_start(folder):
 
 @pytest.fixture
 def guide(folder, monkeypatch):
-    """The guidance of this process, as if an engine had loaded the value model."""
+    """The guidance of this process, set up as if an engine had loaded the value model."""
     settings = sglang_adapter.Settings(folder / "value", chunk_tokens=64)
     guide = sglang_guide.SGLangGuide(settings, ValueModel.from_pretrained(folder / "value"), torch.device("cpu"))
     monkeypatch.setattr(sglang_adapter, "_guide", guide)
@@ -350,8 +350,8 @@ def guide(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("cap", [None, 2000])
-def test_the_pool_leaves_room_for_the_step(guide, cap):
-    """All memory but at most a few slots is used, and none that the step needs; a smaller pool stays as it was told."""
+def test_pool_leaves_memory_for_the_step(guide, cap):
+    """The pool uses the memory that the step does not need, up to a few slots; a requested smaller pool is kept."""
     cell, budget = 1000, 40_000_000
 
     class Configurator:
@@ -381,7 +381,7 @@ def test_the_pool_leaves_room_for_the_step(guide, cap):
 
 
 class Work(list):
-    """A stream that is given work and does none of it, and how much of another stream's it waits for."""
+    """A stream that records submitted work without running it, and how much work of another stream it waits for."""
 
     waits_for = None
 
@@ -395,8 +395,8 @@ class Work(list):
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
 @pytest.mark.parametrize("is_delayed", [False, True])
 @pytest.mark.parametrize("is_guided", [True, False])
-def test_the_slot_table_is_kept_until_its_last_read(monkeypatch, mode, is_delayed, is_guided):
-    """Against the engine's own barrier, in the order of its overlapping scheduler; grammars delay the drawing."""
+def test_slot_table_is_kept_until_its_last_read(monkeypatch, mode, is_delayed, is_guided):
+    """With the engine's own barrier, in the order of its overlapping scheduler; grammars delay sampling."""
     forward_stream = Work()
     guide = SimpleNamespace(
         reads_tokens=True,
@@ -434,14 +434,14 @@ def test_the_slot_table_is_kept_until_its_last_read(monkeypatch, mode, is_delaye
         draw()
     scheduler._apply_war_barrier()
     if is_delayed:
-        assert scheduler.schedule_stream.waits_for == len(forward_stream)  # results are processed meanwhile
+        assert scheduler.schedule_stream.waits_for == len(forward_stream)  # results are processed in the meantime
     sglang_adapter.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, result, scheduled)
     assert len(forward_stream) == 1 + is_guided * (1 + mode.is_extend())
     assert scheduler.schedule_stream.waits_for == len(forward_stream)
 
 
-def test_an_idle_engine_draws_nothing():
-    scheduler = SimpleNamespace()  # it has nothing to set a barrier up with
+def test_idle_engine_draws_nothing():
+    scheduler = SimpleNamespace()  # any attempt to set up a barrier fails
     sglang_adapter.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, None, None)
 
 
@@ -469,7 +469,7 @@ def test_an_idle_engine_draws_nothing():
         ),
     ],
 )
-def test_options_that_guidance_does_not_go_with(monkeypatch, tmp_path, given, message):
+def test_unsupported_options_are_rejected(monkeypatch, tmp_path, given, message):
     settings = sglang_adapter.Settings(tmp_path)
     monkeypatch.setattr(sglang_adapter.Settings, "current", lambda tokenizer: settings)
     monkeypatch.setattr(sglang_adapter, "resolved_view", lambda options: options)
@@ -481,8 +481,8 @@ def test_options_that_guidance_does_not_go_with(monkeypatch, tmp_path, given, me
 
 
 @pytest.mark.parametrize(("has_windows", "has_states"), [(True, False), (False, True), (False, False)])
-def test_base_models_with_other_pools_are_refused(folder, monkeypatch, has_windows, has_states):
-    """A value model is; a probe has no slots."""
+def test_base_models_with_other_pools_are_rejected(folder, monkeypatch, has_windows, has_states):
+    """A value model is rejected with such a base model, because it needs the engine's slots."""
     monkeypatch.setattr(sglang_adapter, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
     runner = SimpleNamespace(is_hybrid_swa=has_windows, model_config=None)
     is_refused = has_windows or has_states
@@ -497,8 +497,8 @@ def save_tokenizer(folder, vocabulary):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="a").save_pretrained(folder)
 
 
-def test_embeddings_padded_differently_are_accepted_and_other_tokens_are_not(folder, tmp_path):
-    """Of an engine that was told no path of its tokenizer: it takes the model's."""
+def test_vocabularies_may_differ_in_padding_only(folder, tmp_path):
+    """Without a tokenizer path, the engine uses the model's tokenizer."""
     base, value = tmp_path / "base", tmp_path / "value"
     for path in (base, value):
         shutil.copytree(folder / path.name, path)
@@ -513,8 +513,8 @@ def test_embeddings_padded_differently_are_accepted_and_other_tokens_are_not(fol
         check_vocabulary(*arguments)
 
 
-def test_a_prompt_that_leaves_no_span_open(folder, engine):
-    """As a chat template makes it that is told not to think: nothing is guided or forced, and the answer may end."""
+def test_prompt_that_leaves_no_span_open(folder, engine):
+    """As from a chat template with thinking disabled: no token is guided or forced, and the answer may end."""
     (prompt,), span = prompts_of(9, seed=16), GENTLE | {"end_token_ids": [7], "hard_limit": 4}
     prompts, stops = [[*prompt, 7, 12], [*prompt, 7, 12, 13, 14, 15]], list(range(200, 248))
     options = dict(ignore_eos=False, stop_token_ids=stops, max_new_tokens=40, min_p=0.0)
@@ -535,19 +535,19 @@ SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50})
 @pytest.mark.parametrize(
     ("params", "output", "prefilled", "protected", "expected"),
     [
-        (parse_guidance(GENTLE), range(40, 70), 20, 16, 45),  # 30 tokens of the answer, 15 of which may wait
-        (parse_guidance(GENTLE), range(40, 50), 30, 16, 30),  # all of the prompt is computed at once
-        (parse_guidance(GENTLE), range(40, 70), 50, 48, 50),  # it has been retracted
-        (parse_guidance(GENTLE), range(40, 70), 0, 48, 48),  # and has its prefix out of the cache
-        (parse_guidance(GENTLE), range(40, 60), 20, 16, 35),  # the step under way has more tokens than are known
-        (SPAN, [*range(40, 60), 9, 50, 7, *range(60, 70)], 20, 16, 35),  # 20 tokens before the first that ends it
+        (parse_guidance(GENTLE), range(40, 70), 20, 16, 45),  # 30 output tokens, 15 of which may be pending
+        (parse_guidance(GENTLE), range(40, 50), 30, 16, 30),  # the whole prompt is computed at once
+        (parse_guidance(GENTLE), range(40, 70), 50, 48, 50),  # after a retraction
+        (parse_guidance(GENTLE), range(40, 70), 0, 48, 48),  # after a retraction, with a cached prefix
+        (parse_guidance(GENTLE), range(40, 60), 20, 16, 35),  # the running step has tokens that the host lacks
+        (SPAN, [*range(40, 60), 9, 50, 7, *range(60, 70)], 20, 16, 35),  # 20 tokens before the first end of the span
         (SPAN, range(40, 70), 20, 16, 45),
-        (replace(SPAN, start_token_ids=(8,)), [8, *range(40, 60), 9, 50, 7, *range(60, 66)], 20, 16, 45),  # it reads on
-        (parse_guidance({}), range(40, 70), 20, 16, 60),  # no step, and another part of the cache
+        (replace(SPAN, start_token_ids=(8,)), [8, *range(40, 60), 9, 50, 7, *range(60, 66)], 20, 16, 45),  # can reopen
+        (parse_guidance({}), range(40, 70), 20, 16, 60),  # no guided step, and a separate part of the cache
         (None, range(40, 70), 20, 16, 60),
     ],
 )
-def test_what_is_computed_for_sure(guide, params, output, prefilled, protected, expected):
+def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled, protected, expected):
     req = SimpleNamespace(
         lenvm_guidance=params,
         lenvm_prefilled=prefilled,
@@ -563,20 +563,20 @@ def test_what_is_computed_for_sure(guide, params, output, prefilled, protected, 
     assert given == [expected]
 
 
-def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
+def test_failing_step_ends_guidance_but_not_the_engine(guide, caplog):
     def request(row):
         return SimpleNamespace(
             kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=parse_guidance(GENTLE), skip_radix_cache_insert=False
         )
 
     cleared = []
-    guide.step = SimpleNamespace(remove_request=cleared.append)  # it has nothing else: every step fails
+    guide.step = SimpleNamespace(remove_request=cleared.append)  # no other method, so every step fails
     info, drawn = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None), torch.tensor([7, 8])
     for failures in (1, 2):
         batch = SimpleNamespace(lenvm_reqs=[request(3), request(5)], forward_mode=ForwardMode.DECODE)
         reqs = batch.lenvm_reqs
         with guide.sampling(batch):
-            for _ in range(2):  # the second time there is nothing left to guide
+            for _ in range(2):  # at the second draw no request is guided any more
                 assert guide.draw(torch.ones(2, VOCAB), info, drawn) is drawn
             assert guide.report(torch.ones(2, VOCAB), info, drawn) is None
         assert guide.fallbacks == failures
@@ -600,8 +600,8 @@ NEAR = {"target_length": 9}
         ([NEAR, NEAR, NEAR], True, False, True),
     ],
 )
-def test_the_engine_draws_where_guidance_may_not(guide, monkeypatch, guidance, value_model, is_captured, engine_draws):
-    """Where it need not, it is spared the work, and guided requests get the same tokens."""
+def test_engine_draws_rows_that_guidance_may_not(guide, monkeypatch, guidance, value_model, is_captured, engine_draws):
+    """If guidance draws all rows, the engine's sampler is skipped. Guided requests get the same tokens either way."""
     rows, lengths = torch.tensor([4, 1, 3]), torch.tensor([9, 12, 30])
     scores = torch.rand(3, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(1)
     if not value_model:
@@ -633,9 +633,9 @@ def test_the_engine_draws_where_guidance_may_not(guide, monkeypatch, guidance, v
     with guide.sampling(batch):
         assert torch.equal(tokens, guide.draw(scores, info, drawn))
     for token, likely, of_engine, asked in zip(tokens, scores.topk(6).indices, drawn, guidance, strict=True):
-        # The value model has not been told of anything.
+        # The value model has computed no tokens of the requests.
         is_guided = asked and not value_model and "value_entropy_threshold" not in asked
-        assert token in (*likely, EOS) if is_guided else token == of_engine  # the end is a candidate, too
+        assert token in (*likely, EOS) if is_guided else token == of_engine  # the end is also a candidate
 
 
 @pytest.mark.parametrize(
@@ -650,7 +650,7 @@ def test_the_engine_draws_where_guidance_may_not(guide, monkeypatch, guidance, v
         ),
     ],
 )
-def test_requests_that_do_not_fit_the_table_are_refused(tmp_path, sampling, custom_params, message):
+def test_requests_beyond_table_limits_are_rejected(tmp_path, sampling, custom_params, message):
     params = dict(top_k=5, sampling_seed=None, stop_token_ids=None, custom_params=GENTLE | custom_params)
     settings = sglang_adapter.Settings(tmp_path)
     assert sglang_adapter.requested_guidance(SimpleNamespace(**params | {"custom_params": GENTLE}), settings)
@@ -658,7 +658,7 @@ def test_requests_that_do_not_fit_the_table_are_refused(tmp_path, sampling, cust
         sglang_adapter.requested_guidance(SimpleNamespace(**params | sampling), settings)
 
 
-def test_end_tokens_are_those_that_the_engine_ends_at():
+def test_end_tokens_match_those_of_the_engine():
     def end_tokens(ignore_eos=False, tokenizer=None):
         params = SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=[5])
         return sglang_guide.end_tokens(

@@ -1,4 +1,4 @@
-"""``lenvm doctor`` beside SGLang, in a process of its own, because the hooks stay in it."""
+"""``lenvm doctor`` with SGLang, in separate processes because the hooks cannot be removed."""
 
 import json
 import os

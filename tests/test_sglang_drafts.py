@@ -1,4 +1,4 @@
-"""What the SGLang plugin makes of the drafts of speculative decoding, without the server. Elsewhere skipped."""
+"""Drafts of SGLang's speculative decoding in the plugin, tested without a server. Skipped without SGLang."""
 
 import math
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from lenvm_kernels.engines.sglang.drafts import changed_once, drafts_of, leave_o
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.types import Drafts
 
-# A node's parent, -1 for the root. By node: the root has 1, 3 and 4, which has 6; 1 has 2 and 5.
+# Parents of nodes, -1 for the root. Children of the root are 1, 3 and 4; of node 1, 2 and 5; of node 4, 6.
 TREE = [-1, 0, 1, 0, 0, 1, 4]
 CHAIN = [-1, 0, 1, 2, 3, 4, 5]
 STAR = [-1, 0, 0, 0, 0, 0, 0]
@@ -55,7 +55,7 @@ def test_only_drawn_tokens_are_left():
     assert torch.equal(logits[1], before[1])
     for row, token in ((0, 8), (2, 0), (3, 3)):
         assert torch.softmax(logits[row], 0).tolist() == [float(i == token) for i in range(9)]
-        # Whatever penalties come on top.
+        # Penalties applied later do not change the result.
         assert (logits[row] * 1.3 - 0.7).argmax() == token and logits[row].isfinite().sum() == 1
 
 
@@ -81,7 +81,7 @@ def test_penalties_are_applied_once(fails):
         assert logits.tolist() == expected
 
 
-def test_drafts_a_step():
+def test_number_of_drafts_per_step():
     def options(algorithm, count):
         return SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=count)
 
@@ -90,8 +90,8 @@ def test_drafts_a_step():
 
 
 def reject_or_accept(logits, drafts, links, threshold, generator):
-    """Rejection sampling of one request's tree from the probabilities at its nodes, which knows nothing of how probable
-    drafts were: in place of the engine's kernel, which has no build for a CPU. Returns the tokens."""
+    """Rejection sampling of one request's tree by its target probabilities alone, in place of the engine's kernel,
+    which has no CPU build. Returns the accepted tokens."""
     probs, children, siblings = torch.softmax(logits, 1), *links
     tokens, node = [], 0
     while True:
@@ -110,8 +110,8 @@ def reject_or_accept(logits, drafts, links, threshold, generator):
 
 
 @pytest.mark.parametrize("threshold", [1.0, 0.6])
-def test_the_engine_takes_what_was_drawn_however_it_verifies(threshold):
-    """From logits that leave nothing else its tokens are those of ``verify_drafts``, for any coins."""
+def test_engine_verification_accepts_exactly_the_drawn_tokens(threshold):
+    """If logits leave only the drawn token, rejection sampling equals ``verify_drafts`` for any random numbers."""
     generator, vocabulary = torch.Generator().manual_seed(1), 5
     lens = set()
     for parents in (TREE, CHAIN, STAR) * 40:
@@ -129,9 +129,9 @@ def test_the_engine_takes_what_was_drawn_however_it_verifies(threshold):
     assert lens >= {1, 2, 3}
 
 
-def test_untouched_rows_are_verified_as_they_were():
-    """20,000 draws of a request without guidance: its tokens follow its own probabilities, drafts or not. 16.3 is
-    exceeded by one in a thousand counts of four tokens."""
+def test_unguided_rows_keep_their_distribution():
+    """20,000 draws of an unguided request follow its own probabilities whatever the drafts. The chi-square statistic of
+    four tokens exceeds 16.3 with probability 0.001."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(1, 4, generator=generator).repeat(3, 1)
     before = logits.clone()

@@ -32,7 +32,7 @@ def random_rows(rows, seed):
 
 
 def sampler_of(cls, z, function=None):
-    """A sampler whose value server answers with ``z [B, V]``, a row per request id."""
+    """A sampler whose value server returns ``z [B, V]``, one row per request id."""
 
     def post_tree_value(rids, prefix_ids, candidate_ids, reqs):
         assert prefix_ids == [[*req.origin_input_ids, *req.output_ids] for req in reqs]
@@ -52,14 +52,14 @@ def requests_of(params, generated=3):
 
 
 def filters_of(rows, top_k=8, top_p=1.0, min_p=0.0):
-    """In the order of the fork's parameters, temperatures first."""
+    """Filters in the order of the fork's parameters, temperatures first."""
     kinds = ((top_p, torch.float32), (top_k, torch.int32), (min_p, torch.float32))
     columns = [torch.as_tensor(value, dtype=dtype).expand(rows).contiguous() for value, dtype in kinds]
     return torch.ones(rows, 1), *columns
 
 
 def run(modules, probs, z, params, function=None, generated=3, **filters):
-    """The probabilities that the fork's sampler goes on with; None if they are unchanged."""
+    """The probabilities that the fork's sampler draws from; None if they are unchanged."""
     sampler = sampler_of(modules[SAMPLING].LvmGuidedSampler, z, function)
     return sampler.apply(probs.clone(), requests_of(params, generated), *filters_of(len(probs), **filters))
 
@@ -77,7 +77,7 @@ def test_install_replaces_every_name_once(monkeypatch):
 
 @pytest.mark.parametrize("change", ["is not there", "takes"])
 @pytest.mark.parametrize("name", USED["sglang_fork"])
-def test_install_changes_nothing_in_another_version(monkeypatch, name, change):
+def test_install_changes_nothing_in_other_versions(monkeypatch, name, change):
     attribute = name.replace(":", ".").rpartition(".")[2]
     if change == "takes":
         modules = use_stand_in(monkeypatch, **{attribute: "one, other"})
@@ -121,7 +121,7 @@ def test_bad_request_is_logged_once_and_changes_no_other_row(modules, caplog, cu
     assert caplog.text.count("request 1 has bad custom_params and is not guided") == 1 and message in caplog.text
 
 
-def test_token_temperatures_without_ids_that_no_tensor_holds(modules):
+def test_token_temperatures_drop_ids_beyond_int64(modules):
     extract, scale = modules[SAMPLING]._extract_token_temperature_scale, {"3": 2.0, str(10**30): 2.0}
     assert extract(Request("a", [5], {"token_temperature_scale": scale})) == {3: 2.0}
     assert extract(Request("a", [5], None)) is None
@@ -134,11 +134,11 @@ def test_lost_candidates_are_logged_once(modules, caplog):
     assert caplog.text.count("more than 64 candidates; the others, of probability 0.36") == 1
 
 
-def test_custom_guidance_function_keeps_the_forks_path(monkeypatch, caplog):
+def test_custom_guidance_function_uses_fork_path(monkeypatch, caplog):
     modules = use_stand_in(monkeypatch)
     sglang_fork.install()
     for _ in range(2):
-        assert run(modules, *random_rows(1, seed=7), [{"scale": 0.5}], function=min) is None  # as the stand-in's apply
+        assert run(modules, *random_rows(1, seed=7), [{"scale": 0.5}], function=min) is None  # the stand-in's result
     assert caplog.text.count("lvm_guided_fn is <built-in function min>, not one of the fork's three") == 1
 
 
@@ -163,7 +163,7 @@ def test_golden_masks_of_the_fork(golden):
 
 
 @pytest.mark.parametrize(("prefix", "candidates", "cached"), [(0, 2, 0), (3, 0, 0), (3, 2, 4), (3, 2, -1)])
-def test_mask_refuses_bad_lengths(prefix, candidates, cached):
+def test_mask_rejects_bad_lengths(prefix, candidates, cached):
     with pytest.raises(ValueError, match=f"got prefix {prefix}, candidates {candidates}, cached {cached}"):
         build_mask(
             prefix_lens=[5, prefix], candidate_lens=[2, candidates], cached_prefix_lens=[5, cached], device="cpu"

@@ -1,4 +1,4 @@
-"""The in-process runner of the LenVM fork of SGLang: scenarios of an engine, each step against plain forwards."""
+"""The in-process runner of the LenVM fork of SGLang: engine scenarios with each step checked against plain forwards."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from tests.helpers.models import value_logits as plain_values
 from tests.helpers.sglang_fork import ALL, RUNNER, SAMPLING, Engine, Item, Request, install
 from tests.helpers.watch import no_read_back
 
-ATOL = 2e-5  # of probabilities, which follow from value logits of O(1) in fp32
+ATOL = 2e-5  # on probabilities computed from fp32 value logits of O(1)
 TILT = {"value_mode": "centered_exp", "value_scale": -8}
 
 
@@ -41,7 +41,7 @@ class Plain:
         self._head = load_file(path / "value_head.safetensors")
 
     def after(self, tokens, items=()):
-        """fp32 ``[V]``: the value logit of every token that may follow the tokens and their images; NaN for images."""
+        """fp32 ``[V]``: value logit of every possible next token after the tokens and their images; NaN for images."""
         known = (*tokens, *((item.hash, *item.image_grid_thw.flatten().tolist()) for item in items))
         if known not in self._known:
             follow = [token for token in range(VOCAB) if not items or token not in (IMAGE, VIDEO)]
@@ -86,7 +86,7 @@ def make(modules, plain, monkeypatch):
 
 
 def counted(monkeypatch, name, count):
-    """A list that gets a number per call of a method of the value model."""
+    """A list to which each call of a value model's method appends a number."""
     counts, method = [], getattr(ValueModel, name)
 
     def wrapped(self, *args, **kwargs):
@@ -99,13 +99,13 @@ def counted(monkeypatch, name, count):
 
 
 def request_of(name, parts, params, *, text=0, placeholder=None, **filters):
-    """A request with a prompt of parts: a number of random tokens, or an image ``(rows, columns, seed)``.
+    """A request whose prompt has parts: a number of random tokens, or an image ``(rows, columns, seed)``.
 
     Args:
-        name, params, filters: of the request.
-        parts: parts of the prompt in their order; a number is a prompt without images.
+        name, params, filters: id, ``custom_params`` and sampling filters of the request.
+        parts: parts of the prompt in order. A number is a prompt without images.
         text: seed of the tokens.
-        placeholder: token of images (None: one beyond the vocabulary that depends on the pixels, as in the engine).
+        placeholder: image token. If None, a token outside the vocabulary that depends on the pixels, as in the engine.
     """
     tokens, items = [], []
     for part in [parts] if isinstance(parts, int) else parts:
@@ -113,7 +113,7 @@ def request_of(name, parts, params, *, text=0, placeholder=None, **filters):
             generator = torch.Generator().manual_seed(text + len(tokens) + part)
             tokens += torch.randint(3, 83, (part,), generator=generator).tolist()
         else:
-            items.insert(0, Item(len(tokens), *part))  # not in the order of the prompt
+            items.insert(0, Item(len(tokens), *part))  # in the reverse of their order in the prompt
             tokens += [items[0].hash % 2**30 if placeholder is None else placeholder] * (part[0] * part[1])
     request = Request(name, tokens, params, **filters)
     if items:
@@ -125,7 +125,7 @@ def request_of(name, parts, params, *, text=0, placeholder=None, **filters):
 
 
 def with_own_filters(request, probs):
-    """``probs [V]`` after the request's own filters, not normalised."""
+    """``probs [V]`` after the request's filters, not normalised."""
     sampling, result, mass = request.sampling_params, torch.zeros_like(probs), 0.0
     for token in probs.argsort(descending=True)[: sampling.top_k].tolist():
         if mass <= sampling.top_p and probs[token] >= sampling.min_p * probs.max():
@@ -135,7 +135,7 @@ def with_own_filters(request, probs):
 
 
 def expected_row(plain, request, probs, **overrides):
-    """The row that the specification makes of ``probs [V]`` with values of plain forwards, and its status."""
+    """Guided ``probs [V]`` by the specification with values of plain forwards, and the row's status."""
     sampling, row = request.sampling_params, probs[None].clone()
     params = GuidanceParams()
     if sampling.custom_params:
@@ -166,13 +166,13 @@ def expected_row(plain, request, probs, **overrides):
 
 
 class Event(NamedTuple):
-    """What happens to requests, named by letters: ``prefill``, ``decode``, ``finish``, or ``drop`` of the last token.
+    """An event of requests, which are named by letters: ``prefill``, ``decode``, ``finish``, or ``drop`` (last token).
 
     Attributes:
         rows, ends, prefixes: arguments of :meth:`Engine.prefill`.
-        unguided: requests that keep their own filters in this step.
-        unchanged: no row of the batch is rewritten.
-        forwards: rows of each forward of the value model, None for any number (None: one forward in ``decode``).
+        unguided: requests that are not guided in this step and keep their filters.
+        unchanged: whether no row of the batch is rewritten.
+        forwards: rows of each forward of the value model, None for any number. If None, one forward in ``decode``.
         embedded: rows of each forward of the vision tower.
         held: rows of the engine's pool that hold slots after the event.
     """
@@ -202,10 +202,10 @@ class Scenario(NamedTuple):
 
     Attributes:
         unguided: requests that are never guided.
-        lag: tokens that the host lacks in a decode batch.
-        pages: pages of the value model's cache (None: enough).
-        draws: ``any``: tokens are drawn that are no candidates.
-        environment: settings.
+        lag: number of tokens that the host lacks in a decode batch.
+        pages: pages of the value model's cache. If None, enough for all requests.
+        draws: if ``any``, also tokens that are not candidates are drawn.
+        environment: environment variables of settings.
     """
 
     name: str
@@ -219,7 +219,7 @@ class Scenario(NamedTuple):
 
 
 def drive(scenario, engine, plain, forwards, embedded):
-    """Run a scenario; each row of each step is checked against the oracle."""
+    """Run a scenario and check each row of each step against the oracle."""
     requests = {name: request_of(name, *args[:2], **args[2]) for name, args in scenario.requests.items()}
     statuses = set()
     for i, event in enumerate(scenario.events):
@@ -289,11 +289,11 @@ JOIN_AND_LEAVE = Scenario(
         decode("dbca"),
         Event("finish", "b"),
         decode("adc", held={0, 4}),
-        prefill("e", 1, held={0, 1, 4}),  # in the row of b
+        prefill("e", 1, held={0, 1, 4}),  # reuses the row of b
         decode("eacd"),
-        Event("drop", "a"),  # drawn, and thrown away as a is retracted
+        Event("drop", "a"),  # the drawn token is dropped because a is retracted
         decode("dce"),
-        prefill("f", 4),  # in the row of a
+        prefill("f", 4),  # reuses the row of a
         decode("efcd"),
         prefill("a", 5),
         decode("aefcd"),
@@ -373,9 +373,9 @@ SCENARIOS = [
             decode("a"),
             decode("a"),
             decode("a"),
-            prefill("a", 2, forwards=[None]),  # it goes on where it was
+            prefill("a", 2, forwards=[None]),  # continues from its cached tokens
             Event("drop", "a"),
-            prefill("a", 2, forwards=[40 - 2 * PAGE, 7]),  # computed again, but for the full pages
+            prefill("a", 2, forwards=[40 - 2 * PAGE, 7]),  # recomputed except for full pages
         ],
         lag=1,
     ),
@@ -392,7 +392,7 @@ SCENARIOS = [
         ],
     ),
     Scenario(
-        "rows are taken over",  # by a request with the length of the next step, and by one without guidance
+        "rows are taken over",  # by a request whose length is that of the next step, and by an unguided one
         {"a": (20, TILT, dict(top_k=5)), "b": (21, TILT, {}), "c": (5, None, dict(top_k=3)), "d": (7, TILT, {})},
         [
             prefill("a", 3),
@@ -468,7 +468,7 @@ IMAGE_SCENARIOS = [
             decode("ba"),
             decode("ba"),
             decode("ba"),
-            prefill("c", 2, embedded=[20]),  # in the slots of a
+            prefill("c", 2, embedded=[20]),  # reuses the slots of a
             Event("finish", "c"),
             prefill("ba", 0, 3, embedded=[3, 6]),
             decode("ab"),
@@ -507,7 +507,7 @@ def run(scenario, modules, plain, monkeypatch, **options):
     forwards = counted(monkeypatch, "forward", lambda result, batch, *args: int(batch.layout.q_offsets[-1]))
     embedded = counted(monkeypatch, "embed_images", lambda result, *args: len(result))
     engine = Engine(modules, monkeypatch, plain.path, lag=scenario.lag, **options)
-    if engine.runner is None:  # the values are a server's
+    if engine.runner is None:  # values come from a server
         engine.lvm_guided_sampler._inproc = False
         engine.lvm_guided_sampler._post_tree_value = lambda rids, prefixes, ids, reqs: [
             plain.after(prefix)[candidates].tolist() for prefix, candidates in zip(prefixes, ids, strict=True)
@@ -523,7 +523,7 @@ def test_scenario(modules, plain, monkeypatch, caplog, scenario):
 
 
 @pytest.mark.parametrize("scenario", [JOIN_AND_LEAVE, MODES], ids=lambda scenario: scenario.name)
-def test_scenario_with_values_of_a_server(modules, plain, monkeypatch, scenario):
+def test_scenario_with_values_from_server(modules, plain, monkeypatch, scenario):
     run(scenario, modules, plain, monkeypatch, lvm_guided_inproc=False)
 
 
@@ -571,7 +571,7 @@ def test_unreadable_request_is_not_guided(
 
 @pytest.mark.parametrize("source", ["request", "server"])
 def test_value_stride(make, plain, monkeypatch, source):
-    """Every third step is guided, or one at which the sequence may end; other steps keep the request's own filters."""
+    """Every third step and every step at which the sequence may end is guided; others use the request's filters."""
     if source == "server":
         monkeypatch.setenv("LENVM_VALUE_STRIDE", "3")
     engine, stride, guided = make(), {"value_stride": 3} if source == "request" else {}, 0
@@ -586,8 +586,8 @@ def test_value_stride(make, plain, monkeypatch, source):
     assert 4 <= guided < 9
 
 
-def test_fields_beside_guidance(make):
-    """Token temperatures are in the logits, lengths are not returned, and the table has 64 end tokens per request."""
+def test_request_fields_other_than_guidance(make):
+    """The fork applies token temperatures itself and returns no lengths; the table has 64 end tokens per request."""
     engine, beside = make(), {"token_temperature_scale": {"5": 2.0, "6": 0.5}, "return_values": True}
     request = request_of("a", 9, {**TILT, **beside}, top_k=6)
     request.eos_token_ids = {EOS, *range(1000, 1080)}
@@ -597,7 +597,7 @@ def test_fields_beside_guidance(make):
     assert table.columns.eos_token_ids[4].tolist() == [EOS, *range(1000, 1063)]
 
 
-def test_more_candidates_than_the_step_takes(make, monkeypatch, caplog):
+def test_warning_for_more_candidates_than_max_candidates(make, monkeypatch, caplog):
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
     engine = make()
     warning = "requests with a top_k above 4, or none, are drawn from their 4 most probable"
@@ -606,8 +606,8 @@ def test_more_candidates_than_the_step_takes(make, monkeypatch, caplog):
         assert (after[0] > 0).sum() == 4 and caplog.text.count(warning) == count
 
 
-def test_nothing_is_read_back_to_the_host(make, monkeypatch):
-    """Prompts, guided, unguided and skipped rows, and a request that ends, with the kernels."""
+def test_batches_read_back_nothing_to_the_host(make, monkeypatch):
+    """Prompts, guided, unguided and skipped rows, and a finished request, with the Triton kernels."""
     make_config = Settings.step_config
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     engine = make()
@@ -623,8 +623,8 @@ def test_nothing_is_read_back_to_the_host(make, monkeypatch):
 # --- loading ---
 
 
-def test_value_model_is_loaded_at_the_start(make, monkeypatch, plain, tmp_path):
-    """From the fork's option, in the base model's dtype, with the settings of the environment but for the model."""
+def test_value_model_is_loaded_at_start(make, monkeypatch, plain, tmp_path):
+    """From the fork's option, in the base model's dtype. ``LENVM_VALUE_MODEL`` is ignored, other settings apply."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
     engine = make()
     step, slots = engine.runner.step, engine.runner.own.slots
@@ -643,7 +643,7 @@ def test_value_model_is_loaded_at_the_start(make, monkeypatch, plain, tmp_path):
     assert step.value_model.dtype == torch.bfloat16
 
 
-def test_default_gamma_is_the_value_models(make, plain, tmp_path):
+def test_default_gamma_is_that_of_the_value_model(make, plain, tmp_path):
     for file in plain.path.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "lenvm_config.json").write_text(json.dumps({"gamma": 0.9}))
@@ -652,8 +652,8 @@ def test_default_gamma_is_the_value_models(make, plain, tmp_path):
     torch.testing.assert_close(after[0], expected_row(plain, request, before[0], gamma=0.9)[0], rtol=0, atol=ATOL)
 
 
-def test_memory(make, monkeypatch):
-    """The cache takes the option's share of the memory that was free, less what the weights and the steps take."""
+def test_cache_size_follows_memory_fraction(make, monkeypatch):
+    """The cache gets the option's share of the initially free memory, minus weights and working memory of steps."""
     free, weights, share = 2_500_000, 400_000, 0.7
     sizes, memory = dict(max_requests=30, rows=31), dict(free=[free, free - weights])
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
@@ -701,7 +701,7 @@ def test_vision_tower_is_loaded_before_memory_is_measured_again(make, plain_vl, 
         ),
     ],
 )
-def test_bad_options_end_the_start(make, options, message):
+def test_bad_options_are_rejected_at_start(make, options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
 

@@ -1,4 +1,4 @@
-"""Images in SGLang with the plugin: which tokens the value model is given, and its values in the real server."""
+"""Images in SGLang with the plugin: the tokens passed to the value model, and its values in a real server."""
 
 import base64
 import io
@@ -33,10 +33,10 @@ def request(length, *items, session=None):
     return SimpleNamespace(session=session, multimodal_inputs=inputs, origin_input_ids=[0] * length)
 
 
-def test_tokens_of_a_prompt_and_after_it(value_model):
-    """The later of two images comes first among the items."""
+def test_image_tokens_of_prompt_and_output(value_model):
+    """The items are not in prompt order."""
     images = PromptImages(request(10, Item(7, 1, 2), Item(1, 2, 2)), value_model)
-    assert (images.length, images.moved) == (10, 2)  # the images' six tokens have four positions
+    assert (images.length, images.moved) == (10, 2)  # the six image tokens take four positions
     positions, rows = images.of_tokens(0, 13)
     assert rows.tolist() == [-1, 2, 3, 4, 5, -1, -1, 0, 1, -1, -1, -1, -1]
     assert positions.tolist() == [
@@ -50,7 +50,7 @@ def test_tokens_of_a_prompt_and_after_it(value_model):
         assert torch.equal(part_rows, rows[first : first + count])
 
 
-def test_an_item_of_several_images(value_model):
+def test_item_with_several_images(value_model):
     grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
     both = Item(1, 2, 2, offsets=[(1, 2), (4, 5)], image_grid_thw=grids, model_specific_data=dict(image_grid_thw=grids))
     positions, rows = PromptImages(request(7, both), value_model).of_tokens(0, 7)
@@ -58,7 +58,7 @@ def test_an_item_of_several_images(value_model):
     assert positions.tolist() == [[0, 1, 1, 3, 4, 4, 6], [0, 1, 1, 3, 4, 5, 6], [0, 1, 2, 3, 4, 4, 6]]
 
 
-def test_embeddings_are_made_when_the_tokens_that_are_left_need_them(value_model):
+def test_embeddings_are_computed_when_remaining_tokens_need_them(value_model):
     items = Item(2, 2, 3, seed=1), Item(9, 1, 2, seed=2)
     images = PromptImages(request(14, *items), value_model)
     images.embed(11, value_model)
@@ -72,8 +72,8 @@ def test_embeddings_are_made_when_the_tokens_that_are_left_need_them(value_model
     assert images.embeds is kept
 
 
-def test_tokens_of_a_batch(value_model):
-    """Parts of four requests: text, an image's end, what follows another image, and a third image; and padding."""
+def test_image_tokens_of_batch(value_model):
+    """Parts of four requests and padding: text, the end of an image, text after an image, and a whole image."""
     ending, after, whole = (
         PromptImages(request(9, Item(1, 2, 3)), value_model),
         PromptImages(request(6, Item(0, 2, 2)), value_model),
@@ -109,12 +109,12 @@ NOT_PIXELS = "videos, audio and embeddings of images cannot be combined with gui
         (request(9, Item(1, 2, 2, offsets=[(1, 3)])), r"an image of \(1, 2, 2\) must have 4 tokens of a prompt"),
     ],
 )
-def test_what_the_value_model_cannot_read(value_model, req, message):
+def test_inputs_that_the_value_model_cannot_read_are_rejected(value_model, req, message):
     with pytest.raises(ValueError, match=message):
         PromptImages(req, value_model)
 
 
-def test_a_value_model_without_a_vision_tower():
+def test_images_are_rejected_without_vision_tower():
     backbone = random_model(Qwen2_5_VLForConditionalGeneration, vl_config())
     del backbone.model.visual
     with pytest.raises(ValueError, match=r"images cannot be combined .*: the value model has no vision tower"):
@@ -122,7 +122,7 @@ def test_a_value_model_without_a_vision_tower():
 
 
 @pytest.mark.parametrize(("model_type", "reads"), [("qwen2_5_vl", True), ("qwen2", False)])
-def test_whether_a_value_model_reads_images(tmp_path, model_type, reads):
+def test_reads_images_follows_model_type(tmp_path, model_type, reads):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert Settings(tmp_path).reads_images is reads
 
@@ -135,13 +135,13 @@ PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def save_models(folder):
-    """A base model and a value model that read images, both random, and their processor."""
+    """Save a random base model and a random value model that read images, and their processor."""
     transformers = pytest.importorskip("transformers")
     text = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     config = Qwen2_5_VLConfig(
         text_config=text,
-        # SGLang takes patches of other sizes for embeddings.
+        # SGLang interprets patches of other sizes as embeddings.
         vision_config=VISION | dict(patch_size=14, window_size=56, out_hidden_size=HIDDEN),
         image_token_id=IMAGE,
         video_token_id=VIDEO_TOKEN,
@@ -192,7 +192,7 @@ class Reference:
         self.model, self.head = model.eval(), load_file(folder / "value" / "value_head.safetensors")
 
     def tokens(self, text, images):
-        """Of a prompt, and what goes with them."""
+        """Token ids of a prompt, and the model's image inputs."""
         given = self.processor(text=[text], images=images or None, return_tensors="pt")
         return given["input_ids"], {x: given[x] for x in ("pixel_values", "image_grid_thw") if x in given}
 
@@ -222,14 +222,14 @@ def engine(folder):
 
 
 def send(engine, prompts, **sampling):
-    """The answers to prompts, each a text and its images."""
+    """Send prompts, each a text and its images; returns the response."""
     params = {**SAMPLING, "max_new_tokens": 8, "custom_params": GENTLE, **sampling}
     images = [[as_url(image) for image in images] for _, images in prompts]
     return engine.post(text=[text for text, _ in prompts], image_data=images, sampling_params=[params] * len(prompts))
 
 
 def check_values(folder, engine, prompts, **sampling):
-    """Every value of every step is that of a plain forward; returns the results."""
+    """Check every value of every step against a plain forward; returns the results."""
     before = len(engine._lines())
     response = send(engine, prompts, **sampling)
     assert response.ok, response.text
@@ -257,8 +257,8 @@ def check_values(folder, engine, prompts, **sampling):
 A, B, C = (84, 56, 0), (56, 140, 1), (112, 84, 2)
 
 
-def test_every_value_after_images(folder, engine):
-    """In chunks of eight tokens, which cut images; beside a request without any. Then again from the radix cache."""
+def test_values_after_images_match_plain_forwards(folder, engine):
+    """Prefill chunks of eight tokens split images; one request has none. Repeated with prompts in the radix cache."""
     prompts = [
         (f"w5 w6 {PICTURE} w9 w10 {PICTURE} w11", [picture(*A), picture(*B)]),
         ("w7 w8 w9", []),
@@ -271,28 +271,28 @@ def test_every_value_after_images(folder, engine):
         assert result["meta_info"]["cached_tokens"] == result["meta_info"]["prompt_tokens"] - 1
 
 
-def test_prefixes_that_images_share_with_others(folder, engine):
-    """The same start of a prompt before images of different sizes, before text, and before the same image."""
+def test_prefixes_shared_with_image_prompts(folder, engine):
+    """The same prefix before images of different sizes, before text, and before the same image."""
     start = " ".join(f"w{i}" for i in range(30, 54))
     prompts = [
         (f"{start} {PICTURE} w9", [picture(*A)]),
         (f"{start} {PICTURE} w9", [picture(*B)]),
         (f"{start} w9 w10", []),
-        (f"{start} {PICTURE} w9 w11", [picture(84, 56, 7)]),  # other pixels, as many tokens
+        (f"{start} {PICTURE} w9 w11", [picture(84, 56, 7)]),  # other pixels, same number of tokens
         (f"{start} {PICTURE} w9 w12", [picture(*A)]),
     ]
     cached = [check_values(folder, engine, [prompt])[0]["meta_info"]["cached_tokens"] for prompt in prompts]
     assert cached == [0, 0, 0, 25, 33]
 
 
-def test_a_conversation_goes_on_after_an_image(folder, engine):
-    """The second turn takes the first one's prompt, and its answer but for the end, from the radix cache."""
+def test_second_turn_after_image_reuses_cached_tokens(folder, engine):
+    """The second turn reuses the first prompt and its answer except the pending end from the radix cache."""
     from lenvm_kernels.engines.sglang.guide import MAX_WAITING
 
     text, images = f"w20 {PICTURE} w21 w22", [picture(*C)]
     for seed in range(99):
         result = check_values(folder, engine, [(text, images)], max_new_tokens=12 + MAX_WAITING, sampling_seed=seed)[0]
-        if all(3 <= token < START for token in result["output_ids"]):  # it has drawn words alone
+        if all(3 <= token < START for token in result["output_ids"]):  # only words were drawn
             break
     turn = " ".join([text, *(f"w{token}" for token in result["output_ids"]), "w23 w24"])
     result = check_values(folder, engine, [(turn, images)])[0]
@@ -317,7 +317,7 @@ def test_strides_after_an_image(folder, engine):
     assert 2 < checked < 8
 
 
-def test_images_in_a_session_are_refused_and_harm_nobody(folder, engine):
+def test_images_in_session_are_rejected_without_side_effects(folder, engine):
     session = requests.post(f"{engine.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=60).json()
     request = dict(text=f"w5 {PICTURE} w6", image_data=[as_url(picture(*A))], session_params={"id": session})
     params = {**SAMPLING, "max_new_tokens": 2, "custom_params": GENTLE}
@@ -334,8 +334,8 @@ def test_retracted_requests_with_images(folder):
     assert any(result["meta_info"]["num_retractions"] for result in results)
 
 
-def test_a_value_model_that_reads_text(folder, tmp_path_factory):
-    """It refuses images to guided requests, and leaves the others alone."""
+def test_text_only_value_model_rejects_images(folder, tmp_path_factory):
+    """Images are rejected in guided requests only."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     text_only = tmp_path_factory.mktemp("text-only")

@@ -1,4 +1,4 @@
-"""The SGLang plugin under load: many requests at once, guided in every way and not at all; a quarter is cut short."""
+"""The SGLang plugin under load: many concurrent requests in every mode and without guidance, a quarter cut short."""
 
 import json
 import time
@@ -23,12 +23,12 @@ from tests.helpers.sglang_server import (
 )
 
 MORE_THAN_ANY_GETS = 300
-# The engine then looks for lost slots after every step, not only when it is idle; it ends itself when it finds one.
+# The engine checks for leaked slots after every step, not only when idle, and exits if it finds one.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_TEST_RETRACT": "1"}
 
 
 def leave_early(engine, body, *, after, abort):
-    """Leave a request after some chunks of its stream: abort it by its id, or hang up. Returns the last chunk read."""
+    """Abort a request by its id after some chunks of its stream, or hang up. Returns the last chunk that was read."""
     with requests.post(f"{engine.url}/generate", json={**body, "stream": True}, stream=True, timeout=300) as response:
         assert response.ok, response.text
         lines = (line.removeprefix(b"data: ") for line in response.iter_lines() if line)
@@ -50,12 +50,12 @@ def wait_until_idle(engine):
 
 @pytest.mark.parametrize(("running", "count"), [(running_server, 200), (running_speculation, 80)])
 def test_many_requests_with_aborts(tmp_path, running, count):
-    """Without and with drafts. Each prompt comes twice; of every eight requests one is aborted by its id, and one's
+    """Without and with drafts. Each prompt is sent twice; in every eight requests, one is aborted by its id and one
     client hangs up."""
     write_checkpoints(tmp_path)
     prompts = prompts_of(*[3 + i * 7 % 50 for i in range(count // 2)], seed=8) * 2
-    rids = [f"{i:03}" for i in range(count)]  # the engine aborts every request whose id begins with the one given
-    guidance = [*MODES, None]  # eleven: every one of them is cut short, too
+    rids = [f"{i:03}" for i in range(count)]  # the engine aborts every request whose id begins with the given one
+    guidance = [*MODES, None]  # eleven, so each of them is also used by requests that are cut short
     lengths = [4 + i * 5 % 37 for i in range(count)]
     leaving = {i: "abort" if i % 8 else "hang up" for i in range(0, count, 4)}
 
@@ -76,7 +76,7 @@ def test_many_requests_with_aborts(tmp_path, running, count):
             results = list(pool.map(ask, range(count)))
         wait_until_idle(engine)
         steps = [json.loads(line) for line in engine.trace.read_text().splitlines()]
-        assert requests.post(f"{engine.url}/flush_cache", timeout=60).ok  # refused unless the engine has nothing to do
+        assert requests.post(f"{engine.url}/flush_cache", timeout=60).ok  # rejected unless the engine is idle
         load = wait_until_idle(engine)
         assert load["num_used_tokens"] == 0 and load["token_usage"] == 0
         followers = prompts_of(5, 40, seed=9)
@@ -92,14 +92,14 @@ def test_many_requests_with_aborts(tmp_path, running, count):
     finished = [i for i in range(count) if i not in leaving]
     assert [len(results[i]["output_ids"]) for i in finished] == [lengths[i] for i in finished]
     assert any(results[i]["meta_info"]["num_retractions"] for i in finished)
-    # At most 32 run at once. How many of them meet in one step depends on when they arrive and are retracted.
+    # At most 32 requests run at once. The number in one step depends on arrivals and retractions.
     assert 16 < max(len({row["rid"] for row in step["rows"]}) for step in steps) <= 32
     rows = {rid: [] for rid in rids}
     for step in steps:
         for row in step["rows"]:
             rows[row["rid"]].append(row)
     assert all(len(rows[rids[i]]) < MORE_THAN_ANY_GETS for i in leaving)
-    for i in finished:  # one by one: a request has hundreds of candidates
+    for i in finished:  # one at a time, because a request has hundreds of candidates
         if guidance[i % len(guidance)] is None:
             assert all(row["status"] == Status.UNGUIDED for row in rows[rids[i]])
         else:

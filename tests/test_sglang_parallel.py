@@ -1,7 +1,7 @@
-"""The SGLang plugin on several ranks, and beside options of the engine that touch what it hooks.
+"""The SGLang plugin on several ranks, and with engine options that affect the hooked functions.
 
-Tensor-parallel ranks trace the same steps into one file: every line is there twice if, and only if, they agree to
-the bit.
+Tensor-parallel ranks trace the same steps into one file: every line occurs twice if and only if the ranks are bitwise
+identical.
 """
 
 import json
@@ -35,7 +35,7 @@ from tests.helpers.sglang_server import (
     write_checkpoints,
 )
 
-PROMPT_LENGTHS = range(3, 72, 6)  # twelve, shorter and longer than a chunk
+PROMPT_LENGTHS = range(3, 72, 6)  # twelve lengths, shorter and longer than a chunk
 GUIDANCE = [*MODES, None, {}]
 
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 
 def running_ranks(folder, name, *options):
-    """A server whose two ranks have a core each. What the engine would compile takes most of its start: it need not."""
+    """A server of two ranks with one core each, without the engine's compilation, which takes most of the start."""
     variables = {
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -71,13 +71,13 @@ def ask(server, prompts, guidance, **request):
 
 
 def traced(server):
-    """The trace so far: a rank may be writing its last line."""
+    """Complete lines of the trace so far; a rank may still be writing the last one."""
     return server.trace.read_text().split("\n")[:-1] if server.trace.exists() else []
 
 
 def agreed(server):
-    """The trace, each line once, when both ranks have written it."""
-    end = time.monotonic() + 20  # the second rank comes to its last step after the first has answered
+    """Lines of the trace without duplicates, once both ranks have written all of them."""
+    end = time.monotonic() + 20  # the second rank reaches its last step after the first has answered
     while set((lines := Counter(traced(server))).values()) - {2}:
         assert time.monotonic() < end, f"ranks disagree: {[line for line, n in lines.items() if n != 2][:2]}"
         time.sleep(0.1)
@@ -91,7 +91,7 @@ def steps_of(lines, results):
 
 @torch.no_grad()
 def check_logprobs(folder, prompts, results):
-    """The tokens drawn have the base model's log-probabilities: other tokens on one rank would spoil them."""
+    """Check log-probabilities of drawn tokens with the base model: different tokens on one rank would change them."""
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
     for prompt, result in zip(prompts, results, strict=True):
         logits = model(torch.tensor([[*prompt, *result["output_ids"]]])).logits[0, len(prompt) - 1 : -1]
@@ -101,7 +101,7 @@ def check_logprobs(folder, prompts, results):
 
 
 def test_tensor_parallel_ranks_agree(folder, ranks):
-    """Every mode beside unguided requests, prompts in chunks, then from the radix cache."""
+    """Every mode and unguided requests, with prompts in chunks, then with prompts in the radix cache."""
     prompts = prompts_of(*PROMPT_LENGTHS)
     for is_cached in (False, True):
         results = ask(ranks, prompts, GUIDANCE)
@@ -112,7 +112,7 @@ def test_tensor_parallel_ranks_agree(folder, ranks):
 
 
 @pytest.mark.parametrize("method", ["extend", "step"])
-def test_a_failure_on_one_rank_ends_guidance_on_both(folder, ranks, method):
+def test_failure_on_one_rank_ends_guidance_on_both(folder, ranks, method):
     prompts = prompts_of(20, 20, seed=len(method))
     fallbacks = ranks.metrics()["fallbacks_total"]
     (folder / "fail").write_text(method)
@@ -121,7 +121,7 @@ def test_a_failure_on_one_rank_ends_guidance_on_both(folder, ranks, method):
     assert steps_of(agreed(ranks), results) == []
     assert ranks.metrics()["fallbacks_total"] == fallbacks + 1
     check_logprobs(folder, prompts, results)
-    for cached_tokens in (0, 19):  # what the failed request left in the radix cache is not for guided ones
+    for cached_tokens in (0, 19):  # guided requests must not reuse what the failed request left in the radix cache
         results = ask(ranks, prompts[:1], [GENTLE])
         assert results[0]["meta_info"]["cached_tokens"] == cached_tokens
         assert check_steps(folder, prompts[:1], results, steps_of(agreed(ranks), results))
@@ -129,7 +129,7 @@ def test_a_failure_on_one_rank_ends_guidance_on_both(folder, ranks, method):
 
 
 def test_data_parallel_attention(tmp_path):
-    """Two ranks with requests of their own, whose batches the engine pads to the same size; and one that has none."""
+    """Two ranks with separate requests, whose batches the engine pads to the same size; then one rank has none."""
     write_checkpoints(tmp_path)
     base = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=HIDDEN // 4), seed=0)
     base.save_pretrained(tmp_path / "base")
@@ -147,8 +147,8 @@ def test_data_parallel_attention(tmp_path):
             check_logprobs(tmp_path, prompts[-1:], alone)
 
 
-def test_prompts_and_draws_in_one_batch(folder):
-    """Mixed batches, and slots in pages of 16."""
+def test_mixed_prefill_and_decode_batches(folder):
+    """Mixed chunks, with pages of 16 slots."""
     options = ("--enable-mixed-chunk", "--page-size", "16", "--chunked-prefill-size", "32")
     prompts = prompts_of(*PROMPT_LENGTHS, seed=1)
     with running_server(folder, "mixed", *options) as server:
@@ -161,15 +161,15 @@ def test_prompts_and_draws_in_one_batch(folder):
             assert any({True, False} <= set(decoding) for decoding in batches)
 
 
-def test_requests_that_cannot_be_guided_are_refused(folder):
-    """By the scheduler: the engine loads no plugins in the processes of several HTTP workers. Without radix cache and
-    overlapping scheduler; guided requests go on."""
+def test_requests_that_cannot_be_guided_are_rejected(folder):
+    """The scheduler rejects them, because the engine loads no plugins in several HTTP workers. Without radix cache and
+    overlapping scheduler; guided requests still work."""
     options = ("--disable-overlap-schedule", "--disable-radix-cache", "--enable-streaming-session")
-    options += ("--tokenizer-worker-num", "2", "--skip-server-warmup")  # else one of them warms up while they serve
+    options += ("--tokenizer-worker-num", "2", "--skip-server-warmup")  # warm-up would overlap with serving
     prompts = prompts_of(*PROMPT_LENGTHS, seed=2)
     guided, unguided = ({**SAMPLING, "custom_params": custom_params} for custom_params in (GENTLE, None))
     beams = {"beam_width": 2, "n": 2}
-    patient = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}  # a worker imports for long on a busy machine
+    patient = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}  # imports of a worker take long on a busy machine
     with running_server(folder, "refusing", *options, "--chunked-prefill-size", "32", **patient) as server:
         session = requests.post(f"{server.url}/open_session", json={"capacity_of_str_len": 500, "streaming": True})
         in_session = {"input_ids": prompts[0], "session_params": {"id": session.json()}}
@@ -211,7 +211,7 @@ def test_requests_that_cannot_be_guided_are_refused(folder):
         "enable_kv_cache_sharding",
     ],
 )
-def test_options_that_guidance_does_not_go_with_are_refused_at_start(monkeypatch, tmp_path, option):
+def test_unsupported_options_are_rejected_at_start(monkeypatch, tmp_path, option):
     settings = sglang_adapter.Settings(tmp_path)
     monkeypatch.setattr(sglang_adapter.Settings, "current", lambda tokenizer: settings)
     monkeypatch.setattr(HookRegistry, "_patched", set(sglang_adapter.HOOKS))

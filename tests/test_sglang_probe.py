@@ -1,4 +1,4 @@
-"""A probe in the SGLang plugin, in the real server on a CPU and without it. Elsewhere skipped."""
+"""Probes in the SGLang plugin, with a real server on CPU and without it. Skipped without SGLang."""
 
 import json
 import math
@@ -47,7 +47,7 @@ ATOL = 5e-4  # on value logits of O(1), fp32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The models of every other test, and two probes of the base: of its last state, and of what else it says, too."""
+    """The checkpoints of all SGLang tests, and two probes of the base: of its last states, and also of inner layers."""
     folder = tmp_path_factory.mktemp("models")
     write_checkpoints(folder)
     write_base(folder, Qwen2ForCausalLM, Qwen2Config(**TINY | {"num_hidden_layers": LAYERS}))
@@ -79,21 +79,21 @@ def load_probe(folder, base):
 
 @torch.no_grad()
 def states_of(base, config, sequence):
-    """``[S, L H]`` of a sequence, by ``transformers``."""
+    """States ``[S, L H]`` of a sequence, by ``transformers``."""
     states = base(torch.tensor([sequence]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in config.layers], dim=1)
 
 
 def check_steps(folder, prompts, guidance, results, steps):
-    """Every value of every traced step is what the probe says of a plain forward; returns how many there were."""
+    """Check every value of every traced step with the probe on a plain forward; returns the number of values."""
     base = base_of(folder)
     probe = load_probe(folder, base)
     found, expected = [], []
     for prompt, params, result in zip(prompts, guidance, results, strict=True):
         sequence = [*prompt, *result["output_ids"]]
         rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
-        # The engine throws away the draws of a prompt's chunks but the last, and the overlapping scheduler computes a
-        # step more than a request returns.
+        # The engine discards the draws of all chunks of a prompt but the last, and the overlapping scheduler computes
+        # one step more than a request returns.
         rows = [r for r in rows if r["status"] == Status.GUIDE and len(prompt) <= r["length"] < len(sequence)]
         if not rows:
             assert not params
@@ -118,8 +118,8 @@ def check_steps(folder, prompts, guidance, results, steps):
     return len(found)
 
 
-def test_every_mode_beside_unguided_requests(folder, engine):
-    """Prompts shorter and longer than a chunk, then out of the radix cache, which all requests share."""
+def test_every_mode_in_batch_with_unguided_requests(folder, engine):
+    """Prompts shorter and longer than a chunk, then from the radix cache, which all requests share."""
     guidance = [*MODES, *NEAR, None, {}]
     prompts = prompts_of(*range(3, 90, 6))
     engine.generate(prompts[9:10], [None], max_new_tokens=1)
@@ -133,8 +133,8 @@ def test_every_mode_beside_unguided_requests(folder, engine):
         assert all(cached) if is_cached else cached[9]
 
 
-def test_log_probabilities_of_prompts(folder, engine):
-    """The engine then makes logits of all states of a prompt, and samples from the last."""
+def test_prompt_log_probabilities(folder, engine):
+    """If they are requested, the engine computes logits of all states of a prompt and samples from the last."""
     prompts, guidance = prompts_of(9, 40, 14, 22, seed=1), [GENTLE, NEAR[0], None, MODES[0]]
     before = len(engine._lines())
     params = [{**SAMPLING, "custom_params": asked} for asked in guidance]
@@ -149,7 +149,7 @@ def test_log_probabilities_of_prompts(folder, engine):
 
 
 def test_predicted_lengths(folder, engine):
-    """Of the tokens that were drawn, guided or not; an output's length is known with its first."""
+    """Lengths after the drawn tokens, guided or not; the output's length is predicted after its first token."""
     wants = {"return_values": True, "gamma": GAMMA}
     prompts, guidance = prompts_of(9, 40, 14, seed=2), [wants, wants | NEAR[0], wants | GENTLE]
     results, _ = engine.generate(prompts, guidance)
@@ -171,7 +171,7 @@ def test_predicted_lengths(folder, engine):
         assert result["meta_info"]["predicted_output_length"] == pytest.approx([1 + found[0].item()], abs=2e-3)
 
 
-def test_what_a_probe_cannot_give_is_refused(engine):
+def test_parameters_unsupported_by_probes_are_rejected(engine):
     custom_params = {"target_length": 9, "value_min": 0.1}
     response = engine.post(input_ids=[5, 6], sampling_params={**SAMPLING, "custom_params": custom_params})
     assert response.status_code == 400
@@ -186,8 +186,8 @@ def test_what_a_probe_cannot_give_is_refused(engine):
         ("ngram", {"algorithm": "NGRAM", "draft": None}),
     ],
 )
-def test_the_text_is_the_same_with_drafts(folder, engine, name, more):
-    """The draft model of EAGLE gets the states that it always gets, and its drafts are accepted."""
+def test_output_is_unchanged_by_drafts(folder, engine, name, more):
+    """EAGLE's draft model receives the same states as without a probe, and its drafts are accepted."""
     prompts, tokens = prompts_of(*range(4, 70, 12), seed=20), dict(sampling_seed=5, max_new_tokens=24)
     guidance = [GENTLE, MODES[1], *NEAR, GENTLE | {"return_values": True}]
     plain, _ = engine.generate(prompts, guidance, **tokens)
@@ -214,7 +214,7 @@ def ask_ranks(folder, name, *options):
     }
     with running_server(folder, name, "--tp", "2", "--chunked-prefill-size", "32", *options, **variables) as server:
         results, _ = server.generate(prompts, guidance)
-        time.sleep(2)  # the second rank comes to its last step after the first has answered
+        time.sleep(2)  # the second rank reaches its last step after the first has answered
         lines = server._lines()
     steps = [json.loads(line) for line in dict.fromkeys(lines)]
     assert check_steps(folder, prompts, guidance, results, steps) > 11 * 16
@@ -222,12 +222,12 @@ def ask_ranks(folder, name, *options):
 
 
 def test_tensor_parallel_ranks_agree(folder):
-    """Each has a part of the embedding."""
+    """Each rank has a part of the embedding."""
     assert set(Counter(ask_ranks(folder, "ranks")).values()) == {2}
 
 
 def test_data_parallel_attention(tmp_path):
-    """Each rank has the whole embedding and requests of its own, in batches that the engine pads to the same size."""
+    """Each rank has the whole embedding and its own requests, in batches that the engine pads to the same size."""
     sizes = TINY | {"num_hidden_layers": LAYERS, "head_dim": HIDDEN // 4}
     write_base(tmp_path, Qwen3ForCausalLM, Qwen3Config(**sizes))
     assert ask_ranks(tmp_path, "attention", "--dp", "2", "--enable-dp-attention")
@@ -237,7 +237,7 @@ def test_data_parallel_attention(tmp_path):
 
 
 class Base(torch.nn.Module):
-    """What the adapter looks at in a base model of the engine."""
+    """The attributes of an engine's base model that the adapter reads."""
 
     def __init__(self, weight):
         super().__init__()
@@ -251,14 +251,14 @@ class Base(torch.nn.Module):
 
 
 class DeepBase(Base):
-    """One that hands over what its layers read."""
+    """A base model that captures the inputs of its layers."""
 
     def set_eagle3_layers_to_capture(self, layer_ids):
         self.layers_to_capture = [layer + 1 for layer in layer_ids]
 
 
 class OtherBase(Base):
-    """One that takes the numbers for those of the layers themselves."""
+    """A base model that interprets layer numbers as those of the captured layers themselves."""
 
     def set_eagle3_layers_to_capture(self, layer_ids):
         self.layers_to_capture = list(layer_ids)
@@ -271,7 +271,7 @@ def weight(folder):
 
 @pytest.fixture
 def guide(folder, weight, monkeypatch):
-    """The guidance of this process, as if an engine had loaded the probe of several layers for a base model."""
+    """The guidance of this process, set up as if an engine had loaded the probe of several layers."""
     base = DeepBase(weight)
     states = SampledStates(base, LengthProbe.from_pretrained(folder / "deep", LAYERS, weight))
     guide = sglang_guide.SGLangGuide(Settings(folder / "deep"), None, torch.device("cpu"), drafts=2, states=states)
@@ -281,12 +281,12 @@ def guide(folder, weight, monkeypatch):
 
 
 def rows_of(count, seed=0):
-    """States of every layer ``[count, H]``, all different: what two layers read, and the last ones."""
+    """Distinct states ``[count, H]`` per layer: the inputs of two layers, and the last states."""
     return list(torch.randn(3, count, HIDDEN, generator=torch.Generator().manual_seed(seed)))
 
 
 def prune(processor, states, metadata):
-    """As the engine's forward does; returns what becomes of its choice, and what it knows of inner states."""
+    """Prune states as in the engine's forward; returns the pruned states, and the inner states passed to the engine."""
     found = []
 
     def original(processor, input_ids, hidden_states, lm_head, metadata, aux_hidden_states):
@@ -312,14 +312,14 @@ def prompts_metadata(lens, starts):
 @pytest.mark.parametrize(
     ("metadata", "sampled"),
     [
-        (LogitsMetadata(ForwardMode.DECODE), [*range(9)]),  # padded: there is room for seven
+        (LogitsMetadata(ForwardMode.DECODE), [*range(9)]),  # padded: memory for seven
         (LogitsMetadata(ForwardMode.TARGET_VERIFY), [*range(9)]),
         (prompts_metadata([4, 2, 3], None), [3, 5, 8]),
         (prompts_metadata([4, 2, 3], [1, 2, 0]), [3, 5, 8]),
     ],
 )
-def test_states_of_the_rows_that_are_sampled(guide, metadata, sampled):
-    """In the probe's order of the layers; the engine finds its own states, and nothing of the inner ones."""
+def test_states_of_sampled_rows(guide, metadata, sampled):
+    """States are in the probe's layer order; the engine receives its own states and no inner ones."""
     states = rows_of(9)
     guide.states.allocate(7)
     pruned, inner = prune(guide.processor, states, metadata)
@@ -331,14 +331,14 @@ def test_states_of_the_rows_that_are_sampled(guide, metadata, sampled):
     assert guide.states_bytes(5) == 15 * 3 * HIDDEN * 4
 
 
-def test_the_states_of_a_draft_model_are_its_own(guide):
+def test_draft_model_keeps_its_own_states(guide):
     guide.states.allocate(7)
     pruned, inner = prune(Base(torch.zeros(1)).logits_processor, rows_of(4), LogitsMetadata(ForwardMode.DECODE))
     assert len(inner) == len(pruned[2]) == 2 and guide.states.of(7).eq(0).all()
 
 
-def test_a_replayed_graph_keeps_states_without_a_hook(guide, monkeypatch):
-    """The operations that were captured in batches of several sizes, of which each replays with other states."""
+def test_replayed_graph_keeps_states_without_hook(guide, monkeypatch):
+    """Operations captured for several batch sizes store the states of each replay."""
     guide.states.allocate(6)
     metadata = LogitsMetadata(ForwardMode.DECODE)
     graphs = {
@@ -355,21 +355,21 @@ def test_a_replayed_graph_keeps_states_without_a_hook(guide, monkeypatch):
 
 
 def sharded(parts, rank, **more):
-    """An embedding as each rank of tensor parallelism has a part of it."""
+    """The part of a tensor-parallel embedding on one rank."""
     group = SimpleNamespace(all_gather=lambda part, dim: torch.cat(parts, dim=dim))
     sizes = dict(tp_size=len(parts), num_added_embeddings=0, org_vocab_size=10)
     return SimpleNamespace(weight=parts[rank], tp_group=group, **sizes | more)
 
 
-def test_the_embedding_of_a_base_model():
-    """Whole out of the parts of ranks, without padding; what is no plain tensor is refused."""
+def test_input_embedding_of_base_model():
+    """The parts of all ranks are concatenated without padding; quantised or LoRA embeddings are rejected."""
     rows = torch.arange(24.0).view(12, 2)
     base = Base(rows)
     assert torch.equal(input_embedding(base), rows)
     for rank in (0, 1):
         base.embed_tokens = sharded(rows.split(6), rank)
         assert torch.equal(input_embedding(base), rows[:10])
-    assert torch.equal(input_embedding(SimpleNamespace(model=Base(rows))), rows)  # of a model that does not say which
+    assert torch.equal(input_embedding(SimpleNamespace(model=Base(rows))), rows)  # a model without get_input_embeddings
     base.embed_tokens = sharded(rows.split(6), 0, num_added_embeddings=2)
     with pytest.raises(ValueError, match="must have no tokens added for LoRA, got 2"):
         input_embedding(base)
@@ -393,7 +393,7 @@ def test_the_embedding_of_a_base_model():
         ("deep", DeepBase, {"speculative_algorithm": "EAGLE"}, None),
     ],
 )
-def test_what_a_probe_does_not_go_with_is_refused_at_start(folder, weight, probe, base, given, message):
+def test_options_unsupported_by_probes_are_rejected_at_start(folder, weight, probe, base, given, message):
     layers = given.pop("layers", LAYERS)
     runner = SimpleNamespace(model=base(weight), model_config=SimpleNamespace(num_hidden_layers=layers))
     options = dict(enable_torch_compile=False, speculative_algorithm=None)
@@ -403,8 +403,8 @@ def test_what_a_probe_does_not_go_with_is_refused_at_start(folder, weight, probe
 
 
 @pytest.mark.parametrize("reads_tokens", [False, True])
-def test_requests_beside_a_probe(folder, monkeypatch, reads_tokens):
-    """What a value model has to read or to have seen is nothing to it."""
+def test_probes_accept_requests_that_value_models_reject(folder, monkeypatch, reads_tokens):
+    """A value model needs the tokens and cached values of a request; a probe does not."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder / ("value" if reads_tokens else "last")))
     Settings.current.cache_clear()
     sampling = SimpleNamespace(custom_params=GENTLE, top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None)

@@ -1,6 +1,6 @@
-"""Guidance with SGLang's speculative decoding, in the real server on a CPU, which verifies by argmax there.
+"""Guidance with SGLang's speculative decoding in a real server on CPU, where it verifies by argmax.
 
-``sglang_cpu/patches/speculation.py`` stands in for the kernels that the engine needs.
+``sglang_cpu/patches/speculation.py`` replaces the engine's GPU kernels.
 """
 
 import json
@@ -54,7 +54,7 @@ TREE = {"steps": 3, "topk": 2, "tokens": 6}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The models of every other test, and two that draft: one a little like the base, one that repeats tokens."""
+    """The checkpoints of all SGLang tests, and two draft models: one similar to the base, and one for EAGLE."""
     folder = tmp_path_factory.mktemp("models")
     write_checkpoints(folder)
     draft = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0)
@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
 
 
 def greedy(server):
-    """The tokens of greedy requests without guidance."""
+    """Tokens of greedy requests without guidance."""
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
     response = server.post(input_ids=PROMPTS, sampling_params=sampling)
     assert response.ok, response.text
@@ -75,7 +75,7 @@ def greedy(server):
 
 @pytest.fixture(scope="module")
 def texts(folder):
-    """What guided requests with seeds, and greedy ones without guidance, get without speculation."""
+    """Tokens of guided requests with seeds, and of unguided greedy requests, without speculation."""
     with running_server(folder, "plain", "--chunked-prefill-size", "32") as server:
         results, _ = server.generate(PROMPTS, GUIDANCE, **TOKENS)
         return [result["output_ids"] for result in results], greedy(server)
@@ -89,8 +89,8 @@ def engine(folder):
 
 
 def check_text(folder, server, texts):
-    """Guided requests beside others get the text that they get without drafts; the second time their prompts come from
-    the radix cache. Every value is that of a plain forward. Returns the guided requests' information."""
+    """Check that guided requests in a mixed batch get the tokens of decoding without drafts, also with prompts in the
+    radix cache, and that values match plain forwards. Returns ``meta_info`` of the guided requests."""
     prompts, guidance = [*PROMPTS, *prompts_of(9, 14, seed=21)], [*GUIDANCE, None, None]
     for _ in range(2):
         results, steps = server.generate(prompts, guidance, **TOKENS)
@@ -106,8 +106,8 @@ def overlaps(server):
     return not state["disable_overlap_schedule"]
 
 
-def test_the_text_is_the_same_with_and_without_drafts(folder, engine, texts):
-    """The base model's own drafts are accepted, and how many are is in the metrics."""
+def test_output_is_unchanged_by_drafts(folder, engine, texts):
+    """Drafts of the base model itself are accepted, and the metrics count them."""
     infos = check_text(folder, engine, texts)
     assert overlaps(engine)
     assert sum(info["spec_num_correct_drafts"] for info in infos) > 0.2 * sum(info["spec_verify_ct"] for info in infos)
@@ -128,15 +128,15 @@ def test_the_text_is_the_same_with_and_without_drafts(folder, engine, texts):
         ("ranks", ("--tp", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
     ],
 )
-def test_the_text_is_the_same_with_drafts_of_every_kind(folder, texts, name, options, more):
+def test_output_is_unchanged_by_every_kind_of_drafts(folder, texts, name, options, more):
     with running_speculation(folder, name, *options, **more) as server:
         assert overlaps(server) == (name != "pages")
         check_text(folder, server, texts)
 
 
 def test_without_a_value_model(folder):
-    """Targets are met by the end tokens alone, by the same text on two ranks as with drafts, whether the engine draws
-    for others in the batch or for nobody; prompts are shared with everybody."""
+    """Targets are met by end tokens alone, with the same output on two ranks and with drafts, and with or without
+    unguided requests in the batch, whose cached prompts guided requests may reuse."""
     prompts, found, options = prompts_of(40, 9, 70, 5, 12, seed=24), [], ("--enable-metrics",)
     guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
     tokens = dict(sampling_seed=5, max_new_tokens=80, ignore_eos=False, stop_token_ids=STOPS)
@@ -167,7 +167,7 @@ def test_without_a_value_model(folder):
 
 
 def test_spans_end_among_drafts(folder, engine):
-    """What comes after is drafted and verified as for anybody who is not guided."""
+    """Tokens after a span are drafted and verified as in an unguided request."""
     span = GENTLE | {"end_token_ids": [7, *range(100, 103)], "hard_limit": 11}
     results, steps = engine.generate(PROMPTS, [span] * len(PROMPTS), **TOKENS | {"max_new_tokens": 40})
     assert check_steps(folder, PROMPTS, results, steps) > 6 * 6
@@ -183,7 +183,7 @@ def test_spans_end_among_drafts(folder, engine):
     ],
 )
 def test_several_spans_and_closings(folder, name, more):
-    """Between two the engine verifies as for anybody who is not guided, and the value model reads on."""
+    """Between spans the engine verifies as in an unguided request, and the value model still computes the tokens."""
     prompts, guidance = PROMPTS[:4], [GENTLE | asked for asked in SEVERAL]
     with running_speculation(folder, f"several, {name}", **more) as server:
         results, steps = server.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
@@ -192,7 +192,7 @@ def test_several_spans_and_closings(folder, name, more):
 
 
 def test_strides_and_predicted_lengths(folder, engine):
-    """Guided, strided and neither, with lengths asked for of all tokens or not."""
+    """Guided, strided and unguided requests, with and without ``return_values``."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants, wants | GENTLE, wants | GENTLE | {"value_stride": 3}, GENTLE | {"value_stride": 2}, None]
     prompts = prompts_of(9, 40, 12, 5, 7, seed=22)
@@ -211,8 +211,8 @@ def test_strides_and_predicted_lengths(folder, engine):
             torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
 
 
-def test_the_end_of_an_answer_that_waited_is_nobodys_prefix(folder, engine):
-    """A conversation's second turn takes of its first what the value model had computed by then, and nothing else."""
+def test_pending_end_of_answer_is_not_reused_as_prefix(folder, engine):
+    """The second turn of a conversation reuses only tokens that the value model had computed in the first."""
     prompts = prompts_of(30, seed=23)
     first, _ = engine.generate(prompts, [GENTLE | {"value_stride": 999_999}], max_new_tokens=40)
     longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
@@ -221,12 +221,12 @@ def test_the_end_of_an_answer_that_waited_is_nobodys_prefix(folder, engine):
     assert check_steps(folder, longer, results, steps)
 
 
-# Of 17 tokens to 41, or of 7 to 9.
+# Texts of 17 to 41 tokens, and of 7 to 9 tokens.
 LIST, OBJECT = r'"long"(,("long"|"short")){8,20}', r'\{"n":[0-9]{1,3},"kind":("long"|"short")\}'
 
 
 def test_grammars_and_drafts(tmp_path):
-    """Guided answers are what a grammar allows, and the same with drafts, some of which are taken."""
+    """Guided answers match their grammar and are unchanged by drafts, some of which are accepted."""
     write_checkpoints(tmp_path)
     save_tokenizer(tmp_path / "base")
     asked = [(LIST, {"target_length": 8}), (LIST, {"target_length": 20}), (OBJECT, GENTLE), (LIST, GENTLE)]

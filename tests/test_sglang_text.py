@@ -1,6 +1,6 @@
-"""The SGLang plugin with a real tokenizer and a real model: SmolLM2 with the shipped value head, in the real server.
+"""The SGLang plugin in a real server with a real model and tokenizer: SmolLM2 with the shipped value head.
 
-Tests look at the trace of guided steps, and compare it with what the base model, run here, says of the same output.
+Tests compare the trace of guided steps with the base model's scores of the same output, computed in this process.
 """
 
 import json
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 SAMPLING = {"temperature": 1.0, "top_k": 5, "min_p": 0.01, "max_new_tokens": 24}
 SHORTER = {"value_mode": "centered_exp", "value_scale": -60.0}
 LONGER = {"value_mode": "centered_exp", "value_scale": 20.0}
-GENTLE = {"value_mode": "centered_exp", "value_scale": -5.0}  # leaves draws a choice
+GENTLE = {"value_mode": "centered_exp", "value_scale": -5.0}  # several candidates stay probable
 TARGET = {"target_length": 40, "value_constraint": "eq", "value_entropy_threshold": 0.5}
 ATOL = 1e-4  # on guided probabilities, fp32
 
@@ -50,7 +50,7 @@ def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     model, tokenizer = write_smollm2(folder)
     yield SimpleNamespace(folder=folder, model=model, tokenizer=tokenizer)
-    (folder / "base" / "model.safetensors").unlink()  # pytest keeps the folder, this is half a gigabyte of it
+    (folder / "base" / "model.safetensors").unlink()  # half a gigabyte that pytest would keep
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +69,20 @@ def engine(smollm2):
 
 
 def chat(smollm2, text):
-    """The tokens of a user's message."""
+    """Token ids of a user message in the chat template."""
     message = [{"role": "user", "content": text}]
     return smollm2.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
 
 
 def answers(engine, prompts, sampling):
-    """The results of requests that are sent at once; ``sampling`` has the parameters of each."""
+    """Send requests at once with the parameters ``sampling``, one mapping each; returns the results."""
     response = engine.post(input_ids=prompts, sampling_params=[{**SAMPLING, **params} for params in sampling])
     assert response.ok, response.text
     return response.json()
 
 
 def traced(engine, rid):
-    """A request's rows of the trace, in the order of its tokens. Some of them are guided."""
+    """Rows of a request in the trace, in token order; at least one is guided."""
     steps = (json.loads(line) for line in engine.trace.read_text().splitlines() if rid in line)
     rows = [row for step in steps for row in step["rows"] if row["rid"] == rid]
     assert any(row["status"] == Status.GUIDE for row in rows), "not one step was guided"
@@ -91,17 +91,17 @@ def traced(engine, rid):
 
 @torch.no_grad()
 def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None, mask=None, ends=()):
-    """Candidates and guided probabilities of each traced row are those of the base model's scores, computed anew.
+    """Check candidates and guided probabilities of each traced row against recomputed scores of the base model.
 
-    The values are the trace's.
+    Values are taken from the trace.
 
     Args:
         prompt, output: tokens of the request.
-        rows: its trace.
-        guidance: its ``custom_params``.
+        rows: rows of the request in the trace.
+        guidance: ``custom_params`` of the request.
         adjust: function of the logits ``[n, V]`` of the ``n`` output tokens; changes them as the engine should.
-        mask: int32 ``[n, ceil(V / 32)]``; allowed tokens.
-        ends: tokens that end the output beside the end of sequence.
+        mask: int32 ``[n, ceil(V / 32)]``, bits of allowed tokens.
+        ends: further tokens that end the output, besides the end of sequence.
     """
     n, params = len(output), parse_guidance(guidance, gamma=LenVMConfig.read(VALUE).gamma)
     logits = smollm2.model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
@@ -134,9 +134,9 @@ def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None, mask=No
 
 
 def test_guidance_controls_lengths(smollm2, engine):
-    """Three unguided answers to each prompt, and one in each of three settings, in one batch.
+    """Three unguided answers to each prompt, and one with each of three settings, in one batch.
 
-    The first test: the draws of unguided rows depend on all that the engine has drawn before.
+    This test must run first, because draws of unguided rows depend on all earlier draws of the engine.
     """
     prompts = [chat(smollm2, text) for text in sorted(held_out_prompts(), key=len)[:8]]
     settings = [None, None, None, SHORTER, LONGER, TARGET]
@@ -155,12 +155,12 @@ def test_guidance_controls_lengths(smollm2, engine):
         if i % 8 < 2:
             check_draws(smollm2, prompts[i % 8], result["output_ids"], rows, settings[3 + i // 8])
     assert mean(shorter) < 0.75 * mean(unguided)
-    assert mean(longer) > 1.1 * mean(unguided)  # many of both reach the limit
+    assert mean(longer) > 1.1 * mean(unguided)  # many answers of both kinds reach the limit
     assert mean(abs(n - 40) for n in target) < 0.9 * mean(abs(n - 40) for n in unguided)
 
 
 def test_targets_are_met_by_whole_sentences(smollm2, engine):
-    """By a request that says nothing but its target; the server knows by its tokenizer where sentences end."""
+    """Requests have a target only; the server finds ends of sentences by its tokenizer."""
     prompts = [chat(smollm2, text) for text in held_out_prompts()[::4]]
     sampling = [
         {"max_new_tokens": 100, "sampling_seed": i, "custom_params": {"target_length": 40}} for i in range(len(prompts))
@@ -170,13 +170,13 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
     texts = [smollm2.tokenizer.decode(result["output_ids"], skip_special_tokens=True) for result in results]
     print(*zip(lengths, texts, strict=True), sep="\n")
     print(sum(abs(n - 40) <= 10 for n in lengths), "near,", sum(map(ends_sentence, texts)), "whole, of", len(texts))
-    # Of unguided answers 8 % are as near.
+    # 8 % of unguided answers are as near.
     assert sum(abs(n - 40) <= 10 for n in lengths) >= 0.5 * len(texts)
     assert sum(map(ends_sentence, texts)) >= 0.7 * len(texts)
 
 
 def test_openai_endpoints(smollm2, engine):
-    """Values and draws of the chat endpoint are right, streamed or not; completions and bad parameters."""
+    """Values and draws of the chat endpoint, streamed and not, and of completions; bad parameters are rejected."""
     client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
     extra = {"top_k": SAMPLING["top_k"], "min_p": SAMPLING["min_p"], "custom_params": GENTLE}
     request = dict(model="base", temperature=1.0, max_tokens=12, seed=3)
@@ -228,7 +228,7 @@ def served(smollm2):
 
 
 def check_answer(served, answer):
-    """There is something to read, it ends by itself, and it was guided."""
+    """Check that the answer is not empty, ends by itself, and was guided."""
     (choice,) = answer["choices"]
     print(answer["usage"]["completion_tokens"], "tokens:", choice["message"]["content"])
     assert choice["message"]["content"].strip() and choice["finish_reason"] == "stop"
@@ -242,7 +242,7 @@ def test_documented_calls_run(served, page):
     check_answer(served, json.loads(subprocess.run(["bash", "-c", call], check=True, capture_output=True).stdout))
 
 
-def test_the_openai_example_runs(served, monkeypatch, capsys):
+def test_openai_example_runs(served, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["openai_client.py", "--url", f"{served.url}/v1"])
     answer = runpy.run_path(str(ROOT / "examples" / "openai_client.py"), run_name="__main__")["answer"]
     text = f"{answer.choices[0].message.content}\n{answer.usage.completion_tokens} tokens; the target was 60\n"
@@ -250,9 +250,8 @@ def test_the_openai_example_runs(served, monkeypatch, capsys):
     check_answer(served, answer.model_dump())
 
 
-def test_what_make_serve_needs(smollm2, served):
-    """The 3 GiB of the README: memory of all its processes, after many answers at once. Pages that processes share
-    count once."""
+def test_memory_of_make_serve(smollm2, served):
+    """All processes take less than the README's 3 GiB after many concurrent answers. Shared memory counts once."""
     prompts = [chat(smollm2, text) for text in held_out_prompts()[:32]]
     answers(served, prompts, [{"custom_params": GENTLE}] * len(prompts))
     (server,) = (child for child in psutil.Process().children() if served.url.rpartition(":")[2] in child.cmdline())
@@ -285,7 +284,7 @@ def compiler(smollm2):
 
 
 def allowed_tokens(smollm2, grammar, output):
-    """The mask of the grammar before each token of an output that fulfils it, end of sequence included."""
+    """The grammar's mask before each token of an output that matches it, end of sequence included."""
     matcher = xgrammar.GrammarMatcher(grammar)
     mask = xgrammar.allocate_token_bitmask(len(output), smollm2.model.config.vocab_size)
     for i, token in enumerate(output):
@@ -296,7 +295,7 @@ def allowed_tokens(smollm2, grammar, output):
 
 
 def test_grammar_and_guidance_in_a_mixed_batch(smollm2, engine, compiler):
-    """Rows with a regular expression, guided three ways and not at all, beside rows without a grammar."""
+    """Rows with a regular expression, with three kinds of guidance and none, and rows without a grammar."""
     prompt = chat(smollm2, "Which fruit do you like?")
     guidance = [SHORTER, LONGER, GENTLE, None, GENTLE, None]
     sampling = [{"custom_params": params, "sampling_seed": i} for i, params in enumerate(guidance)]
@@ -315,8 +314,8 @@ def test_grammar_and_guidance_in_a_mixed_batch(smollm2, engine, compiler):
     assert words[0] < words[1]
 
 
-def test_grammars_without_a_value_model(smollm2):
-    """An output ends near its target where its grammar lets it, and not where it does not."""
+def test_grammars_without_value_model(smollm2):
+    """An output ends near its target if its grammar allows it."""
     prompt, targets = chat(smollm2, "Name fruits."), (4, 12, 40)
     free = r"(apple|pear|plum)( (apple|pear|plum))*"
     sampling = [
@@ -332,11 +331,11 @@ def test_grammars_without_a_value_model(smollm2):
     for result, params in zip(results, sampling, strict=True):
         assert result["meta_info"]["finish_reason"]["type"] == "stop" and re.fullmatch(params["regex"], result["text"])
     for result, target in zip(results, targets, strict=False):
-        assert 0.9 * target <= result["meta_info"]["completion_tokens"] < 2 * target  # its end is unlikely everywhere
+        assert 0.9 * target <= result["meta_info"]["completion_tokens"] < 2 * target  # the end is unlikely everywhere
 
 
-def test_answers_under_load_are_those_of_a_quiet_server(engine):
-    """Among requests that are wrong and others whose client hangs up, with schemas, spans and shared prefixes."""
+def test_answers_under_load_match_those_of_quiet_server(engine):
+    """With invalid requests and clients that hang up in between; schemas, spans and shared prefixes."""
     requests = load.bodies_of("sglang", "default", 16, ("schema", "values"), 28)
     report = load.run(engine.url, load.quiet(engine.url, requests[::3]), 30, workers=4)
     assert not report.wrong and not report.different, report.markdown()
@@ -368,7 +367,7 @@ def test_json_schema_and_guidance(smollm2, engine, compiler):
 
 
 def test_stop_strings_and_stop_tokens(smollm2, engine):
-    """Both end an output where it would go on; a stop token is an end of the output for the guidance, too."""
+    """Both end an output early; guidance also treats a stop token as an end of the output."""
     prompt = chat(smollm2, "What is a comet?")
     comma = smollm2.tokenizer.encode(",")[0]
     common = {"custom_params": GENTLE, "sampling_seed": 4, "max_new_tokens": 48}
@@ -385,9 +384,9 @@ def test_stop_strings_and_stop_tokens(smollm2, engine):
 
 
 def test_penalties_and_biases_act_before_guidance(smollm2, engine):
-    """What the engine does to the logits of a row, guided or not, it has done when candidates are taken.
+    """The engine changes logits of guided and unguided rows before candidates are selected.
 
-    Its overlapping scheduler counts tokens for penalties a step late, and the last of the prompt first.
+    Its overlapping scheduler counts tokens for penalties one step late, beginning with the last prompt token.
     """
     cities = chat(smollm2, "Name a big city, a bigger city, and the biggest city.")
     hello = chat(smollm2, "Say hello.")
@@ -431,7 +430,7 @@ def test_penalties_and_biases_act_before_guidance(smollm2, engine):
     for result, (prompt, _, guidance, change) in zip(results, cases, strict=False):
         output, rows = result["output_ids"], traced(engine, result["meta_info"]["id"])
         if change is not None:
-            with pytest.raises(AssertionError):  # it does make a difference
+            with pytest.raises(AssertionError):  # the change is visible in the trace
                 check_draws(smollm2, prompt, output, rows, guidance)
         adjust = change and (lambda logits, change=change, output=output: change(logits, output))
         check_draws(smollm2, prompt, output, rows, guidance, adjust=adjust)

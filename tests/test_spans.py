@@ -1,4 +1,4 @@
-"""Where a request stands in its span, as its tokens say: on the host, and on a device that is told them bit by bit."""
+"""State of a request's span computed from its tokens: on the host, and incrementally on the device."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
 @pytest.mark.parametrize(
     ("prompt", "output", "starts", "expected"),
     [
-        # Qwen3 without thinking: the prompt closes the thought. DeepSeek V3.1 without.
+        # Qwen3 and DeepSeek V3.1 without thinking: the prompt closes the thought.
         ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [], (), (7, 7)),
         ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [WORD, WORD], (THINK,), (7, 7)),
         ([WORD, END_OF_THINK], [WORD], (), (2, 2)),
@@ -27,7 +27,7 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
         ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (), (5, None)),
         ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (THINK,), (5, None)),
         ([THINK], [WORD, END_OF_THINK, WORD], (THINK,), (1, 3)),
-        # Qwen3: the model does; until then there is none, if it is known what opens one.
+        # Qwen3: the model opens the thought. If start tokens are known, no span is open until then.
         ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (), (3, 6)),
         ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (THINK,), (4, 6)),
         ([TURN, WORD, BREAK], [WORD, WORD], (THINK,), (3, 3)),
@@ -36,19 +36,19 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
         # Several thoughts.
         ([TURN], [THINK, WORD, END_OF_THINK, WORD, THINK, WORD], (THINK,), (6, None)),
         ([TURN, THINK], [THINK, END_OF_THINK, THINK, END_OF_THINK], (THINK,), (5, 6)),
-        # What an earlier turn has thought.
+        # A thought of an earlier turn.
         ([END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD, BREAK], [WORD], (), (8, None)),
         ([END_OF_THINK, TURN, BREAK, WORD, BREAK], [WORD], (), (5, None)),
         ([THINK, END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD], [WORD], (THINK,), (8, 8)),
         ([THINK, BREAK, WORD, END_OF_THINK, TURN, THINK, WORD, BREAK, WORD, WORD], [], (THINK,), (10, None)),
-        # An end of two tokens, one of which the prompt has.
+        # An end of two tokens, the first of which is in the prompt.
         ([TURN, WORD], [WORD, END, END, WORD], (), (2, 5)),
         ([TURN, END], [END, WORD], (), (2, 3)),
         ([WORD, END, END, BREAK], [WORD], (), (4, 4)),
         ([], [WORD], (), (0, None)),
     ],
 )
-def test_where_a_span_begins_and_ends(prompt, output, starts, expected):
+def test_begin_and_end_of_span(prompt, output, starts, expected):
     params = GuidanceParams(end_token_ids=(7, END_OF_THINK, (END, END)), start_token_ids=starts)
     state = params.span_state(prompt, output)
     assert (state.begin, state.end) == expected and state.seen == len(prompt) + len(output)
@@ -62,21 +62,21 @@ def test_where_a_span_begins_and_ends(prompt, output, starts, expected):
         ([1, 1, 5], 5),
         ([1, 1, 1, 5, 6], 6),
         ([1, 1, 1, 1, 5], 7),
-        ([1, 1, 1, 1, 1, 5], None),  # the message has begun too late
+        ([1, 1, 1, 1, 1, 5], None),  # the message began too late
         ([1, 5, 6], None),
         ([1, 1, 5, 1], None),
-        ([1, 1, 5, 6, 7, 9], None),  # the end that was forced has ended it
+        ([1, 1, 5, 6, 7, 9], None),  # the forced end has ended the span
     ],
 )
-def test_how_far_a_forced_end_has_come(output, expected):
-    """As its tokens show: the message and the end after it begin within the grace."""
+def test_progress_of_forced_end(output, expected):
+    """The message and the end after it begin within the grace."""
     params = GuidanceParams(end_token_ids=((7, 9),), hard_limit=2, hard_limit_grace=2, end_message=(5, 6))
     assert params.closing_token_ids == (5, 6, 7, 9)
     assert params.span_state([3, 3, 3], output).closing_from == expected
 
 
-def test_how_far_a_landing_has_come():
-    """Of a request that goes on elsewhere. It has no end, and no place in the prompt."""
+def test_progress_of_landing():
+    """A landing has no end tokens, and its tokens in the prompt do not count."""
     params = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_tokens": 10})
     assert params.has_span and params.closing_token_ids == (5, 6) and params.span_patterns is None
     for output, expected in ([1, 1], None), ([1, 1, 5], 5), ([1, 1, 5, 6, 5, 1], 5), ([5, 6], None), ([1, 5, 6], None):
@@ -89,7 +89,7 @@ def ends_with(tokens, sequences):
 
 
 def naive_state(ends, starts, prompt, output):
-    """Of a prompt that leaves a span open unless something begins one: the last place of an end or a start decides."""
+    """(begin, end) by the last start or end in the output. The prompt leaves a span open unless there are starts."""
     begin, end = len(prompt), len(prompt) if starts else None
     tokens = list(prompt)
     for token in output:
@@ -112,7 +112,7 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tup
     known=st.integers(0, 24),
 )
 def test_host_and_device_agree(ends, starts, output, cuts, known):
-    """With some tokens told again. The rows of another request, which is told nothing, stay as they are."""
+    """Some tokens are passed repeatedly. The table row of another request stays unchanged."""
     params = GuidanceParams(end_token_ids=tuple(ends), start_token_ids=tuple(starts))
     prompt, known = [9, 9], min(known, len(output))
     table = GuidanceTable(3, "cpu")
@@ -142,7 +142,7 @@ def test_host_and_device_agree(ends, starts, output, cuts, known):
 
 
 def tokenizer_of(vocab, template=None):
-    """What a tokenizer says: a token a character, but for those of the vocabulary."""
+    """A tokenizer with one token per character, ``>`` and a line break merged, and the vocabulary's tokens."""
 
     def encode(given, add_special_tokens):
         assert not add_special_tokens
@@ -151,8 +151,8 @@ def tokenizer_of(vocab, template=None):
     return SimpleNamespace(get_vocab=lambda: dict(vocab), chat_template=template, encode=encode)
 
 
-def test_what_a_tokenizer_says_of_thoughts():
-    """Ends of several tokens, with a line break that becomes part of the last; of no model that does not think."""
+def test_thought_markers_of_tokenizers():
+    """Ends of several tokens, the last of which may include a line break; no markers without thinking."""
     of_one = Thoughts.of(tokenizer_of({"<think>": 3, "</think>": 4}))
     assert (of_one.ends, of_one.starts, of_one.encode("ab")) == (((4,),), ((3,),), [97, 98])
     of_several = Thoughts.of(tokenizer_of({}, "{{ '<think>' }} {{ content.split('</think>')[-1] }}"))
@@ -170,7 +170,7 @@ def test_what_a_tokenizer_says_of_thoughts():
     )
 
 
-BAR = "\uff5c"  # as DeepSeek's tokens have it
+BAR = "\uff5c"  # in DeepSeek's special tokens
 USER, ASSISTANT, END_OF_TURN = (f"<{BAR}{name}{BAR}>" for name in ("User", "Assistant", "end\u2581of\u2581sentence"))
 SPECIAL = ["<think>", "</think>", "<|im_start|>", "<|im_end|>", USER, ASSISTANT, END_OF_TURN]
 QWEN3 = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -179,7 +179,7 @@ R1 = f"{USER}Hi{ASSISTANT}"
 
 @pytest.fixture(scope="module")
 def thinker():
-    """A tokenizer of bytes, with the special tokens of models that think."""
+    """A byte-level tokenizer with the special tokens of thinking models."""
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(letters, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -190,25 +190,25 @@ def thinker():
 @pytest.mark.parametrize(
     ("prompt", "output", "open_for"),
     [
-        # Qwen3 begins its thought itself; told not to think, the template does that, and ends it.
+        # Qwen3 opens its thought itself; with thinking disabled, the template opens and closes it.
         (QWEN3, "", None),
         (QWEN3, "Hello", None),
         (QWEN3, "<think>\nHm", 3),
         (QWEN3, "<think>\nHm\n</think>\n\nHello", None),
-        (QWEN3, "<think>\nHm</think>\n\nLook:<think>So", 2),  # between two calls of tools
+        (QWEN3, "<think>\nHm</think>\n\nLook:<think>So", 2),  # between two tool calls
         (QWEN3 + "<think>\n\n</think>\n\n", "", None),
         (QWEN3 + "<think>\n\n</think>\n\n", "Hello", None),
-        # Of Qwen3.5 and DeepSeek-R1 it is the template that begins the thought.
+        # Templates of Qwen3.5 and DeepSeek-R1 open the thought.
         (QWEN3 + "<think>\n", "", 0),
         (R1 + "<think>\n", "Hm", 2),
         (R1 + "<think>\n", "Hm\n</think>\n\nHello", None),
         (R1 + "Hello" + END_OF_TURN + R1 + "<think>\n", "Hm", 2),  # a second turn
-        # DeepSeek-V3.1, told not to think.
+        # DeepSeek-V3.1 with thinking disabled.
         (R1 + "</think>", "Hello", None),
     ],
 )
 def test_chat_templates(thinker, prompt, output, open_for):
-    """What they make of a conversation, with a ``thinking_budget``: for how many tokens a thought is open after it."""
+    """Number of tokens since a thought was opened, in rendered conversations with a ``thinking_budget``."""
     params = parse_guidance({"thinking_budget": 100}, thoughts=Thoughts.of(thinker))
     ids = [thinker.encode(text, add_special_tokens=False) for text in (prompt, output)]
     state = params.span_state(*ids)

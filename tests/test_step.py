@@ -1,4 +1,4 @@
-"""The guided step of requests that come, go and draw, against recomputation from scratch."""
+"""The guided step over the lifetime of requests, against recomputation from scratch."""
 
 import math
 from itertools import pairwise
@@ -19,8 +19,8 @@ from tests.helpers.step_models import ATOL
 from tests.helpers.watch import Operators, watch_forwards
 
 
-def test_500_steps_of_requests_that_come_and_go(models):
-    """Arrivals, departures, aborts, retractions under a pool that is too small, slots and rows used again."""
+def test_500_steps_of_arriving_and_leaving_requests(models):
+    """Arrivals, departures, aborts, retractions from a pool that is too small, and reuse of slots and rows."""
     generator = torch.Generator().manual_seed(0)
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
     sizes = dict(rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7)
@@ -42,7 +42,7 @@ def test_500_steps_of_requests_that_come_and_go(models):
         guidance, prompt_lens = ([r[name] for r in requests] for name in ("guidance", "prompt_len"))
         scored += models.assert_guided(output, sequences, guidance, prompt_lens)
         for request, token in zip(requests, output.tokens.tolist(), strict=True):
-            # Now and then what follows is not what was drawn: a stop string, a grammar, another sampler.
+            # Sometimes the next token is not the drawn one: a stop string, a grammar, another sampler.
             request["tokens"] = [*request["tokens"], randint(0, VOCAB) if token < 0 or randint(0, 8) == 0 else token]
         steps += 1
 
@@ -60,7 +60,7 @@ def test_500_steps_of_requests_that_come_and_go(models):
                 break
             running[row] = waiting.pop(0)
             admitted.append(row)
-        if admitted:  # a prefill batch is a step of its own; the running requests sit it out
+        if admitted:  # a prefill batch is a separate step without the running requests
             engine.prefill(admitted, [running[row]["tokens"] for row in admitted])
             decode(admitted)
             continue
@@ -90,7 +90,7 @@ def test_500_steps_of_requests_that_come_and_go(models):
 
 
 @pytest.mark.parametrize("is_predicted", [False, True])
-def test_a_row_used_again_forgets_its_last_request(models, is_predicted):
+def test_reused_row_keeps_no_state_of_its_last_request(models, is_predicted):
     """The new request has the last token of the old one at the same position."""
     engine, scores = Engine(*make_step(models.value)).start([0], [[5, 6, 7]], [TILT]), random_scores(1)
     if is_predicted:
@@ -104,8 +104,8 @@ def test_a_row_used_again_forgets_its_last_request(models, is_predicted):
     assert models.assert_guided(engine.decode([0], [tokens], scores), [tokens], [TILT], [len(tokens)])
 
 
-def test_a_token_inserted_between_two_steps(models):
-    """A token that a grammar forces, say: ``extend`` adds it after the first step."""
+def test_token_inserted_between_steps(models):
+    """For example a token forced by a grammar: ``extend`` adds it after the first step."""
     engine = Engine(*make_step(models.value)).start([4, 1], [[5, 6, 7]] * 2, [TILT] * 2, room=2)
     scores = random_scores(2)
     token = engine.decode([4, 1], [[5, 6, 7]] * 2, scores).tokens[1].item()
@@ -114,8 +114,8 @@ def test_a_token_inserted_between_two_steps(models):
     assert models.assert_guided(engine.decode([1], tokens, scores[:1]), tokens, [TILT], [3])
 
 
-def test_a_prompt_may_come_in_parts(models):
-    """Of several requests, in rows out of order, in calls and chunks that do not end together."""
+def test_prompts_may_be_extended_in_parts(models):
+    """Several requests in rows out of order; ends of parts and chunks do not coincide."""
     rows, prompts = [6, 1, 4], [list(range(3, 53)), [60, 61], list(range(60, 90))]
     caches = []
     for chunk_tokens, parts in ((1000, [0, 100]), (7, [0, 100]), (8, [0, 1, 20, 23, 100])):
@@ -131,7 +131,7 @@ def test_a_prompt_may_come_in_parts(models):
     assert (caches[0] != 0).any(dim=(0, 1, 3, 4)).sum() == 50 + 2 + 30
 
 
-def test_rows_without_guidance_ride_along_untouched(models, monkeypatch):
+def test_unguided_rows_are_unchanged(models, monkeypatch):
     seen = watch_forwards(models.value, monkeypatch, of_prompts=True)
     guidance = [None, TILT, {"value_mode": "mul", "value_scale": 1.0}, None]
     engine = Engine(*make_step(models.value)).start(range(4), PROMPTS, guidance)
@@ -155,7 +155,7 @@ def test_probabilities_may_be_guided_in_place(models):
     torch.testing.assert_close(scores[0], expected)
 
 
-def test_rows_left_out_of_a_step(models, monkeypatch):
+def test_inactive_rows_are_unguided(models, monkeypatch):
     engine = Engine(*make_step(models.value)).start([0, 1], PROMPTS[:2], [TILT] * 2)
     seen = watch_forwards(models.value, monkeypatch)
     scores = random_scores(2)
@@ -163,8 +163,8 @@ def test_rows_left_out_of_a_step(models, monkeypatch):
     assert seen.deltas == [[1, 0]] and output.candidates.status.tolist() == [Status.GUIDE, Status.UNGUIDED]
 
 
-# Six requests that differ in everything: row of the slot table, tokens, those that count as prompt, guidance,
-# end-of-sequence ids, seed. The rows are not in order, and 4 and 7 are nobody's.
+# Six requests that differ in every field: row of the slot table, tokens, prompt length, guidance, end-of-sequence ids,
+# seed. Rows are not in order, and row 4 is unused.
 REQUESTS = [
     (5, [5, 6, 7, 8], 3, {"mode": "centered_exp", "scale": -4, "gamma": 0.9, "return_values": True}, {1}, -7),
     (0, [9, 3, 10, 11, 12, 13], 1, {"target_length": 9, "op": "eq_soft", "gamma": 0.85}, {2, 4}, 2**40),
@@ -175,8 +175,8 @@ REQUESTS = [
 ]
 
 
-def test_every_row_gets_what_its_own_request_asked_for(models):
-    """Candidates, values, probabilities, draws and lengths of rows out of order, each from its own parameters."""
+def test_rows_use_the_parameters_of_their_own_request(models):
+    """Candidates, values, probabilities, draws and lengths of rows out of order."""
     rows, prompts, prompt_lens, guidance, eos, seeds = map(list, zip(*REQUESTS, strict=True))
     params, b, steps = [parse_guidance(g) for g in guidance], len(rows), 5
     engine = Engine(*make_step(models.value, max_requests=b))
@@ -194,7 +194,7 @@ def test_every_row_gets_what_its_own_request_asked_for(models):
     generator, sequences, seen = torch.Generator().manual_seed(0), [list(tokens) for tokens in prompts], set()
     for _ in range(steps):
         scores = torch.randn(b, VOCAB, generator=generator)
-        scores[:, :6] += 5  # what ends some of the requests is among the candidates of all
+        scores[:, :6] += 5  # end tokens of some requests are candidates of all
         drawn = torch.randint(6, VOCAB, (b,), generator=generator)
         lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int32)
         probs = torch.softmax(scores, dim=1)
@@ -223,8 +223,8 @@ def test_every_row_gets_what_its_own_request_asked_for(models):
     assert seen == {(3, Status.SKIP), (1, Status.UNGUIDED)} | {(row, Status.GUIDE) for row in (5, 0, 6, 2)}
 
 
-def test_candidates_of_other_numbers_and_tables(models):
-    """Two candidates a row, as many rows as there may be, end-of-sequence ids and scaled tokens up to their limits."""
+def test_limits_of_rows_candidates_and_tables(models):
+    """Two candidates per row; rows, end-of-sequence ids and scaled tokens up to their limits."""
     step, slots = make_step(models.value, rows=3, max_candidates=2, max_eos=2, max_scaled_tokens=1)
     rows, guidance, scores = [2, 0, 1], [TILT | {"token_temperature_scale": {8: 2.0}}] * 3, random_scores(3)
     assert (step.max_requests, step.config.score_all) == (3, False)
@@ -238,8 +238,8 @@ def test_candidates_of_other_numbers_and_tables(models):
         step.add_request(0, parse_guidance({"token_temperature_scale": {1: 2.0, 2: 2.0}}), {1})
 
 
-def test_flush_leaves_nothing_to_write(models):
-    """A caller's own graph reads what came and left before it is replayed: no write is left for the next call."""
+def test_flush_leaves_no_pending_writes(models):
+    """A caller's CUDA graph needs added and removed requests in the table before its replay."""
     step, _ = make_step(models.value)
     step.add_request(3, parse_guidance({"target_length": 5, "op": "ge"}), {EOS})
     step.add_request(1, None, {EOS}, seed=4)
@@ -256,7 +256,7 @@ def test_flush_leaves_nothing_to_write(models):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_temperatures_leave_with_their_request(models, dtype):
+def test_token_temperatures_are_removed_with_their_request(models, dtype):
     step, _ = make_step(models.value)
     scales = {0: 3.0, 3: 2.0, VOCAB - 1: 4.0, VOCAB: 9.0, VOCAB + 5: 9.0}
     step.add_request(0, parse_guidance({"token_temperature_scale": scales}), {EOS})

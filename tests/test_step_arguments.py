@@ -1,4 +1,4 @@
-"""What guided steps refuse, naming the argument."""
+"""Errors of guided steps name the invalid argument."""
 
 import re
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_every_tensor_is_checked(models, method, good, name, shape, dtypes):
 
 
 @pytest.mark.parametrize("begins", [[2, 1], [-1], [0, 4]])
-def test_places_where_no_request_can_begin_are_refused(models, begins):
+def test_invalid_begins_are_rejected(models, begins):
     step = make_step(models.value)[0]
     with pytest.raises(ValueError, match=rf"begins must be ascending places of 0 to 3.* got {re.escape(str(begins))}"):
         step.extend(**GOOD_EXTEND, begins=begins)
@@ -104,7 +104,7 @@ def test_sizes_are_checked(change, message):
         StepConfig(**{"vocab_size": VOCAB} | change)
 
 
-def test_what_a_step_is_made_of_is_checked(models):
+def test_constructor_arguments_are_checked(models):
     value, slots = models.value, EngineSlots(torch.zeros(3, 4, dtype=torch.int32), 12)
     config, graphs = StepConfig(vocab_size=VOCAB), "graphs must be None or False unless the value model is on a GPU"
     tables = [slots._replace(table=bad) for bad in (slots.table.long(), slots.table[0], slots.table.to("meta"))]
@@ -138,12 +138,12 @@ def test_requests_are_checked(models):
         ({"return_values": True}, "return_values must not be given without a value model, got True"),
     ],
 )
-def test_without_a_value_model_what_needs_one_is_refused(guidance, message):
+def test_parameters_that_need_a_value_model_are_rejected_without_one(guidance, message):
     step, slots = make_step(None)
     Engine(step, slots).admit(2, [3, 4], {"target_length": 5}, prompt_len=2)
     with pytest.raises(ValueError, match=message):
         step.add_request(2, parse_guidance(guidance), {EOS})
-    assert step.table.columns.target_length[2] == 5  # the row is as it was
+    assert step.table.columns.target_length[2] == 5  # the row is unchanged
 
 
 def test_batches_are_checked(models):
@@ -168,7 +168,7 @@ def test_batches_are_checked(models):
 
 @pytest.fixture(params=["step", "predict"])
 def told(models, request):
-    """A call that takes two requests' new tokens, and good ones."""
+    """A call that takes new tokens of two requests, its valid arguments, and the number of requests in errors."""
     step, ones = make_step(models.value, max_drafts=2)[0], torch.ones(2, dtype=torch.int32)
     good = dict(tokens=torch.zeros(2, 3).long(), table_rows=torch.arange(2), lengths=ones, new_lens=ones)
     sampling = dict(top_k=4, top_p=1.0, min_p=0.0, is_logits=True)
@@ -197,7 +197,7 @@ def test_new_tokens_are_checked(told, change, message):
 
 
 @pytest.mark.parametrize(("max_drafts", "columns"), [(2, 4), (0, 2)])
-def test_columns_of_a_prediction_are_checked(models, max_drafts, columns):
+def test_columns_of_predicted_tokens_are_checked(models, max_drafts, columns):
     step, ones = make_step(models.value, max_drafts=max_drafts)[0], torch.ones(2, dtype=torch.int32)
     batch = StepBatch(torch.zeros(2, 1 + max_drafts).long(), torch.arange(2), ones, ones)
     step.predict(batch)

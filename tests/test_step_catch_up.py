@@ -1,4 +1,4 @@
-"""Steps in which the value model computes several tokens of a request: those that waited, and those told together."""
+"""Steps in which the value model computes several tokens of a request: pending tokens, and several new tokens."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.helpers.watch import watch_forwards
 
 
 def scores_of(rows, step, end=None):
-    """Five likely tokens a row, other ones at every step, none of which ends a sequence but in the row ``end``."""
+    """Five likely tokens per row, different at every step. Only in the row ``end`` one of them ends the sequence."""
     scores = torch.full((rows, VOCAB), -20.0)
     for row in range(rows):
         first = 5 + (31 * step + 17 * row) % 80
@@ -23,13 +23,13 @@ def scores_of(rows, step, end=None):
 
 
 def own_draws(rows, step):
-    """What the rows' own filters draw: none of their candidates."""
+    """Tokens drawn by the caller, none of which is a candidate."""
     return torch.tensor([4 + (7 * step + 13 * row) % 80 for row in range(rows)])
 
 
 def test_strides(models, monkeypatch):
-    """Rows of strides 1, 2, 3 and of none in one batch, and one whose own is None: each is guided at its steps, with
-    the values of plain forwards, and its tokens are computed together then."""
+    """Rows of strides 1, 2, 3 and the step's default 5 in one batch: each is guided at its own steps with values of
+    plain forwards, and its pending tokens are computed together at these steps."""
     strides, rows = [1, 2, 3, None], [4, 1, 6, 3]
     guidance = [TILT | ({} if n is None else {"value_stride": n}) for n in strides]
     engine, sequences = models.start(rows, guidance, value_stride=5)
@@ -49,8 +49,8 @@ def test_strides(models, monkeypatch):
     assert not engine.step.table.columns.faults.any()
 
 
-def test_a_step_that_is_not_counted_moves_no_stride(models):
-    """Of another request, between any two steps; it is due itself as the one that follows."""
+def test_uncounted_steps_do_not_advance_a_stride(models):
+    """Uncounted steps of another request run between counted steps; it is due if the next counted step is due."""
     guidance = [TILT | {"value_stride": 2}, TILT | {"value_stride": 2}]
     engine, sequences = models.start([4, 1], guidance)
     for number, between in enumerate((0, 2, 1, 0, 3, 1, 0, 1), start=1):
@@ -64,8 +64,8 @@ def test_a_step_that_is_not_counted_moves_no_stride(models):
     assert not engine.step.table.columns.faults.any()
 
 
-def test_a_row_that_might_end_is_due(models):
-    """By one of its own end tokens among its candidates, at whatever step; not by another request's."""
+def test_row_that_might_end_is_due(models):
+    """An end token of the request among its candidates makes it due at any step; end tokens of others do not."""
     sequences, guidance, eos = [[9, 10, 11]] * 3, [TILT | {"value_stride": 1000}] * 3, [{EOS}, {EOS, 3}, {3}]
     engine = Engine(*make_step(models.value)).start([5, 2, 0], sequences, guidance, room=9, eos=eos)
     of_steps = [([EOS], [1, 1, 0]), ([3], [0, 1, 1]), ([4], [0, 0, 0]), ([EOS, 3], [1] * 3)]
@@ -77,16 +77,16 @@ def test_a_row_that_might_end_is_due(models):
         assert (output.candidates.status == Status.NOT_DUE).tolist() == [not x for x in due]
         models.assert_values(output, sequences)
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
-    # An end token that the filters leave no candidate does not count.
+    # An end token removed by the filters does not count.
     scores = scores_of(3, 9)
     scores[:, EOS] = -19.0
     output = engine.decode([5, 2, 0], sequences, scores, drawn=own_draws(3, 9))
     assert (output.candidates.status == Status.NOT_DUE).all()
 
 
-def test_what_needs_no_values_waits_until_as_many_are_missing(models, monkeypatch):
-    """Rows with one candidate, with too little entropy and not due are not computed one by one; ``max_delta`` tokens
-    are, at once."""
+def test_rows_without_values_wait_for_max_delta_tokens(models, monkeypatch):
+    """Rows that are SINGLE, SKIP or NOT_DUE compute no token until ``max_delta`` tokens are pending, then all of them
+    at once."""
     guidance = [TILT, TILT | {"entropy_threshold": 100.0}, TILT | {"value_stride": 1000}, None]
     engine, sequences = models.start([3, 0, 7, 5], guidance, max_delta=3)
     deltas = watch_forwards(models.value, monkeypatch).deltas
@@ -97,13 +97,13 @@ def test_what_needs_no_values_waits_until_as_many_are_missing(models, monkeypatc
         assert output.candidates.status.tolist() == [Status.SINGLE, Status.SKIP, Status.NOT_DUE, Status.UNGUIDED]
         assert deltas[-1] == [3 * (number % 3 == 0)] * 3 + [0]
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
-    # The two that wait are computed with the one that comes, once values are needed.
+    # Two pending tokens are computed with the new one once values are needed.
     output = engine.decode([3], sequences[:1], scores_of(1, 99))
     assert deltas[-1] == [3] and models.assert_values(output, sequences[:1]) == 5
     assert not engine.step.table.columns.faults.any()
 
 
-def test_with_a_delta_of_one_nobody_waits(models, monkeypatch):
+def test_max_delta_of_one_leaves_no_pending_tokens(models, monkeypatch):
     guidance = [TILT, TILT | {"value_stride": 4}]
     engine, sequences = models.start([3, 0], guidance, max_delta=1)
     deltas = watch_forwards(models.value, monkeypatch).deltas
@@ -114,13 +114,13 @@ def test_with_a_delta_of_one_nobody_waits(models, monkeypatch):
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
 
 
-def test_several_new_tokens_are_as_good_as_so_many_steps(models, monkeypatch):
-    """Each request has grown by a number of its own, one by none since its prompt."""
+def test_several_new_tokens_equal_single_steps(models, monkeypatch):
+    """Each request has grown by a different number of tokens, one by none since its prompt."""
     more = [[20, 21, 22, 23, 24], [30], [], [40, 41, 42]]
     engine, _ = models.start([6, 1, 4, 2], [TILT] * 4)
     deltas = watch_forwards(models.value, monkeypatch).deltas
     sequences = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, more, strict=True)]
-    # The last token of a prompt is new to the step: extend was given all others.
+    # The last token of a prompt is new to the step, because extend received all others.
     output = engine.decode([6, 1, 4, 2], sequences, scores_of(4, 3), new=[6, 2, 1, 4])
     assert deltas == [[6, 2, 1, 4]]
     assert models.assert_values(output, sequences) == 20
@@ -130,8 +130,8 @@ def test_several_new_tokens_are_as_good_as_so_many_steps(models, monkeypatch):
     assert models.assert_values(output, sequences) == 20 and not engine.step.table.columns.faults.any()
 
 
-def test_new_tokens_wait_too(models, monkeypatch):
-    """Told several at a time, at steps at which nothing is due, in a ring that they go around."""
+def test_new_tokens_may_be_pending(models, monkeypatch):
+    """Several new tokens per step, at steps without guidance, wrap around the ring buffer of held tokens."""
     engine, (sequence,) = models.start([6], [TILT | {"value_stride": 4}], max_delta=5)
     deltas = watch_forwards(models.value, monkeypatch).deltas
     told = [1, 2, 1, 1, 2, 2, 0, 1, 1, 1, 1, 2]
@@ -146,11 +146,11 @@ def test_new_tokens_wait_too(models, monkeypatch):
     assert not engine.step.table.columns.faults.any()
 
 
-def test_a_missing_token_ends_guidance_until_a_prompt_tells_it(models):
+def test_missing_token_ends_guidance_until_extended(models):
     engine, sequences = models.start([6, 1], [TILT] * 2, max_delta=3)
     engine.decode([6, 1], sequences, scores_of(2, 0))
     faults = lambda: engine.step.table.columns.faults[[6, 1]].tolist()  # noqa: E731
-    sequences[0] += [20, 21]  # of which only the last is told
+    sequences[0] += [20, 21]  # only the last is passed
     sequences[1] += [22]
     for number in (1, 2):
         output = engine.decode([6, 1], sequences, scores_of(2, number), drawn=own_draws(2, number))
@@ -158,7 +158,7 @@ def test_a_missing_token_ends_guidance_until_a_prompt_tells_it(models):
         assert output.tokens[0] == own_draws(2, number)[0] and faults() == [number, 0]
         assert models.assert_values(output, sequences) == 5
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
-    # Four new tokens are more than are held of a sequence.
+    # Four new tokens are more than a sequence holds.
     sequences[1] += [23, 24, 25]
     output = engine.decode([6, 1], sequences, scores_of(2, 3), new=[1, 4], drawn=own_draws(2, 3))
     assert output.candidates.status.tolist() == [Status.UNGUIDED] * 2 and faults() == [3, 1]
@@ -167,8 +167,8 @@ def test_a_missing_token_ends_guidance_until_a_prompt_tells_it(models):
     assert models.assert_values(output, sequences) == 10 and faults() == [3, 1]
 
 
-def test_a_row_used_again_has_none_of_its_last_request_s_tokens(models):
-    """A request whose prompt nobody told is not guided, though the row's last one had more tokens."""
+def test_reused_row_keeps_no_tokens_of_its_last_request(models):
+    """A request without an extended prompt is not guided, even if the row's last request had more tokens."""
     engine = Engine(*make_step(models.value)).start([6], PROMPTS[2:3], [TILT])
     assert models.assert_values(engine.decode([6], PROMPTS[2:3], scores_of(1, 0)), PROMPTS[2:3]) == 5
     assert engine.step.told_lens(engine.tensor([6, 1])).tolist() == [len(PROMPTS[2]), 0]
@@ -183,8 +183,8 @@ def test_a_row_used_again_has_none_of_its_last_request_s_tokens(models):
 
 
 @pytest.mark.parametrize("again", [0, 2])
-def test_a_prompt_told_again_takes_nothing_back(models, monkeypatch, again):
-    """Of a request between its steps: its first tokens, or none where a batch has it without any."""
+def test_repeated_prompt_does_not_discard_tokens(models, monkeypatch, again):
+    """The first tokens, or none, of a request are extended again between its steps."""
     engine, sequences = models.start([6, 1], [TILT] * 2)
     deltas = watch_forwards(models.value, monkeypatch).deltas
     for number in range(3):
@@ -195,8 +195,8 @@ def test_a_prompt_told_again_takes_nothing_back(models, monkeypatch, again):
     assert deltas == [[1, 1]] * 3 and not engine.step.table.columns.faults.any()
 
 
-def test_values_of_every_token_in_spite_of_a_stride(models):
-    """Lengths are asked for of every token: each is scored, and guidance keeps its stride."""
+def test_lengths_of_every_token_with_a_stride(models):
+    """With ``return_values`` every token is scored, and guidance keeps its stride."""
     guidance = TILT | {"value_stride": 3, "return_values": True, "gamma": 0.9}
     engine, (sequence,) = models.start([5], [guidance], prompts=PROMPTS[2:])
     for number in range(1, 8):
@@ -206,7 +206,7 @@ def test_values_of_every_token_in_spite_of_a_stride(models):
         torch.testing.assert_close(output.remaining_lengths, models.lengths([sequence], 0.9), rtol=0, atol=1e-3)
 
 
-def test_a_request_s_own_stride_goes_before_the_step_s(models):
+def test_stride_of_request_takes_precedence(models):
     step: GuidedStep = make_step(models.value, value_stride=4)[0]
     for row, stride in ((3, None), (1, 1), (6, 9)):
         step.add_request(row, parse_guidance(TILT | {"value_stride": stride}), {EOS})

@@ -1,4 +1,4 @@
-"""What a guided step asks of a device: its memory, nothing read back, the same bits in any batch, its graphs."""
+"""Guided steps on a device: memory, no host-device sync, bitwise identical results in any batch, and CUDA graphs."""
 
 import contextlib
 
@@ -38,10 +38,10 @@ def test_working_bytes_of_a_step_by_hand(models):
     assert working_bytes(models.value, max_len=512, **ours, **sizes) == step + 32 * (1 + 3)
     split = 4 * 3 * 27 * 4 * 13
     assert working_bytes(models.value, max_len=1153, **ours, **sizes) == step + 32 * (1 + 3 * 3) + split
-    # Two drafts a request, and eight candidates at each of its three nodes; a tile of queries takes 32 tokens.
+    # Two drafts per request, and eight candidates at each of its three nodes; a tile of queries has 32 tokens.
     drafted = 3 * (1 + 2 + 24) * token + 9 * row + counters + 32 * (1 + 81 // 32 + 3)
     assert working_bytes(models.value, max_len=512, max_drafts=2, **ours, **sizes) == drafted
-    # 16 tokens a request beside its candidates.
+    # 16 delta tokens per request besides its candidates.
     step += 45 * token
     assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == step + 32 * (1 + 72 // 32 + 3)
     row = VOCAB // 16 + 64
@@ -51,8 +51,8 @@ def test_working_bytes_of_a_step_by_hand(models):
 
 
 @pytest.mark.parametrize(("rows", "max_len"), [(1, 400), (5, 400), (2, 1200)])
-def test_memory_of_a_step_is_as_stated(device, rows, max_len):
-    """What a step and a prompt of several chunks take, against the formula; twice as much would be a poor bound."""
+def test_memory_of_step_is_within_working_bytes(device, rows, max_len):
+    """Peak memory of a step and of a prompt of several chunks is between half of the stated bytes and all of them."""
     options, peaks = dict(chunk_tokens=64, backend="triton", graphs=False), {}
     engine = Engine(*make_step(tiny_value_model(device), max_len=max_len, **options))
 
@@ -100,14 +100,14 @@ X = torch.tensor([1.0, 0.0, 2.0])
     ],
 )
 def test_sync_mode_catches(reads_back):
-    """The test below is worth something only if it sees every way to read back."""
+    """The next test relies on detecting every way to read back."""
     with pytest.raises(AssertionError, match="reads back"), no_read_back():
         reads_back()
 
 
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_sync_free_step(device, is_logits):
-    """Prompts, and steps of guided and unguided rows with everything a step can do, through the Triton kernels."""
+    """Prompts, and steps of guided and unguided rows with every feature of a step, with the Triton kernels."""
     step, slots = make_step(tiny_value_model(device), chunk_tokens=8, backend="triton")
     engine = Engine(step, slots)
     for row, (tokens, guidance) in enumerate(zip(PROMPTS, GUIDANCE[1:], strict=True)):
@@ -150,11 +150,11 @@ def test_sync_free_step(device, is_logits):
 
 
 @pytest.mark.parametrize("others", [[], [9], [13, 2], [0, 7]])
-def test_keys_are_the_same_whoever_is_beside_a_prompt(device, others):
-    """To the bit, where prompts are computed in parts: the first of 20 tokens, in parts of 8."""
+def test_keys_of_prompt_are_bitwise_identical_in_every_batch(device, others):
+    """A prompt of 20 tokens, computed in parts of 8 tokens, alone and in batches."""
     caches = []
     for lens in ([20], [*others, 20, 3]):
-        value_model = tiny_value_model(device, layers=2)  # the second has keys of what the first makes of all tokens
+        value_model = tiny_value_model(device, layers=2)  # keys of the second layer depend on all tokens
         step, slots = make_step(value_model, rows=6, max_len=24, chunk_tokens=8, backend="triton")
         engine, rows = Engine(step, slots), [4, 1, 0, 3][-len(lens) :]
         prompts = [[3 + (7 * n + 5 * i) % 50 for i in range(n)] for n in lens]
@@ -175,8 +175,8 @@ def test_keys_are_the_same_whoever_is_beside_a_prompt(device, others):
         (20, [0], [(0, 8), (8, 16), (16, 20)]),
         (20, [3], [(3, 11), (11, 19), (19, 20)]),
         (20, [0, 2, 5, 9, 9], [(0, 5), (5, 9), (9, 17), (17, 20)]),
-        (20, [0, 1, 13], [(0, 1), (1, 9), (9, 13), (13, 20)]),  # 4 left of the second, and 7 are too many beside
-        (20, [0, 12, 16], [(0, 8), (8, 16), (16, 20)]),  # 4 left of the first, and 4 more
+        (20, [0, 1, 13], [(0, 1), (1, 9), (9, 13), (13, 20)]),  # the second prompt has 4 left, and 7 more do not fit
+        (20, [0, 12, 16], [(0, 8), (8, 16), (16, 20)]),  # the first prompt has 4 left, and 4 more fit
         (8, [0, 8], [(0, 8)]),
         (3, [], []),
         (0, [0], []),
@@ -186,7 +186,7 @@ def test_parts_of_prompts(tokens, begins, expected):
     assert [(part.start, part.stop) for part in chunks_of(tokens, begins, 8)] == expected
 
 
-def test_the_backend_reaches_every_operator(device, monkeypatch):
+def test_backend_reaches_every_operator(device, monkeypatch):
     """With ``triton`` no reference runs, in prompts, predictions and steps."""
 
     def fail(*args, **kwargs):
@@ -224,8 +224,8 @@ STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "
     ],
     ids=["many", "fp16", "bf16", "strides"],
 )
-def test_a_request_has_the_same_bits_in_any_batch(device, architecture, dtype, guidance, options, batches):
-    """Values and draws, alone, in batches of up to 64, in another order and row, and padded for a graph."""
+def test_requests_have_the_same_bits_in_every_batch(device, architecture, dtype, guidance, options, batches):
+    """Values and draws alone, in batches of up to 64, in other orders and rows, and padded for a graph."""
     if architecture == "qwen3":
         value_model = tiny_value_model(device, dtype)
     else:
@@ -252,10 +252,10 @@ def test_a_request_has_the_same_bits_in_any_batch(device, architecture, dtype, g
     assert sum(z != 0 for _, values, _ in of_steps for z in values) > 20
 
 
-def test_steps_from_graphs_of_more_rows(models, monkeypatch):
-    """The rows that fill a graph's batch up write nothing, whatever an earlier batch left where the graph looks.
+def test_graphs_with_padding_rows(models, monkeypatch):
+    """Padding rows of a graph's batch write nothing, whatever an earlier batch left in the graph's inputs.
 
-    A graph is a function here, that scores what is in the inputs at the time."""
+    Here a graph is a function that scores the current inputs."""
 
     results, seen = [], watch_forwards(models.value, monkeypatch)
     for graphs in (False, True):
@@ -286,7 +286,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         torch.testing.assert_close(with_graphs, without, rtol=0, atol=ATOL)
 
 
-def test_a_graph_is_captured_once_per_size_and_replayed_from_then_on(monkeypatch):
+def test_graph_is_captured_once_per_size_and_then_replayed(monkeypatch):
     """The first call also runs the function without a graph. All graphs share a memory pool."""
     events = []
 
@@ -320,7 +320,7 @@ def test_a_graph_is_captured_once_per_size_and_replayed_from_then_on(monkeypatch
     ]
 
 
-def test_the_stages_of_a_step_are_profiler_ranges(models):
+def test_stages_of_step_are_profiler_ranges(models):
     engine = Engine(*make_step(models.value)).start([0, 1], PROMPTS[:2], [TILT] * 2)
     with profile() as profiler:
         engine.decode([0, 1], PROMPTS[:2], random_scores(2))
@@ -331,7 +331,7 @@ def test_the_stages_of_a_step_are_profiler_ranges(models):
 
 @needs_gpu
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_graph_gives_what_launches_give(device, batch):
+def test_graphs_equal_plain_launches(device, batch):
     value_model = tiny_value_model(device)
     prompts = [PROMPTS[i % 4] for i in range(batch)]
     both = []
@@ -345,7 +345,7 @@ def test_graph_gives_what_launches_give(device, batch):
 
 @needs_gpu
 def test_graph_of_the_whole_step(device):
-    """A caller can capture all of a step in a graph of its own."""
+    """A caller can capture the whole step in its own graph."""
     engine = Engine(*make_step(tiny_value_model(device), graphs=False)).start(range(4), PROMPTS, [TILT] * 4)
     scores = torch.randn(4, VOCAB, device=device)
     lengths, rows = engine.tensor([len(tokens) for tokens in PROMPTS]), engine.tensor([0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""Steps with drafted tokens: candidates and values at every node of a chain or a tree, and what becomes of them."""
+"""Steps with drafted tokens: candidates, values and draws at every node of a chain or a tree."""
 
 import math
 
@@ -17,12 +17,12 @@ from tests.helpers.padded_step import pad
 from tests.helpers.statistics import p_value
 from tests.helpers.watch import PeakMemory, no_read_back, watch_forwards
 
-# Two branches from the root, one of which forks; listed so that no number of a parent is that of its place.
+# Two branches from the root, one of which forks, listed so that no draft follows its parent directly.
 TREE = [-1, -1, 0, 0, 1, 3]
 
 
 def likely(base, sequence, parents, rank):
-    """A tree of drafts: the ``rank``-th most likely token each, the branches different ones."""
+    """A tree of drafts of the ``rank``-th most likely tokens, with a different token in each branch."""
     tokens = []
     for j, parent in enumerate(parents):
         path = paths(tokens, parents[: len(tokens)])[parent + 1]
@@ -33,7 +33,7 @@ def likely(base, sequence, parents, rank):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_values_at_every_node(models, backend):
-    """Of trees, chains, and requests with fewer drafts or none; some drafts are candidates, some are not."""
+    """Trees, chains, and requests with fewer drafts or none; only some drafts are candidates."""
     base, rows = BaseModel(), [4, 0, 6, 2]
     guidance = [TILT, GUIDANCE[2], TILT | {"return_values": True}, None]
     options = dict(max_drafts=6, max_delta=8, max_candidates=4, backend=backend)
@@ -58,8 +58,8 @@ def test_values_at_every_node(models, backend):
     ("options", "padded"),
     [({}, False), ({}, True), ({"backend": "triton", "max_delta": 7}, False)],
 )
-def test_the_text_is_the_same_with_and_without_drafts(models, options, padded):
-    """Guided in several ways and not at all; drafts that are right, right for a while, wrong, and none."""
+def test_output_is_unchanged_by_drafts(models, options, padded):
+    """Requests with several kinds of guidance and without; drafts that are right, partly right, wrong, and absent."""
     base, rows, count = BaseModel(), [4, 0, 6, 2, 5], 14 if options.get("backend") else 30
     prompts, guidance = [*PROMPTS, [40, 41, 42]], [*GUIDANCE[:4], None]
     plain = run_plain(models, rows, prompts, guidance, count, base, **options)
@@ -81,8 +81,8 @@ def test_the_text_is_the_same_with_and_without_drafts(models, options, padded):
     assert count / 4 < steps < count * 0.8
 
 
-def test_a_chain_of_drafts_is_as_good_as_so_many_steps(models):
-    """Probabilities and values at the nodes of a chain are those of single steps, to the bit where the kernels are."""
+def test_nodes_of_draft_chain_equal_single_steps(models):
+    """Probabilities and values at the nodes of a chain are those of single steps, and draws are identical."""
     base, chain = BaseModel(), [20, 21, 22]
     outputs = []
     for drafted in (True, False):
@@ -104,8 +104,8 @@ def test_a_chain_of_drafts_is_as_good_as_so_many_steps(models):
     assert torch.equal(outputs[0][2], outputs[1][2])
 
 
-def test_accepted_drafts_are_the_next_delta(models, monkeypatch):
-    """So is the token drawn after the last of them."""
+def test_accepted_tokens_are_the_next_delta(models, monkeypatch):
+    """Accepted drafts and the token drawn after them are computed at the next step."""
     base = BaseModel()
     plain = run_plain(models, [3], PROMPTS[:1], [TILT], 6, base)
     engine, (sequence,) = models.start([3], [TILT], max_drafts=2, max_candidates=4)
@@ -118,8 +118,8 @@ def test_accepted_drafts_are_the_next_delta(models, monkeypatch):
     assert seen.deltas == [[1], [3], [2]]
 
 
-def test_every_node_has_the_filters_of_its_request(models):
-    """Each request has other numbers than those beside it, and each filter leaves fewer candidates somewhere."""
+def test_nodes_use_the_filters_of_their_request(models):
+    """Filters differ between requests, and each filter removes candidates at some node."""
     base, rows = BaseModel(), [5, 1, 3]
     engine, sequences = models.start(rows, [TILT, GUIDANCE[2], TILT], max_drafts=2)
     filters = dict(top_k=[3, 50, 7], top_p=[1.0, 0.5, 0.99], min_p=[0.0, 0.01, 0.1], temperature=[0.5, 1.3, 0.8])
@@ -135,8 +135,8 @@ def test_every_node_has_the_filters_of_its_request(models):
             assert torch.equal(getattr(output.candidates, name)[3 * i : 3 * i + 3], getattr(expected, name)), name
 
 
-def test_probabilities_and_masks_have_a_row_a_node(models):
-    """A token is forbidden at one node only; the request in the middle is left out."""
+def test_probabilities_and_masks_have_one_row_per_node(models):
+    """A token is masked at one node only; the second request is inactive."""
     base, rows, parents = BaseModel(peak=0.5), [6, 0, 3], [[-1, 0], [-1, -1], [-1, -1]]
     tokens = [[30, 31], [32, 33], [34, 35]]
     engine, sequences = models.start(rows, [TILT] * 3, max_drafts=2, max_candidates=4)
@@ -158,8 +158,8 @@ def test_probabilities_and_masks_have_a_row_a_node(models):
     assert torch.equal(ids[6:, 0], scores.argmax(1))
 
 
-def test_steps_with_and_without_drafts_in_turn(models, monkeypatch):
-    """Every step computes the tokens that the sequences have grown by since the one before."""
+def test_alternating_steps_with_and_without_drafts(models, monkeypatch):
+    """Every step computes the tokens added since the previous step."""
     base, rows, chain = BaseModel(), [3, 6, 1], [-1, 0, 1]
     engine, sequences = models.start(rows, [TILT] * 3, max_drafts=3, max_candidates=4)
     seen = watch_forwards(models.value, monkeypatch)
@@ -189,7 +189,7 @@ def test_lengths_are_predicted_at_every_node(models):
 
 
 def test_strides_with_drafts(models):
-    """A request is due at all nodes of a step or at none, but where it might end; one that waits computes no drafts."""
+    """A request is due at all nodes of a step or at none, except at nodes where it might end."""
     base = BaseModel()
     engine, sequences = models.start([2, 7], [TILT | {"value_stride": 2}, TILT], max_drafts=2, max_candidates=4)
     new, parents = [1, 1], [[-1, 0]] * 2
@@ -208,10 +208,10 @@ def test_strides_with_drafts(models):
     assert not engine.step.table.columns.faults.any()
 
 
-def test_a_request_that_waits_keeps_room_for_all_that_it_may_grow_by(models, monkeypatch):
-    """With three drafts a step and eight tokens held, four may wait: as many more fit."""
+def test_pending_tokens_leave_room_for_accepted_drafts(models, monkeypatch):
+    """With three drafts per step and eight held tokens, at most four may be pending, because one step may add four."""
     base, chain = BaseModel(peak=0.3), [-1, 0, 1]
-    base.by_token[:, EOS] = -99.0  # else it is due
+    base.by_token[:, EOS] = -99.0  # a likely end would make the request due
     sizes = dict(max_drafts=3, max_delta=8, max_candidates=4)
     engine, (sequence,) = models.start([2], [TILT | {"value_stride": 999}], **sizes)
     deltas = watch_forwards(models.value, monkeypatch).deltas
@@ -230,8 +230,8 @@ def test_a_request_that_waits_keeps_room_for_all_that_it_may_grow_by(models, mon
     assert not engine.step.table.columns.faults.any()
 
 
-def test_lengths_after_tokens_that_were_taken(models, monkeypatch):
-    """Of several tokens a request that were verified elsewhere; a prediction caches none of them.
+def test_lengths_after_accepted_tokens(models, monkeypatch):
+    """Lengths after several tokens per request that the caller verified; a prediction caches none of them.
 
     No two requests have the same gamma, and one of the tokens ends a sequence."""
     base, guidance = BaseModel(), {"return_values": True, "gamma": 0.9}
@@ -257,8 +257,8 @@ def test_lengths_after_tokens_that_were_taken(models, monkeypatch):
 
 
 @pytest.mark.parametrize("max_drafts", [0, 2])
-def test_a_prediction_computes_nothing_for_others(models, monkeypatch, max_drafts):
-    """For requests without ``return_values``, and for the padding of a graph, whatever was computed before."""
+def test_predict_computes_only_requests_that_return_values(models, monkeypatch, max_drafts):
+    """Requests without ``return_values`` and padding of a graph have no candidates, whatever was computed before."""
     base, rows, guidance = BaseModel(), [4, 0, 6, 2], [TILT | {"return_values": True}, None, TILT, TILT]
     engine, sequences = models.start(rows, guidance, max_drafts=max_drafts, max_candidates=4)
     pad(engine.step)
@@ -279,8 +279,8 @@ def test_a_prediction_computes_nothing_for_others(models, monkeypatch, max_draft
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_memory_is_as_stated_and_nothing_is_read_back(device, rows):
-    """Of a step with drafts, through the Triton kernels; twice the memory would be a poor bound."""
+def test_memory_is_within_working_bytes_and_nothing_is_read_back(device, rows):
+    """A step with drafts with the Triton kernels takes between half of ``working_bytes`` and all of it."""
     options = dict(max_drafts=3, max_delta=5, max_candidates=4)
     step, slots = make_step(tiny_value_model(device), max_len=96, backend="triton", graphs=False, **options)
     engine = Engine(step, slots).start(range(rows), PROMPTS[:rows], GUIDANCE[:rows], room=40)
@@ -297,11 +297,11 @@ def test_memory_is_as_stated_and_nothing_is_read_back(device, rows):
     assert 0.5 * stated < memory.peak <= stated
 
 
-def test_verified_tokens_are_distributed_as_the_guided_probabilities_say():
-    """100,000 requests with seeds of their own; drafts come from another distribution."""
+def test_verified_tokens_follow_the_guided_distribution():
+    """100,000 requests with different seeds; drafts come from another distribution."""
     count, vocabulary = 100_000, 4
     generator = torch.Generator().manual_seed(0)
-    guided = torch.softmax(torch.randn(1 + vocabulary, vocabulary, generator=generator), 1)  # at first, and after each
+    guided = torch.softmax(torch.randn(1 + vocabulary, vocabulary, generator=generator), 1)  # first, after each token
     proposed = torch.softmax(torch.randn(vocabulary, generator=generator), 0)
     first = torch.multinomial(proposed, count, replacement=True, generator=generator)
     drafts = Drafts(first[:, None], torch.full((count, 1), -1, dtype=torch.int32))
@@ -328,13 +328,13 @@ def test_verified_tokens_are_distributed_as_the_guided_probabilities_say():
         second = tokens[accepted & (first == token), 1]
         assert len(second) > 300 and p_of(second, guided[1 + token]) > 1e-3
         assert p_of(second, guided[0]) < 1e-3
-    # Accepted as often as the distributions say.
+    # The acceptance rate is that of the distributions.
     rate = (guided[0] * proposed).sum().item()
     assert abs(accepted.double().mean().item() - rate) < 4 * math.sqrt(rate * (1 - rate) / count)
 
 
-def test_ends_are_candidates_at_every_node(models):
-    """Of the request that the node belongs to, whatever row of the table that is."""
+def test_end_tokens_are_candidates_at_every_node(models):
+    """Each node has the end tokens of its own request, in any table row."""
     base, rows, sequences = BaseModel(), [6, 1], PROMPTS[:2]
     engine = Engine(*make_step(models.value, max_drafts=2))
     engine.start(rows, sequences, [{"target_length": 9, "min_end_prob": 0}] * 2, room=8, eos=[{50}, {60}])

@@ -1,4 +1,4 @@
-"""Steps without a value model, and which ends are candidates when."""
+"""Steps without a value model, and end tokens among the candidates."""
 
 import math
 
@@ -21,8 +21,8 @@ CONSTANT_GUIDANCE = [
 ]
 
 
-def test_without_a_value_model_only_the_end_is_apart(monkeypatch):
-    """Ends are as far from the target as it is away, all else as far as the whole target; nobody tells a prompt."""
+def test_guidance_without_value_model_by_end_tokens_only(monkeypatch):
+    """End tokens have length 0, all other tokens the target's length; prompts need no ``extend``."""
     rows, prompt_lens, steps = [5, 0, 6, 2, 7, 1], [4, 1, 9, 2, 30, 3], 8
     step, slots = make_step(None, rows=8, max_len=96)
     engine, generator = Engine(step, slots), torch.Generator().manual_seed(4)
@@ -55,8 +55,8 @@ def test_without_a_value_model_only_the_end_is_apart(monkeypatch):
     assert step.cache is None and step.value_model is None
 
 
-def test_without_a_value_model_steps_are_warmed_up_and_replay_their_draws():
-    """The draws of a request depend on its seed and length alone, in the batch and beside others."""
+def test_draws_without_value_model_are_reproducible():
+    """Draws of a request depend on its seed and length only, alone (after warm-up) and in a batch."""
     sequences = [[5, 6], [9], [10, 11, 12]]
     guidance = [{"target_length": t} for t in (4, 30, 9)]
     alone = []
@@ -68,8 +68,8 @@ def test_without_a_value_model_steps_are_warmed_up_and_replay_their_draws():
     assert together == alone
 
 
-def test_ends_are_candidates_of_requests_that_have_a_target(models):
-    """Each request's own, from its own probability on, in rows out of order; a target met by now takes the end."""
+def test_end_tokens_are_candidates_of_requests_with_target(models):
+    """Each request has its own end tokens and minimum probability, in rows out of order; a reached target ends."""
     guidance = [
         {"target_length": 9, "min_end_prob": 0.02},
         {"target_length": 9, "op": "eq"},
@@ -90,7 +90,7 @@ def test_ends_are_candidates_of_requests_that_have_a_target(models):
 
 
 def scores_of_a_rare_end(rows, prob):
-    """Logits that make a token likely, some unlikely, and the end of the sequence as probable as ``prob`` to them."""
+    """Logits with one likely token, unlikely ones, and an end whose probability relative to all others is ``prob``."""
     scores = torch.zeros(rows, VOCAB)
     scores[:, 30:] = -4 + torch.arange(VOCAB - 30) / 99
     scores[:, 9] = 5
@@ -99,8 +99,8 @@ def scores_of_a_rare_end(rows, prob):
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_ends_come_after_sentences(backend):
-    """By the last token of a sequence, of several new ones, and of each draft: 11 ends a sentence, 12 a line."""
+def test_ends_are_candidates_after_sentences(backend):
+    """After the last of one or several new tokens, and after each draft. Token 11 ends a sentence, 12 a line."""
     breaks = torch.zeros(20, dtype=torch.int8)
     breaks[11], breaks[12] = TextBreak.SENTENCE, TextBreak.LINE
     rows, scores, lengths = [2, 0, 3], scores_of_a_rare_end(3, 1e-6), i32(40, 44, 41)
@@ -127,8 +127,8 @@ def test_ends_come_after_sentences(backend):
     assert of_nodes == [False, True, False, True, False, True, True, False, False]
 
 
-def test_sentences_end_in_time():
-    """A token that ends one is drawn where little is left; without a vocabulary it is a token like any other."""
+def test_sentence_ends_are_preferred_near_the_target():
+    """A token that ends a sentence becomes more probable near the target, unless ``text_breaks`` is None."""
     breaks = torch.zeros(VOCAB, dtype=torch.int8)
     breaks[11] = TextBreak.SENTENCE
     scores = torch.zeros(1, VOCAB)
@@ -147,8 +147,8 @@ def test_sentences_end_in_time():
     assert of_length[38, False] > 5 * of_length[38, True]
 
 
-def test_who_is_late_takes_a_less_probable_end():
-    """Of 2e-6: from half of a target past it, where that is a total; among drafts by the node."""
+def test_late_requests_accept_less_probable_ends():
+    """An end of probability 2e-6 is accepted half a target past the target; with drafts, by the node's position."""
     step, slots = make_step(None, max_drafts=2, max_candidates=4)
     engine, prompt_lens = Engine(step, slots), [3, 5, 4, 2]
     guidance = [{"target_length": 20}, {"target_length": 20, "target_length_mode": "remaining"}]

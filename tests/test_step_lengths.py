@@ -1,4 +1,4 @@
-"""Lengths that guided steps predict, and values of rows that need none."""
+"""Lengths predicted by guided steps, and values of rows without guidance."""
 
 import torch
 
@@ -11,7 +11,7 @@ from tests.helpers.watch import watch_forwards
 
 
 def test_remaining_lengths(models, monkeypatch):
-    """What tokens are predicted to lead to: drawn from candidates, the only one, or drawn by the row's filters."""
+    """Lengths after tokens drawn from candidates, single candidates, and tokens drawn by the row's filters."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [
         wants | TILT,
@@ -59,8 +59,8 @@ def test_remaining_lengths(models, monkeypatch):
     assert engine.decode([3], sequences[3:], scores[3:], drawn=drawn[3:]).remaining_lengths is None
 
 
-def test_token_0_is_a_token(models, monkeypatch):
-    """Drawn from the candidates, drawn by a row's own filters, the only candidate: it is cached and valued."""
+def test_token_0_is_valid(models, monkeypatch):
+    """Token 0 is cached and scored as a draw from candidates or by a row's filters, and as a single candidate."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants, wants | {"target_length": 1, "op": "le"}, wants | {"target_length": 1000, "op": "ge"}, wants]
     rows, drawn = [6, 1, 4, 3], torch.tensor([0, 7, 7, 0])
@@ -68,7 +68,7 @@ def test_token_0_is_a_token(models, monkeypatch):
     engine.start(rows, PROMPTS, guidance, eos=[{EOS}, {0}, {EOS}, {EOS}])
     seen = watch_forwards(models.value, monkeypatch)
     scores = torch.full((4, VOCAB), -20.0)
-    scores[:2, [8, 0]] = torch.tensor([3.0, 2.0])  # row 1 takes the end of its sequence
+    scores[:2, [8, 0]] = torch.tensor([3.0, 2.0])  # row 1 draws its end of sequence
     scores[2, 0] = 3.0
     output = engine.decode(rows, PROMPTS, scores, drawn=drawn)
     assert output.candidates.status.tolist() == [Status.UNGUIDED, Status.GUIDE, Status.SINGLE, Status.UNGUIDED]
@@ -83,7 +83,7 @@ def test_token_0_is_a_token(models, monkeypatch):
 
 
 def test_rows_without_a_next_token_have_no_length(models, monkeypatch):
-    """No length of padding: a row that is drawn by its own filters, of which nobody said what they drew. And no row."""
+    """Rows drawn by their own filters without ``drawn`` have no length, and neither have inactive rows."""
     wants = {"return_values": True}
     guidance = [TILT | {"entropy_threshold": 100.0}, wants | TILT | {"entropy_threshold": 100.0}]
     guidance += [wants, wants | TILT]
@@ -102,8 +102,8 @@ def test_rows_without_a_next_token_have_no_length(models, monkeypatch):
     assert seen.candidates == [guided, guided, [0, 1, 1, 0]]
 
 
-def test_without_a_draw_the_length_is_that_of_the_token_given(models):
-    """Of a single candidate too, when the filters of the row drew another token."""
+def test_length_without_sampling_is_that_of_drawn_token(models):
+    """Also if the row has a single candidate and its filters drew another token."""
     wants = {"return_values": True, "gamma": 0.9}
     engine = Engine(*make_step(models.value)).start([4], PROMPTS[:1], [wants | TILT])
     scores = random_scores(1)
@@ -114,8 +114,8 @@ def test_without_a_draw_the_length_is_that_of_the_token_given(models):
     torch.testing.assert_close(output.remaining_lengths, expected, rtol=0, atol=1e-3)
 
 
-def test_score_all_also_scores_rows_that_need_no_values(models):
-    """Rows that are skipped and those with one candidate, and nobody else's."""
+def test_score_all_includes_skipped_and_single_rows(models):
+    """Skipped rows and rows with one candidate are scored, unguided rows are not."""
     guidance = [TILT | {"entropy_threshold": 100.0}, None, TILT]
     prompts, rows = [PROMPTS[0], PROMPTS[0], PROMPTS[2]], [6, 1, 4]
     engine, scores = Engine(*make_step(models.value, score_all=True)).start(rows, prompts, guidance), random_scores(3)
@@ -129,8 +129,8 @@ def test_score_all_also_scores_rows_that_need_no_values(models):
     torch.testing.assert_close(output.value_logits, expected, rtol=0, atol=ATOL)
 
 
-def test_with_score_all_the_token_a_row_drew_itself_is_scored_alone(models):
-    """Also where it is among the row's candidates, as whose value it does not count."""
+def test_score_all_scores_drawn_token_alone(models):
+    """The drawn token of a skipped row gives its length, even as one of the candidates, which then have no values."""
     guidance = TILT | {"entropy_threshold": 100.0, "return_values": True}
     engine = Engine(*make_step(models.value, score_all=True)).start([3], PROMPTS[:1], [guidance])
     scores = random_scores(1)
@@ -143,8 +143,8 @@ def test_with_score_all_the_token_a_row_drew_itself_is_scored_alone(models):
 
 
 def test_predict_writes_to_no_slot(models):
-    """A prompt that repeats a token, predicted twice as it grows: the token is a candidate of the first prediction at
-    the position it has in the second, and no slot is meant; slot 0 is another request's."""
+    """A prompt of one repeated token, predicted at two lengths. The scored token has no slot and must not be written to
+    slot 0, which belongs to another request."""
     engine = Engine(*make_step(models.value, page_size=1))
     engine.admit(5, PROMPTS[2], TILT, prompt_len=9)
     engine.admit(2, [9, 9], {"return_values": True, "gamma": 0.9}, prompt_len=2)

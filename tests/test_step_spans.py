@@ -1,4 +1,4 @@
-"""Spans of guided steps: what ends them, what they keep from ending, and what comes after."""
+"""Spans of guided steps: their ends, the suppressed end of sequence, and the tokens after them."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ def models():
 
 
 class EndingModel(BaseModel):
-    """What ends a sequence is likely everywhere, what ends a span at times."""
+    """A base model in which the end of sequence is likely everywhere, and the end of a span sometimes."""
 
     def __init__(self):
         super().__init__()
@@ -43,8 +43,8 @@ GUIDANCE = [
 PROMPTS_OF_ALL = [*PROMPTS, [40, END, 42, OTHER_END]]
 
 
-def test_spans_end_and_sequences_do_not_before(models):
-    """A thought that is cut, one that ends by itself, a hard limit alone, and requests that may end or have no span."""
+def test_sequence_cannot_end_before_its_span(models):
+    """Spans cut at a limit, spans that end by themselves, a hard limit alone, ``allow_eos``, and no span."""
     base, count = EndingModel(), 40
     texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, GUIDANCE, count, base, max_delta=6)
     ends = [[END, OTHER_END], [OTHER_END], [END]]
@@ -54,15 +54,15 @@ def test_spans_end_and_sequences_do_not_before(models):
         assert place < limit or text[place] == of_span[0]
         assert EOS in text[place:]
     assert texts[2].index(END) <= 5 and EOS in texts[3] and EOS in texts[4]
-    # After its span a request is one that was never guided.
+    # After its span a request behaves as an unguided one.
     for text, prompt, of_span in zip(texts, PROMPTS_OF_ALL, ends, strict=False):
         place = 1 + min(i for i, token in enumerate(text) if token in of_span)
         after = [*prompt, *text[:place]]
         assert text[place:] == run_plain(models, [1], [after], [None], count - place, base)[0]
 
 
-def test_a_span_in_the_prompt_is_none_of_the_request(models):
-    """Nor do tokens count that it has not generated; those before a retraction do."""
+def test_span_ends_in_the_prompt_do_not_count(models):
+    """Only generated tokens count, including those generated before a retraction."""
     engine = Engine(*make_step(models.value))
     guidance = TILT | {"end_token_ids": [END]}
     engine.start([3, 1], [[5, END, 7], [END]], [guidance] * 2, room=9)
@@ -79,7 +79,7 @@ def test_a_span_in_the_prompt_is_none_of_the_request(models):
         engine.prefill([row], [sequence])
     status = engine.decode([3, 1], [[5, END, 7, 8, 9], [END, END, 4]], scores).candidates.status
     assert status.tolist() == [Status.GUIDE, Status.UNGUIDED] and not engine.step.table.columns.faults.any()
-    # The row's next request has a span of its own, which has ended if the engine says so.
+    # The row's next request has a new span, which has ended only if its ``SpanState`` has an end.
     for end, expected in ((None, Status.GUIDE), (2, Status.UNGUIDED)):
         engine.admit(1, [9, 9, 9, 9], guidance, prompt_len=1)
         engine.step.add_request(1, parse_guidance(guidance), {EOS}, prompt_len=1, span=SpanState(2, 1, end))
@@ -87,7 +87,7 @@ def test_a_span_in_the_prompt_is_none_of_the_request(models):
         assert engine.decode([1], [[9, 8]], scores[:1]).candidates.status.item() == expected
 
 
-# Several spans, what begins and ends them of several tokens, and closings. What would end the sequence begins the next.
+# Several spans with starts and ends of several tokens, and closings. The end of sequence begins the next span.
 SEVERAL = [
     TILT | {"end_token_ids": [[END, OTHER_END], 9], "start_token_ids": [EOS], "hard_limit": 4},
     SOFT | {"end_token_ids": [END], "start_token_ids": [[EOS, EOS], 8], "hard_limit": 3, "end_message": [70, 71]},
@@ -106,7 +106,7 @@ BREAKS = (torch.arange(VOCAB) % 4 == 1).to(torch.int8)
 
 
 def test_several_spans_and_closings(models):
-    """Each span has its own limit. The value model misses nothing of what is between two."""
+    """Each span has its own limit. The value model also computes tokens between spans."""
     base, count = EndingModel(), 60
     texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, SEVERAL, count, base, max_delta=6, text_breaks=BREAKS)
     for text, prompt, asked in zip(texts[:4], PROMPTS_OF_ALL, SEVERAL, strict=False):
@@ -128,8 +128,8 @@ def test_several_spans_and_closings(models):
 
 @pytest.mark.parametrize("guidance", [GUIDANCE, SEVERAL, LANDINGS], ids=["one span", "several", "landings"])
 @pytest.mark.parametrize("options", [{}, {"backend": "triton", "max_delta": 7}])
-def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options, guidance):
-    """Among the drafts are ends of spans and what comes after them."""
+def test_output_with_spans_is_unchanged_by_drafts(models, options, guidance):
+    """Drafts include ends of spans and tokens after them."""
     base, rows, count = EndingModel(), [4, 0, 6, 2, 5], 14 if options.get("backend") else 30
     options = options | {"text_breaks": BREAKS}
     plain = run_plain(models, rows, PROMPTS_OF_ALL, guidance, count, base, **options)
@@ -151,7 +151,7 @@ def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options
 
 @pytest.mark.parametrize("tells_ends", [True, False])
 def test_nodes_after_an_end_are_not_guided(models, monkeypatch, tells_ends):
-    """Along the tree, and at the number of tokens that each has behind it. Who is told looks for no ends again."""
+    """Ends are found along the tree, with the token count of each node. With ``spans`` they are not searched again."""
     guidance = [TILT | {"end_token_ids": [END], "hard_limit": 2}, TILT | {"end_token_ids": [7, END]}, TILT]
     engine, sequences = models.start([5, 1, 3], guidance, max_drafts=5, max_candidates=4)
     step = engine.step
@@ -167,7 +167,7 @@ def test_nodes_after_an_end_are_not_guided(models, monkeypatch, tells_ends):
         [True, False, False, True, False, False],
         [True] * 6,
     ]
-    # Two tokens are generated at these: the end is forced.
+    # At these nodes two tokens are generated, so the end is forced.
     probs = output.probs.view(3, 6, -1)
     for node in (3, 5):
         assert output.candidates.token_ids.view(3, 6, -1)[0, node, 0] == END and probs[0, node].tolist() == [1, 0, 0, 0]
@@ -175,8 +175,8 @@ def test_nodes_after_an_end_are_not_guided(models, monkeypatch, tells_ends):
     assert ((listed == EOS) & (probs > 0)).flatten(1).any(1).tolist() == [False, False, True]
 
 
-def test_a_step_at_which_a_span_might_end_is_due(models):
-    """Whatever the stride is; where the sequence might end, too, and nowhere else."""
+def test_step_at_which_a_span_might_end_is_due(models):
+    """At any stride, a row is due only if its span or its sequence might end."""
     guidance = TILT | {"end_token_ids": [END, OTHER_END], "allow_eos": True, "value_stride": 999_999}
     engine, _ = models.start([3, 1, 5, 2], [guidance] * 4)
     scores = torch.zeros(4, VOCAB)
@@ -186,7 +186,7 @@ def test_a_step_at_which_a_span_might_end_is_due(models):
     assert status.tolist() == [Status.NOT_DUE, Status.GUIDE, Status.GUIDE, Status.GUIDE]
 
 
-def test_wrong_ends_are_named_and_nobody_looks_without_spans(models, monkeypatch):
+def test_bad_span_nodes_are_rejected_and_steps_without_spans_skip_the_search(models, monkeypatch):
     engine, _ = models.start([3, 1], [TILT] * 2)
     rows, lengths = engine.tensor([3, 1]), engine.tensor([len(p) for p in PROMPTS[:2]])
     logits = torch.zeros(2, VOCAB)

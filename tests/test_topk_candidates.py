@@ -1,4 +1,4 @@
-"""``topk_candidates``: the fork's pairs, the kernels against the fp64 reference, and what must not change a result."""
+"""``topk_candidates``: golden pairs of the fork, kernels against the fp64 reference, and batch invariance."""
 
 import json
 from functools import partial
@@ -24,7 +24,7 @@ def on(device, arguments):
 
 
 def choose(x, device, backend, **options):
-    """Candidates of one list of scores a row, without filters where nothing is said, back on the CPU."""
+    """Candidates of ``x``, one row of scores per request, moved to the CPU. Filters are off by default."""
     x = x if isinstance(x, torch.Tensor) else torch.tensor(x)
     options = dict(top_k=0, top_p=1.0, min_p=0.0, max_candidates=SLOTS) | options
     found = topk_candidates(x.to(device), **on(device, options), backend=backend)
@@ -71,10 +71,10 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     assert expected.lost_mass > 0.2
 
 
-def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
-    """1,187 tiles, fewer in the last program than in the others."""
+def test_rows_of_large_vocabulary_have_the_same_bits_in_every_batch(device):
+    """1,187 tiles; the last program has fewer than the others."""
     x = torch.randn(17, 151_936, generator=torch.Generator().manual_seed(2)).to(device)
-    guided = torch.arange(17, device=device) == 11  # one row: the others take the interpreter's time
+    guided = torch.arange(17, device=device) == 11  # one guided row, because each costs interpreter time
     few, many = (
         choose(x[rows], device, "triton", top_k=6, max_candidates=64, is_logits=True, guided=guided[rows])
         for rows in (slice(11, 12), slice(None))
@@ -83,7 +83,7 @@ def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
     assert many.counts.tolist() == [6 * is_guided for is_guided in guided.tolist()]
 
 
-def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
+def test_lost_mass_is_zero_unless_slots_cut_the_list(device, backend):
     filters = dict(top_k=torch.tensor([0, 4, 0]).int(), top_p=torch.tensor([1.0, 1.0, 0.35]))
     found = choose(torch.full((3, 10), 0.1), device, backend, **filters)
     assert found.counts.tolist() == [4, 4, 4]
@@ -92,27 +92,27 @@ def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 32 tokens, in fp32 four to a program."""
+    """Tiles of 32 tokens, four per program in fp32."""
     for name, value in dict(TILE=32, PROGRAM_BYTES=512).items():
         monkeypatch.setattr(module, name, value)
 
 
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits):
-    """The fifth token is in the tile of one of the four, in that of three, in a tile that is not chosen."""
+    """The fifth token is in a tile with one of the first four tokens, with three of them, or with none."""
     p = torch.zeros(12, 7 * 32)
     p[:6, [3, 34, 35, 70]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
     p[torch.arange(6), [5, 80, 120, 200, 120, 120]] = 0.1
-    p[6:] = p[:6].flip(1)  # so that the list is filled from the last tiles
+    p[6:] = p[:6].flip(1)  # the candidates are in the last tiles
     min_p, top_p = torch.zeros(12), torch.ones(12)
-    min_p[4], top_p[5] = 0.34, 0.89  # of these rows the fifth token is none
+    min_p[4], top_p[5] = 0.34, 0.89  # the fifth token is filtered out in these rows
     x = p.log() if is_logits else p
     found = choose(x, device, backend, min_p=min_p, top_p=top_p, is_logits=is_logits)
     assert found.token_ids.tolist() == [[3, 35, 34, 70]] * 6 + [[220, 188, 189, 153]] * 6
     torch.testing.assert_close(found.lost_mass, torch.tensor([0.1] * 4 + [0.0] * 2 + [0.1] * 6))
 
 
-def test_top_p_and_min_p_met_exactly(device, backend):
+def test_top_p_and_min_p_at_exact_boundaries(device, backend):
     p = [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]
     found = choose(p, device, backend, top_p=torch.tensor([0.5, 0.4999]))
     assert found.token_ids.tolist() == [[1, 0, -1, -1], [2, -1, -1, -1]]
@@ -132,12 +132,12 @@ def test_greedy_below_a_temperature_of_1e_6(device, backend):
     assert found.token_ids[:, 0].tolist() == [1] * 4
     assert found.status.tolist() == [Status.GUIDE, Status.SINGLE, Status.SINGLE, Status.GUIDE]
     torch.testing.assert_close(found.probs[0, :3], torch.full((3,), 1 / 3))
-    # A greedy row's probability is that of temperature 1.
+    # Probabilities of a greedy row are those of temperature 1.
     expected = torch.softmax(x[:3], dim=1)[1, 1]
     torch.testing.assert_close(found.probs[1:3, 0], expected.repeat(2))
 
 
-def test_entropy_equal_to_the_threshold_skips(device, backend):
+def test_entropy_equal_to_threshold_skips_row(device, backend):
     p = torch.tensor([[0.25, 0.25], [0.25, 0.25], [0.25, 0.25], [0.0, 0.25], [0.25, 0.0]])
     limit = torch.tensor(2.0).log()
     threshold = torch.stack([limit.nextafter(limit - 1), limit, torch.tensor(torch.nan), limit, limit])
@@ -147,8 +147,8 @@ def test_entropy_equal_to_the_threshold_skips(device, backend):
 
 
 @pytest.mark.parametrize("is_logits", [True, False])
-def test_vocab_masks_and_scores_with_padded_rows(device, backend, is_logits):
-    """Rows of scores and of the mask apart by different amounts; a mask of its own for each row, all 32 bits used."""
+def test_vocab_masks_and_scores_with_row_strides(device, backend, is_logits):
+    """Scores and mask have different row strides; each row has a different mask that uses all 32 bits."""
     rng = torch.Generator().manual_seed(2)
     rows, vocab = 5, 70
     x = torch.softmax(torch.randn(rows, vocab + 9, generator=rng), dim=1)[:, :vocab]
@@ -164,13 +164,13 @@ def test_vocab_masks_and_scores_with_padded_rows(device, backend, is_logits):
         order = x[row, allowed].argsort(descending=True, stable=True)
         assert found.token_ids[row, : found.counts[row]].tolist() == allowed[order].tolist()
     assert found.broken.tolist() == [False, False, False, True, False]
-    if is_logits:  # the softmax is that of the allowed tokens
+    if is_logits:  # the softmax is over allowed tokens only
         torch.testing.assert_close(found.probs.sum(1), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]))
     assert found.status.tolist() == [Status.GUIDE] * 3 + [Status.UNGUIDED, Status.SINGLE]
 
 
-def test_scores_that_are_no_probabilities(device, backend):
-    """Negative ones and -inf count as 0, of equal ones the lower token comes first, -0 equals 0, NaN breaks the row."""
+def test_scores_that_are_not_probabilities(device, backend):
+    """Negative scores and -inf count as 0, ties go to the lower token id, -0 equals 0, and NaN breaks the row."""
     nan, inf = torch.nan, torch.inf
     p = [
         [-1.0, 0.0, 0.5, -inf, 0.5],
@@ -190,9 +190,9 @@ def test_scores_that_are_no_probabilities(device, backend):
 
 @pytest.mark.parametrize("program_bytes", [64, 256, 1024])
 def test_rows_of_every_kind(device, backend, small_tiles, monkeypatch, program_bytes):
-    """Not guided, broken, of fewer candidates than slots, of more; one tile a program, two, more than it has.
+    """Unguided, broken, fewer candidates than slots, and more. A program has one tile, two, or more than the row.
 
-    Scores of rows that are not guided are not looked at."""
+    Scores of unguided rows are not read."""
     monkeypatch.setattr(module, "PROGRAM_BYTES", program_bytes)
     x = torch.full((5, 3 * 32), -torch.inf)
     x[0, 7], x[1, 70], x[2, [1, 95]], x[4, 3:90] = torch.nan, torch.nan, torch.tensor([2.0, 3.0]), 1.0
@@ -208,7 +208,7 @@ def test_rows_of_every_kind(device, backend, small_tiles, monkeypatch, program_b
     assert found.broken.tolist() == [False, True, False, True, False]
 
 
-def test_a_number_is_that_of_all_requests(device, backend):
+def test_number_applies_to_all_requests(device, backend):
     scores = 3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(2)).to(device)
     numbers = dict(top_k=6, top_p=0.9, min_p=0.05, temperature=0.7, entropy_threshold=1.2)
     tensors = {name: torch.full((3,), number, device=device) for name, number in numbers.items()}
@@ -220,7 +220,7 @@ def test_a_number_is_that_of_all_requests(device, backend):
 
 # --- tokens that end the output ---
 
-# Candidates of a row with ends 7 (0.02), 4 (0.0005) and 1 (0.00002), by min_end_prob, filters and columns.
+# Candidates by min_end_prob, filters and columns. End tokens are 7 (0.02), 4 (0.0005) and 1 (0.00002).
 ENDS = torch.tensor([[-2, 7, 4, 1, 7, 12]], dtype=torch.int32)
 TAIL = torch.tensor([[0.06, 0.00002, 0.3, 0.0, 0.0005, 0.4, 0.11, 0.02, 0.10948]])
 LISTS = [
@@ -230,8 +230,8 @@ LISTS = [
     (1e-2, dict(top_k=2), 8, [5, 2, 7]),
     (0.0, dict(top_k=1), 8, [5, 7, 4, 1]),
     (torch.inf, dict(top_k=2), 8, [5, 2]),
-    (1e-4, {}, 8, [5, 2, 6, 8, 0, 7, 4, 1]),  # the filters leave all: 1 is one of them
-    (1e-4, {}, 4, [5, 2, 7, 4]),  # 6 and 8 give way
+    (1e-4, {}, 8, [5, 2, 6, 8, 0, 7, 4, 1]),  # the filters keep all tokens, 1 included
+    (1e-4, {}, 4, [5, 2, 7, 4]),  # 6 and 8 are replaced
     (0.0, {}, 4, [5, 7, 4, 1]),
     (0.0, {}, 2, [5, 7]),
     (0.0, {}, 1, [5]),
@@ -240,7 +240,7 @@ LISTS = [
 
 
 def with_ends(device, backend, rows, *, scores=TAIL, **options):
-    """(the candidates of so many rows, their tokens); of each row ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
+    """(candidates of ``rows`` equal rows, their token ids); end tokens are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
     options = dict(top_k=1, end_token_ids=ENDS.repeat(rows, 1)) | options
     found = choose(scores.repeat(rows, 1), device, backend, **options)
     assert found.token_ids.shape == (rows, options.get("max_candidates", SLOTS))
@@ -251,7 +251,7 @@ def with_ends(device, backend, rows, *, scores=TAIL, **options):
 
 @pytest.mark.parametrize("is_logits", [False, True])
 @pytest.mark.parametrize(("least", "filters", "columns", "expected"), LISTS)
-def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits, least, filters, columns, expected):
+def test_end_tokens_are_candidates_despite_filters(device, backend, is_logits, least, filters, columns, expected):
     options = dict(scores=TAIL.log() / 2 + 3, temperature=0.5, is_logits=True) if is_logits else {}
     options |= {"top_k": 0} | filters | {"max_candidates": columns, "min_end_prob": torch.tensor([least])}
     found, lists = with_ends(device, backend, 1, **options)
@@ -263,10 +263,10 @@ def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits
     assert found.lost_mass.item() == pytest.approx(lost, abs=1e-6)
 
 
-def test_who_is_late_takes_worse_ends(device, backend):
-    """The least probability halves with each tenth of the due length past it, from half of it on with each hundredth.
+def test_late_requests_accept_less_probable_ends(device, backend):
+    """The minimum probability halves per tenth of the due length past it, and per hundredth from one half on.
 
-    Rows of the table are in another order."""
+    Table rows are in another order."""
     least, due, generated, expected = zip(
         (0.03, 40.0, 40, [5]),
         (0.03, 40.0, 44, [5, 7]),  # 0.015
@@ -285,9 +285,9 @@ def test_who_is_late_takes_worse_ends(device, backend):
     assert lists == list(expected)
 
 
-def test_the_least_share_is_a_least_min_p(device, backend):
-    """The larger of both holds, for all tokens but ends and the first. Token 2 has a share of 0.75, 6 of 0.275."""
-    shares = torch.tensor([[0.0, 0.7, 0.2, 0.5, 1.0, 0.01], [9.0] * 6])  # of table rows
+def test_least_share_is_a_lower_bound_of_min_p(device, backend):
+    """The larger of both applies to all tokens except end tokens and the first. Shares: token 2 0.75, token 6 0.275."""
+    shares = torch.tensor([[0.0, 0.7, 0.2, 0.5, 1.0, 0.01], [9.0] * 6])  # by table row
     filters = dict(top_k=0, min_p=torch.tensor([0.0, 0.9, 0.1, 0.27, 0.0]), max_candidates=8)
     ends = dict(end_token_ids=torch.full((6, 1), 7, dtype=torch.int32), min_end_prob=torch.full((6,), 0.01))
     of_rows = dict(least_share=shares.T[:, 0], table_rows=torch.tensor([5, 0, 1, 2, 4]))
@@ -301,7 +301,7 @@ def test_the_least_share_is_a_least_min_p(device, backend):
         ([5, 1], dict(top_k=1), 8, [5, 2]),
         ([5, 2], dict(min_p=0.9), 8, [5, 2, 6]),
         ([5, 2], dict(top_p=0.1, temperature=0.0), 8, [5, 2, 6]),  # greedy
-        ([2, 5, 6, 8], dict(top_k=1), 4, [5, 2, 6]),  # none of the four best goes on
+        ([2, 5, 6, 8], dict(top_k=1), 4, [5, 2, 6]),  # the four most probable tokens are end tokens
         ([2, 5, 6, 8], dict(top_k=1), 8, [5, 2, 6, 8, 0]),
         ([5, 1], dict(top_k=1), 1, [5]),
         ([5, 1], dict(top_k=1, least=torch.inf), 8, [5]),
@@ -310,8 +310,8 @@ def test_the_least_share_is_a_least_min_p(device, backend):
         ([5, 0], dict(allowed=[5, 8, 0], top_k=1), 8, [5, 8, 0]),
     ],
 )
-def test_an_output_need_not_end(device, backend, ends, filters, columns, expected):
-    """Where the filters leave nothing but ends, the best token that is none is a candidate beside them."""
+def test_a_token_that_is_no_end_is_always_a_candidate(device, backend, ends, filters, columns, expected):
+    """If filters leave only end tokens, the most probable other token is added."""
     filters = {"top_k": 0, "temperature": 1.0, "least": 0.01, "allowed": range(9)} | filters
     mask, least = sum(1 << token for token in filters.pop("allowed")), filters.pop("least")
     ends = torch.tensor([[-2, *ends]] * 2, dtype=torch.int32)
@@ -324,19 +324,19 @@ def test_an_output_need_not_end(device, backend, ends, filters, columns, expecte
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
-    """1/10,000 of the least probability after the end of a sentence, a tenth after that of a line, else 100 times it.
+def test_minimum_probability_of_ends_after_sentences_and_lines(device, backend, dtype):
+    """1/10,000 of the minimum probability after a sentence, a tenth after a line, 100 times it elsewhere.
 
-    Being late counts beside it."""
+    Lateness applies in addition."""
     breaks = [TextBreak.LINE, TextBreak.NONE, TextBreak.SENTENCE, TextBreak.LINE]
-    least, last, generated, expected = zip(  # tokens generated of 10, ends that are candidates
-        (1.5, 2, 0, [7, 4]),  # from 0.00015 on
+    least, last, generated, expected = zip(  # minimum, last token, tokens generated of 10, candidate ends
+        (1.5, 2, 0, [7, 4]),  # at least 0.00015
         (0.15, 2, 0, [7, 4, 1]),
         (0.1, 3, 0, [7]),  # 0.01
         (0.01, 0, 5, [7]),  # 0.001
         (0.0003, 1, 10, []),  # 0.03
         (0.0003, 1, 12, [7]),  # 0.03 / 4
-        (0.0003, 4, 0, []),  # no token of theirs: within a line
+        (0.0003, 4, 0, []),  # outside text_breaks: within a line
         (0.0003, -1, 0, []),
         (0.0, 1, 0, [7, 4, 1]),
         (torch.inf, 2, 99, []),
@@ -349,8 +349,8 @@ def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
     assert lists == [[5, *ends] for ends in expected]
 
 
-def test_each_request_has_the_ends_of_its_table_row(device, backend):
-    """Columns of a table lie apart; a grammar's mask and a request that is not guided win; a greedy one has two."""
+def test_requests_use_the_end_tokens_of_their_table_row(device, backend):
+    """Strided table columns. Masked end tokens and unguided rows get none; a greedy request has several candidates."""
     table = torch.tensor([[6, -2, 9, 9], [0, 8, 9, 9], [-2, -2, 9, 9], [2, 7, 9, 9]], dtype=torch.int32, device=device)
     allowed = torch.full((6, 1), -1, dtype=torch.int32)
     allowed[4] = ~(1 << 7)
@@ -365,7 +365,7 @@ def test_each_request_has_the_ends_of_its_table_row(device, backend):
     assert found.status.tolist() == status
 
 
-def test_temperatures_that_are_not_finite_break_the_row(device, backend):
+def test_non_finite_temperatures_break_the_row(device, backend):
     temperature = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])
     found = choose(torch.zeros(4, 3), device, backend, temperature=temperature, is_logits=True)
     assert found.broken.tolist() == [True, True, True, False] and found.counts.tolist() == [0, 0, 0, 3]
@@ -392,7 +392,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("message", "changed"), ERRORS)
-def test_bad_arguments_are_named(message, changed):
+def test_bad_arguments_are_rejected_by_name(message, changed):
     with pytest.raises(ValueError, match=f"^{message}"):
         topk_candidates(**GOOD | changed)
 
@@ -407,6 +407,6 @@ def test_bad_arguments_are_named(message, changed):
         ("temperature", "a number", [1.0]),
     ],
 )
-def test_other_types_are_named(name, number, value):
+def test_other_types_are_rejected_by_name(name, number, value):
     with pytest.raises(TypeError, match=f"^{name} must be {number} or a tensor .*, got {type(value).__name__}$"):
         topk_candidates(**GOOD | {name: value})

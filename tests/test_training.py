@@ -62,7 +62,7 @@ def answers(base, prompts, tmp_path_factory):
 
 @pytest.fixture
 def run(lenvm):
-    """Run a command on the CPU; returns its stdout, or its stderr if it must fail."""
+    """Function that runs a command on the CPU; returns stdout, or stderr if the command must fail."""
 
     def run(*argv, code=0):
         found, out, error = lenvm(*argv, "--device", "cpu")
@@ -85,7 +85,7 @@ def approx(measures, **tolerance):
 
 
 def store_answers(folder, base, prompts, answers):
-    """Store finished answers (prompt, sample, tokens) to prompts of which the last quarter is held out."""
+    """Store finished answers (prompt, sample, tokens) to ``prompts``; the last quarter of them is held out."""
     plan = {"prompts": [], "base": base, "vocabulary": collect.vocabulary(AutoTokenizer.from_pretrained(base))}
     for i, ids in enumerate(prompts):
         plan["prompts"].append({"split": "train" if i < 0.75 * len(prompts) else "test", "ids": ids})
@@ -106,7 +106,7 @@ def test_collected_answers(answers, base):
     assert all(decode(prompt["ids"]) == f"w1 {prompt['text']} w2" for prompt in plan["prompts"])
 
 
-def test_prompts_without_splits_are_held_out_by_their_text(run, base, tmp_path):
+def test_held_out_prompts_depend_on_their_text_only(run, base, tmp_path):
     for folder, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
         (tmp_path / folder).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         command = ("collect", base, "--prompts", tmp_path / folder, "--output", tmp_path / f"{folder}-answers")
@@ -116,7 +116,7 @@ def test_prompts_without_splits_are_held_out_by_their_text(run, base, tmp_path):
     assert held_out[0] == held_out[1] and len(held_out[0]) == 1
 
 
-def test_an_interrupted_collection_resumes_with_the_same_answers(run, answers, base, prompts, tmp_path, monkeypatch):
+def test_interrupted_collection_resumes_with_the_same_answers(run, answers, base, prompts, tmp_path, monkeypatch):
     folder, calls = tmp_path / "answers", []
 
     def interrupted(*args, **options):
@@ -141,7 +141,7 @@ def test_an_interrupted_collection_resumes_with_the_same_answers(run, answers, b
 
 
 def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
-    """Every answer consists of its tokens under guidance and of the base model's continuation."""
+    """Every answer consists of guided tokens and the base model's continuation."""
     guided, plain = [], []
 
     def noted(models, value, inputs, guidance, *, max_new_tokens, **options):
@@ -173,8 +173,8 @@ def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_answers_of_a_server(run, base, prompts, tmp_path, engine, monkeypatch):
-    """An error of the server keeps the answers before it, and the same command samples the others."""
+def test_answers_from_server(run, base, prompts, tmp_path, engine, monkeypatch):
+    """Answers received before a server error are kept; the same command samples the rest."""
     folder, found = tmp_path / "answers", []
     with fake_engines() as start:
         server, url = start(engine)
@@ -200,7 +200,7 @@ def test_answers_of_a_server(run, base, prompts, tmp_path, engine, monkeypatch):
         key = (0, line["prompt"], line["sample"])
         seeds = [seed_from(*key, purpose) for purpose in ("guidance", "sampling")]
         limit = seed_from(*key, "guided") % line["target"]
-        # The stand-in answers by 1 to 9 equal tokens and an end, up to the limit.
+        # The stand-in answers with 1 to 9 equal tokens and an end, up to the limit.
         whole = [[5 + seed % 7] * (1 + seed % 9) + [EOS] for seed in seeds]
         begun = whole[0][:limit]
         requests = [(asked[line["prompt"]], limit, seeds[0], line["target"])] if limit else []
@@ -224,7 +224,7 @@ def fields_of(body):
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (2, 1)])
-def test_a_stored_probe_gives_the_measured_values(run, answers, base, tmp_path, layers):
+def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, layers):
     command = ("fit", base, "--answers", answers, "--output", tmp_path, *(("--layers", *layers) if layers else ()))
     out, report = run(*command), report_of(tmp_path)
     measured, gamma = report["test"][str(answers)]["probe"], report["plan"]["gamma"]
@@ -245,18 +245,18 @@ def test_a_stored_probe_gives_the_measured_values(run, answers, base, tmp_path, 
     assert measure(found, examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
 
 
-def test_a_probe_learns_lengths_that_a_token_tells(run, base, tmp_path):
-    """Answers of 4 tokens begin with w6 and those of 16 with w8; the rest is the same word."""
+def test_probe_learns_lengths_from_first_token(run, base, tmp_path):
+    """Answers of 4 tokens begin with w6, answers of 16 tokens with w8; all other words are equal."""
     answers, kinds = tmp_path / "answers", ([11, *[10] * 14, EOS], [9, *[10] * 2, EOS])
     found = [(i, sample, kinds[(i + sample) % 2]) for i in range(16) for sample in range(4)]
     store_answers(answers, base, [[7 + i, 8] for i in range(16)], found)
     run("fit", base, "--answers", answers, "--output", tmp_path / "fitted", "--epochs", 100)
     found = report_of(tmp_path / "fitted")["test"][str(answers)]
     assert found["probe"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
-    assert found["probe"]["correlation_at_a_position"] > 0.8  # by the candidate's embedding
+    assert found["probe"]["correlation_at_a_position"] > 0.8  # from the candidate's embedding
 
 
-def test_options_of_a_probe(run, answers, base, tmp_path):
+def test_probe_options(run, answers, base, tmp_path):
     run("fit", base, "--answers", answers, "--output", tmp_path, "--states", 100, "--gamma", 0.9, "--epochs", 3)
     training = report_of(tmp_path)["training"]
     assert 60 < training["rows"] < 140 < training["states"] and len(training["negative log-likelihood"]) == 3
@@ -304,7 +304,7 @@ def test_two_rounds(run, base, prompts, tmp_path, kind):
         (["--prompts", '{"prompt": "a"}\n{"prompt"'], "p.jsonl, line 2 must be an object"),
     ],
 )
-def test_bad_flags_are_named_before_sampling(lenvm, base, prompts, tmp_path, monkeypatch, options, named):
+def test_bad_flags_are_rejected_before_sampling(lenvm, base, prompts, tmp_path, monkeypatch, options, named):
     monkeypatch.chdir(tmp_path)
     for name in {"other", "gemma"} & {*options}:
         checkpoint(tmp_path / name, seed=1, words=[*WORDS[:-1], "else"])
@@ -318,7 +318,7 @@ def test_bad_flags_are_named_before_sampling(lenvm, base, prompts, tmp_path, mon
     assert code == 2 and named in error and len(error.splitlines()) == 1 and not (tmp_path / "t").exists()
 
 
-def test_answers_that_do_not_fit_are_named(run, answers, base, tmp_path):
+def test_unusable_answers_are_rejected_by_name(run, answers, base, tmp_path):
     other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
     output = ("--output", tmp_path / "o")
     assert "BASE must have the vocabulary of" in run("fit", other, "--answers", answers, *output, code=2)
@@ -329,7 +329,7 @@ def test_answers_that_do_not_fit_are_named(run, answers, base, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_stored_value_model_gives_the_measured_values(run, answers, base, tmp_path, rank):
+def test_stored_value_model_reproduces_measured_values(run, answers, base, tmp_path, rank):
     run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, "--lora-rank", rank)
     report, value = report_of(tmp_path), tmp_path / "value"
     gamma, measured = report["plan"]["gamma"], report["test"][str(answers)]["value-model"]
@@ -342,12 +342,12 @@ def test_a_stored_value_model_gives_the_measured_values(run, answers, base, tmp_
         ids = torch.tensor([[*example.prompt, *example.answer.ids[:-1]]])
         found.append(value_logits(model, tensors, ids)[0, -len(example.targets) :].sigmoid())
     assert measure(found, examples, gamma) == approx(measured, rel=0.05, abs=5e-3)
-    for name, weight in original.model.named_parameters():  # adapters change the matrices of the layers
+    for name, weight in original.model.named_parameters():  # LoRA changes only the matrices of layers
         is_changed = not torch.equal(weight.bfloat16().float(), model.model.get_parameter(name))
         assert is_changed == (rank == 0 or "_proj" in name), name
 
 
-def test_a_value_model_learns_lengths_that_the_prompt_tells(run, base, tmp_path):
+def test_value_model_learns_lengths_from_prompt(run, base, tmp_path):
     """Prompts with token 8 have answers of 4 tokens, prompts with token 9 answers of 16 tokens."""
     answers = tmp_path / "answers"
     found = [(i, 0, [10] * (3 if i % 2 else 15) + [EOS]) for i in range(16)]
@@ -359,16 +359,16 @@ def test_a_value_model_learns_lengths_that_the_prompt_tells(run, base, tmp_path)
 
 
 @pytest.mark.parametrize("options", [("--batch-size", 6, "--accumulation", 1), ("--gradient-checkpointing",)])
-def test_forwards_of_a_step_do_not_change_the_training(run, answers, base, tmp_path, options):
-    """The loss is a mean over the states of a step, however its answers are divided into forwards."""
+def test_division_into_forwards_does_not_change_training(run, answers, base, tmp_path, options):
+    """The loss is the mean over all states of a step, independent of how answers are divided into forwards."""
     for folder, more in (("one", ()), ("two", options)):
         run("fit", base, "--answers", answers, "--output", tmp_path / folder, *FIT, "--learning-rate", 1e-3, *more)
     one, two = (load_file(tmp_path / folder / "value" / "model.safetensors") for folder in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-2, atol=2e-3)
 
 
-def test_the_loss_is_the_mean_squared_error_of_all_states(run, answers, base, tmp_path, monkeypatch):
-    """The initial prediction is the mean target, so that an untrained network's error is the variance."""
+def test_loss_is_mean_squared_error_of_all_states(run, answers, base, tmp_path, monkeypatch):
+    """The initial prediction is the mean target, so the error of an untrained network is the variance."""
     monkeypatch.setattr(value_model, "HEAD_RATE", 0.0)
     monkeypatch.setattr(value_model, "LOGGED_STEPS", 1)
     run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, "--learning-rate", 1e-12, "--batch-size", 14)
@@ -378,7 +378,7 @@ def test_the_loss_is_the_mean_squared_error_of_all_states(run, answers, base, tm
     assert report["training"]["mean squared error"] == [variance] * 2 and report["training"]["steps"] == 2
 
 
-def test_an_interrupted_training_resumes_to_the_same_bits(run, answers, base, tmp_path, monkeypatch):
+def test_resumed_training_has_the_same_bits(run, answers, base, tmp_path, monkeypatch):
     command = ("fit", base, "--answers", answers, *FIT, "--save-steps", 2)
     run(*command, "--output", tmp_path / "whole")
 
@@ -400,13 +400,13 @@ def test_an_interrupted_training_resumes_to_the_same_bits(run, answers, base, tm
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_loss_that_is_not_finite_is_named(run, answers, base, tmp_path, monkeypatch):
+def test_non_finite_loss_is_an_error(run, answers, base, tmp_path, monkeypatch):
     monkeypatch.setattr(value_model, "HEAD_RATE", math.inf)
     error = run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, code=2)
     assert "the loss is nan, --learning-rate must be lower" in error and not (tmp_path / "value").exists()
 
 
-def test_two_processes_train_what_one_trains(answers, base, tmp_path):
+def test_two_processes_train_the_same_model_as_one(answers, base, tmp_path):
     command = ["fit", base, "--answers", answers, *FIT, "--learning-rate", 1e-3, "--device", "cpu"]
     one, two = ([*command, "--output", tmp_path / name, "--batch-size", n] for name, n in (("one", 4), ("two", 2)))
     assert cli.main(list(map(str, one))) == 0

@@ -39,7 +39,7 @@ def geometric(rate):
     return pytest.approx(sum(rate * (1 - rate) ** (t - 1) * 0.9**t for t in range(1, 2000)), rel=1e-9)
 
 
-# In the second half of the limits: 3 tokens and an end, 5 tokens, 4 tokens and an end; one answer ends earlier.
+# In the second half of their limits: 3 tokens and an end, 5 tokens, and 4 tokens and an end; one answer ends earlier.
 LATE = [answer(8), answer(10, finished=False), answer(4), answer(10, limit=12)]
 
 
@@ -56,12 +56,12 @@ def test_tail_factor(answers, wanted):
     assert tail_factor(answers, 0.9) == wanted
 
 
-def test_gamma_gives_the_99th_percentile_of_lengths_the_value_0_99():
+def test_gamma_maps_99th_percentile_of_lengths_to_value_0_99():
     assert 1 - gamma_of([answer(length) for length in range(1, 101)]) ** 99.01 == pytest.approx(0.99, rel=1e-12)
 
 
 def test_examples_of_a_split(tmp_path):
-    """Answers that ended under guidance have no target; a probe has none at the last token of a prompt."""
+    """Answers that ended under guidance have no targets. Probes have no target at the last token of a prompt."""
     prompts = [dict(text=text, split=split, ids=[i]) for i, (text, split) in enumerate([("a", "train"), ("b", "test")])]
     store = AnswerStore(tmp_path / "answers", {"prompts": prompts})
     made = [answer(4, guided=4), answer(4, guided=1, sample=2), answer(5, sample=3), answer(1, sample=4)]
@@ -76,7 +76,7 @@ def test_examples_of_a_split(tmp_path):
 
 
 @pytest.mark.parametrize("longest", [1, 2, 5, 16, 400, 2048, 32768])
-def test_bins_hold_every_length(longest):
+def test_bins_cover_every_length(longest):
     edges = probe.edges_of(longest)
     widths = [high - low for low, high in pairwise(edges)]
     assert edges[0] == 1 and edges[-1] == max(2, math.ceil(1.5 * longest)) and 1 <= len(widths) <= 64
@@ -93,19 +93,19 @@ def test_bins_hold_every_length(longest):
         ((1,), []),
     ],
 )
-def test_tokens_that_a_probe_values(options, tokens):
+def test_tokens_valued_by_probe(options, tokens):
     assert [*probe.tokens_valued(answer(*options))] == tokens
 
 
 def test_likelihoods_of_ended_and_cut_answers():
-    """Bins of 1, of 2 to 3 and of 4 to 9 tokens; a cut answer has the sum of all bins from its known length on."""
+    """Bins of 1, 2 to 3, and 4 to 9 tokens. The likelihood of a cut answer is the sum of bins from its length on."""
     logits = torch.tensor([0.2, 0.5, 0.3]).log().expand(6, 3)
     remaining, is_cut = torch.tensor([1, 3, 9, 2, 4, 50]), torch.tensor([False, False, False, True, True, False])
     found = probe.likelihood(logits, remaining, is_cut, torch.tensor([1, 2, 4, 10]))
     torch.testing.assert_close((-found).exp(), torch.tensor([0.2, 0.5, 0.3, 0.8, 0.3, 0.3]))
 
 
-def test_a_folded_standardized_layer_is_a_plain_layer():
+def test_folded_standardised_layer_equals_plain_layer():
     torch.manual_seed(0)
     x = torch.randn(50, 6) * torch.arange(1, 7) + 3
     layer = StandardizedLinear(x, 4)
@@ -130,17 +130,17 @@ def test_measures():
     assert got["mse"] == pytest.approx((0.01 + 0.01 + 0.04 + 0 + 0.16 + 0 + 0.01) / 7)
     assert got["r2"] == pytest.approx(1 - got["mse"] / float(y.var(correction=0)))
     assert got["correlation"] == pytest.approx(float(torch.corrcoef(torch.stack([v, y]))[0, 1]))
-    # Ranks of prompt 3: values 3, 2, 4, 5, 1 beside 2, 1, 5, 4, 3; of prompt 1: the same order.
+    # Ranks of prompt 3: values 3, 2, 4, 5, 1 and 2, 1, 5, 4, 3; prompt 1 has the same order twice.
     by_hand = 1 - 6 * (1 + 1 + 1 + 1 + 4) / (5 * 24)
     assert got["rank_correlation_within_prompts"] == pytest.approx((by_hand + 1) / 2)
-    # Positions 0 and 1 of prompt 3 have two answers; every other position has one, which is its own mean.
+    # Positions 0 and 1 of prompt 3 have two answers; every other position has one, which equals the mean.
     p, q = [-0.05, 0.05, -0.2, 0.2], [-0.2, 0.2, -0.25, 0.25]
     at = sum(a * b for a, b in zip(p, q, strict=True)) / math.sqrt(sum(a * a for a in p) * sum(b * b for b in q))
     assert got["correlation_at_a_position"] == pytest.approx(at)
     off = [abs(math.log2(1 - a) - math.log2(1 - b)) for a, b in ((0.5, 0.4), (0.3, 0.2), (0.5, 0.5), (0.2, 0.1))]
     assert got["mae_tokens"] == pytest.approx(sum(off) / 4, rel=1e-5)
     assert lengths(torch.tensor(0.75), 0.5) == pytest.approx(2.0)
-    # The first value of a guided answer is at a later position, so that no two answers share a position.
+    # The first value of a guided answer is at a later position, so no two answers share a position.
     answers[0] = answer(5, prompt=3, guided=3)
     assert measured(found)["correlation_at_a_position"] is None
     constant = measured([torch.full_like(x, 0.5) for x in found])
@@ -162,7 +162,7 @@ def test_weights_and_keys_of_models(tmp_path):
     [("probe", 16, 2, 14 + 2 * 1000 * 64 / 2**30), ("value-model", 16, 2 * 4, 4), ("value-model", 0, 2 * 6, 32)],
 )
 def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
-    """A base model of 7 * 2^30 weights with a megabyte of keys and values, and a backbone of 2 * 2^30."""
+    """A base model of 7 * 2^30 weights with 1 MB of keys and values, and a backbone of 2 * 2^30 weights."""
     sizes = {Path("base"): 7 * 2**30, Path("value"): 2 * 2**30}
     monkeypatch.setattr(cost, "parameters", sizes.__getitem__)
     monkeypatch.setattr(cost, "kv_bytes", lambda config: 1_000_000)

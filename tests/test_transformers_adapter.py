@@ -1,4 +1,4 @@
-"""The ``transformers`` adapter: ``generate`` on tiny models, against the same step written down plainly."""
+"""The ``transformers`` adapter: ``generate`` on tiny models, against a plain implementation of the step."""
 
 import pytest
 import torch
@@ -51,12 +51,12 @@ def prompts():
 
 
 def plain_value(value_backbone, head, prefix, candidate):
-    """The value logit of a candidate, by a full forward of ``transformers`` over prefix and candidate."""
+    """Value logit of a candidate by a full forward of ``transformers`` over prefix and candidate."""
     return value_logits(value_backbone, head, torch.tensor([[*prefix, candidate]]))[0, -1].item()
 
 
 def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling):
-    """The distribution the next token is drawn from, for one row alone, without cache or batch."""
+    """Distribution of the next token of one row, without cache or batch."""
     with torch.no_grad():
         logits = base(torch.tensor([prefix])).logits[:, -1].double()
     filters = {name: torch.tensor([number]) for name, number in sampling.items()}
@@ -73,14 +73,14 @@ def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling
 
 
 def run(base, value_model, prompts, guidance, steps, **options):
-    """A processor after ``generate``, and what that returned, with the scores of every step."""
+    """(processor, output) of a call of ``generate`` with scores of every step."""
     mask = prompts["attention_mask"]
     processor = LenVMLogitsProcessor(base, value_model, guidance, mask, max_new_tokens=steps, **options)
     return processor, base.generate(**prompts, **processor.generation_kwargs, **KEEP_SCORES)
 
 
 def steps_of(output, prompts):
-    """(step, tokens before it, its scores, token drawn) of every row of ``generate``'s output, until the row ended."""
+    """(step, tokens before it, scores, drawn token) of every row of ``generate``'s output up to its end."""
     width = prompts["input_ids"].shape[1]
     for row, sequence in enumerate(output.sequences.tolist()):
         start = int((prompts["attention_mask"][row] == 0).sum())
@@ -103,7 +103,7 @@ SAMPLING = dict(temperature=0.7, top_k=6, top_p=0.95, min_p=0.01)
         {"target_length": 5},
     ],
 )
-def test_every_step_samples_from_the_guided_distribution(base, value_backbone, head, value_model, prompts, guidance):
+def test_steps_sample_from_the_guided_distribution(base, value_backbone, head, value_model, prompts, guidance):
     torch.manual_seed(0)
     processor, output = run(base, value_model, prompts, guidance, 8, **SAMPLING)
     for step, prefix, scores, token in steps_of(output, prompts):
@@ -113,14 +113,14 @@ def test_every_step_samples_from_the_guided_distribution(base, value_backbone, h
     assert processor.faults == [0, 0, 0]
 
 
-def test_a_base_that_is_a_mixture_of_experts(value_backbone, head, value_model, prompts):
+def test_mixture_of_experts_as_base(value_backbone, head, value_model, prompts):
     sizes = dict(moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, head_dim=8, mlp_only_layers=[0])
     moe = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **sizes), seed=4)
-    test_every_step_samples_from_the_guided_distribution(moe, value_backbone, head, value_model, prompts, SHORTER)
+    test_steps_sample_from_the_guided_distribution(moe, value_backbone, head, value_model, prompts, SHORTER)
 
 
-def test_spans_and_what_comes_after(base, value_model, prompts):
-    """A guided one, one that may end the sequence, and a hard limit alone: what may be drawn, and how likely."""
+def test_spans_and_tokens_after_them(base, value_model, prompts):
+    """Distributions in a guided span, in a span that may end the sequence, with a hard limit alone, and after them."""
     guidance = [
         SHORTER | {"end_token_ids": [20, 21], "hard_limit": 7},
         SHORTER | {"end_token_ids": [23], "allow_eos": True, "hard_limit": 5},
@@ -150,8 +150,8 @@ def test_spans_and_what_comes_after(base, value_model, prompts):
     assert after > 12 and can_end == [False, True, False] and processor.faults == [0, 0, 0]
 
 
-def test_a_prompt_that_leaves_no_span_open(base, value_model, prompts):
-    """As a chat template makes it that is told not to think: nothing is guided there or forced."""
+def test_prompt_that_leaves_no_span_open(base, value_model, prompts):
+    """As from a chat template with thinking disabled: no token is guided or forced."""
     closed = prompts["input_ids"].clone()
     closed[1, -2] = 20
     guidance = [SHORTER | {"end_token_ids": [20], "hard_limit": 2}] * 3
@@ -171,7 +171,7 @@ def test_a_prompt_that_leaves_no_span_open(base, value_model, prompts):
     assert processor.faults == [0, 0, 0]
 
 
-def test_what_begins_and_ends_a_thought_is_looked_up(base, value_model, tmp_path):
+def test_thought_markers_are_read_from_tokenizer(base, value_model, tmp_path):
     words = [f"w{i}" for i in range(VOCAB)]
     plain, thinking = (
         AutoTokenizer.from_pretrained(models.save_checkpoint(tmp_path / name, seed=0, words=names))
@@ -188,8 +188,8 @@ def test_what_begins_and_ends_a_thought_is_looked_up(base, value_model, tmp_path
             make(base, value_model, **budget, tokenizers=tokenizers)
 
 
-def test_unguided_rows_are_generated_as_without_the_processor(base, value_model, prompts):
-    """Rows without guidance keep the base model's distribution and filters, beside a guided row."""
+def test_unguided_rows_are_unchanged_by_the_processor(base, value_model, prompts):
+    """Unguided rows keep the base model's distribution and filters in a batch with a guided row."""
     _, output = run(base, value_model, prompts, [None, SHORTER, {}], 1, **SAMPLING)
     guided = output.scores[0]
     plain = base.generate(**prompts, max_new_tokens=1, do_sample=True, **SAMPLING, **KEEP_SCORES).scores[0]
@@ -198,8 +198,8 @@ def test_unguided_rows_are_generated_as_without_the_processor(base, value_model,
         assert close == same
 
 
-def test_output_lengths_are_predicted_by_the_prompts(base, value_backbone, head, value_model, prompts, monkeypatch):
-    """Of rows that ask, guided or not; rows that are not guided are drawn as without it, and cost nothing more."""
+def test_output_lengths_are_predicted_from_prompts(base, value_backbone, head, value_model, prompts, monkeypatch):
+    """Rows with ``return_values``, guided or not. Unguided rows draw the same tokens, with no forward per step."""
     asks = [{"return_values": True, "gamma": 0.9} | SHORTER, SHORTER, {"return_values": True, "gamma": 0.95}]
     processor, output = run(base, value_model, prompts, asks, 4)
     rows = [prompts["input_ids"][row, start:].tolist() for row, start in enumerate((0, 3, 5))]
@@ -220,15 +220,15 @@ def test_output_lengths_are_predicted_by_the_prompts(base, value_backbone, head,
     assert processor.predicted_output_lengths(output.sequences)[1] == expected[1]
 
 
-def test_values_stay_right_after_skipped_steps(base, value_backbone, head, value_model, prompts):
-    """An entropy threshold skips rows; their later steps still see every token."""
+def test_values_are_correct_after_skipped_steps(base, value_backbone, head, value_model, prompts):
+    """Rows skipped by an entropy threshold have every token in later steps."""
     torch.manual_seed(1)
     _, output = run(base, value_model, prompts, SHORTER | {"entropy_threshold": 1.2}, 12)
     sampling = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     skipped, guided_after_skipped = set(), 0
     for step, prefix, scores, _ in steps_of(output, prompts):
         request = prefix[0]
-        if (scores > -torch.inf).sum() > 8:  # more than the candidates: as the base model has it
+        if (scores > -torch.inf).sum() > 8:  # more than the candidates: the row is unguided
             skipped.add(request)
             continue
         guided_after_skipped += request in skipped
@@ -238,7 +238,7 @@ def test_values_stay_right_after_skipped_steps(base, value_backbone, head, value
 
 
 def test_token_temperature_scale(base, value_model, prompts):
-    """A divisor multiplies its token's logit before everything else; ids outside the vocabulary are ignored."""
+    """A scale multiplies its token's logit before all filters; ids outside the vocabulary are ignored."""
     params = {"token_temperature_scale": {20: 3.0} | {10_000 + i: 2.0 for i in range(40)}}
     processor = LenVMLogitsProcessor(base, value_model, params, prompts["attention_mask"], max_new_tokens=1)
     scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
@@ -250,8 +250,8 @@ def test_token_temperature_scale(base, value_model, prompts):
     assert torch.equal(scores, before)
 
 
-def test_length_control_on_the_tiny_model(base, value_model):
-    """The constraint ``le`` takes the end of sequence as soon as it is a candidate: no row gets longer."""
+def test_le_shortens_outputs_of_tiny_model(base, value_model):
+    """The constraint ``le`` draws the end of sequence as soon as it is a candidate."""
     ids = torch.randint(3, VOCAB, (16, 4), generator=torch.Generator().manual_seed(0))
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     lengths = {}
@@ -267,8 +267,8 @@ def make(base, value_model, **changes):
     return LenVMLogitsProcessor(base, value_model, **arguments)
 
 
-def test_every_row_is_guided_by_its_own_parameters(base, value_backbone, head, value_model, prompts):
-    """Targets that count down from prompts of different lengths, and everything else different, row by row."""
+def test_rows_are_guided_by_their_own_parameters(base, value_backbone, head, value_model, prompts):
+    """Targets counted from prompts of different lengths, with different parameters in each row."""
     guidance = [{"target_length": 6, "op": "eq_soft", "gamma": 0.9}, SHORTER, {"target_length": 3, "gamma": 0.8}]
     torch.manual_seed(3)
     processor, output = run(base, value_model, prompts, guidance, 6, record=True, **SAMPLING)
@@ -288,8 +288,8 @@ def test_every_row_is_guided_by_its_own_parameters(base, value_backbone, head, v
     assert steps > 8
 
 
-def test_rows_that_ended_are_left_out(base, value_model, prompts, monkeypatch):
-    """From the first end-of-sequence token on, one of several, whatever ``generate`` pads the row with."""
+def test_ended_rows_are_inactive(base, value_model, prompts, monkeypatch):
+    """From the first of several end-of-sequence tokens on, whatever padding ``generate`` appends."""
     monkeypatch.setattr(base.generation_config, "eos_token_id", [EOS, 33])
     processor = make(base, value_model, attention_mask=prompts["attention_mask"], max_new_tokens=4)
     active, step = [], processor._step.step
@@ -308,8 +308,8 @@ def test_rows_that_ended_are_left_out(base, value_model, prompts, monkeypatch):
     assert processor._step.table.columns.eos_token_ids.tolist()[:3] == [[EOS, 33]] * 3
 
 
-def test_the_value_model_gets_the_prompts_without_padding_and_last_token(base, value_model, prompts, monkeypatch):
-    """The last token is the first step's; many tokens may have temperatures of their own."""
+def test_extended_prompts_exclude_padding_and_last_token(base, value_model, prompts, monkeypatch):
+    """The first step computes the last token. Token temperatures of many tokens are accepted."""
     scaled = [SHORTER | {"boosted_token_ids": list(range(40)), "token_temp_divisor": 2.0}, SHORTER, SHORTER]
     processor = make(base, value_model, guidance=scaled, attention_mask=prompts["attention_mask"])
     extended = {}
@@ -320,15 +320,15 @@ def test_the_value_model_gets_the_prompts_without_padding_and_last_token(base, v
     assert found == {"starts": [0, 9, 17], "lens": [5, 2, 0], "cached_lens": [0, 0, 0]}
 
 
-def test_a_model_without_an_end_of_sequence(base, value_model, prompts, monkeypatch):
+def test_model_without_end_of_sequence(base, value_model, prompts, monkeypatch):
     monkeypatch.setattr(base.generation_config, "eos_token_id", None)
     processor = make(base, value_model, attention_mask=prompts["attention_mask"], max_new_tokens=1)
     assert processor(prompts["input_ids"], torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
     assert (processor._step.table.columns.eos_token_ids == -2).all()
 
 
-def test_filters_of_rows_that_are_not_guided(base, value_model, prompts):
-    """Each filter alone, and sampling parameters that are exactly neutral."""
+def test_filters_of_unguided_rows(base, value_model, prompts):
+    """Each filter alone, and exactly neutral sampling parameters."""
     scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
     probs = torch.softmax(scores, dim=1)
     by_rank = probs.sort(dim=1, descending=True).values
@@ -371,19 +371,19 @@ def test_filters_of_rows_that_are_not_guided(base, value_model, prompts):
         (dict(min_p=1.5), "min_p must be a number in"),
     ],
 )
-def test_bad_arguments_are_named(base, value_model, changes, message):
+def test_bad_arguments_are_rejected_by_name(base, value_model, changes, message):
     with pytest.raises(ValueError, match=message):
         make(base, value_model, **changes)
 
 
-def test_the_backend_is_the_step_s(base, value_model, prompts):
+def test_backend_is_passed_to_the_step(base, value_model, prompts):
     processor = make(base, value_model, attention_mask=prompts["attention_mask"], backend="nobody's")
     with pytest.raises(ValueError, match="backend must be one of"):
         processor(prompts["input_ids"], torch.zeros(3, VOCAB))
 
 
 class Tokenizer:
-    """A token a word."""
+    """A tokenizer with one token per word."""
 
     def __init__(self, words):
         self.words = words
@@ -407,7 +407,7 @@ def test_vocabulary_is_checked(value_model):
         make(other, value_model, tokenizers=(Tokenizer("abc"), Tokenizer("acb")))
 
 
-def test_beams_and_reuse_are_refused(base, value_model, prompts):
+def test_beams_and_reuse_are_rejected(base, value_model, prompts):
     def processor():
         return make(base, value_model, attention_mask=prompts["attention_mask"])
 
@@ -420,7 +420,7 @@ def test_beams_and_reuse_are_refused(base, value_model, prompts):
         base.generate(**prompts, **used.generation_kwargs, pad_token_id=PAD)
 
 
-def test_scores_that_are_not_finite_lose_only_their_row(base, value_model, prompts):
+def test_non_finite_scores_affect_their_row_only(base, value_model, prompts):
     scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     clean = make(base, value_model, attention_mask=prompts["attention_mask"])(prompts["input_ids"], scores)
     scores[1, 7] = torch.nan
@@ -431,14 +431,14 @@ def test_scores_that_are_not_finite_lose_only_their_row(base, value_model, promp
 
 
 def outputs_of(output, prompts):
-    """The tokens that each row of an output generated before the end."""
+    """Generated tokens of each row before its end."""
     new = output[:, prompts["input_ids"].shape[1] :].tolist()
     return [row[: row.index(EOS)] if EOS in row else row for row in new]
 
 
 @pytest.mark.parametrize("has_values", [True, False])
-def test_generate_knows_sentences_by_the_tokenizer(base, value_model, prompts, has_values, monkeypatch):
-    """Where sentences end is what the step is told; without a tokenizer it is not."""
+def test_generate_reads_sentence_ends_from_tokenizer(base, value_model, prompts, has_values, monkeypatch):
+    """The step gets ``text_breaks`` of the tokenizer, or None without a tokenizer."""
     seen = []
     make_step = transformers_adapter.GuidedStep
     monkeypatch.setattr(transformers_adapter, "GuidedStep", lambda *args: seen.append(args[-1]) or make_step(*args))
@@ -452,8 +452,8 @@ def test_generate_knows_sentences_by_the_tokenizer(base, value_model, prompts, h
 
 
 @pytest.mark.parametrize("has_values", [True, False])
-def test_generate_is_the_processor_and_the_call(base, value_model, prompts, has_values):
-    """Several samples of a prompt, one below the other, each with its prompt's guidance and filters."""
+def test_generate_equals_explicit_use_of_the_processor(base, value_model, prompts, has_values):
+    """Several samples per prompt in consecutive rows, each with the guidance of its prompt."""
     value_model = value_model if has_values else None
     guidance = [{"target_length": 2}, None, {"target_length": 12, "strength": 9}]
     torch.manual_seed(5)
@@ -471,8 +471,8 @@ def test_generate_is_the_processor_and_the_call(base, value_model, prompts, has_
     assert len({tuple(row) for row in outputs_of(output, prompts)}) > 3
 
 
-def test_generate_meets_a_target_without_a_value_model(base, prompts):
-    """With the sampling parameters of the model's configuration, and another processor before ours."""
+def test_generate_meets_target_without_value_model(base, prompts):
+    """With the model's own sampling parameters and another processor before this package's."""
 
     def always_possible(ids, scores):
         scores = scores.clone()
@@ -508,14 +508,14 @@ def test_generate_meets_a_target_without_a_value_model(base, prompts):
         ),
     ],
 )
-def test_generate_names_what_is_wrong(base, prompts, changes, message):
+def test_generate_rejects_bad_arguments_by_name(base, prompts, changes, message):
     with pytest.raises(ValueError, match=message):
         generate(base, **prompts, **{"target_length": 5, "max_new_tokens": 4} | changes)
 
 
 @pytest.mark.parametrize(("changed", "more"), [((1, 2), 1), ((0, 5), 1), (None, 0), (None, 2)])
-def test_sequences_that_go_on_from_others_are_refused(base, value_model, prompts, changed, more):
-    """Those with other tokens than before, and those that have not grown by one."""
+def test_sequences_that_do_not_continue_the_last_step_are_rejected(base, value_model, prompts, changed, more):
+    """Sequences with changed tokens, and sequences that have not grown by exactly one token."""
     processor, ids = make(base, value_model, attention_mask=prompts["attention_mask"]), prompts["input_ids"]
     processor(ids, torch.zeros(3, VOCAB))
     grown = torch.cat([ids, torch.full((3, more), 30)], dim=1)
@@ -525,8 +525,8 @@ def test_sequences_that_go_on_from_others_are_refused(base, value_model, prompts
         processor(grown, torch.zeros(3, VOCAB))
 
 
-def test_the_published_way_as_a_processor(base, value_model, prompts):
-    """As the comparison of ways runs it: its probabilities are ours, row by row until an answer ends."""
+def test_published_way_as_processor(base, value_model, prompts):
+    """The processor of ``bench.ways`` gives this package's probabilities in each row until the answer ends."""
     guidance, steps, width = {"value_mode": "mul", "value_scale": 0.97}, 24, prompts["input_ids"].shape[1]
     torch.manual_seed(5)
     options = dict(ways.SAMPLING, max_candidates=ways.SAMPLING["top_k"])
@@ -542,6 +542,6 @@ def test_the_published_way_as_a_processor(base, value_model, prompts):
             if EOS not in output.sequences[row, width : width + step]:
                 torch.testing.assert_close(found[row].exp(), scores[row].exp(), rtol=0, atol=1e-4)
                 compared[row] += 1
-    assert min(compared.values()) < steps == max(compared.values())  # one has ended before
-    # It is computed no more.
+    assert min(compared.values()) < steps == max(compared.values())  # one row ends earlier
+    # Ended rows are no longer computed.
     assert theirs.step.requests.keys() == {row for row, count in compared.items() if count == steps}

@@ -1,4 +1,4 @@
-"""The published step against the guided step, and against pairs obtained from the authors' fork (tests/golden)."""
+"""The published step against the guided step, and against golden pairs of the authors' fork (tests/golden)."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ from lenvm_kernels.values import ValueModel, ValueModelConfig
 from tests.helpers.engine import Engine, take_step
 from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_pair, value_model_of
 
-ATOL = 2e-5  # of value logits, keys and values of O(1), fp32 against fp32
-FORK_ATOL = 1e-3  # of probabilities: the fork's stopping rule
+ATOL = 2e-5  # on value logits, keys and values of O(1), fp32 against fp32
+FORK_ATOL = 1e-3  # on probabilities, because of the fork's stopping rule
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20], [3, 4, 5]]
 TILT = {"mode": "mul", "value_scale": 0.9}
 
@@ -28,7 +28,7 @@ def golden(name):
 
 
 class Both:
-    """The published and the guided step of the same prompts, as engines."""
+    """Engines of the published step and of the guided step with the same prompts."""
 
     def __init__(self, guidance, device, architecture="qwen2", top_k=8):
         self.device, rows = device, range(len(guidance))
@@ -44,7 +44,7 @@ class Both:
         self.published = self.engines[0].step
 
     def decode(self, sequences, seed, **filters):
-        """Both outputs and the guided step's probabilities; rows, candidates and value logits are compared."""
+        """Compare rows, candidates and value logits; returns both outputs and the guided step's probabilities."""
         rows, generator = list(range(len(sequences))), torch.Generator().manual_seed(seed)
         scores = (3 * torch.randn(len(rows), VOCAB, generator=generator)).to(self.device)
         probs = torch.softmax(scores / 0.8, dim=-1)  # the temperature of Engine.decode
@@ -58,8 +58,8 @@ class Both:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_values_and_cache_over_steps(architecture, device):
-    """Prompts in chunks, then 12 steps. A row without values in one step catches up in the next."""
+def test_values_and_cache_of_both_steps_agree(architecture, device):
+    """Prompts in chunks, then 12 steps. A row without values in one step catches up in a later one."""
     both = Both([TILT | {"entropy_threshold": 0.4 * (row % 2)} for row in range(5)], device, architecture)
     sequences, compared = [list(tokens) for tokens in PROMPTS], 0
     for number in range(12):
@@ -86,8 +86,8 @@ def test_guided_probabilities(guidance, device):
     torch.testing.assert_close(theirs.probs, probs, rtol=0, atol=FORK_ATOL)
 
 
-def test_requests_come_and_go(device):
-    """Slots return to the pool; draws follow the guided probabilities."""
+def test_requests_return_their_slots(device):
+    """Slots of candidates and of removed requests return to the pool; drawn tokens are candidates."""
     both = Both([TILT] * 3, device)
     published, free = both.published, len(both.published.free)
     theirs, _, _ = both.decode(PROMPTS[:3], 1)
@@ -115,7 +115,7 @@ TARGET = {"target_length": 9, "op": "eq"}
         ([TILT, TARGET], [], {}, "all rows must have a target, or none"),
     ],
 )
-def test_bad_input_is_named(guidance, longer, filters, message, device):
+def test_bad_input_is_rejected_by_name(guidance, longer, filters, message, device):
     with pytest.raises(ValueError, match=message):
         Both(guidance, device, top_k=4).decode([[*PROMPTS[0], *longer], PROMPTS[1]], 0, **filters)
 

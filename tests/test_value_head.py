@@ -1,4 +1,4 @@
-"""Value head: the reference against torch.nn, where logits go, sums of squares, and rows of many blocks."""
+"""Value head: the reference against torch.nn, targets of logits, sums of squares, and outputs of many blocks."""
 
 import math
 from functools import partial
@@ -18,7 +18,7 @@ from tests.helpers.memory import GuardedMemory
 make_inputs = partial(simple_arguments, "value_head")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
-MANY = 300  # outputs, so many that they take the larger tiles
+MANY = 300  # outputs, enough for the larger tiles
 
 
 def test_reference_matches_torch_modules():
@@ -34,10 +34,10 @@ def test_reference_matches_torch_modules():
         plain = {k: v for k, v in inputs.items() if not k.startswith("norm")}
         torch.testing.assert_close(value_head(**plain), head(hidden)[:, 0])
         torch.testing.assert_close(value_head(**plain, token_rows=rows), head(hidden[rows])[:, 0])
-        # LlamaRMSNorm computes in fp32 whatever it is given
+        # LlamaRMSNorm always computes in fp32.
         normalised = head(norm(hidden))[:, 0]
         torch.testing.assert_close(value_head(**inputs), normalised, rtol=1e-5, atol=1e-5)
-        # The squares, and the norm's weight, may be somebody else's.
+        # Sums of squares may be passed, and the norm's weight may be folded into the first matrix.
         sums = torch.stack([hidden[:, :64].square().sum(1), hidden[:, 64:].square().sum(1)])
         folded = plain | {"fc_weight": plain["fc_weight"] * norm.weight.double(), "square_sums": sums, "norm_eps": eps}
         torch.testing.assert_close(value_head(**folded), normalised, rtol=1e-5, atol=1e-5)
@@ -54,7 +54,7 @@ def test_reference_matches_torch_modules():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fused_norm_is_as_exact_as_the_module(device, dtype):
+def test_fused_norm_is_at_least_as_exact_as_torch_module(device, dtype):
     inputs = make_inputs(128, size=96, dtype=dtype, device=device, norm=True)
     doubles = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     truth, fused = value_head(**doubles, backend="reference"), value_head(**inputs, backend="triton")
@@ -68,8 +68,8 @@ def test_fused_norm_is_as_exact_as_the_module(device, dtype):
 
 @pytest.mark.parametrize("norm", ["none", "computed", "folded"])
 @pytest.mark.parametrize("wide_from", [0, ops.WIDE_FROM])
-def test_rows_of_many_blocks_have_the_bits_of_few(device, monkeypatch, norm, wide_from):
-    """Alone, in the smaller tiles, in another order, repeated, and wherever their logits go."""
+def test_rows_of_many_and_few_blocks_have_the_same_bits(device, monkeypatch, norm, wide_from):
+    """Alone, in smaller tiles, in another order, repeated, and with any ``targets``."""
     monkeypatch.setattr(ops, "WIDE_FROM", wide_from)
     inputs = make_inputs(MANY, size=100, dtype=torch.bfloat16, device=device, norm=norm == "computed")
     hidden, order = inputs.pop("hidden"), torch.randperm(MANY, generator=torch.Generator().manual_seed(1)).to(device)
@@ -90,8 +90,8 @@ def test_rows_of_many_blocks_have_the_bits_of_few(device, monkeypatch, norm, wid
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 @pytest.mark.parametrize("outputs", [37, MANY])
-def test_targets_say_where_logits_go(device, backend, integers, outputs):
-    """The second block of rows is only padding. What a clamped row, or one from the end on, would read is NaN."""
+def test_targets_place_logits(device, backend, integers, outputs):
+    """The second block of rows is only padding. Rows that a clamped index would read are NaN."""
     inputs = make_inputs(40, size=64, dtype=torch.float32, device=device, norm=True)
     inputs["hidden"][[0, 39]] = float("nan")
     draws = torch.Generator().manual_seed(3)
@@ -110,8 +110,8 @@ def test_targets_say_where_logits_go(device, backend, integers, outputs):
 
 @pytest.mark.parametrize("outputs", [5, 33, 127])
 @pytest.mark.parametrize("padding", [False, True])
-def test_nothing_beside_fresh_memory_is_written(device, outputs, padding):
-    """It holds NaN at first, around it, too. A logit with a target outside of the result goes nowhere."""
+def test_kernel_writes_only_valid_targets(device, outputs, padding):
+    """The result and the memory around it hold NaN first. A logit with a target out of range is not stored."""
     inputs = make_inputs(5, size=2 * ops.BLOCK_N + 20, dtype=torch.float32, device=device)
     rows = torch.full((outputs,), -1) if padding else torch.arange(outputs) % 7 - 1  # -1 and 5 are padding
     targets = torch.arange(outputs).flip(0)
@@ -127,8 +127,8 @@ def test_nothing_beside_fresh_memory_is_written(device, outputs, padding):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_square_sums_are_added_one_group_after_the_other(device, dtype):
-    """2**-24 added to 1 is lost; two of them are not, had they been added first."""
+def test_square_sums_are_added_in_order(device, dtype):
+    """Each 2**-24 added to 1 is lost, but not the sum of several."""
     inputs = make_inputs(3, size=5 * 64 - 10, dtype=dtype, device=device)
     sums = torch.zeros(5, 3, device=device)
     sums[0] = 1.0
@@ -141,7 +141,7 @@ def test_square_sums_are_added_one_group_after_the_other(device, dtype):
 
 @pytest.mark.parametrize("outputs", [1, 64, 65, 200, MANY])
 def test_counters_are_zero_afterwards(device, outputs):
-    """Twice with the same ones; the first block of rows is only padding, the last one has some. What follows stays."""
+    """Two calls with the same counters. The first block is only padding, the last has some; memory after it is kept."""
     inputs = make_inputs(9, size=2 * ops.BLOCK_N + 20, dtype=torch.float32, device=device, norm=True)
     rows = torch.arange(outputs, device=device) % 13 - 2
     rows[: min(128, outputs - 10)] = -1
@@ -171,7 +171,7 @@ def test_saturated_activations(device, dtype):
     assert_matches(value_head(**inputs, backend="triton"), exact(**inputs), "value_head", dtype)
 
 
-def test_rows_of_nothing_are_padding(device, backend):
+def test_rows_of_empty_input_are_padding(device, backend):
     inputs = make_inputs(0, size=64, dtype=torch.float32, device=device)
     rows = torch.tensor([-1, 0, 3], device=device)
     assert value_head(**inputs, token_rows=rows, backend=backend).tolist() == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""The forward of a value model against ``transformers``: each prefix and candidate a plain full forward."""
+"""The forward of a value model against ``transformers``, with a plain full forward for each prefix and candidate."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_values_equal_transformers(loaded, page_size):
     z = requests.step(MIXED_DELTAS, MIXED_CANDIDATES, width=8)
     assert z.shape == (6, 8)
     requests.check(z, MIXED_CANDIDATES, model, head)
-    assert 0.3 < z[z != 0].std() < 30  # else 1e-5 would say nothing
+    assert 0.3 < z[z != 0].std() < 30  # otherwise a tolerance of 1e-5 is meaningless
 
 
 def test_delta_values(loaded):
@@ -67,8 +67,8 @@ def test_delta_values(loaded):
     assert (rows[start:] == 0).all() and len(rows) == sum(map(len, MIXED_DELTAS)) + 3 + 6 * 8
 
 
-def test_decoding_step_by_step(loaded):
-    """Prompts first, then steps of fixed shape that extend each request by one of its own candidates."""
+def test_decode_steps_equal_transformers(loaded):
+    """Prompts, then steps of fixed shape that extend each request by one of its candidates."""
     model, head, value_model = loaded
     requests = Requests(value_model, rows=3, page_size=16)
     deltas = [random_tokens(n, seed=n) for n in (6, 1, 15)]
@@ -81,8 +81,8 @@ def test_decoding_step_by_step(loaded):
     assert shapes == {None, 3 * (1 + 4)}
 
 
-def test_slots_that_hold_nothing_do_not_matter(loaded):
-    """NaN in every slot that was never written changes nothing."""
+def test_unwritten_slots_are_not_read(loaded):
+    """NaN in slots that were never written changes no value."""
     values = [
         mixed_requests(loaded[2], page_size=4, fill=fill).step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
         for fill in (0.0, float("nan"))
@@ -90,7 +90,7 @@ def test_slots_that_hold_nothing_do_not_matter(loaded):
     torch.testing.assert_close(*values, rtol=0, atol=ATOL)
 
 
-def test_candidates_and_padding_are_not_kept(loaded):
+def test_candidates_and_padding_are_not_cached(loaded):
     requests = mixed_requests(loaded[2], page_size=4)
     before = requests.cache.keys.clone()
     batch = requests.batch(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
@@ -100,7 +100,7 @@ def test_candidates_and_padding_are_not_kept(loaded):
     assert len(changed) == sum(map(len, MIXED_DELTAS))
 
 
-def test_token_outside_the_vocabulary_harms_only_its_request(loaded):
+def test_token_outside_vocabulary_affects_its_request_only(loaded):
     model, head, value_model = loaded
     deltas, candidates = [[5, 6], [7, VOCAB + 3], [8, 9]], [[1, VOCAB], [1, 2], [1, 2]]
     requests = Requests(value_model, rows=3)
@@ -112,8 +112,8 @@ def test_token_outside_the_vocabulary_harms_only_its_request(loaded):
     torch.testing.assert_close(z[2, 1], expected_values(model, head, [8, 9, 3, 2])[-1], rtol=0, atol=ATOL)
 
 
-def test_negative_tokens_are_outside_the_vocabulary(qwen2):
-    """In a delta and among candidates; the other request keeps its values, and the last token of the vocabulary too."""
+def test_negative_tokens_are_outside_vocabulary(qwen2):
+    """In deltas and among candidates. The last token of the vocabulary and the other request keep their values."""
     model, head, value_model = qwen2
     requests = Requests(value_model, rows=3)
     z = requests.step([[1, 2], [3, -4], [VOCAB - 1]], [[-5, 6], [7, 8], [0, VOCAB - 1]])
@@ -127,7 +127,7 @@ def test_negative_tokens_are_outside_the_vocabulary(qwen2):
     seed=st.integers(0, 999),
 )
 def test_candidate_trees_equal_transformers(qwen2, rows, seed):
-    """A candidate's value is that of the sequence prefix, delta, its ancestors from the root down, itself."""
+    """A candidate's value is that of the sequence of prefix, delta, its ancestors from the root, and itself."""
     model, head, value_model = qwen2
     generator = torch.Generator().manual_seed(seed)
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
@@ -146,7 +146,7 @@ def test_candidate_trees_equal_transformers(qwen2, rows, seed):
             torch.testing.assert_close(z[i, j], expected, rtol=0, atol=ATOL)
 
 
-def test_a_parent_that_is_no_earlier_candidate_is_none(qwen2):
+def test_parent_that_is_no_earlier_candidate_is_ignored(qwen2):
     requests = Requests(qwen2[2], rows=1)
     requests.step([[1, 2, 3]], [[]])
     z = [
@@ -158,8 +158,8 @@ def test_a_parent_that_is_no_earlier_candidate_is_none(qwen2):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 8, 9, 16, 17])
-def test_positions_in_a_chain_of_candidates(qwen2, depth):
-    """The deepest trees there are, beside a flat one and one whose numbers point at nothing."""
+def test_positions_in_chain_of_candidates(qwen2, depth):
+    """A chain, a flat tree, and a tree of invalid parents."""
     requests = Requests(qwen2[2], rows=3)
     parents = [list(range(-1, depth - 1)), [-1] * depth, [-7, *range(1, depth)]]
     candidates = [[1] * depth] * 3
@@ -171,8 +171,8 @@ def test_positions_in_a_chain_of_candidates(qwen2, depth):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_epsilon_of_the_norms(architecture):
-    """Of a model whose norms have a large one: every norm of the forward takes it, that of queries and keys too."""
+def test_epsilon_of_norms(architecture):
+    """With a large epsilon, every norm of the forward must use it, including norms of queries and keys."""
     model_class, config = ARCHITECTURES[architecture]
     model, head = random_model(model_class, type(config)(**{**config.to_dict(), "rms_norm_eps": 0.3})), random_head()
     requests = Requests(ValueModel.from_causal_lm(model, head), rows=2)
@@ -183,7 +183,7 @@ def test_epsilon_of_the_norms(architecture):
 
 
 def test_bfloat16(loaded, tmp_path):
-    """Another dtype on request; bf16 rounding through two layers stays far below what a wrong tensor would do."""
+    """The requested dtype is used; rounding through two layers is far smaller than the effect of a wrong tensor."""
     model, head, value_model = loaded
     model.save_pretrained(tmp_path)
     half = ValueModel.from_pretrained(tmp_path, head, dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ def test_bfloat16(loaded, tmp_path):
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_triton_backend(architecture, device):
-    """The same forward with every operator's Triton kernel, heads of a width the kernels take."""
+    """The forward with Triton kernels in every operator, with a head width that they support."""
     model_class, config = ARCHITECTURES[architecture]
     config = type(config)(**{**TINY, "num_hidden_layers": 1}, head_dim=64)
     model, head = random_model(model_class, config), random_head()
@@ -206,7 +206,7 @@ def test_triton_backend(architecture, device):
     requests.check(z, candidates, model, head, atol=TOLERANCE["value_head"][torch.float32][1])
 
 
-def test_bytes_of_a_cache(qwen2):
+def test_bytes_of_cache(qwen2):
     cache = KVCache.of_slots(qwen2[2], 7)
     assert cache.keys.shape == cache.values.shape == (2, 7, 2, 12)
     assert cache.keys.dtype == cache.values.dtype == torch.float32
@@ -223,14 +223,14 @@ BATCH |= dict(candidate_ids=I32(2, 3), candidate_parents=I32(2, 3))
     ("name", "free"),
     [("slot_table", ["rows", "columns", "apart"]), ("table_rows", ["int64"]), ("candidate_parents", ["apart"])],
 )
-def test_batch_refuses_bad_arguments(name, free):
+def test_batch_rejects_bad_arguments(name, free):
     assert_refuses(RaggedBatch.build, BATCH, name, *free)
     with pytest.raises(ValueError, match="delta_ids must"):
         RaggedBatch.build(**BATCH | {"delta_ids": I32(2, 1)})
 
 
 def test_sizes_of_every_tile():
-    """Each weight of a layer changes its tile at numbers of rows of its own; every combination is in the list."""
+    """Each weight of a layer changes its tile at different numbers of rows; every combination is in the list."""
     config = make_config("Qwen2.5-1.5B", vocab_size=8, num_layers=1)
     tensors = {
         name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in config.tensor_shapes().items()
@@ -249,7 +249,7 @@ def test_sizes_of_every_tile():
     assert len(sizes) == len({tiles(tokens) for tokens in sizes}) > len({tiles(tokens)[0] for tokens in sizes})
 
 
-def test_operators_make_more_counters_than_there_are_themselves(qwen2):
+def test_requests_for_more_counters_than_held_return_none(qwen2):
     _, _, value_model = qwen2
     held = len(value_model._counters)
     assert value_model._zeros(held) is value_model._counters and value_model._zeros(held + 1) is None

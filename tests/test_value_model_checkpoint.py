@@ -1,4 +1,4 @@
-"""Checkpoints of value models: by which names their tensors are found, and which are refused."""
+"""Checkpoints of value models: accepted names of tensors, and rejected checkpoints."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "
     ],
     ids=["linear", "llama3", "yarn", "llama-biases", "qwen3-biases", "qwen2-all-heads"],
 )
-def test_variants_of_the_architectures(tmp_path, model_class, config):
+def test_variants_of_architectures(tmp_path, model_class, config):
     model, head = random_model(model_class, config), random_head()
     model.save_pretrained(tmp_path)
     value_model = check_checkpoint(tmp_path, model, head, head)
@@ -71,8 +71,8 @@ def test_tied_embeddings_are_saved_under_one_of_two_names(tmp_path, kept):
     check_checkpoint(tmp_path, model, head, head)
 
 
-def test_shards_with_the_head_among_them(tmp_path):
-    """Several shards and their index, the head in a shard of its own."""
+def test_shards_that_include_the_head(tmp_path):
+    """Several shards with an index, one of which holds the head."""
     model, head = random_pair("qwen2")
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -83,8 +83,8 @@ def test_shards_with_the_head_among_them(tmp_path):
     check_checkpoint(tmp_path, model, head)
 
 
-def test_which_head_wins(tmp_path):
-    """The argument over the shards, the shards over the file beside them."""
+def test_precedence_of_heads(tmp_path):
+    """The argument takes precedence over the shards, and the shards over a separate file."""
     model = random_model(*ARCHITECTURES["qwen2"])
     given_head, shard_head, file_head = (random_head(seed) for seed in (11, 12, 13))
     model.save_pretrained(tmp_path)
@@ -99,13 +99,13 @@ def test_which_head_wins(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["value_head.bin", "length-head.bin", "length-head.safetensors"])
-def test_heads_by_other_names(tmp_path, name):
-    """Found whatever they are called, beside files that are no heads; a conventional name wins."""
+def test_heads_with_other_file_names(tmp_path, name):
+    """Heads are found under any file name, next to files without a head; the default name takes precedence."""
     (model, head), (other, given) = random_pair("qwen2"), (random_head(seed) for seed in (12, 13))
     model.save_pretrained(tmp_path)
     save = torch.save if name.endswith(".bin") else save_file
     save(head, tmp_path / name)
-    torch.save({"v_head.fc.bias": Path("x")}, tmp_path / "training_args.bin")  # which torch does not read safely
+    torch.save({"v_head.fc.bias": Path("x")}, tmp_path / "training_args.bin")  # torch.load rejects it with weights_only
     torch.save({"v_head.fc.bias": torch.ones(1), "step": torch.ones(1)}, tmp_path / "a.bin")
     save_file({"v_heads": torch.ones(1)}, tmp_path / "b.safetensors")
     (tmp_path / "c.safetensors").write_text("cut off")
@@ -123,8 +123,8 @@ def test_heads_by_other_names(tmp_path, name):
     check_checkpoint(tmp_path, model, given)
 
 
-def test_names_in_the_hugging_face_cache(tmp_path, monkeypatch, put_into_cache):
-    """A model, its adapter and its head, each in a repository; an existing path wins over a name."""
+def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_cache):
+    """A model, its adapter and its head in separate repositories; an existing path takes precedence over a name."""
     (model, head), adapted = random_pair("qwen2"), tmp_path / "adapted"
     (tmp_path / "head").mkdir()
     model.save_pretrained(tmp_path / "model")
@@ -158,8 +158,8 @@ def test_names_in_the_hugging_face_cache(tmp_path, monkeypatch, put_into_cache):
         ValueModel.from_pretrained(adapted)
 
 
-def test_backbone_without_the_prefix(tmp_path):
-    """The backbone alone saves ``layers.0...`` for ``model.layers.0...``; old Llama files hold rotary buffers."""
+def test_backbone_without_prefix(tmp_path):
+    """A backbone saved alone has names without ``model.``; old Llama files contain rotary buffers."""
     model, head = random_pair("llama")
     model.model.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
@@ -180,7 +180,7 @@ NAMINGS = {
 @pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_prefixes_of_names(tmp_path, naming, tied):
-    """As trainers and models with further parts name them. Tied weights may be the head's alone."""
+    """Names used by trainers and multimodal models. Tied weights may be stored as the output layer only."""
     model = random_model(LlamaForCausalLM, LlamaConfig(**{**TINY, "tie_word_embeddings": tied}))
     model.save_pretrained(tmp_path / "plain")
     save_file(random_head(), tmp_path / "plain" / "value_head.safetensors")
@@ -213,7 +213,7 @@ def test_from_causal_lm_shares_memory():
 
 
 def test_weights_are_rounded_once():
-    """In bf16 from an fp32 checkpoint: norms are multiplied in before the rounding, the head's vectors stay fp32."""
+    """From fp32 to bf16: norms are folded in before rounding, and vectors of the head stay fp32."""
     model, head = random_pair("qwen3")
     value_model = value_model_of(model, head, dtype=torch.bfloat16)
     attention, mlp, layer = model.model.layers[1].self_attn, model.model.layers[1].mlp, value_model.layers[1]
@@ -231,14 +231,14 @@ def test_weights_are_rounded_once():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A good checkpoint to break."""
+    """A valid checkpoint, which tests modify."""
     random_model(*ARCHITECTURES["qwen3"]).save_pretrained(tmp_path)
     save_file(random_head(), tmp_path / "value_head.safetensors")
     return tmp_path
 
 
 def cut(rows, dtype):
-    """Another shape or dtype of a matrix."""
+    """A change of the shape or dtype of a matrix."""
     name = "model.layers.0.mlp.up_proj.weight"
     return lambda tensors: tensors.update({name: tensors[name][:rows].to(dtype).clone()})
 
@@ -281,13 +281,13 @@ ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
             r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]",
         ),
         (of_rope(rope_type="dynamic", factor=2.0), "rope_type .*got 'dynamic'"),
-        # The layout of transformers 4.57.
+        # The configuration layout of transformers 4.57.
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type .*got 'dynamic'"),
         (of_rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1 or absent, got 0.5"),
     ],
 )
-def test_what_does_not_fit_is_refused(checkpoint, change, message):
-    """In the tensors of a checkpoint, or in its configuration."""
+def test_inconsistent_checkpoints_are_rejected(checkpoint, change, message):
+    """Changes of the tensors of a checkpoint, or of its configuration."""
     if callable(change):
         file = checkpoint / "model.safetensors"
         tensors = load_file(file)
@@ -313,7 +313,7 @@ def test_missing_and_broken_heads(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "value_head.pt"])
-def test_pickles_are_refused(checkpoint, name):
+def test_pickles_are_rejected(checkpoint, name):
     torch.save({}, checkpoint / name)
     if name == "value_head.pt":
         with pytest.raises(FileNotFoundError, match=rf"{name} must be an existing \.safetensors or \.bin file"):
@@ -326,7 +326,7 @@ def test_pickles_are_refused(checkpoint, name):
         ValueModel.from_pretrained(checkpoint)
 
 
-def test_directory_without_a_model(tmp_path):
+def test_directory_without_model(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must be a directory with config\.json"):
         ValueModel.from_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"must be an existing \.gguf file"):
@@ -341,7 +341,7 @@ def test_unsupported_models_and_dtypes():
         ValueModel.from_causal_lm(model.double(), random_head())
 
 
-def test_an_embedding_that_is_not_tied_is_not_replaced():
+def test_untied_embedding_is_required():
     model, head = random_pair("qwen2")
     tensors = {**model.state_dict(), **head}
     del tensors["model.embed_tokens.weight"]
@@ -350,7 +350,7 @@ def test_an_embedding_that_is_not_tied_is_not_replaced():
 
 
 def write_gguf(path: Path, model) -> None:
-    """The weights of a tiny Qwen2 in a GGUF file, unquantised."""
+    """Write the weights of a tiny Qwen2 to a GGUF file, unquantised."""
     import gguf
 
     config = model.config
@@ -385,7 +385,7 @@ def test_gguf(tmp_path):
     assert locate("--model", str(tmp_path / "linked.gguf")).suffix == ".gguf"
 
 
-def test_gguf_without_its_packages(tmp_path, monkeypatch):
+def test_gguf_without_required_packages(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ImportError("no gguf")
 

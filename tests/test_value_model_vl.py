@@ -1,4 +1,4 @@
-"""Qwen2.5-VL value models with images in prompts, against plain forwards of ``transformers`` over tiny checkpoints."""
+"""Qwen2.5-VL value models with images in prompts, against plain forwards of ``transformers`` on tiny checkpoints."""
 
 import json
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tests.helpers.models import EOS, HIDDEN, IMAGE, VIDEO, VOCAB, random_head, 
 from tests.helpers.step_models import ATOL, StepModels
 
 MERGE = 2
-# Patches of images: 2 x 3, 4 x 1, 1 x 2 and 3 x 3 tokens.
+# Patch grids of images of 2 x 3, 4 x 1, 1 x 2 and 3 x 3 tokens.
 GRIDS = torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 4], [1, 6, 6]])
 SIZES = [6, 4, 2, 9]
 
@@ -27,7 +27,7 @@ def image(i):
     return [IMAGE] * SIZES[i]
 
 
-# Text before, between and after images; none; only text after one that comes first.
+# Images between text; no image; an image at the beginning; two images.
 PROMPTS = [
     [5, 6, 7, *image(0), 8, 9, *image(1), 10, 11, 12],
     [13, 14],
@@ -38,7 +38,7 @@ IMAGES_OF = [[0, 1], [], [2], [3, 2]]
 
 
 def pixels(of_images, seed):
-    """Random ones of these images, all different."""
+    """Random pixels and the grids of the given images."""
     grids = GRIDS[of_images]
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4, generator=generator), grids
@@ -61,7 +61,7 @@ def models(tmp_path_factory):
 
 
 def expected_values(models, prompt, more):
-    """The value logits at the tokens ``more`` that follow the prompt with this number."""
+    """Value logits at the tokens ``more`` that follow prompt number ``prompt``."""
     tokens = torch.tensor([[*PROMPTS[prompt], *more]])
     images = {}
     if IMAGES_OF[prompt]:
@@ -71,7 +71,7 @@ def expected_values(models, prompt, more):
 
 
 def images_of(models, order):
-    """The prompts' tokens in this order of them, their :class:`ImageTokens`, and the first token of each prompt."""
+    """Tokens of prompts in the given order, their :class:`ImageTokens`, and the index of each prompt's first token."""
     flat = [token for i in order for token in PROMPTS[i]]
     is_image = torch.tensor(flat) == IMAGE
     sizes = iter(image_sizes(torch.cat([PIXELS[i][1] for i in order]), MERGE))
@@ -85,7 +85,7 @@ def images_of(models, order):
 
 
 def images_of_prefill(models, prompt):
-    """Of what ``Engine.prefill`` tells of one prompt among others: junk first, and all tokens but the last."""
+    """:class:`ImageTokens` of a prompt for ``Engine.prefill``: one unused token, then all tokens but the last."""
     _, images, starts = images_of(models, [0, 1, 2, 3])
     told = [0, *range(starts[prompt], starts[prompt] + len(PROMPTS[prompt]) - 1)]
     return images._replace(positions=images.positions[:, told], rows=images.rows[told])
@@ -93,7 +93,7 @@ def images_of_prefill(models, prompt):
 
 @pytest.fixture(scope="module")
 def text_only():
-    """A backbone that knows no images, its head, and the value model of both."""
+    """A text-only backbone, its head, and the value model of both."""
     return StepModels()
 
 
@@ -109,20 +109,20 @@ NAMINGS = {
 
 
 @pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
-def test_the_vision_tower_of_a_checkpoint(models, tmp_path, naming):
+def test_vision_tower_of_checkpoint(models, tmp_path, naming):
     tensors = {naming(name): tensor for name, tensor in load_file(models.path / "model.safetensors").items()}
     (tmp_path / "config.json").write_text((models.path / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
     before = torch.get_rng_state()
     value = ValueModel.from_pretrained(tmp_path, models.head)
     actual = value.embed_images(ALL_PIXELS, ALL_GRIDS)
-    assert torch.equal(torch.get_rng_state(), before)  # a user's draws stay what they were
+    assert torch.equal(torch.get_rng_state(), before)  # the caller's random state is unchanged
     expected = models.backbone.model.get_image_features(ALL_PIXELS, ALL_GRIDS).pooler_output
     torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=1e-5)
     assert actual.shape == (6 + 4 + 2 + 9 + 2, HIDDEN) and not actual.requires_grad
 
 
-def test_a_configuration_of_the_hub_is_flat(models):
+def test_flat_configuration_of_hub(models):
     config = json.loads((models.path / "config.json").read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
@@ -142,7 +142,7 @@ def test_dtype_of_the_vision_tower(models):
     torch.testing.assert_close(actual.float(), models.value.embed_images(ALL_PIXELS, ALL_GRIDS), rtol=0.1, atol=0.1)
 
 
-def test_a_checkpoint_without_a_vision_tower_reads_text(models):
+def test_checkpoint_without_vision_tower_reads_text(models):
     tensors = {n: t for n, t in models.backbone.state_dict().items() if "visual." not in n} | models.head
     value = ValueModel(ValueModelConfig.from_hf(models.backbone.config), tensors)
     with pytest.raises(ValueError, match="value_model must be a vision-language model with its vision tower"):
@@ -158,7 +158,7 @@ def test_a_checkpoint_without_a_vision_tower_reads_text(models):
         (lambda t: t.update({"model.visual.a": torch.zeros(1)}), r"missing \[\], unexpected \['a'\]"),
     ],
 )
-def test_broken_vision_towers_are_refused(models, change, message):
+def test_broken_vision_towers_are_rejected(models, change, message):
     tensors = models.backbone.state_dict() | models.head
     change(tensors)
     value = ValueModel(ValueModelConfig.from_hf(models.backbone.config), tensors)
@@ -166,7 +166,7 @@ def test_broken_vision_towers_are_refused(models, change, message):
         value.embed_images(ALL_PIXELS, ALL_GRIDS)
 
 
-def test_vision_tensors_of_other_architectures_are_refused(text_only):
+def test_vision_tensors_of_other_architectures_are_rejected(text_only):
     tensors = text_only.backbone.state_dict() | text_only.head | {"visual.a": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"unexpected visual\.a"):
         ValueModel(ValueModelConfig.from_hf(text_only.backbone.config), tensors)
@@ -180,13 +180,13 @@ def test_vision_tensors_of_other_architectures_are_refused(text_only):
         ({"mrope_section": [1, 2, 4]}, r"mrope_section must add up to half of head_dim, 6, got \[1, 2, 4\]"),
     ],
 )
-def test_sections_that_do_not_fit(rope, message):
+def test_invalid_mrope_sections_are_rejected(rope, message):
     config = vl_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4} | rope)
     with pytest.raises(ValueError, match=message):
         ValueModelConfig.from_hf(config)
 
 
-def test_pixels_that_do_not_fit_their_grid(models):
+def test_pixels_that_do_not_match_their_grid_are_rejected(models):
     accepted = r"pixel_values must be \[92, 96\], a row for each patch of image_grid_thw, got "
     for wrong in (ALL_PIXELS[1:], ALL_PIXELS[:, 1:], ALL_PIXELS.flatten()):
         with pytest.raises(ValueError, match=accepted):
@@ -197,7 +197,7 @@ def test_pixels_that_do_not_fit_their_grid(models):
 
 
 @pytest.mark.parametrize("prompt", range(len(PROMPTS)))
-def test_positions_are_those_of_transformers_moved_to_end_with_the_prompt(models, prompt):
+def test_positions_are_shifted_to_end_at_prompt_length(models, prompt):
     tokens = torch.tensor([PROMPTS[prompt]])
     is_image = tokens == IMAGE
     of_prompt, further = image_sizes(GRIDS[IMAGES_OF[prompt]], MERGE), (1, 7, 7)
@@ -222,7 +222,7 @@ def test_positions_are_those_of_transformers_moved_to_end_with_the_prompt(models
         ([1, 1, IMAGE, 1], [(1, 2, 1)], r"an image of \(1, 2, 1\) must have 2 tokens .* in a row from token 2"),
     ],
 )
-def test_prompts_that_do_not_hold_their_images(tokens, sizes, message):
+def test_prompts_that_do_not_match_their_images_are_rejected(tokens, sizes, message):
     with pytest.raises(ValueError, match=message):
         image_positions(torch.tensor(tokens) == IMAGE, iter(sizes))
 
@@ -232,7 +232,7 @@ def test_prompts_that_do_not_hold_their_images(tokens, sizes, message):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_images_and_candidates_in_one_forward(models, backend):
-    """Whole prompts, out of order and with a gap between them, and their candidates."""
+    """Whole prompts, out of order and with a gap in between, and their candidates."""
     prompts, candidates = [3, 1, 0, 2], [[31, 32, 33], [34], [35, 36], [37, 38, 39, 40]]
     order = [2, 0, 3, 1]
     flat, images, starts = images_of(models, order)
@@ -262,8 +262,8 @@ def test_images_and_candidates_in_one_forward(models, backend):
 
 
 @pytest.mark.parametrize("outside", [-3, VOCAB])
-def test_tokens_outside_the_vocabulary(models, outside):
-    """Those of images may have any id (SGLang's have); others give NaN to their own request."""
+def test_tokens_outside_vocabulary(models, outside):
+    """Image tokens may have any id, as in SGLang. Other ids outside the vocabulary give NaN in their request."""
     flat, images, starts = images_of(models, [0, 1, 2, 3])
     flat = [VOCAB + 1000 if token == IMAGE else token for token in flat]
     flat[starts[1]] = outside
@@ -283,7 +283,7 @@ def test_tokens_outside_the_vocabulary(models, outside):
 
 
 def check_step(models, engine, rows, prompts, more, **options):
-    """One step after prompts that have grown: its values are those of plain forwards. Returns the tokens drawn."""
+    """Check values of one step after ``prompts`` and ``more`` tokens against plain forwards; returns drawn tokens."""
     sequences = [[*PROMPTS[i], *tokens] for i, tokens in zip(prompts, more, strict=True)]
     scores = torch.stack([torch.randn(VOCAB, generator=torch.Generator().manual_seed(len(s))) * 2 for s in sequences])
     output = engine.decode(rows, sequences, scores, **options)
@@ -297,8 +297,8 @@ def check_step(models, engine, rows, prompts, more, **options):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("chunk_tokens", [7, 4096])
-def test_every_value_of_steps_after_prompts_with_images(models, backend, chunk_tokens):
-    """Prompts in chunks that cut images; steps of tokens that were candidates, and of some that were not."""
+def test_values_of_steps_after_image_prompts(models, backend, chunk_tokens):
+    """Prompts in chunks that split images, then steps after candidates and after other tokens."""
     options = dict(chunk_tokens=chunk_tokens, backend=backend)
     step, slots = make_step(models.value, max_candidates=4, **options)
     engine, rows, order = Engine(step, slots), [6, 0, 3, 2], [3, 1, 0, 2]
@@ -319,12 +319,12 @@ def test_every_value_of_steps_after_prompts_with_images(models, backend, chunk_t
     more = [[] for _ in order]
     for number in range(4):
         tokens = check_step(models, engine, rows, order, more)
-        tokens[number] = 50 + number  # perhaps no candidate
+        tokens[number] = 50 + number  # may be no candidate
         more = [[*m, t] for m, t in zip(more, tokens, strict=True)]
     assert not step.table.columns.faults.any()
 
 
-def test_drafts_after_an_image(models):
+def test_drafts_after_image(models):
     """Values at the nodes of a tree."""
     parents = [-1, 0, -1, 1]
     engine = Engine(*make_step(models.value, max_candidates=4, max_drafts=4, max_delta=8))
@@ -339,8 +339,8 @@ def test_drafts_after_an_image(models):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_requests_without_images_keep_their_values(models, backend):
-    """Beside one with images, whose tokens are computed in the same forward; the kernels' to the bit."""
+def test_images_do_not_change_values_of_other_requests(models, backend):
+    """The tokens are computed in one forward; kernel results are bitwise identical."""
 
     def values(images, rows, prompts):
         engine = Engine(*make_step(models.value, max_candidates=4, backend=backend))
@@ -355,7 +355,7 @@ def test_requests_without_images_keep_their_values(models, backend):
     torch.testing.assert_close(beside, alone, rtol=0, atol=0 if backend == "triton" else ATOL)
 
 
-def test_images_that_extend_refuses(models, text_only):
+def test_extend_rejects_bad_images(models, text_only):
     step, of_text = make_step(models.value)[0], make_step(text_only.value)[0]
     i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
     request = (i32(5, 6), i32(0, 1), i32(0), i32(0), i32(2), i32(0))
@@ -374,8 +374,8 @@ def test_images_that_extend_refuses(models, text_only):
             step.extend(*request, images=good._replace(**{field: wrong}))
 
 
-def test_frequencies_that_are_scaled():
-    """By YaRN, which also multiplies cosine and sine."""
+def test_scaled_rope_frequencies():
+    """YaRN, which also scales cosine and sine."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     config = vl_config(rope_parameters=yarn | {"rope_theta": 1e4, "mrope_section": [3, 1, 2]})
     backbone, head = random_model(Qwen2_5_VLForConditionalGeneration, config, seed=4), random_head()
@@ -408,7 +408,7 @@ def processor_of(base, value_model, inputs, guidance=TILT, **options):
 
 @pytest.mark.parametrize("guidance", [TILT, TILT | {"value_stride": 3}, [GUIDANCE[2], TILT, None, TILT]])
 def test_generate_with_images(models, base, guidance):
-    """Every value of every step, of prompts with two images, none and one, padded on the left."""
+    """Values of every step after left-padded prompts with two images, none and one."""
     inputs = padded(PROMPTS)
     processor = processor_of(base, models.value, inputs, guidance, max_new_tokens=7, top_k=4, **IMAGES)
     torch.manual_seed(0)
@@ -429,8 +429,8 @@ def test_generate_with_images(models, base, guidance):
     assert processor.faults == [0] * 4
 
 
-def test_padding_may_have_the_id_of_an_image(models, base):
-    """What is masked is neither an image nor text."""
+def test_padding_may_have_the_image_token_id(models, base):
+    """Masked tokens are neither images nor text."""
     inputs = padded(PROMPTS)
     values = []
     for ids in (inputs["input_ids"], inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IMAGE)):
@@ -451,7 +451,7 @@ def test_padding_may_have_the_id_of_an_image(models, base):
         ([[1, *image(2)]], [2], "a prompt must end with text"),
     ],
 )
-def test_prompts_that_the_processor_refuses(models, base, prompts, images, message):
+def test_processor_rejects_bad_prompts(models, base, prompts, images, message):
     inputs, options = padded(prompts), {}
     if images is not None:
         pixel_values, grids = zip(*(PIXELS[i] for i in images), strict=True)
@@ -461,7 +461,7 @@ def test_prompts_that_the_processor_refuses(models, base, prompts, images, messa
         processor(inputs["input_ids"], torch.zeros(len(prompts), VOCAB))
 
 
-def test_images_that_the_processor_refuses(models, text_only, base):
+def test_processor_rejects_bad_images(models, text_only, base):
     inputs, (pixel_values, grids) = padded(PROMPTS[:1]), PIXELS[0]
     for value, options, message in (
         (models.value, dict(pixel_values=pixel_values), "must be given together"),
@@ -472,8 +472,8 @@ def test_images_that_the_processor_refuses(models, text_only, base):
             processor_of(base, value, inputs, **options)
 
 
-def test_a_text_only_value_model_reads_images_as_text(text_only, base):
-    """As it has done since before there were others."""
+def test_text_only_value_model_reads_images_as_text(text_only, base):
+    """Without images as arguments, image tokens are ordinary tokens."""
     inputs = padded(PROMPTS[2:3])
     processor = processor_of(base, text_only.value, inputs, max_new_tokens=1)
     processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))

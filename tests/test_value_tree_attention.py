@@ -1,4 +1,4 @@
-"""Value-tree attention: the reference against dense masks, splits and plans, and what a candidate depends on."""
+"""Value-tree attention: the reference against dense masks, splits and plans, and dependencies of candidates."""
 
 import json
 import math
@@ -22,13 +22,13 @@ from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["reference", "triton"]
 SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = ops.SPLIT_LEN.value, ops.MAX_SPLITS.value, ops.PLAN_BLOCK.value
-ONE_SPLIT = SPLIT_LEN + ops.SPLIT_SLACK.value  # cached tokens that are not split
-TILE = ops.BLOCK_M.value // 3  # tokens, where three query heads share one of keys
+ONE_SPLIT = SPLIT_LEN + ops.SPLIT_SLACK.value  # largest number of cached tokens without a split
+TILE = ops.BLOCK_M.value // 3  # tokens per tile if three query heads share a key head
 GOLDEN = Path(__file__).parent / "golden" / "tree_mask.jsonl"
 
 
 def rows_of(inputs: Inputs, result: torch.Tensor) -> list[torch.Tensor]:
-    """A result cut into its requests, without the padding."""
+    """Rows of a result per request, without padding."""
     return [result[start:end] for start, end in pairwise(inputs.q_offsets.tolist())]
 
 
@@ -52,7 +52,7 @@ def test_masks_are_those_of_the_fork(line):
 
 
 def dense_attention(inputs: Inputs, trees: list[list[int]], scale: float) -> list[torch.Tensor]:
-    """Dense attention in fp64 under masks from the transitive closure of the trees, of each request."""
+    """Dense fp64 attention per request, with masks from the transitive closure of the trees."""
     results = []
     for i, tree in enumerate(trees):
         cached, candidates = int(inputs.cached_lens[i]), len(tree)
@@ -90,7 +90,7 @@ def dense_attention(inputs: Inputs, trees: list[list[int]], scale: float) -> lis
     seed=st.integers(0, 9),
 )
 def test_reference_is_dense_attention_under_trees(requests, heads, malformed, sm_scale, seed):
-    """Whatever stands where no parent is changes nothing: at roots, at delta tokens, at padding."""
+    """Invalid parents change nothing at roots, delta tokens and padding."""
     cached, delta, candidates, reach = map(list, zip(*requests, strict=True))
     trees = [random_tree(n, r, seed + i) for i, (n, r) in enumerate(zip(candidates, reach, strict=True))]
     sizes = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=4, page_size=3, padding=seed % 3, seed=seed)
@@ -125,8 +125,8 @@ def plan_of(inputs: Inputs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5, MAX_SPLITS])
-def test_the_edges_of_a_number_of_splits(device, splits):
-    """The shortest and the longest request of so many splits; past the last, splits grow. Later tiles are not split."""
+def test_shortest_and_longest_requests_of_a_number_of_splits(device, splits):
+    """Beyond the maximum number, splits become longer. Only the first tiles of a request are split."""
     shortest = ONE_SPLIT + (splits - 2) * SPLIT_LEN + 1
     longest = shortest + SPLIT_LEN - 1 if splits < MAX_SPLITS else shortest + 3 * SPLIT_LEN
     sizes = dict(q_heads=3, head_dim=16, dtype=torch.float16, page_size=16)
@@ -137,8 +137,8 @@ def test_the_edges_of_a_number_of_splits(device, splits):
     assert [(item[0], *item[6:]) for item in items_of(plan_of(inputs))] == [*places, (1, 2, 0), (2, 0, 0)]
 
 
-def test_whoever_merges_the_splits_gives_the_same_bits(device, monkeypatch):
-    """A program takes all items in turn, or each its own: another split is the last to arrive."""
+def test_any_program_that_merges_splits_gives_the_same_bits(device, monkeypatch):
+    """With different numbers of programs and orders of items, a different split arrives last."""
     sizes = dict(q_heads=6, kv_heads=2, head_dim=24, dtype=torch.float16)
     inputs = make_inputs([ONE_SPLIT + 1, 40, ONE_SPLIT + 3 * SPLIT_LEN], [1, 1, 0], [4, 2, 5], device=device, **sizes)
     counters = torch.zeros(num_counters(3, 2) + 3, dtype=torch.int32, device=device)
@@ -151,7 +151,7 @@ def test_whoever_merges_the_splits_gives_the_same_bits(device, monkeypatch):
         assert not counters.any()
 
 
-MANY = [(7 * i % 2000, i % 3, 2) for i in range(PLAN_BLOCK + 5)]  # more than are added up at once
+MANY = [(7 * i % 2000, i % 3, 2) for i in range(PLAN_BLOCK + 5)]  # more than one block of the prefix sum
 
 
 @example(requests=MANY, group=64, spare_rows=0, wide=False)
@@ -165,7 +165,7 @@ MANY = [(7 * i % 2000, i % 3, 2) for i in range(PLAN_BLOCK + 5)]  # more than ar
     wide=st.booleans(),
 )
 def test_plans_agree_with_the_reference(device, requests, group, spare_rows, wide):
-    """The same items in the same order, and no more than the shapes have room for."""
+    """The same items in the same order, within the plan's shape."""
     cached, delta, candidates = ([r[i] for r in requests] for i in range(3))
     lens = torch.tensor([0, *map(sum, zip(delta, candidates, strict=True))])
     table_rows = torch.arange(len(requests), device=device, dtype=torch.int64 if wide else torch.int32).flip(0) + 5
@@ -176,7 +176,7 @@ def test_plans_agree_with_the_reference(device, requests, group, spare_rows, wid
     assert items_of(plan) == items_of(expected)
 
 
-def test_a_plan_by_hand(device):
+def test_hand_computed_plan(device):
     """Tiles of 21 tokens, of which the first two are split."""
     numbers = ([9, 4, 6], [700, 3, 0], [0, 46, 46, 49], [2, 0, 1])
     tensors = [int32(x, device) for x in numbers]
@@ -184,23 +184,23 @@ def test_a_plan_by_hand(device):
         items = items_of(plan_attention(*tensors, total_tokens=50, max_len=1024, group=3, backend=backend))
         first = [[0, 9, 0, 46, 44, 700, *place] for place in ([0, 0], [0, 1], [1, 0], [1, 1], [2, 0])]
         assert items == [*first, [2, 6, 46, 3, 2, 0, 0, 0]]
-    assert plan_shape(50, 3, 3, 1024) == (1 + 5 + 5, 8)  # two splits of each of at most five tiles
+    assert plan_shape(50, 3, 3, 1024) == (1 + 5 + 5, 8)  # two splits for each of at most five tiles
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_candidates_without_parents_give_the_bits_of_no_parents(device, dtype):
+def test_roots_and_no_parents_give_the_same_bits(device, dtype):
     inputs = make_inputs([0, ONE_SPLIT + 9, 30], [2, 2, 17], [4, 9, 3], device=device, q_heads=3, dtype=dtype)
-    inputs.q[0] = -100 * inputs.k_new[0]  # a delta token that sees itself only: exp2 of its score is 0 in fp32
+    inputs.q[0] = -100 * inputs.k_new[0]  # this delta token attends only to itself, and exp2 of its score is 0 in fp32
     roots = inputs.with_trees([[-1] * n for n in inputs.candidate_lens.tolist()])
     assert torch.equal(roots.run(), inputs.run())
 
 
 @pytest.mark.parametrize("cached", [0, 45, ONE_SPLIT + 45])
-def test_a_candidate_depends_on_its_ancestors_only(device, cached):
-    """Alone with them, at another place, or beside other candidates: the same bits."""
+def test_candidates_depend_on_their_ancestors_only(device, cached):
+    """Bitwise identical results alone with its ancestors, at another position, and with other candidates."""
     tree = [-1, 0, 1, -1, 0, 4, 1, 2, 5, -1, 7, 10]
     inputs = make_inputs([cached, 30], [2, 1], [12, 3], device=device, q_heads=3, dtype=torch.float16)
     inputs = inputs.with_trees([tree, [-1, 0, 1]])
@@ -223,7 +223,7 @@ def test_a_candidate_depends_on_its_ancestors_only(device, cached):
         assert not torch.isclose(changed_result[others], result[others]).all(-1).any()
 
 
-def test_waiting_for_a_deeper_branch_keeps_the_sign_of_zero(device):
+def test_deeper_branch_of_another_tree_keeps_sign_of_zero(device):
     inputs = make_inputs([0], [0], [3], device=device, head_dim=16)
     inputs.v_new[0] = -0.0
     alone, beside_a_branch = (inputs.with_trees([tree]).run()[0] for tree in ([-1, -1, -1], [-1, -1, 1]))
@@ -234,7 +234,7 @@ def test_waiting_for_a_deeper_branch_keeps_the_sign_of_zero(device):
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_nan_in_a_cache_is_nan(device, backend, name):
+def test_nan_in_cache_gives_nan(device, backend, name):
     inputs = make_inputs([70, 5], [1, 1], [2, 1], device=device, dtype=torch.float16)
     healthy = inputs.run(backend)
     getattr(inputs, name)[inputs.slot_table[inputs.table_rows[0], 66], 0] = float("nan")
@@ -245,7 +245,7 @@ def test_nan_in_a_cache_is_nan(device, backend, name):
 
 @pytest.mark.parametrize(("sign", "cached"), [(-1, 0), (1, 0), (-1, 5), (1, 5), (-1, ONE_SPLIT + 5)])
 def test_scores_far_from_0_with_trees(device, sign, cached):
-    """exp2 of every score is 0 or infinite in fp32. In eighths, so that the scores themselves are exact."""
+    """exp2 of every score is 0 or infinite in fp32. Inputs are multiples of 1/8, so scores are exact."""
     inputs = make_inputs([cached, 2], [3, 2], [5, 3], device=device, head_dim=16)
     inputs = inputs.with_trees([[-1, 0, 1, -1, 3], [-1, 0, 0]])
     centres = {"q": 6.0, "k_new": 8.0, "k_cache": 8.0}
@@ -306,13 +306,13 @@ PLAN |= dict(total_tokens=3, max_len=9, group=2)
         ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
     ],
 )
-def test_errors_of_a_plan_name_the_argument(changes, message):
+def test_plan_errors_name_the_argument(changes, message):
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         plan_attention(**PLAN | changes)
 
 
-def test_wrong_tensors_of_a_plan_are_refused():
-    """Those of the operators that are tested by a description of their own are not among them."""
+def test_wrong_tensors_of_plans_are_rejected():
+    """Operators with a fuzz description are tested in test_operator_laws.py."""
     assert_refuses(plan_attention, PLAN, "table_rows", "int64", "rows", "device")
     for name in ("cached_lens", "q_offsets", "candidate_lens"):
         assert_refuses(plan_attention, PLAN, name)
@@ -320,8 +320,8 @@ def test_wrong_tensors_of_a_plan_are_refused():
     assert_refuses(value_tree_attention, inputs | {"plan": plan_attention(**PLAN)}, "plan", "apart")
 
 
-def test_a_triton_that_cannot_compile_it_is_refused(monkeypatch):
-    """3.6 for AMD's GPUs, unless it is told to use no buffer operations."""
+def test_triton_3_6_is_rejected_on_amd_gpus(monkeypatch):
+    """Unless buffer operations are disabled, which it cannot compile."""
     for gpu, version, buffers in (("hip", "3.6.0", False), ("hip", "3.7.1", True), ("sm_90", "3.6.0", True)):
         monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", gpu)
         monkeypatch.setattr(triton, "__version__", version)

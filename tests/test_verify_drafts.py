@@ -1,4 +1,4 @@
-"""``verify_drafts``: how far the draws follow the drafts, and which tokens the sequences grow by."""
+"""``verify_drafts``: accepted paths of drafts, and the tokens added to sequences."""
 
 import pytest
 import torch
@@ -8,23 +8,23 @@ from tests.helpers.drafts import LARGEST, i32, make_drafts
 
 # Draws at the nodes, the drafts and their parents; then the tokens and their nodes.
 PATHS = [
-    ([5, 6, 7, 9], [5, 6, 7], [-1, 0, 1], [5, 6, 7, 9], [0, 1, 2, 3]),  # all were drawn
+    ([5, 6, 7, 9], [5, 6, 7], [-1, 0, 1], [5, 6, 7, 9], [0, 1, 2, 3]),  # all drafts were drawn
     ([5, 6, 8, 9], [5, 6, 7], [-1, 0, 1], [5, 6, 8], [0, 1, 2]),
-    ([4, 6, 7, 9], [5, 6, 7], [-1, 0, 1], [4], [0]),  # the first was not
-    ([5, -1, 7, 9], [5, 6, 7], [-1, 0, 1], [5], [0]),  # no draw after it
+    ([4, 6, 7, 9], [5, 6, 7], [-1, 0, 1], [4], [0]),  # the first draft was not drawn
+    ([5, -1, 7, 9], [5, 6, 7], [-1, 0, 1], [5], [0]),  # no draw after the first draft
     ([-2, 6, 7, 9], [-2, 6, 7], [-1, 0, 1], [], []),
     ([-1, 6, 7, 9], [5, 6, 7], [-1, 0, 1], [], []),
     ([7, 1, 2, 6], [5, 6, 7], [-1, -1, -1], [7, 6], [0, 3]),  # siblings
-    ([7, 9, 5, 6], [7, 7, 9], [-1, -1, 0], [7, 9, 6], [0, 1, 3]),  # the first of two equal ones
-    ([7, 1, 9, 6], [7, 7, 9], [-1, -1, 1], [7, 1], [0, 1]),  # what follows the second is not reached
+    ([7, 9, 5, 6], [7, 7, 9], [-1, -1, 0], [7, 9, 6], [0, 1, 3]),  # the first of two equal drafts
+    ([7, 1, 9, 6], [7, 7, 9], [-1, -1, 1], [7, 1], [0, 1]),  # children of the second are not reached
     ([3, 3, 3, 3], [3, 3, 3], [-1, 0, 1], [3, 3, 3, 3], [0, 1, 2, 3]),
     ([3, 3, 3, 8], [3, 4, 3], [-1, -1, 0], [3, 3, 8], [0, 1, 3]),
     ([4, 3, 0, 8], [3, 4, 0], [-1, -1, 1], [4, 0, 8], [0, 2, 3]),
-    ([5, 6, 7, 9], [5, -1, 7], [-1, 0, 1], [5, 6], [0, 1]),  # a draft that is not there, and one after it
+    ([5, 6, 7, 9], [5, -1, 7], [-1, 0, 1], [5, 6], [0, 1]),  # an absent draft, and one after it
     ([7, 6, 7, 9], [5, -1, 7], [-1, 0, -1], [7], [0]),
     ([5, 6, 7, 9], [-1, 5, 6], [-1, -1, 1], [5], [0]),
-    ([6, 9, 7, 8], [5, 6, 7], [-1, 1, 1], [6, 7, 8], [0, 2, 3]),  # itself is no parent,
-    ([6, 9, 7, 8], [5, 6, 7], [-1, 2, 1], [6, 7, 8], [0, 2, 3]),  # nor is a later one,
+    ([6, 9, 7, 8], [5, 6, 7], [-1, 1, 1], [6, 7, 8], [0, 2, 3]),  # a node is not its own parent
+    ([6, 9, 7, 8], [5, 6, 7], [-1, 2, 1], [6, 7, 8], [0, 2, 3]),  # a later node is no parent
     ([7, 9, 7, 8], [5, 6, 7], [-1, 0, LARGEST], [7, 8], [0, 3]),
     ([7, 9, 7, 8], [5, 6, 7], [-1, 0, -(2**31)], [7, 8], [0, 3]),
     ([LARGEST, 0, 7, 8], [LARGEST, 0, 7], [-2, 0, 1], [LARGEST, 0, 7, 8], [0, 1, 2, 3]),
@@ -33,8 +33,8 @@ PATHS = [
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("turn", range(3))
-def test_what_follows_what_was_drawn(device, backend, dtype, turn):
-    """In any order; one program has some of the requests."""
+def test_accepted_path_of_drafts(device, backend, dtype, turn):
+    """Requests in any order, several per program."""
     order = torch.arange(len(PATHS)).roll(7 * turn).tolist()
     drawn, token_ids, parents, tokens, nodes = zip(*(PATHS[i] for i in order), strict=True)
     drafts = make_drafts(token_ids, parents, dtype=dtype, device=device)

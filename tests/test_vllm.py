@@ -1,6 +1,6 @@
-"""The vLLM processor, in the real server on a CPU: ``make test-vllm`` builds its environment. Elsewhere skipped.
+"""The vLLM processor in a real server on CPU. ``make test-vllm`` builds the environment; skipped without vLLM.
 
-Every test looks at the trace of guided steps: a server that never guided would generate plausible tokens, too.
+Every test checks the trace of guided steps, because a server without guidance also generates plausible tokens.
 """
 
 import json
@@ -56,9 +56,9 @@ from tests.helpers.vllm_server import (
 )
 
 ROOT = Path(__file__).parent.parent
-# What begins and ends a thought, for the engine's own budget. Of other words its tokenizer makes several tokens.
-# Fields whose lists of lists are given as JSON text.
+# Fields whose lists of lists are passed as JSON text.
 LISTS = ("end_token_ids", "start_token_ids")
+# Start and end of a thought for the engine's own budget. The tokenizer splits other words into several tokens.
 START, END = WORDS.index("<unk>"), WORDS.index("<pad>")
 REASONING = json.dumps({"reasoning_start_str": WORDS[START], "reasoning_end_str": WORDS[END]})
 
@@ -84,7 +84,7 @@ def speculating(folder):
 
 
 def generate(engine, prompts, guidance, **sampling):
-    """Generate for each prompt, all at once; returns prompts with outputs, the responses, and the guided steps."""
+    """Send all prompts at once; returns prompts with outputs, the responses, and the guided steps."""
     before = len(engine.steps())
 
     def answer(i):
@@ -103,24 +103,24 @@ def rows_of(steps, *status):
     return [row for step in steps for row in step["rows"] if row["status"] in (status or tuple(Status))]
 
 
-def test_every_mode_beside_unguided_requests(folder, engine):
-    """Prompts shorter and longer than a chunk of the prefill, guided in every mode and not at all, in one batch."""
+def test_every_mode_in_batch_with_unguided_requests(folder, engine):
+    """Prompts shorter and longer than a prefill chunk, in one batch with every guidance mode and without guidance."""
     prompts = prompts_of(*range(3, 110, 9))[:12]
     guidance = [*MODES, None, {}]
     sequences, _, steps = generate(engine, prompts, guidance, min_p=0.01, temperature=0.7)
     assert check_steps(folder, sequences, steps) > 12 * 16
     guided = {tuple(row["tokens"][: len(prompt)]) for row in rows_of(steps, Status.GUIDE) for prompt in prompts}
     assert guided.issuperset(map(tuple, prompts[:10])) and not guided.intersection(map(tuple, prompts[10:]))
-    # A busy machine may not have all of them at once.
+    # On a busy machine the requests may not all run at once.
     batches = [[row["status"] for row in step["rows"]] for step in steps]
     assert any(len(batch) >= 6 and {Status.GUIDE, Status.UNGUIDED} <= {*batch} for batch in batches)
-    # The others draw what they draw among themselves.
+    # Unguided requests draw the same tokens in a batch without guidance.
     alone, _, steps = generate(engine, prompts, [None] * 12, min_p=0.01, temperature=0.7)
     assert alone[10:] == sequences[10:] and alone[:10] != sequences[:10] and not steps
 
 
-def test_the_token_drawn_is_one_that_guidance_left(engine):
-    """The engine's top-k, top-p and min-p choose the candidates, and cut off none that guidance has made likely."""
+def test_drawn_tokens_have_guided_probability(engine):
+    """The engine's top-k, top-p and min-p select the candidates and remove none that guidance made likely."""
     prompts = prompts_of(9, 12, 5, seed=4)
     far = {"mode": "centered_exp", "value_scale": 40.0}
     unlikely = 0
@@ -129,14 +129,14 @@ def test_the_token_drawn_is_one_that_guidance_left(engine):
         tokens = {tuple(sequence[:n]): sequence[n] for sequence in sequences for n in range(len(sequence))}
         for row in rows_of(steps, Status.GUIDE):
             drawn = tokens.get(tuple(row["tokens"]))
-            if drawn is not None:  # else the engine has computed a step more than it returns
+            if drawn is not None:  # otherwise the engine computed one step more than it returns
                 assert row["probs"][row["token_ids"].index(drawn)] > 0
                 unlikely += row["token_ids"].index(drawn) >= 2
     assert unlikely > 30
 
 
-def test_a_prefix_that_the_engine_has_cached(folder, engine):
-    """An unguided request leaves its prompt in the engine's cache: the value model computes it all the same."""
+def test_value_model_computes_prefixes_cached_by_the_engine(folder, engine):
+    """The value model still computes a prompt that an unguided request left in the engine's cache."""
     prompts = prompts_of(100, seed=1)
     for guidance, is_cached in ((None, False), (MODES[0], True), (MODES[1], True)):
         sequences, responses, steps = generate(engine, prompts, [guidance])
@@ -161,11 +161,11 @@ def test_strides_thresholds_and_token_temperatures(folder, engine):
     assert check_steps(folder, sequences, steps) > 24
     found = Counter(Status(row["status"]).name for row in rows_of(steps))
     assert found["NOT_DUE"] > 10 and found["SKIP"] >= 24 and found["GUIDE"] > 10
-    # Some of so many tokens always have a logit above 0, which is then the largest by far.
+    # Among this many tokens, some logit is above 0 and becomes by far the largest.
     assert set(sequences[2][-24:]) <= set(range(40, 60)) and set(sequences[3][-24:]) <= set(range(80, 100))
 
 
-def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
+def test_bad_parameters_are_rejected_without_side_effects(folder, engine):
     prompts = prompts_of(5, seed=2)
     for xargs, message in (
         ({"mode": "loud"}, "value_mode must be one of"),
@@ -183,15 +183,15 @@ def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
 
 
 def test_greedy_requests_are_greedy(engine):
-    """Guided or not, alone or in a batch with requests that are sampled."""
+    """With and without guidance."""
     prompts = prompts_of(9, 9, seed=3)
     (plain,), _, _ = generate(engine, prompts[:1], [None], temperature=0.0)
     (guided,), _, steps = generate(engine, prompts[:1], [MODES[0]], temperature=0.0)
     assert plain == guided and not steps
 
 
-def test_many_requests_come_and_go(folder, engine):
-    """200 of all kinds, more than the engine has slots for, some of which their clients leave."""
+def test_many_requests_with_disconnects(folder, engine):
+    """200 requests of all kinds, more than the engine has slots; some clients disconnect."""
     prompts = prompts_of(*(3 + i % 41 for i in range(200)), seed=5)
     before = len(engine.steps())
 
@@ -215,10 +215,10 @@ def test_many_requests_come_and_go(folder, engine):
     assert check_steps(folder, sequences, steps)
 
 
-def test_preemption_and_a_small_cache_of_the_value_model(folder):
-    """The engine takes back slots and gives them again; the value model's are too few for all, and it computes anew.
+def test_preemption_and_small_cache_of_value_model(folder):
+    """The engine preempts requests, and the value model has too few slots for all and recomputes tokens.
 
-    A prompt of 200 tokens is more than its cache holds: its guidance ends, and nothing else.
+    A prompt of 200 tokens does not fit into the value model's cache: only the guidance of that request ends.
     """
     value_model = ValueModel.from_pretrained(folder / "value", dtype=torch.float32)
     sizes = dict(requests=16, max_len=256, vocab_size=VOCAB)
@@ -241,7 +241,7 @@ def test_preemption_and_a_small_cache_of_the_value_model(folder):
 
 
 def repeating(seed, *lengths):
-    """Prompts that repeat themselves, so that there are drafts."""
+    """Repetitive prompts, from which drafts are found."""
     return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
 
 
@@ -256,7 +256,7 @@ def test_values_at_the_nodes_of_drafts(folder, speculating):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_spans(folder, engine, speculating, drafts):
-    """They end by a token of their own or at their limit, the sequence not before that, and then guidance is off."""
+    """A span ends by an end token or at its limit, the sequence ends only after it, and then guidance is off."""
     server, prompts = speculating if drafts else engine, repeating(15, 3, 5, 9, 20, 4, 6)
     ends, limit, stops = [7, 100, 101, 102], 11, list(range(200, 248))
     span = GENTLE | {"end_token_ids": ends, "hard_limit": limit}
@@ -282,7 +282,7 @@ def test_spans(folder, engine, speculating, drafts):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_several_spans_and_closings(folder, engine, speculating, drafts):
-    """The value model reads on between two."""
+    """The value model also computes tokens between spans."""
     server, prompts = speculating if drafts else engine, repeating(18, 9, 20, 5, 12)
     guidance = [{k: json.dumps(v) if k in LISTS else v for k, v in (GENTLE | asked).items()} for asked in SEVERAL]
     sequences, _, steps = generate(server, prompts, guidance, max_tokens=60, allowed_token_ids=FEW, temperature=2.0)
@@ -294,12 +294,12 @@ def test_several_spans_and_closings(folder, engine, speculating, drafts):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine, speculating, drafts):
-    """Of the engine's own and the hard limit of the span; the prompt begins the thought."""
+def test_earlier_of_two_budgets_ends_thought(folder, engine, speculating, drafts):
+    """The engine's own budget and the span's hard limit; the prompt opens the thought."""
     server, prompts = speculating if drafts else engine, [[*prompt, START] for prompt in repeating(16, 3, 9, 5, 20)]
     for budget, limit in ((5, 11), (11, 5)):
         span = {"end_token_ids": [END], "hard_limit": limit}
-        # A soft budget of strength 0 ends no thought itself.
+        # A soft budget of strength 0 does not end a thought.
         guidance = [GENTLE | span, {"thinking_budget": 4, "strength": 0} | span] * 2
         sequences, _, steps = generate(server, prompts, guidance, thinking_token_budget=budget, max_tokens=20)
         assert check_steps(folder, sequences, steps) > 4 * 5
@@ -310,8 +310,8 @@ def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine, speculating, 
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_drafts_of_a_model(folder, method):
-    """The base model's own, and those of a head on its states; in batches whose other requests are not guided."""
+def test_drafts_of_models(folder, method):
+    """Drafts of the base model itself, and of an EAGLE head; one request in the batch is unguided."""
     model = folder / ("base" if method == "draft_model" else "eagle")
     if method == "eagle":
         write_eagle(model)
@@ -324,14 +324,14 @@ def test_drafts_of_a_model(folder, method):
         found = server.metrics()
         verified, times = found["lenvm:verified_tokens_total yes"], found["lenvm:verifications_total yes"]
         assert found["lenvm:fallbacks_total"] == 0 and times > 20
-        assert method == "eagle" or verified > times * 1.1  # which drafts hardly what is drawn
+        assert method == "eagle" or verified > times * 1.1  # hardly any draft of this head is accepted
 
 
 @pytest.mark.parametrize("has_grammar", [False, True])
-def test_speculation_changes_no_distribution(engine, speculating, has_grammar):
-    """The same requests without and with drafts: a chi-square test of three tokens, the last two of them drafted."""
+def test_speculation_keeps_the_distribution(engine, speculating, has_grammar):
+    """The same requests without and with drafts: chi-square test of three tokens, the last two of which are drafted."""
     prompt, draws, counts, grammar = repeating(10, 4)[0], 200, [], {}
-    if has_grammar:  # whose digits the prompt repeats
+    if has_grammar:  # the prompt repeats its digits
         digits = [WORDS.index(digit) for digit in "131421"]
         prompt, grammar = digits * 3, {"structured_outputs": {"regex": "[1-4]{9}"}}
     for server in (engine, speculating):
@@ -354,7 +354,7 @@ def test_speculation_changes_no_distribution(engine, speculating, has_grammar):
 
 
 def test_without_a_value_model(folder):
-    """Targets are met by the end tokens alone, whether there are drafts or not; what needs values is refused."""
+    """Targets are met by end tokens alone, with and without drafts; parameters that need values are rejected."""
     for speculation in (None, NGRAM):
         name = "no values" if speculation is None else "no values, drafts"
         with running_server(folder, name, speculation=speculation, LENVM_VALUE_MODEL="none") as server:
@@ -377,7 +377,7 @@ def test_without_a_value_model(folder):
 
 
 def check_probe_steps(folder, prompts, guidance, steps):
-    """As :func:`check_steps`, for prompts that begin differently; returns the values."""
+    """As :func:`check_steps` with a probe, for prompts with different beginnings; returns the values."""
     rows, values = [], []
     for row in rows_of(steps, Status.GUIDE):
         (i,) = (i for i, prompt in enumerate(prompts) if row["tokens"][: len(prompt)] == prompt)
@@ -391,9 +391,9 @@ def check_probe_steps(folder, prompts, guidance, steps):
 @pytest.mark.parametrize(
     ("is_tied", "layers", "speculation"), [(False, None, None), (True, (3, 1, 2), None), (True, (2, 3), NGRAM)]
 )
-def test_a_probe(tmp_path, is_tied, layers, speculation):
-    """Values of the base model's own states: prompts in chunks, in batches whose other requests come and go, drafts,
-    and requests for which the output layer is asked for more than the next token."""
+def test_probe_values_match_plain_forwards(tmp_path, is_tied, layers, speculation):
+    """Values from the base model's states, with prompts in chunks, changing batches, drafts, prompt log-probabilities,
+    and a grammar."""
     write_checkpoints(tmp_path, tie_word_embeddings=is_tied, num_hidden_layers=3)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     write_random_probe(tmp_path / "probe", base, layers)
@@ -419,13 +419,13 @@ def test_a_probe(tmp_path, is_tied, layers, speculation):
         assert times < verified < times * (1 + 3) if speculation else verified == times == 0
 
 
-# The engine would compile, with no Triton for a CPU, how a rank looks up its part of an embedding.
+# Without TORCHDYNAMO_DISABLE a rank compiles the lookup in its part of the embedding, which needs Triton.
 TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 @pytest.mark.parametrize("source", ["value model", "probe"])
 def test_tensor_parallel_ranks_agree(tmp_path, source):
-    """Each has a value model or a probe of its own, and a part of the base model; one of them counts."""
+    """Each rank has its own value model or probe and a part of the base model; one rank counts metrics."""
     write_checkpoints(tmp_path, num_hidden_layers=3)
     options = dict(speculation=NGRAM, **TWO)
     if source == "probe":
@@ -435,7 +435,7 @@ def test_tensor_parallel_ranks_agree(tmp_path, source):
     with running_server(tmp_path, "ranks", "--tensor-parallel-size", "2", **options) as server:
         prompts, guidance = repeating(26, 3, 60, 5, 9, 20, 30), [*MODES[:4], None, MODES[7]]
         sequences, _, _ = generate(server, prompts, guidance, max_tokens=24)
-        time.sleep(2)  # the second rank comes to its last step after the first has answered
+        time.sleep(2)  # the second rank reaches its last step after the first has answered
         lines = Counter(server.trace.read_text().splitlines())
         assert set(lines.values()) == {2}
         steps = [json.loads(line) for line in lines]
@@ -448,7 +448,7 @@ def test_tensor_parallel_ranks_agree(tmp_path, source):
 
 
 def test_pipeline_parallel_ranks(folder):
-    """The last one guides."""
+    """The last rank guides."""
     with running_server(folder, "pipeline", "--pipeline-parallel-size", "2", **TWO) as server:
         prompts, guidance = prompts_of(3, 60, 5, 9, seed=27), [*MODES[:3], None]
         sequences, _, steps = generate(server, prompts, guidance, max_tokens=24)
@@ -456,8 +456,8 @@ def test_pipeline_parallel_ranks(folder):
         assert server.metrics()["lenvm:fallbacks_total"] == 0
 
 
-def test_answers_under_load_are_those_of_a_quiet_server(speculating, monkeypatch):
-    """Among requests that are wrong and others whose client hangs up, with schemas, spans and shared prefixes."""
+def test_answers_under_load_match_those_of_quiet_server(speculating, monkeypatch):
+    """With invalid requests and clients that hang up in between; schemas, spans and shared prefixes."""
     monkeypatch.setattr(load, "QUESTIONS", [f"w{i} w2 w3 w{i}" for i in range(4)])
     requests = load.bodies_of("vllm", "base", 24, ("schema",), 7)
     report = load.run(speculating.url, load.quiet(speculating.url, requests), 15, workers=4)
@@ -467,8 +467,8 @@ def test_answers_under_load_are_those_of_a_quiet_server(speculating, monkeypatch
 
 
 @pytest.mark.parametrize("source", ["value model", "probe"])
-def test_predicted_lengths_are_in_a_file(tmp_path, source):
-    """A line a request that asks, guided or not, by the engine's own name of it; of prompts in chunks, among drafts."""
+def test_predicted_lengths_are_written_to_file(tmp_path, source):
+    """One line per request with ``return_values``, by the engine's request id; prompts in chunks, with drafts."""
     write_checkpoints(tmp_path, num_hidden_layers=3)
     file, gamma = tmp_path / "predictions.jsonl", 0.9
     options = dict(speculation=NGRAM, LENVM_PREDICTIONS=str(file), LENVM_GAMMA=str(gamma))
@@ -508,7 +508,7 @@ def test_metrics(engine, speculating):
 
 
 def answers_to_schema(engine, guidance):
-    """Prompts with guided answers, which fit a schema; and the guided steps, whose candidates its grammar allows."""
+    """(prompts with answers, guided steps) of requests with a JSON schema; checks answers and candidates against it."""
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "maximum": 999, "minimum": 0}, "kind": {"enum": ["long", "short"]}},
@@ -552,7 +552,7 @@ def test_json_schema(folder, engine):
 
 
 def test_json_schema_with_drafts(folder, speculating):
-    """Of a target, in every mode and without guidance, all at once."""
+    """A target, several modes and an unguided request in one batch."""
     before = speculating.metrics()
     guidance = [{"target_length": 8}, *MODES[1:5], None]
     sequences, steps = answers_to_schema(speculating, guidance)
@@ -563,23 +563,23 @@ def test_json_schema_with_drafts(folder, speculating):
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """The server with the demo's models, which have something to say."""
+    """A server with the demo's models, which generate real text."""
     folder = tmp_path_factory.mktemp("smollm2")
     write_smollm2(folder)
     with running_server(folder, "smollm2") as server:
         yield server
-    (folder / "base" / "model.safetensors").unlink()  # pytest keeps the folder, this is half a gigabyte of it
+    (folder / "base" / "model.safetensors").unlink()  # half a gigabyte that pytest would keep
 
 
 def check_answer(answer, steps):
-    """There is something to read, it ends by itself, and it was guided."""
+    """Check that the answer is not empty, ends by itself, and was guided."""
     (choice,) = answer["choices"]
     print(answer["usage"]["completion_tokens"], "tokens:", choice["message"]["content"])
     assert choice["message"]["content"].strip() and choice["finish_reason"] == "stop"
     assert rows_of(steps, Status.GUIDE)
 
 
-def test_the_client_of_the_docs(smollm2, monkeypatch, capsys):
+def test_documented_client(smollm2, monkeypatch, capsys):
     before = len(smollm2.steps())
     monkeypatch.setattr(sys, "argv", ["openai_client.py", "--engine", "vllm", "--url", f"{smollm2.url}/v1"])
     answer = runpy.run_path(str(ROOT / "examples" / "openai_client.py"), run_name="__main__")["answer"]
@@ -587,7 +587,7 @@ def test_the_client_of_the_docs(smollm2, monkeypatch, capsys):
     check_answer(answer.model_dump(), smollm2.steps()[before:])
 
 
-def test_the_request_of_the_docs(smollm2):
+def test_documented_request(smollm2):
     before = len(smollm2.steps())
     page = (ROOT / "docs" / "vllm.md").read_text()
     command = re.search(r"^    (curl (?:.*\n)+?)\n", page, re.MULTILINE)[1]
@@ -596,7 +596,7 @@ def test_the_request_of_the_docs(smollm2):
     check_answer(json.loads(done.stdout), smollm2.steps()[before:])
 
 
-def test_times_in_process(tmp_path):
+def test_bench_vllm_gpu_in_process(tmp_path):
     """bench.vllm_gpu with random weights: without the processor, and guided by a random probe."""
     options = "--dummy tiny --modes plain probe --requests 2 --prompt-tokens 20 --tokens 6 --repeats 2 --target 6"
     options += f" --attention auto --graphs NONE --max-model-len 256 --out {tmp_path}"

@@ -1,4 +1,4 @@
-"""What the vLLM processor does in a worker, without the engine around it: what it reads, writes and shares."""
+"""The vLLM processor in a worker, without the engine: its inputs, rewritten logits, shared pages and errors."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def value_model(tmp_path_factory):
 
 
 class Embedding(VocabParallelEmbedding):
-    """What it is made of but the weight needs an engine."""
+    """An embedding of a weight; vLLM's constructor needs an engine."""
 
     def __init__(self, weight):
         torch.nn.Module.__init__(self)
@@ -60,7 +60,7 @@ class Head(ParallelLMHead):
 
 
 class Runner(GPUModelRunner):
-    """What a probe needs of the engine's model runner."""
+    """The attributes of the engine's model runner that a probe needs."""
 
     def __init__(self, req_states, model):
         self.req_states, self.model, self.speculator = req_states, model, None
@@ -70,10 +70,10 @@ class Runner(GPUModelRunner):
 
 
 class Engine:
-    """The part of vLLM that a processor sees: requests in slots, their tokens, and the rows of a step."""
+    """The state of vLLM that a processor reads: requests in slots, their tokens, and the rows of a step."""
 
     def __init__(self, value_model, *, drafts=0, base=None, pipeline=1, **settings):
-        self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale ones are anything
+        self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale tokens are arbitrary
         self.staged = SimpleNamespace(
             gpu=self.tokens, _staged_write_indices=[], _staged_write_cu_lens=[], _staged_write_contents=[]
         )
@@ -106,7 +106,7 @@ class Engine:
         self.guide = Guide(Settings(value_model, **settings), self.config, self.req_states)
 
     def add(self, slot, prompt, guidance, prompt_len=None, **params):
-        """A request in a slot, nothing of whose prompt is computed yet, or of what it had generated after that."""
+        """Add a request to a slot; no token of its prompt, or of its output before a preemption, is computed yet."""
         self.tokens[slot] = 10**9
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
         self.req_states.prompt_len.np[slot] = prompt_len or len(prompt)
@@ -118,7 +118,7 @@ class Engine:
         return self.guide.add_request(slot, params, guidance_of(params, self.guide.settings))
 
     def step(self, lengths, drafts=None, logits=None):
-        """A step of sequences of these lengths, by their slots, and drafts after them; logits before and after."""
+        """Take a step with sequence lengths and drafts by slot; returns logits before and after, and the context."""
         for staged in (self.staged._staged_write_indices, self.staged._staged_write_cu_lens):
             staged.clear()
         self.staged._staged_write_contents.clear()
@@ -154,8 +154,8 @@ def is_guided(logits):
     return logits.isinf().sum(1) >= VOCAB - 8
 
 
-def test_nothing_is_read_back(value_model, monkeypatch):
-    """Prompts in chunks and whole, a first step, later ones, with drafts for some and none."""
+def test_steps_read_back_nothing(value_model, monkeypatch):
+    """Prompts whole and in chunks; first and later steps, with drafts for some requests."""
     make_config = Settings.step_config
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     engine = Engine(value_model, drafts=3)
@@ -181,8 +181,8 @@ def test_nothing_is_read_back(value_model, monkeypatch):
 
 
 @pytest.mark.parametrize("use_block_verification", [False, True])
-def test_drafts_leave_the_distribution_as_it_is(value_model, use_block_verification):
-    """vLLM's rejection sampler on guided rows of drafts, against steps of a token each: chi-square at each node."""
+def test_drafts_keep_the_distribution(value_model, use_block_verification):
+    """vLLM's rejection sampler on guided rows of drafts, against single steps: chi-square test at each node."""
     requests, temperature, drafts = 1000, 0.7, []
     guidance = {"value_mode": "centered_exp", "value_scale": -2}
     scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(8))
@@ -218,7 +218,7 @@ def test_drafts_leave_the_distribution_as_it_is(value_model, use_block_verificat
         assert p_value(counts, expected[node] * counts.sum()) > 0.001
 
 
-def test_guided_rows_leave_their_candidates_and_other_rows_are_untouched(value_model):
+def test_guided_rows_keep_candidates_only_and_others_are_unchanged(value_model):
     engine = Engine(value_model)
     engine.add(2, PROMPT[:9], TILT, temperature=0.5, top_k=4)
     engine.add(5, PROMPT[:6], None)
@@ -226,9 +226,9 @@ def test_guided_rows_leave_their_candidates_and_other_rows_are_untouched(value_m
     engine.add(3, PROMPT[:50], TILT)
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
     logits[1, 3:6] = torch.tensor([float("nan"), -torch.inf, 0.0])
-    logits[0, :40] = -torch.inf  # by a grammar
+    logits[0, :40] = -torch.inf  # masked by a grammar
     before, after, _ = engine.step({2: 9, 5: 6, 0: 12, 3: 20}, logits=logits)
-    # Unguided, skipped by its threshold, and a prompt that goes on.
+    # An unguided row, a skipped one, and an unfinished prompt.
     assert torch.equal(after[1:].view(torch.int32), before[1:].view(torch.int32))
     left = after[0].isfinite().nonzero().flatten().tolist()
     assert left == sorted(before[0].topk(4).indices.tolist())
@@ -238,15 +238,15 @@ def test_guided_rows_leave_their_candidates_and_other_rows_are_untouched(value_m
     assert (probs - plain / plain.sum()).abs().max() > 0.01
 
 
-def test_the_engines_filters_leave_guided_rows_alone(value_model):
-    """Top-k and top-p are off in these rows of this step, and only of this one; what min-p takes comes back."""
+def test_engine_filters_do_not_apply_to_guided_rows(value_model):
+    """Top-k and top-p are disabled in guided rows of the current step only; tokens removed by min-p are restored."""
     engine = Engine(value_model)
     engine.add(2, PROMPT[:9], TILT)
     engine.add(5, PROMPT[:6], None)
     _, logits, context = engine.step({5: 6, 2: 9})
     top_k, top_p = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0.5, 0.1])
     filters, of_rows = engine.guide.filters, context.expanded_idx_mapping
-    assert signatures.differences("vllm") == {}  # with what is wrapped
+    assert signatures.differences("vllm") == {}  # also with wrapped functions
     found = filters.after_top_k_top_p(of_rows, top_k, top_p)
     assert found[0].tolist() == [3, VOCAB] and found[1].tolist() == [0.5, 1.0]
     assert filters.after_top_k_top_p(of_rows, None, None) == (None, None)
@@ -272,10 +272,10 @@ def filters_of_0_33(self, expanded_idx_mapping, idx_mapping_np, vocab_size):
 
 
 @pytest.mark.parametrize(("get_top_k_top_p", "sizes"), [(filters_of_0_32, ()), (filters_of_0_33, (VOCAB,))])
-def test_what_else_the_engines_filters_say_is_handed_on(value_model, monkeypatch, get_top_k_top_p, sizes):
+def test_further_results_of_engine_filters_are_returned(value_model, monkeypatch, get_top_k_top_p, sizes):
     monkeypatch.setattr(vllm_filters, "_filters", None)
     monkeypatch.setattr(SamplingStates, "get_top_k_top_p", get_top_k_top_p)
-    monkeypatch.setattr(SamplingStates, "apply_min_p", SamplingStates.apply_min_p)  # what wraps it goes, too
+    monkeypatch.setattr(SamplingStates, "apply_min_p", SamplingStates.apply_min_p)  # the wrapper is removed at teardown
     engine = Engine(value_model)
     engine.add(2, PROMPT[:9], TILT)
     _, _, context = engine.step({2: 9})
@@ -286,7 +286,7 @@ def test_what_else_the_engines_filters_say_is_handed_on(value_model, monkeypatch
 
 
 def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
-    """Of 50 tokens that requests begin with, three full pages are computed once, while one of them has its slots."""
+    """Three full pages of a common prefix of 50 tokens are computed once while a request holds their slots."""
     engine, extended = Engine(value_model), []
     extend = engine.guide.step.extend
 
@@ -307,7 +307,7 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
     assert computed(3, prompts[0]) == 52
     assert computed(0, prompts[1]) == 51 - 3 * PAGE_SIZE
     assert computed(1, prompts[2]) == 38
-    # The same in a slot of its own, in the slot that they are in, and in chunks that are shorter than it.
+    # The same prompt in a free slot, in the slot that holds the pages, and in chunks shorter than the prefix.
     assert computed(4, prompts[0]) == computed(3, prompts[0]) == computed(5, prompts[0], 20, 30) == 52 - 3 * PAGE_SIZE
     for slot in (3, 4, 0, 5):
         engine.add(slot, [7], None)
@@ -315,8 +315,8 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
     assert not engine.guide.fallbacks and not engine.guide.step.table.columns.faults.any()
 
 
-def test_a_prompt_that_leaves_no_span_open(value_model):
-    """As a chat template makes it that is told not to think; another request of the step has one."""
+def test_prompt_that_leaves_no_span_open(value_model):
+    """As from a chat template with thinking disabled; another request of the step has an open span."""
     engine, logits = Engine(value_model), torch.zeros(2, VOCAB)
     for slot, prompt in ((4, [*PROMPT[:6], 7, 9]), (2, PROMPT[:8])):
         engine.add(slot, prompt, TILT | {"end_token_ids": [7], "hard_limit": 4})
@@ -324,8 +324,8 @@ def test_a_prompt_that_leaves_no_span_open(value_model):
     assert is_guided(changed).tolist() == [False, True] and torch.equal(changed[0], logits[0])
 
 
-def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model, monkeypatch):
-    """With fewer drafts than there can be, in rows of other requests; after slots were taken, and after preemption."""
+def test_spans_end_at_their_nodes_and_stay_ended(value_model, monkeypatch):
+    """With fewer drafts than the maximum, among other requests; after reclaimed slots, and after preemption."""
     end, eos = 2, 3
     guidance = TILT | {"end_token_ids": [end], "hard_limit": 4}
     engine = Engine(value_model, drafts=3)
@@ -345,7 +345,7 @@ def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model, monkeypatch)
     assert is_guided(changed).tolist() == [False, True, False, False, True, True]
     assert torch.equal(changed[[0, 2, 3]], logits[[0, 2, 3]])
     assert changed[5].isfinite().nonzero().tolist() == [[end]] and changed[[1, 4], eos].isinf().all()
-    # The end is the first of two new tokens. Then the slots are taken, for a while.
+    # The end is the first of two new tokens. Then the slots are temporarily reclaimed.
     engine.grow(4, 11, [end, 20])
     _, changed, _ = engine.step({4: 13}, logits=logits[:1])
     assert torch.equal(changed, logits[:1])
@@ -355,7 +355,7 @@ def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model, monkeypatch)
         patch.setattr(own, "reserve", lambda lengths: own.release(4) or Room([4], reserve(lengths).refused))
         _, changed, _ = engine.step({4: 14}, logits=logits[:1])
     assert torch.equal(changed, logits[:1])
-    # It comes again, with what it has generated; or the end is one of an earlier turn in the prompt.
+    # The request is added again with its output; or the end belongs to an earlier turn in the prompt.
     sequence = [*engine.tokens[4, :14].tolist(), *[20] * 4]
     for prompt_len, is_ended in ((9, True), (17, False)):
         engine.add(0, sequence, guidance, prompt_len=prompt_len)
@@ -364,7 +364,7 @@ def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model, monkeypatch)
     assert not engine.guide.fallbacks
 
 
-def test_a_failure_ends_the_guidance_of_a_batch_only(value_model, monkeypatch):
+def test_failure_ends_guidance_of_its_batch_only(value_model, monkeypatch):
     engine = Engine(value_model)
     for slot in (1, 3):
         engine.add(slot, PROMPT[:9], TILT)
@@ -381,7 +381,7 @@ def test_a_failure_ends_the_guidance_of_a_batch_only(value_model, monkeypatch):
         assert is_guided(after).item() == guided
 
 
-def test_what_cannot_be_counted_stops_no_step(value_model, caplog):
+def test_failing_metrics_do_not_fail_the_step(value_model, caplog):
     engine = Engine(value_model)
     engine.guide.report = MagicMock(collect=MagicMock(side_effect=ValueError("on purpose")))
     engine.add(1, PROMPT[:9], TILT)
@@ -390,8 +390,8 @@ def test_what_cannot_be_counted_stops_no_step(value_model, caplog):
     assert is_guided(after).item() and engine.guide.report is None and "could not be counted" in caplog.text
 
 
-def test_ranks_agree_on_what_fails(value_model, monkeypatch):
-    """Another one has failed here: this one stops guiding, too, and only those requests."""
+def test_ranks_agree_on_failures(value_model, monkeypatch):
+    """If another rank fails, this rank also ends guidance, for the requests of that step only."""
     engine, asked, others = Engine(value_model), [], []
 
     def all_reduce(number, operation, group):
@@ -418,7 +418,7 @@ def test_ranks_agree_on_what_fails(value_model, monkeypatch):
         ("", "watermark_config", "some", "must be None together with LENVM_VALUE_MODEL, got some"),
     ],
 )
-def test_options_that_guidance_does_not_go_with(value_model, part, option, given, message):
+def test_unsupported_options_are_rejected(value_model, part, option, given, message):
     engine = Engine(value_model)
     if part:
         setattr(engine.config, part, SimpleNamespace(**{option: given}))
@@ -429,14 +429,14 @@ def test_options_that_guidance_does_not_go_with(value_model, part, option, given
 
 
 @pytest.mark.parametrize("has_model", [False, True])
-def test_what_drafts_brought_is_counted(value_model, has_model):
-    """Tokens since the step that had drafts; not by who was in the slot before, nor by those that are not guided."""
+def test_accepted_drafts_are_counted(value_model, has_model):
+    """Tokens since the step with drafts, without those of a slot's last request and of unguided requests."""
     engine, metrics = Engine(value_model if has_model else None, drafts=2), MagicMock()
     metrics.verified_tokens = metrics.verifications = {"yes": (counted := MagicMock())}
     engine.guide.report = Report(metrics, torch.device("cpu"), SLOTS)
 
     def step(lengths, drafts=None):
-        """Verifications that were counted after a step, and the tokens they gave."""
+        """Numbers of verifications and of their tokens counted in a step; empty if none."""
         counted.reset_mock()
         engine.step(lengths, drafts)
         return [call.args[0] for call in counted.inc.call_args_list if call.args]
@@ -455,8 +455,8 @@ def test_what_drafts_brought_is_counted(value_model, has_model):
     assert not engine.guide.fallbacks
 
 
-def test_batches_that_would_be_verified_in_parts_are_refused(value_model, monkeypatch):
-    """vLLM makes parts of 1 GiB of scores: 353 requests with four drafts each, of a vocabulary of 151,936."""
+def test_batches_verified_in_parts_are_rejected(value_model, monkeypatch):
+    """vLLM's parts have at most 1 GiB of scores: 353 requests with four drafts and a vocabulary of 151,936."""
     vllm_options.check_one_part(353, 4, 151_936)
     vllm_options.check_one_part(9999, 0, 151_936)
     with pytest.raises(ValueError, match=r"max_num_seqs must be at most 353 .* and 4 drafted tokens, got 354: vLLM"):
@@ -466,22 +466,22 @@ def test_batches_that_would_be_verified_in_parts_are_refused(value_model, monkey
         Engine(value_model, drafts=2)
 
 
-def test_memory_is_kept_for_the_scores_of_drafts(value_model):
-    """The engine's logits have rows of the drafts that there are, and a step's scores of those that there can be."""
+def test_memory_is_reserved_for_scores_of_drafts(value_model):
+    """The engine's logits have rows for actual drafts, but a step's scores have rows for the maximum."""
     guide = Engine(value_model, drafts=3).guide
     sizes = dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB, max_delta=MAX_DELTA + 3, max_drafts=3)
     of_step = guide.settings.working_bytes(guide.step.value_model, **sizes)
     assert guide.kept_free.numel() - of_step == SLOTS * (1 + 3) * VOCAB * 4
 
 
-def test_a_cache_without_memory(value_model):
+def test_cache_without_memory(value_model):
     engine = Engine(value_model)
     engine.config.cache_config.kv_cache_memory_bytes = 2**20
     with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE must be above \d+\.\d+: it is 0.2 of the 0.00 GiB"):
         Guide(Settings(value_model), engine.config, engine.req_states)
 
 
-def test_the_first_model_runner_is_refused_and_without_a_value_model_nothing_happens(value_model, monkeypatch):
+def test_first_model_runner_is_rejected_only_with_a_value_model(value_model, monkeypatch):
     monkeypatch.delenv("LENVM_VALUE_MODEL", raising=False)
     for processor in (LenVMProcessor(None, None), LenVMProcessor(None, None, False)):
         logits = torch.randn(2, 5)
@@ -495,8 +495,8 @@ def test_the_first_model_runner_is_refused_and_without_a_value_model_nothing_hap
         LenVMProcessor.validate_params(SamplingParams(extra_args={"mode": "loud"}))
 
 
-def test_statuses_that_are_rewritten():
-    """A single candidate is left alone in its row, too."""
+def test_rewrite_by_status():
+    """All tokens but a single candidate are masked; rows that are not due are unchanged."""
     candidates = SimpleNamespace(
         status=torch.tensor([Status.SINGLE, Status.NOT_DUE]), token_ids=torch.tensor([[3, -1], [0, 2]])
     )
@@ -507,23 +507,23 @@ def test_statuses_that_are_rewritten():
     assert logits.tolist() == [[-inf, -inf, -inf, 0.0, -inf], [5.0, 6.0, 7.0, 8.0, 9.0]]
 
 
-def test_the_value_model_has_the_gamma_of_the_settings(value_model):
+def test_value_model_uses_gamma_of_settings(value_model):
     assert Engine(value_model, gamma=0.95).guide.step.value_model.lenvm_config.gamma == 0.95
 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    """A directory with one, and its base model's modules as the engine has them; the embedding has more rows."""
+    """The directory of a probe and its base model's modules in the engine, whose embedding has padding rows."""
     base, folder = random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
     write_random_probe(folder, base)
     weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
     return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight)])
 
 
-def test_states_of_the_rows_of_a_step(probe, monkeypatch):
-    """Those that the engine's logits are made of, where drafts are verified some requests at a time, too.
+def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
+    """States of the engine's logits, also if drafts are verified for some requests at a time.
 
-    And the token before each row, though nobody is told the tokens of a sequence.
+    The token before each row is known without the tokens of its sequence.
     """
     folder, base = probe
     engine, seen = Engine(folder, drafts=3, base=base), []
@@ -538,7 +538,7 @@ def test_states_of_the_rows_of_a_step(probe, monkeypatch):
     monkeypatch.setattr(engine.guide.step, "step", keeping)
 
     def take_step(rows, *parts, drafts=None):
-        """States of requests with so many rows, row by row, in a step of such parts; and which rows are guided."""
+        """Take a step with ``rows`` per request, verified in ``parts``; returns states and whether rows are guided."""
         count = sum(rows.values())
         generator = torch.Generator().manual_seed(count)
         at, hidden = torch.randperm(40, generator=generator)[:count], torch.randn(40, HIDDEN, generator=generator)
@@ -568,7 +568,7 @@ def test_states_of_the_rows_of_a_step(probe, monkeypatch):
     assert torch.equal(seen[0][0], states[1:]) and guided == [False] + [True] * 4 and not engine.guide.fallbacks
 
 
-def test_a_probe_of_another_base_model_or_of_inner_layers(probe, tmp_path):
+def test_unusable_probes_are_rejected(probe, tmp_path):
     folder, base = probe
     with pytest.raises(ValueError, match="the base model must be 'tiny', got one with another embedding"):
         Engine(folder, base=torch.nn.ModuleList([Embedding(base[1].weight.detach().flip(0))]))

@@ -1,10 +1,10 @@
-"""After ``GuidedStep.warm_up`` serving compiles nothing."""
+"""Serving compiles no kernel after ``GuidedStep.warm_up``."""
 
 import json
 
 from tests.helpers.interpreter import run_compiling
 
-# Of 18 tiles, so that ranges have several; rows are not aligned, those of padded tensors are.
+# 18 tiles, so ranges have several. Rows are not aligned to 16 bytes; rows of padded tensors are.
 VOCAB = 17_411
 
 
@@ -19,6 +19,6 @@ def test_serving_compiles_nothing():
         assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}
         for kernel in ("embed_tokens", "catch_up", "rope_cache", "select_scored"):
             assert served["warm"][f"_{kernel}_kernel"] == 1
-    # Of steps, of predictions, and of steps with drafts.
+    # Steps, predictions, and steps with drafts.
     gathers = {name: served["warm"]["_gather_requests_kernel"] for name, served in report.items()}
     assert gathers == dict.fromkeys(kinds, 2) | {"with drafts": 3}

@@ -15,7 +15,7 @@ from lenvm_kernels.ops.embed_tokens import embed_tokens
 
 
 def make_call(*, size, half, T, V=VOCAB, dtype="float32", live=None, **options):
-    """A call with ``half`` as many frequencies as the head dimension, and ``live`` rows (None: all, no number)."""
+    """A call with ``half`` frequencies and ``live`` rows. If None, all rows exist and their number is not passed."""
     token_ids, positions = torch.randperm(V)[:T], torch.randint(4096, (T,))
     if live is not None:
         options["num_rows"] = torch.tensor([live], dtype=torch.int32)

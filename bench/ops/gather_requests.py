@@ -19,7 +19,7 @@ EVERY = ("active", "history", "out")
 
 
 def make_call(*, B=64, N=None, R=64, new=1, held=16, given=()):
-    """A call with the options ``given``. ``N`` rows (None: ``B``) are written."""
+    """A call with the options ``given``. ``N`` rows are written; if None, ``B``."""
     device = torch.get_default_device()
     table = GuidanceTable.from_params([parse_guidance({"target_length": 100})] * R, [{0}] * R, device).columns
     history = empty_history(R, held, device)

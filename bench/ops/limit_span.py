@@ -31,7 +31,7 @@ def make_call(
     breaks=True,
     room=None,
 ):
-    """A call with logits of ``dtype`` (None: without), and ``new`` tokens per request (None: one, and no lengths).
+    """A call with logits of ``dtype``, and ``new`` tokens per request. If None, no logits; one token and no lengths.
 
     ``room``: numbers of end tokens and of token temperatures of an engine's table, which has no requests.
     """

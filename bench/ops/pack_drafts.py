@@ -26,7 +26,7 @@ def make_call(*, B=64, D, K, index=torch.int64):
 def make_case(*, B, D, K):
     call, out = make_call(B=B, D=D, K=K), empty_trees(B, D, K, torch.get_default_device())
     scored, drafts = call.args
-    # Of the positions, each request's first is read.
+    # Only the first position of each request is read.
     return Case(partial(call, out=out), nbytes(scored.token_ids, scored.counts, drafts, out) + 4 * B)
 
 

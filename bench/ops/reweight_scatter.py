@@ -18,7 +18,7 @@ MODES += [{"target_length": 60}, {"target_length": 60, "op": "soft"}]
 
 
 def make_call(*, B=64, K, V=256, dtype="float32", modes=MODES, given=()):
-    """A call whose requests take the ``modes`` in turn (None: no guidance), with the options ``given``."""
+    """A call with the options ``given``, whose requests use ``modes`` in turn. If a mode is None, no guidance."""
     device = torch.get_default_device()
     params = [parse_guidance(modes[row % len(modes)]) if modes else None for row in range(B)]
     table = GuidanceTable.from_params(params, [{2}] * B, device).columns

@@ -16,7 +16,7 @@ from lenvm_kernels.reference._common import sums_of_squares
 
 
 def make_call(*, size, M, dtype="float32", outputs=None, index=torch.int64, given=()):
-    """A call for ``outputs`` of ``M`` rows (None: all), with the options ``given``."""
+    """A call with the options ``given`` for ``outputs`` of ``M`` rows. If None, for all rows."""
     random = partial(torch.randn, dtype=getattr(torch, dtype))
     weights = [random(*shape) * size**-0.5 for shape in ((size, size), (size,), (1, size), (1,))]
     hidden, outputs = random(M, size), M if outputs is None else outputs

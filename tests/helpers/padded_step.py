@@ -1,4 +1,4 @@
-"""The guided step as its CUDA graphs run it, without a GPU."""
+"""The guided step with the padding and buffers of its CUDA graphs, without a GPU."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from lenvm_kernels.step.graphs import Graphs
 
 
 class PaddedGraphs(Graphs):
-    """Runs what a graph would replay, on what is where the graph would look for it."""
+    """Calls the captured function on the inputs that a graph would read."""
 
     def _capture(self, requests, nodes):
         scored = self._score.__self__._tensors.rows(requests, nodes).scored
@@ -19,13 +19,13 @@ class PaddedGraphs(Graphs):
 
 
 def pad(step: GuidedStep) -> None:
-    """Put these in place of the graphs of a step that was made without."""
+    """Give a step that was constructed without graphs :class:`PaddedGraphs`."""
     step.values._graphs = PaddedGraphs(step.values._score, step.device)
     step.config = replace(step.config, graphs=True)
 
 
 class PaddedStep(GuidedStep):
-    """A step with these in place of its graphs."""
+    """A step with :class:`PaddedGraphs`."""
 
     def __init__(self, value_model, slots, config) -> None:
         super().__init__(value_model, slots, replace(config, graphs=False))

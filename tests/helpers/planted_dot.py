@@ -1,7 +1,7 @@
-"""A matmul of Triton's interpreter with a fault: a row's sum begins where the row stands in its tile.
+"""A faulty matmul for Triton's interpreter: the sum of a row begins at the row's index in its tile.
 
-So do libraries add in another order for another place. ``python -m tests.helpers.planted_dot MODULE ARGUMENTS`` runs a
-module with it, in the interpreter.
+Matmul libraries also add in an order that depends on the row. ``python -m tests.helpers.planted_dot MODULE
+ARGUMENTS`` runs a module with it in the interpreter.
 """
 
 import os
@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from lenvm_kernels.ops import _operator  # noqa: F401 - what it repairs would replace the fault
+from lenvm_kernels.ops import _operator  # noqa: F401 - importing it later would replace the fault
 from lenvm_kernels.ops._interpreter import decoded, dot_in_order
 
 

@@ -1,4 +1,4 @@
-"""The operators' references with a fault, for ``lenvm fuzz --against tests.helpers.planted_faults:FAULT.OPERATOR``."""
+"""Faulty references of operators, for ``lenvm fuzz --against tests.helpers.planted_faults:FAULT.OPERATOR``."""
 
 import inspect
 from functools import partial
@@ -15,8 +15,8 @@ REFERENCES = {name: partial(operator.function, backend="reference") for name, op
 
 
 def rounded_once(name, *widened):
-    """The reference in fp64: in fp32 PyTorch's sums do not give a row the same bits in every batch. ``widened`` names
-    the arguments that become fp64; none are all of them."""
+    """The reference in fp64, because PyTorch's fp32 sums of a row depend on the batch. ``widened`` names the arguments
+    that become fp64; if empty, all do."""
 
     def call(*arguments, **keywords):
         keywords = inspect.signature(operators()[name].function).bind(*arguments, **keywords).arguments
@@ -33,7 +33,7 @@ def rounded_once(name, *widened):
 
 
 def ragged_linear(*, x, square_sums_out=None, **keywords):
-    """With the sums of squares of the result as it is rounded."""
+    """The sums of squares are those of the rounded result."""
     y = rounded_once("ragged_linear")(x=x, **keywords)
     if square_sums_out is not None:
         rows = int(keywords.get("num_rows", len(x)))
@@ -42,7 +42,7 @@ def ragged_linear(*, x, square_sums_out=None, **keywords):
 
 
 def candidate_values(**keywords):
-    """With the matmul's operand rounded as the kernel rounds it, which no wider dtype does."""
+    """The operand of the matmul is rounded as in the kernel, which a wider dtype cannot imitate."""
     return tuple(x.float() for x in exact_candidate_values(**keywords))
 
 
@@ -57,7 +57,7 @@ CORRECT = REFERENCES | {
 
 
 def planted(change):
-    """Functions by operator, each with a changed result."""
+    """Namespace of one function per operator, which applies ``change`` to its results."""
 
     def faulty(name):
         def call(*arguments, **keywords):
@@ -101,7 +101,7 @@ def halves(*arguments, **keywords):
 
 
 def _topk_candidates(scores, **keywords):
-    """Of two equal candidates the second one comes first."""
+    """The second of two equally probable candidates comes first."""
     found = correct.topk_candidates(scores, **keywords)
     if found.probs.shape[1] > 1:
         tied = (found.probs[:, 0] == found.probs[:, 1]) & (found.counts > 1)
@@ -110,7 +110,7 @@ def _topk_candidates(scores, **keywords):
 
 
 def _reweight_scatter(candidates, value_logits, table, **keywords):
-    """Of equal candidates the last one is taken."""
+    """The last of equally good candidates is selected."""
     flipped = {name: getattr(candidates, name).flip(1).contiguous() for name in ("token_ids", "probs")}
     return correct.reweight_scatter(candidates._replace(**flipped), value_logits.flip(1), table, **keywords).flip(1)
 

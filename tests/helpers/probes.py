@@ -1,4 +1,4 @@
-"""Probes of random tensors, and what their values should be."""
+"""Probes with random tensors, and their expected values."""
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,7 +13,7 @@ BIN_EDGES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def write_random_probe(folder, base, layers=None, seed=5, gamma=0.99):
-    """Write a probe of a ``transformers`` model, which reads these layers (None: the last alone)."""
+    """Write a probe of a ``transformers`` model that reads states of ``layers``. If None, of the last layer only."""
     count, embedding = model_sizes(base)
     bins, size, outputs = len(BIN_EDGES) - 1, 16, 24
     config = ProbeConfig(
@@ -40,17 +40,17 @@ def write_random_probe(folder, base, layers=None, seed=5, gamma=0.99):
 
 
 def model_sizes(base):
-    """Layers and the input embedding of a ``transformers`` model."""
+    """Number of layers and input embedding of a ``transformers`` model."""
     return base.config.num_hidden_layers, base.get_input_embeddings().weight.detach()
 
 
 @torch.no_grad()
 def probe_values(base_path, probe_path, rows):
-    """Value logits that guide, ``[rows, K]``, from a forward of ``transformers`` for each row.
+    """Value logits of candidates, ``[rows, K]``, with a forward of ``transformers`` for each row.
 
     Args:
         base_path, probe_path: directories of the base model and its probe.
-        rows: of each the request's parameters, tokens of its prompt, its tokens, and candidates.
+        rows: (parameters of the request, prompt length, tokens of the sequence, candidates) per row.
     """
     base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32).eval()
     probe = LengthProbe.from_pretrained(probe_path, *model_sizes(base))

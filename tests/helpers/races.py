@@ -1,19 +1,19 @@
-"""Races of Triton kernels, found in Triton's interpreter.
+"""Detection of races in Triton kernels, in Triton's interpreter.
 
-The interpreter runs the programs of a launch one after the other, so nothing shows there that a GPU does side by side.
-:class:`LaunchChecker` records what each program touches instead, and reports
+The interpreter runs the programs of a launch sequentially, so races of a GPU do not show in its results.
+:class:`LaunchChecker` instead records the memory accesses of each program, and reports
 
-- two programs that touch the same bytes, at least one of them with a store, or one with an atomic update and the other
-  without, unless a release and an acquire on one address order them (:class:`_Program`);
-- one program that does so without a ``tl.debug_barrier()`` between: its threads are not ordered without one;
+- two programs that access the same bytes, at least one of them with a store, or only one with an atomic update, unless
+  a release and an acquire on one address order them (:class:`_Program`);
+- one program that does so without a ``tl.debug_barrier()`` in between, which orders its threads;
 - one store that writes different values to the same bytes;
-- an address that is not an element of the tensor whose pointer it was computed from. A view counts by its own shape
-  and strides, not by its storage. The access is left out, so that the process survives;
-- a load of an element made by ``torch.empty`` (or ``empty_like``, ``new_empty``) that nothing has written.
+- an address that is not an element of the tensor from whose pointer it was computed. A view has the elements of its
+  own shape and strides. The access is skipped, so that the process survives;
+- a load of an unwritten element of ``torch.empty`` (or ``empty_like``, ``new_empty``).
 
-It is stricter than a GPU: touching the same bytes twice is fine where one thread does both, which no kernel can know.
-:func:`check_races` also runs a workload in several orders of its programs and with different garbage in fresh memory,
-and compares the results bit by bit.
+The check is stricter than a GPU: two accesses to the same bytes are safe if one thread does both, but a kernel cannot
+rely on that. :func:`check_races` also runs a workload in several orders of programs and with different garbage in fresh
+memory, and checks that the results are bitwise identical.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-# What a pointer argument is in a checked launch: its number, and an offset of up to 2^43 bytes either way. An address
-# tells which argument it was computed from, wherever its tensor lies.
+# In a checked launch a pointer argument is its number times this spacing, with offsets of up to 2^43 bytes either way.
+# An address thus identifies the argument from which it was computed.
 _ARGUMENT_SPACING = 1 << 44
 _FRESH = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
 _FRESH |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
@@ -44,12 +44,12 @@ _RELEASES = (_IR.MEM_SEMANTIC.RELEASE, _IR.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
 class _FreshMemory(TorchDispatchMode):
-    """Fills memory from ``torch.empty`` with garbage, and knows which of its elements were written since."""
+    """Fills memory from ``torch.empty`` with garbage, and tracks which of its elements have been written."""
 
     def __init__(self, garbage: int) -> None:
         super().__init__()
         self.garbage = garbage
-        # By address of the storage: the tensor, kept so that its memory is not used again, and an element's "written".
+        # Storage address -> the tensor, kept so that its memory is not reused, and a flag "written" per element.
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -78,7 +78,7 @@ class _FreshMemory(TorchDispatchMode):
         written.fill_(True)
 
     def written(self, tensor: torch.Tensor) -> np.ndarray | None:
-        """bool by element of the tensor's storage, or None if it was not made by ``torch.empty``."""
+        """bool per element of the tensor's storage, or None if ``torch.empty`` did not create it."""
         fresh = self.tensors.get(tensor.untyped_storage().data_ptr())
         return None if fresh is None or fresh[0].itemsize != tensor.itemsize else fresh[1].numpy()
 
@@ -90,23 +90,23 @@ class _Access:
     kind: str
     where: str
     program: "_Program"
-    interval: int  # barriers of the program before it
-    seen: dict["_Program", int]  # of the program, when it happened
-    epoch: int | None = None  # the number of the first release of the program that publishes it
+    interval: int  # number of the program's barriers before the access
+    seen: dict["_Program", int]  # ``_Program.seen`` at the access
+    epoch: int | None = None  # number of the program's first release that publishes the access
 
 
 @dataclass(eq=False)
 class _Program:
-    """A program of a launch, and which accesses of others are known to have happened before what it does next.
+    """A program of a launch, and the accesses of other programs that happen before its next access.
 
-    A release publishes what the program did before its last barrier: the atomic update is made by one thread, and only
-    a barrier orders those of the others before it. An acquire on the same address, later, sees all that was published.
+    A release publishes the program's accesses before its last barrier, because one thread makes the atomic update, and
+    only a barrier orders accesses of other threads before it. A later acquire on the same address sees all of them.
     """
 
     index: tuple[int, int, int]
     interval: int = 0
     releases: int = 0
-    seen: dict["_Program", int] = field(default_factory=dict)  # releases seen of each other program
+    seen: dict["_Program", int] = field(default_factory=dict)  # number of releases seen per other program
     unpublished: list[_Access] = field(default_factory=list)  # since the last barrier
 
     def barrier(self) -> None:
@@ -116,7 +116,7 @@ class _Program:
         self.unpublished = []
 
     def synchronise(self, published: dict["_Program", int], acquires: bool, releases: bool) -> None:
-        """An atomic update of an address, at which ``published`` releases have been made."""
+        """Make an atomic update of an address; ``published`` are the releases made there."""
         if acquires:
             self.seen = {p: max(self.seen.get(p, 0), published.get(p, 0)) for p in self.seen | published}
         if releases:
@@ -126,18 +126,18 @@ class _Program:
 
 
 def _ordered(first: _Access, second: _Access) -> bool:
-    """Does ``first``, which the interpreter ran first, happen before ``second`` on a GPU too?"""
+    """Whether ``first``, which the interpreter ran first, also happens before ``second`` on a GPU."""
     if first.program is second.program:
         return first.interval < second.interval
     return second.seen.get(first.program, 0) > first.epoch
 
 
 def _is_element(tensor: torch.Tensor, offsets: np.ndarray, size: int) -> np.ndarray:
-    """Are the ``size`` bytes at ``offsets`` (in bytes, from the tensor's first element) within one of its elements?"""
+    """Whether ``size`` bytes at ``offsets`` (bytes from the tensor's first element) are within one of its elements."""
     rest, inside = offsets, np.full(offsets.shape, tensor.numel() > 0)
     dimensions = [(stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1]
     for stride, length in sorted(dimensions, reverse=True):
-        if stride:  # an expanded dimension is the same memory over again
+        if stride:  # an expanded dimension repeats the same memory
             index = rest // (stride * tensor.itemsize)
             inside = inside & (index >= 0) & (index < length)
             rest = rest - index * (stride * tensor.itemsize)
@@ -145,18 +145,18 @@ def _is_element(tensor: torch.Tensor, offsets: np.ndarray, size: int) -> np.ndar
 
 
 class LaunchChecker:
-    """Within this context every interpreted launch is checked.
+    """Context that checks every interpreted launch.
 
     Args:
-        order: of the programs of a launch: ``forward``, ``reverse`` or ``random`` (always the same one).
-        garbage: the byte that fills memory from ``torch.empty``.
+        order: order of the programs of a launch: ``forward``, ``reverse`` or ``random`` (with a fixed seed).
+        garbage: byte that fills memory from ``torch.empty``.
 
     Attributes:
-        conflicts: a sentence for each, with the kernel and the lines; none twice.
-        launches: how often each kernel was launched, by its name.
+        conflicts: descriptions with kernel and lines, without duplicates.
+        launches: number of launches by name of the kernel.
 
     Raises:
-        ValueError: another order.
+        ValueError: ``order`` is none of these.
     """
 
     def __init__(self, order: str = "forward", garbage: int = 0xA5) -> None:
@@ -199,7 +199,7 @@ class LaunchChecker:
         def checked_cas(self, ptr, compared, value, semantic, scope):
             mask = interpreter.TensorHandle(np.ones_like(ptr.data, dtype=bool), interpreter.tl.int1)
             ptr, mask = checker._access("atomic update", ptr, mask, semantic=semantic)
-            if not mask.data.all():  # it takes no mask that could leave the access out
+            if not mask.data.all():  # it has no mask to skip the access
                 raise RuntimeError(checker.conflicts[-1])
             return atomic_cas(self, ptr, compared, value, semantic, scope)
 
@@ -217,7 +217,7 @@ class LaunchChecker:
             yield
 
     def _run(self, executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> None:
-        """A launch, in place of the interpreter's own loop over its programs."""
+        """Run a launch, in place of the interpreter's own loop over programs."""
         self._kernel = executor.fn.__name__
         self.launches[self._kernel] += 1
         self._tensors, self._accesses, self._published = [], [], {}
@@ -238,13 +238,13 @@ class LaunchChecker:
                 self._program = _Program(index)
                 interpreter.interpreter_builder.set_grid_idx(*index)
                 executor.fn(**arguments)
-                self._program.barrier()  # the end: what is not published yet never will be
+                self._program.barrier()  # at the end, because later accesses publish nothing
         finally:
             scope.restore()
         self._compare()
 
     def _convert(self, name: str, argument: object) -> object:
-        """An argument as the interpreter wants it, with a pointer that tells where it came from."""
+        """An argument in the interpreter's form; a pointer identifies its argument."""
         if isinstance(argument, tuple):
             names = getattr(argument, "_fields", range(len(argument)))
             fields = [self._convert(f"{name}.{n}", value) for n, value in zip(names, argument, strict=True)]
@@ -261,7 +261,7 @@ class LaunchChecker:
             self.conflicts.append(conflict)
 
     def _line(self) -> str:
-        """The line that is being run, in the kernel or in what it calls."""
+        """The current line, in the kernel or in a function that it calls."""
         frame = sys._getframe(2)
         package = triton.__path__[0]
         while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(package):
@@ -269,7 +269,7 @@ class LaunchChecker:
         return f"line {frame.f_lineno}"
 
     def _access(self, kind, ptrs, mask, value=None, semantic=None):
-        """Record an access; returns its real addresses, and its mask without those that are out of bounds."""
+        """Record an access; returns its real addresses, and its mask without out-of-bounds elements."""
         virtual = np.asarray(ptrs.data).astype(np.int64)
         active = np.broadcast_to(np.asarray(mask.data, dtype=bool), virtual.shape)
         size = interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize
@@ -315,11 +315,11 @@ class LaunchChecker:
         return handle(real.astype(np.uint64), ptrs.dtype), handle(inside, mask.dtype)
 
     def _compare(self) -> None:
-        """Report accesses of the launch to the same bytes that nothing orders."""
+        """Report unordered accesses of the launch to the same bytes."""
         changed = [addresses for access, addresses, _ in self._accesses if access.kind != "load"]
         if not changed:
             return
-        # In units of the smallest access, of bytes that are not only loaded: those are most of all that is touched.
+        # In units of the smallest access. Bytes that are only loaded, the majority, are skipped.
         unit = min(size for _, _, size in self._accesses)
         blocks = np.unique(np.concatenate(changed) // 8)
         units, accesses = [], []
@@ -329,7 +329,7 @@ class LaunchChecker:
             units.append((near[:, None] // unit + np.arange(size // unit)).ravel())
             accesses.append(np.full(units[-1].size, number))
         units, accesses = np.concatenate(units), np.concatenate(accesses)
-        order = np.argsort(units, kind="stable")  # of each unit, in the order they were run
+        order = np.argsort(units, kind="stable")  # per unit, in the order of execution
         units, accesses = units[order], accesses[order]
         groups = np.split(accesses, np.nonzero(np.diff(units))[0] + 1)
         for group in {tuple(group) for group in groups if len(group) > 1}:
@@ -347,18 +347,18 @@ class LaunchChecker:
             self._report(f"{what} touch the same bytes from two programs")
 
 
-# The first bits of a garbage float are those of a small number, of a large one, and of a NaN.
+# As floats, the garbage is a small number, a large one, and a NaN.
 _RUNS = (("forward", 0xA5), ("reverse", 0x5A), ("random", 0xFF))
 
 
 def check_races(workload: Callable[[], Sequence[torch.Tensor]]) -> Counter[str]:
-    """Run a workload in every order of programs, check every launch, and compare the tensors that it returns.
+    """Run a workload in every order of programs, check every launch, and compare the returned tensors.
 
     Returns:
-        How often each kernel was launched, by its name.
+        Number of launches by name of the kernel.
 
     Raises:
-        AssertionError: a conflict, or results that differ.
+        AssertionError: a conflict was found, or results differ.
     """
     expected = None
     for order, garbage in _RUNS:

@@ -1,8 +1,8 @@
 """fp32 arithmetic in Triton's interpreter with errors as large as a GPU's.
 
 The interpreter computes with numpy, which rounds fp32 better than compiled kernels do. ``pytest --rounding-seed N`` (or
-:func:`gpu_rounding`) gives these operations an error within the bounds that CUDA documents. What they become was read
-off the PTX that Triton 3.7 makes for sm_90:
+:func:`gpu_rounding`) gives these operations an error within the bounds that CUDA documents. Their instructions are
+those of the PTX that Triton 3.7 generates for sm_90:
 
     x / y      div.full.f32       2 ulp
     exp(x)     ex2.approx.f32     2 ulp, of 2 to the power of x * log2(e) rounded to fp32
@@ -10,12 +10,12 @@ off the PTX that Triton 3.7 makes for sm_90:
     log, log2  polynomials        1 ulp
     sqrt       sqrt.approx.ftz    1 ulp; subnormal operands are 0
     rsqrt      rsqrt.approx.ftz   2 ulp; subnormal operands are 0
-    sum        another order: up to 8 elements a thread one after the other, the threads' sums in pairs
-    cumsum     the same, but the threads' sums one after the other
+    sum        another order: up to 8 elements per thread sequentially, then the threads' sums in pairs
+    cumsum     the same, but the threads' sums sequentially
     dot        2^-23 of the sum of the magnitudes: tensor cores truncate where they align products
 
-Sums, differences, products, ``fma``, ``div_rn`` and ``sqrt_rn`` are correctly rounded on a GPU and stay so here.
-An error is a fixed function of the seed and the operands, so equal rows still have equal bits.
+Sums, differences, products, ``fma``, ``div_rn`` and ``sqrt_rn`` are correctly rounded on a GPU and are not changed.
+Errors are a fixed function of the seed and the operands, so equal rows stay bitwise identical.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ _ELEMENTS_PER_THREAD = 8
 
 
 def _flush(x: np.ndarray) -> np.ndarray:
-    """Subnormal numbers become zeros of their sign."""
+    """Replace subnormal numbers by zeros of the same sign."""
     return np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
 
 
@@ -44,7 +44,7 @@ def _exact(function: Callable) -> Callable:
     return lambda *operands: function(*(x.astype(np.float64) for x in operands))
 
 
-# Builder method: (its value in fp64, its error in ulp, are subnormal operands 0, are subnormal results 0)
+# Builder method: (value in fp64, error in ulp, whether subnormal operands are 0, whether subnormal results are 0)
 _ELEMENTWISE = {
     "create_fdiv": (_exact(np.divide), 2, False, False),
     "create_exp": (_exp, 2, False, False),
@@ -57,7 +57,7 @@ _ELEMENTWISE = {
 
 
 def _noise(seed: int, name: str, *operands: np.ndarray) -> np.ndarray:
-    """Numbers in [-1, 1) that are a fixed function of the arguments, element by element (a 64-bit hash)."""
+    """Numbers in [-1, 1), an elementwise fixed function of the arguments (a 64-bit hash)."""
     state = np.uint64(int.from_bytes(name.encode()[-8:], "little"))
     with np.errstate(over="ignore"):
         for word in (np.uint64(seed), *(np.asarray(x, np.float32).view(np.uint32).astype(np.uint64) for x in operands)):
@@ -78,8 +78,8 @@ def _elementwise(seed: int, name: str) -> Callable:
         with np.errstate(all="ignore"):
             value = value_of(*operands)
             error = (ulps - 0.5) * np.spacing(np.abs(value.astype(np.float32))).astype(np.float64)
-            error = np.minimum(error, np.abs(value))  # a GPU gives no result of the other sign
-            inexact = np.isfinite(error) & (value != 0) & (value != 1)  # a GPU gives 0 and 1 exactly
+            error = np.minimum(error, np.abs(value))  # a GPU never returns the opposite sign
+            inexact = np.isfinite(error) & (value != 0) & (value != 1)  # a GPU returns 0 and 1 exactly
             result = (value + np.where(inexact, error * _noise(seed, name, *operands), 0)).astype(np.float32)
         return interpreter.TensorHandle(_flush(result) if flush_result else result, handles[0].dtype.scalar)
 
@@ -145,10 +145,10 @@ def _cumsum() -> Callable:
 
 @contextmanager
 def gpu_rounding(seed: int) -> Iterator[None]:
-    """Give the interpreter's fp32 arithmetic the errors above, another choice of them for each ``seed``.
+    """Give the interpreter's fp32 arithmetic the errors above, which depend on ``seed``.
 
     Raises:
-        ValueError: a negative seed.
+        ValueError: ``seed`` is negative.
     """
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")

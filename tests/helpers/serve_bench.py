@@ -6,7 +6,7 @@ from bench import serve
 
 
 def check_serve(url, engine, model, folder, monkeypatch):
-    """Run against a server with the plugin, which is used as the base server, too."""
+    """Run against a server with the plugin, which also serves as the base server."""
     flags = f"--engine {engine} --model {model} --base-url {url} --guided-url {url}"
     flags += f" --out {folder} --k 1 5 --concurrency 2 --num-prompts 3 --max-tokens 6"
     monkeypatch.setattr("sys.argv", ["serve", *flags.split()])

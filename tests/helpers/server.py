@@ -1,4 +1,4 @@
-"""A server in processes of its own, for as long as a test needs it."""
+"""A server in separate processes for the duration of a test."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import requests
 
 
 def free_port():
-    """A free port below those that the system hands out: the server also takes ports at fixed distances from its own
-    (attention data parallelism, port + 235), and one of its own connections may have been given that very port."""
+    """A free port below the ephemeral ones. A server also binds ports at fixed distances from its own (port + 235 for
+    attention data parallelism), which must not be ports of its own connections."""
     for port in range(10_000 + os.getpid() % 10_000, 32_000, 500):
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -22,7 +22,7 @@ def free_port():
 
 @contextmanager
 def running(command, environment, log, url):
-    """A server by its command, up when ``url`` answers at ``/health``; gives the URL. It writes to the file ``log``."""
+    """Start a server that writes to the file ``log``, and yield its URL once ``/health`` answers."""
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -36,6 +36,6 @@ def running(command, environment, log, url):
             raise TimeoutError(f"the server is not up after 5 minutes: {log.read_text()[-3000:]}")
         yield url
     finally:
-        with suppress(ProcessLookupError):  # it has ended by itself
+        with suppress(ProcessLookupError):  # the server has already ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,10 +1,10 @@
-"""Which compiled variants of the kernels serving asks for that ``GuidedStep.warm_up`` has not made.
+"""Compiled variants of kernels that serving needs and ``GuidedStep.warm_up`` has not compiled.
 
-``python -m tests.helpers.serving_variants V`` (without TRITON_INTERPRET) pretends to serve with a vocabulary of V
-tokens: every batch size, every optional argument, what the adapters call, and tensors that are slices of longer ones.
-Nothing is compiled or launched: a launch only notes the key under which Triton looks for its compiled kernel. Prints,
-as JSON, how many keys warming up noted for each kernel, and for each kind of call the kernels and batch sizes whose
-keys it did not.
+``python -m tests.helpers.serving_variants V`` (without TRITON_INTERPRET) simulates serving with a vocabulary of V
+tokens: every batch size, every optional argument, the calls of adapters, and tensors that are slices of longer ones.
+Nothing is compiled or launched: a launch only records the key of Triton's kernel cache. The JSON output has the number
+of keys recorded in warm-up per kernel, and, per kind of call, the kernels and batch sizes with keys that warm-up did
+not record.
 """
 
 import json
@@ -32,7 +32,7 @@ keys: dict[str, set[str]] = defaultdict(set)
 
 
 def note_key(name, launch):
-    """In place of a launch."""
+    """Record the cache key of a launch instead of launching it."""
     kernel, *args = launch.args
     options = {option: value for option, value in launch.keywords.items() if option not in ("grid", "warmup")}
     *_, bind = kernel.device_caches[0]
@@ -43,12 +43,12 @@ def note_key(name, launch):
 
 
 def slice_of_longer(tensor):
-    """The same numbers one element into a longer tensor: not aligned to 16 bytes."""
+    """The same numbers at an offset of one element in a longer tensor, so not aligned to 16 bytes."""
     return torch.cat([tensor.new_zeros(1, *tensor.shape[1:]), tensor])[1:]
 
 
 def calls(step, rows, vocab):
-    """By name: what an adapter or an engine calls for a batch of ``rows``."""
+    """Calls of adapters and engines for a batch of ``rows``, by name."""
     one = slice_of_longer(torch.ones(rows))
     i32, i64 = (slice_of_longer(torch.zeros(rows, dtype=dtype)) for dtype in (torch.int32, torch.int64))
     numbers, active = (slice_of_longer(x) for x in (torch.arange(rows), torch.ones(rows, dtype=torch.bool)))
@@ -77,7 +77,7 @@ def calls(step, rows, vocab):
         nodes = 1 + max_drafts
         tokens = torch.zeros(rows, nodes, dtype=torch.int32)
         told = StepBatch(tokens, numbers, i32, i32)
-        drafts = Drafts(tokens.long()[:, 1:], torch.zeros_like(tokens)[:, 1:])  # as the engine's are: strided
+        drafts = Drafts(tokens.long()[:, 1:], torch.zeros_like(tokens)[:, 1:])  # strided, as in the engine
         many = guide(
             torch.zeros(rows * nodes, vocab), integers=tokens, new_lens=i32, drafts=drafts, sample=True, **logits
         )
@@ -113,7 +113,7 @@ def calls(step, rows, vocab):
 
 
 def random_probe(size):
-    """Of a base model whose states have so many numbers."""
+    """A probe of a base model with hidden size ``size``."""
     probe = ProbeConfig("none", (1,), 1, size, 600, "", tuple(range(1, 31)))
     shapes = {"projection": (2 * 256, size), "embedding": (256, size), "fc": (128, 256), "bins": (29, 128)}
     tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def serve(vocab):
-    """What ``main`` prints."""
+    """The report that ``main`` prints."""
     config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=2)
     tensors = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()}
     report = {}

@@ -1,4 +1,4 @@
-"""A stand-in for the LenVM fork of SGLang, and what the fork's model runner passes to the sampler of guidance."""
+"""A stand-in for the LenVM fork of SGLang, with the inputs that its model runner passes to the guided sampler."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -18,12 +18,12 @@ BY_TOKEN, BY_LENGTH = (torch.randn(size, VOCAB, generator=_GENERATOR) for size i
 
 
 def use_stand_in(monkeypatch, without="", **changed):
-    """Put modules with the fork's names and parameters in its place; ``install()`` was not called yet.
+    """Put modules with the fork's names and parameters into ``sys.modules``, without calling ``install()``.
 
     Args:
-        monkeypatch: pytest's.
-        without: a name that is missing.
-        changed: other parameters, by the last part of a name.
+        monkeypatch: pytest's fixture.
+        without: name to leave out.
+        changed: replacement parameters by the last part of a name.
     """
     modules = {"sglang.srt.lvm.lvm_inproc_runner": ModuleType("lvm_inproc_runner")}
     for path, text in stubs("sglang_fork", "0.5.8", **changed).items():
@@ -51,7 +51,7 @@ def use_stand_in(monkeypatch, without="", **changed):
 
 
 def install(monkeypatch):
-    """Modules of the stand-in after ``install()``; no value model is loaded, and no setting is given."""
+    """Modules of the stand-in after ``install()``, without a value model and without settings."""
     monkeypatch.setattr(sglang_fork, "_gamma", None)
     monkeypatch.setattr(sglang_fork, "_warned", set())
     for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
@@ -62,7 +62,7 @@ def install(monkeypatch):
 
 
 class Request:
-    """A request of the engine with all ``tokens`` of its sequence; ``output_ids`` may lack the last one."""
+    """A request of the engine with all ``tokens`` of its sequence; ``output_ids`` may lack the last token."""
 
     def __init__(self, rid, prompt, custom_params, *, top_k=8, top_p=1.0, min_p=0.0):
         self.rid, self.origin_input_ids, self.output_ids = rid, list(prompt), []
@@ -76,14 +76,14 @@ class Request:
 
 
 class Item(SimpleNamespace):
-    """An image of ``rows x columns`` tokens, from place ``first`` of a prompt on; as the engine has it."""
+    """An image of ``rows x columns`` tokens from index ``first`` of a prompt on, in the engine's format."""
 
     def __init__(self, first, rows, columns, seed=0, **changes):
         grid = torch.tensor([[1, 2 * rows, 2 * columns]])
         pixels = torch.randn(4 * rows * columns, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(seed))
         values = dict(
             modality=SimpleNamespace(name="IMAGE"),
-            hash=10**15 + seed,  # of the pixels alone
+            hash=10**15 + seed,  # depends on the pixels only
             feature=pixels,
             offsets=[(first, first + rows * columns - 1)],
             model_specific_data=dict(image_grid_thw=grid),
@@ -96,7 +96,7 @@ class Item(SimpleNamespace):
 
 
 class OnHost:
-    """Numbers that the engine has on the host: a tensor's ``tolist`` would count as a read of the device."""
+    """Numbers that the engine has on the host; ``tolist`` of a tensor would count as a host-device sync."""
 
     def __init__(self, numbers):
         self.numbers = list(numbers)
@@ -106,18 +106,18 @@ class OnHost:
 
 
 class Engine:
-    """One model runner after ``install()``, whose base model's scores follow from the last token and the length.
+    """A model runner after ``install()``; scores of its base model depend on the last token and the length.
 
     Args:
         modules: modules of the fork or of the stand-in for it, by name.
-        monkeypatch: pytest's.
+        monkeypatch: pytest's fixture.
         value_model: directory of the value model.
         rows, max_len: size of the engine's request pool.
         max_requests: maximum batch size.
-        lag: tokens that the host lacks in a decode batch: 1 under the overlapping scheduler.
-        free: bytes of free memory at each call.
-        function: guidance function (None: one of the fork's).
-        is_draft_worker: of the model runner.
+        lag: number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler.
+        free: bytes of free memory returned by successive calls.
+        function: guidance function. If None, one of the fork's.
+        is_draft_worker: attribute of the model runner.
         options: options of the server.
     """
 
@@ -184,13 +184,13 @@ class Engine:
         return {row for row in range(len(slots.table)) if slots.pages(row)}
 
     def prefill(self, requests, rows, *, ends=None, prefixes=None):
-        """The probabilities before and after a batch of prompts, or of chunks of them up to ``ends``.
+        """Probabilities before and after guidance of a batch of prompts, or of their chunks up to ``ends``.
 
         Args:
-            requests: each with all of its tokens, also those that it had generated before a retraction.
+            requests: requests with all tokens, including those generated before a retraction.
             rows: rows of the engine's request pool.
             ends: ends of the chunks.
-            prefixes: tokens of each that the engine finds in its radix cache.
+            prefixes: number of tokens per request in the engine's radix cache.
         """
         ends = ends or [len(r.tokens) for r in requests]
         prefixes = prefixes or [0] * len(requests)
@@ -209,7 +209,7 @@ class Engine:
         )
 
     def decode(self, requests):
-        """The probabilities before and after a decode batch."""
+        """Probabilities before and after guidance of a decode batch."""
         for request in requests:
             request.output_ids = request.tokens[len(request.origin_input_ids) : len(request.tokens) - self.lag]
         return self._run(
@@ -220,12 +220,12 @@ class Engine:
         )
 
     def draw(self, requests, probs):
-        """Append tokens drawn by ``probs [B, V]``."""
+        """Append tokens drawn from ``probs [B, V]``."""
         for request, row in zip(requests, probs, strict=True):
             request.tokens.append(int(torch.multinomial(row, 1, generator=self._draws)))
 
     def __call__(self, logits_output, info, *args):
-        """In place of the fork's sampler, as far as guidance."""
+        """Replaces the fork's sampler up to the guidance."""
         probs = torch.softmax(logits_output.next_token_logits, dim=-1)
         filters = info.temperatures, info.top_ps, info.top_ks, info.min_ps
         self.result = self.lvm_guided_sampler.apply(probs, info.reqs, *filters)
@@ -256,6 +256,6 @@ class Engine:
             positions=torch.tensor(lengths) - 1,
             **batch,
         )
-        before = torch.softmax(logits, dim=-1)  # the fork writes them into the logits
+        before = torch.softmax(logits, dim=-1)  # the fork writes probabilities into the logits
         self.model_runner.sample(SimpleNamespace(next_token_logits=logits), forward_batch)
         return before, self.result

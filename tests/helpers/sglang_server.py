@@ -1,4 +1,4 @@
-"""What tests of the SGLang plugin share: tiny checkpoints, the real server on a CPU, and what its values should be."""
+"""Shared by tests of the SGLang plugin: tiny checkpoints, a real server on CPU, and its expected values."""
 
 import json
 import os
@@ -33,19 +33,19 @@ MODES = [
     {"target_length": 12, "op": "le"},
     {"target_length": 12, "op": "eq_soft"},
 ]
-CHAIN = {"steps": 3, "topk": 1, "tokens": 4}  # of drafts, the last token among them
-GENTLE = {"mode": "centered_exp", "value_scale": -2.0}  # leaves draws a choice
+CHAIN = {"steps": 3, "topk": 1, "tokens": 4}  # three drafts and the last token
+GENTLE = {"mode": "centered_exp", "value_scale": -2.0}  # several candidates stay probable
 
 
 def write_checkpoints(folder):
-    """Put a base model and a value model, both random, where :func:`running_server` looks for them."""
+    """Write a random base model and a random value model to the folders that :func:`running_server` loads."""
     random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0).save_pretrained(folder / "base")
     random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(folder / "value")
     save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
 
 
 def write_eagle(folder):
-    """A draft model of EAGLE that hands on the base's hidden states, all but unchanged."""
+    """Write an EAGLE draft model that passes the base's hidden states on almost unchanged."""
     config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
     config.save_pretrained(folder)
     layer = random_model(Qwen2ForCausalLM, config, seed=2).model.layers[0]
@@ -56,7 +56,7 @@ def write_eagle(folder):
 
 
 class Server:
-    """A running server, and the file that its guided steps are traced to."""
+    """A running server and the trace file of its guided steps."""
 
     def __init__(self, url, trace):
         self.url, self.trace = url, trace
@@ -65,8 +65,8 @@ class Server:
         return requests.post(f"{self.url}/generate", json=body, timeout=600)
 
     def generate(self, prompts, guidance, *, processor=None, **sampling):
-        """Generate for each prompt, through a logit processor of the engine's if one is given; returns the results and
-        the steps in which at least one request was guided."""
+        """Generate for each prompt, with a logit processor of the engine if one is given; returns the results, and the
+        steps in which at least one request was guided."""
         before = len(self._lines())
         params = [{**SAMPLING, **sampling, "custom_params": custom_params} for custom_params in guidance]
         response = self.post(input_ids=prompts, sampling_params=params, custom_logit_processor=processor)
@@ -74,7 +74,7 @@ class Server:
         return response.json(), [json.loads(line) for line in self._lines()[before:]]
 
     def metrics(self, label="status"):
-        """The plugin's metrics by name and, where there is one, such a label."""
+        """The plugin's metrics by name, and by the label ``label`` if they have it."""
         text = requests.get(f"{self.url}/metrics", timeout=60).text
         found = re.findall(rf'^lenvm:(\w+)\{{(?:.*{label}="(\w+)")?.*\}} (\S+)$', text, re.MULTILINE)
         return {f"{name} {of_label}".strip(): float(value) for name, of_label, value in found}
@@ -85,14 +85,14 @@ class Server:
 
 @contextmanager
 def running_server(folder, name, *options, plugin=True, **variables):
-    """The real server with its overlapping scheduler on a CPU, for the models ``base`` and ``value`` of the folder.
+    """The real server on CPU with its overlapping scheduler, for the models ``base`` and ``value`` of the folder.
 
     Args:
-        folder: of the models; gets a log and a trace.
-        name: of the two files.
-        *options: of the server.
-        plugin: with it or without.
-        **variables: of the environment.
+        folder: folder of the models, to which the log and the trace are written.
+        name: name of these two files.
+        *options: options of the server.
+        plugin: whether to load the plugin.
+        **variables: environment variables.
     """
     port = free_port()
     trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
@@ -104,18 +104,18 @@ def running_server(folder, name, *options, plugin=True, **variables):
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder / "base", "--port", str(port)]
     command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
     command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--random-seed", "7"]
-    command += ["--sleep-on-idle"]  # else an idle server keeps a core busy
+    command += ["--sleep-on-idle"]  # otherwise an idle server keeps a core busy
     if not (folder / "base" / "tokenizer.json").exists():
         command += ["--skip-tokenizer-init"]
-    # The pool has 4,096 tokens whatever the fraction is. A small one fails when another process takes memory meanwhile.
+    # The pool has 4,096 tokens for any fraction. A small fraction fails if another process allocates memory meanwhile.
     command += ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
     with running(command, environment, log, f"http://127.0.0.1:{port}") as url:
         yield Server(url, trace)
 
 
 def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):
-    """The server with the stand-ins, and a model of the folder that drafts. SGLang need not compile what it would, but
-    for NGRAM's corpus: that takes g++ a minute, once."""
+    """The server with stand-ins for speculation, and a draft model of the folder. Only NGRAM's corpus is compiled,
+    once, which takes g++ a minute."""
     values = {"algorithm": algorithm, "num-draft-tokens": shape["tokens"]}
     if draft:
         values |= {"draft-model-path": folder / draft, "num-steps": shape["steps"], "eagle-topk": shape["topk"]}
@@ -126,12 +126,12 @@ def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALO
 
 
 def check_spans(prompts, results, steps, ends, limit):
-    """Each output has one of ``ends`` at the ``limit`` at the latest, and was guided up to it; returns the places."""
+    """Check that each output has one of ``ends`` within ``limit`` and is guided up to it; returns their indices."""
     places = []
     for prompt, result in zip(prompts, results, strict=True):
         places.append(min(i for i, token in enumerate(result["output_ids"]) if token in ends))
         rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
-        rows = [row for row in rows if row["length"] >= len(prompt)]  # others are of chunks of the prompt
+        rows = [row for row in rows if row["length"] >= len(prompt)]  # the others belong to chunks of the prompt
         open_rows = [row for row in rows if row["length"] <= len(prompt) + places[-1]]
         assert len(open_rows) == places[-1] + 1 and Status.UNGUIDED not in {row["status"] for row in open_rows}
         assert {row["status"] for row in rows if row not in open_rows} <= {Status.UNGUIDED}
@@ -140,23 +140,23 @@ def check_spans(prompts, results, steps, ends, limit):
     return places
 
 
-# Targets of requests to a server without a value model, whose outputs many tokens may end.
+# Targets of requests to a server without a value model, with many stop tokens.
 TARGETS = (4, 27, 9, 40, 15)
 STOPS = list(range(200, 212))
 
 
 def check_targets(outputs):
-    """Each of these, tokens without the last, is about as long as its target, and ended by itself."""
+    """Check that each output is about as long as its target and ends by itself."""
     for output, target in zip(outputs, TARGETS, strict=True):
         assert output[-1] in STOPS and not set(output[:-1]) & set(STOPS)
         assert abs(len(output) - 1 - target) <= 2 + 0.2 * target, (len(output), target)
 
 
 def values_from_scratch(folder, sequences):
-    """The value logit at the last token of each sequence, by ``transformers``."""
+    """Value logit at the last token of each sequence, by ``transformers``."""
     model = AutoModelForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()
     adapter = folder / "value" / "adapter_model.safetensors"
-    if adapter.exists():  # of the demo's value model, whose scale is 1
+    if adapter.exists():  # the demo's value model, whose LoRA scale is 1
         tensors = load_file(adapter)
         for name in [name for name in tensors if "lora_A" in name]:
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
@@ -166,16 +166,16 @@ def values_from_scratch(folder, sequences):
 
 
 def check_steps(folder, prompts, results, steps):
-    """Every value of every traced step is that of the sequence as it came to be; returns how many there were."""
+    """Check every value of every traced step against a forward of its sequence; returns the number of values."""
     sequences = {r["meta_info"]["id"]: (p, [*p, *r["output_ids"]]) for p, r in zip(prompts, results, strict=True)}
     candidates, values = [], []
     for step in steps:
         for row in step["rows"]:
-            if row["rid"].startswith("HEALTH_CHECK"):  # one rank's answer ends the wait for a server of two
+            if row["rid"].startswith("HEALTH_CHECK"):  # the start of a server of two ranks waits for one answer only
                 continue
             prompt, sequence = sequences[row["rid"]]
-            # The engine throws away the draws of a prompt's chunks but the last, and the overlapping scheduler computes
-            # a step more than a request returns.
+            # The engine discards draws of all chunks of a prompt but the last, and the overlapping scheduler computes
+            # one step more than a request returns.
             if row["status"] != Status.GUIDE or not len(prompt) <= row["length"] < len(sequence):
                 continue
             for token, value in zip(row["token_ids"], row["value_logits"], strict=True):

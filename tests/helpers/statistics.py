@@ -1,15 +1,15 @@
-"""How likely counts are."""
+"""Chi-square test of counts."""
 
 import torch
 
 
 def p_value(counts, expected, freedom=None):
-    """Probability of counts at least as far from those expected, by the chi-square test.
+    """Probability of counts at least as far from the expected ones, by the chi-square test.
 
     Args:
         counts: ``[n]``.
-        expected: ``[n]``; of the same sum. Those below 5 are put together.
-        freedom: degrees of freedom; None: one fewer than there are counts above 0 expected.
+        expected: expected counts ``[n]``, with the same sum. Counts expected below 5 are merged.
+        freedom: degrees of freedom. If None, the number of merged counts that are expected above 0, less one.
     """
     counts, expected = counts.double(), expected.double()
     rare = expected < 5

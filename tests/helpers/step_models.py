@@ -1,4 +1,4 @@
-"""A value model of guided steps, and what its values have to be by plain forwards of ``transformers``."""
+"""A value model for guided steps, and its expected values by plain forwards of ``transformers``."""
 
 import math
 
@@ -24,17 +24,17 @@ class StepModels:
         self.value = ValueModel.from_causal_lm(self.backbone, self.head)
 
     def values(self, sequences):
-        """The value logit at the last token of each sequence."""
+        """Value logit at the last token of each sequence."""
         return last_value_logits(self.backbone, self.head, sequences)
 
     def lengths(self, sequences, gamma):
-        """How many tokens follow each sequence, by those values."""
+        """Predicted remaining length of each sequence."""
         return softplus(self.values(sequences)) / -math.log(gamma)
 
     def assert_values(self, output, sequences):
-        """The values of candidates of guided rows are those from scratch, all others 0; returns how many there are.
+        """Check values of guided rows' candidates against plain forwards, and that others are 0; returns their number.
 
-        ``sequences``: what is before the candidates of each row. None: the row is nobody's."""
+        ``sequences``: tokens before the candidates of each row, None for a row without a request."""
         ids, status = output.candidates.token_ids.tolist(), output.candidates.status.tolist()
         wanted = [(i, j) for i, s in enumerate(status) if s == Status.GUIDE for j, t in enumerate(ids[i]) if t >= 0]
         expected = torch.zeros_like(output.value_logits)
@@ -44,7 +44,7 @@ class StepModels:
         return len(wanted)
 
     def assert_guided(self, output, sequences, guidance, prompt_lens):
-        """Besides, guided probabilities are those of the values, and tokens are drawn from them; returns as much."""
+        """As :meth:`assert_values`; also checks guided probabilities and that drawn tokens are probable."""
         ids, status = output.candidates.token_ids.tolist(), output.candidates.status.tolist()
         count = self.assert_values(output, sequences)
         params = [None if g is None else parse_guidance(g) for g in guidance]
@@ -62,7 +62,7 @@ class StepModels:
         return count
 
     def start(self, rows, guidance, *, prompts=PROMPTS, **options):
-        """An engine that was told the first prompts, with room for more tokens, and the sequences so far."""
+        """An engine with the first ``len(rows)`` prompts and room for 60 more tokens each, and its sequences."""
         prompts = prompts[: len(rows)]
         engine = Engine(*make_step(self.value, **options)).start(rows, prompts, guidance, room=60)
         return engine, [list(tokens) for tokens in prompts]

@@ -1,4 +1,4 @@
-"""The specification's targets of ``reweight_scatter``, in fp64."""
+"""Targets of ``reweight_scatter`` by the specification, in fp64."""
 
 import torch
 
@@ -6,7 +6,7 @@ from lenvm_kernels.types import Mode
 
 
 def expectation(probs, z, eos=None):
-    """fp64 ``E[v]`` of each row."""
+    """Expected value ``E[v]`` of each row, fp64."""
     v = torch.sigmoid(z.double())
     if eos is not None:
         v = torch.where(eos, 0.0, v)
@@ -14,7 +14,7 @@ def expectation(probs, z, eos=None):
 
 
 def target_of(table, q, z):
-    """The specification's target of each row, in fp64, written down as it stands there; NaN: leave the row as it is."""
+    """Target of each row, fp64, written as in the specification. NaN means that the row stays unchanged."""
     v = torch.sigmoid(z)
     low = torch.where(q > 0, v, 2.0).amin(1)
     high = torch.where(q > 0, v, -1.0).amax(1)
@@ -22,7 +22,7 @@ def target_of(table, q, z):
     s, mode = table.scale.double(), table.mode
     above = mean + (s - 1) * (high - mean)
     below = mean - (1 - s) * (mean - low)
-    one_minus_u = (q * (high[:, None] - v)).sum(1) / (high - low)  # keeps its digits where u is within 1e-16 of 1
+    one_minus_u = (q * (high[:, None] - v)).sum(1) / (high - low)  # exact even if u is within 1e-16 of 1
     soft = -torch.expm1(-table.target_length.double() * table.nats_per_token.double())
     target = {
         Mode.MUL: s * mean,

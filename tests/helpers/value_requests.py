@@ -9,7 +9,7 @@ ATOL = 1e-5  # on logits of O(1), fp32 against fp32
 
 
 def expected_values(model, head, tokens):
-    """fp32 ``[len(tokens)]``: the value logit at every token."""
+    """Value logits fp32 ``[len(tokens)]`` at every token."""
     return value_logits(model, head, torch.tensor([tokens]))[0]
 
 
@@ -18,7 +18,7 @@ def random_tokens(count, seed):
 
 
 class Requests:
-    """Requests with scattered pages of a cache, extended by deltas: the host's view of what a batch must mean."""
+    """Requests with scattered cache pages that grow by deltas: the host's model of a batch."""
 
     def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, backend="auto"):
         self.value_model, self.page_size, self.backend = value_model, page_size, backend
@@ -65,7 +65,7 @@ class Requests:
         return z
 
     def step_rows(self, deltas, candidates, **layout):
-        """The candidates' values among those of all rows, and all rows'."""
+        """Values of the candidates, and values of all rows."""
         batch = self.batch(deltas, candidates, **layout)
         model, row = self.value_model, torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
         hidden, square_sums = model._run_layers(batch, self.cache, self.backend)
@@ -79,7 +79,7 @@ class Requests:
             prefix += delta
 
     def check(self, z, candidates, model, head, atol=ATOL):
-        """Every candidate's value is that of a full forward over its request's prefix and it; padding is 0."""
+        """Check each candidate's value against a full forward over the prefix and the candidate; padding is 0."""
         assert z.dtype == torch.float32
         expected = torch.zeros(z.shape)
         for i, (prefix, tokens) in enumerate(zip(self.prefixes, candidates, strict=True)):
@@ -94,7 +94,7 @@ MIXED_CANDIDATES = [random_tokens(n, seed=50 + n) for n in (3, 8, 4, 0, 1, 7)]
 
 
 def mixed_requests(value_model, **options):
-    """Six requests after a first forward that gave each its prefix."""
+    """Six requests after a forward over their prefixes."""
     requests = Requests(value_model, len(MIXED_PREFIXES), **options)
     requests.step([random_tokens(n, seed=n) for n in MIXED_PREFIXES], [[] for _ in MIXED_PREFIXES])
     return requests

@@ -1,4 +1,4 @@
-"""What tests of the vLLM processor share: tiny checkpoints, the real server on a CPU, and what its values should be."""
+"""Shared by tests of the vLLM processor: tiny checkpoints, a real server on CPU, and its expected values."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.helpers.server import free_port, running
 from tests.helpers.sglang_server import ATOL, HIDDEN, TINY, VOCAB, values_from_scratch
 
 SITE = Path(__file__).parent.parent / "vllm_cpu" / "site"
-BASE = TINY | dict(hidden_size=128)  # vLLM's attention on a CPU wants heads of 32
+BASE = TINY | dict(hidden_size=128)  # vLLM's CPU attention needs a head dimension of 32
 # The tokens of a small JSON object without blanks, and words.
 PIECES = [
     "<pad>",
@@ -41,9 +41,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
 
 
 def write_checkpoints(folder, **changes):
-    """Put a base model and a value model, both random, where :func:`running_server` looks for them.
+    """Write a random base model and a random value model to the folders that :func:`running_server` loads.
 
-    ``changes`` are of the base model's configuration.
+    ``changes`` apply to the base model's configuration.
     """
     random_model(Qwen2ForCausalLM, Qwen2Config(**BASE | changes), seed=0).save_pretrained(folder / "base")
     save_tokenizer(folder / "base")
@@ -52,7 +52,7 @@ def write_checkpoints(folder, **changes):
 
 
 def write_eagle(folder):
-    """A draft model of EAGLE that hands on the base's hidden states, all but unchanged."""
+    """Write an EAGLE draft model that passes the base's hidden states on almost unchanged."""
     config = LlamaConfig(**BASE | {"num_hidden_layers": 1}, architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     layer, hidden = random_model(LlamaForCausalLM, config, seed=2).model.layers[0], config.hidden_size
@@ -64,7 +64,7 @@ def write_eagle(folder):
 
 
 def save_tokenizer(path):
-    """Of :data:`WORDS`, which a text has blanks between."""
+    """Save a tokenizer of :data:`WORDS`, separated by blanks."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")
@@ -74,38 +74,38 @@ def save_tokenizer(path):
 
 
 class Server:
-    """A running server, and the file that its guided steps are traced to."""
+    """A running server, the trace file of its guided steps, and its log."""
 
     def __init__(self, url, trace, log):
         self.url, self.trace, self.log = url, trace, log
 
     def post(self, **body):
-        """A completion of prompts of token ids; ``vllm_xargs`` are those of all of them."""
+        """Request completions of prompts of token ids, with the same ``vllm_xargs`` for all."""
         body = SAMPLING | {"return_token_ids": True} | body
         return requests.post(f"{self.url}/v1/completions", json=body, stream=body.get("stream", False), timeout=600)
 
     def metrics(self):
-        """The numbers of ``/metrics`` by name, with the status or the answer to ``guided`` where there is one."""
+        """Numbers of ``/metrics`` by name, followed by the label ``status`` or ``guided`` if there is one."""
         text = requests.get(f"{self.url}/metrics", timeout=60).text
         found = re.findall(r'^([\w:]+)(?:\{(?:.*(?:status|guided)="(\w+)")?.*\})? (\S+)$', text, re.MULTILINE)
         return {f"{name} {label}".strip(): float(value) for name, label, value in found}
 
     def steps(self):
-        """The steps so far in which at least one request was guided."""
+        """Steps so far in which at least one request was guided."""
         return [json.loads(line) for line in self.trace.read_text().splitlines()] if self.trace.exists() else []
 
 
 @contextmanager
 def running_server(folder, name, *options, speculation=None, value_model=True, **variables):
-    """The real server, by its second model runner on a CPU, for the models ``base`` and ``value`` of the folder.
+    """The real server on CPU with vLLM's second model runner, for the models ``base`` and ``value`` of the folder.
 
     Args:
-        folder: of the models; gets a log and a trace.
-        name: of the two files.
-        *options: of the server.
-        speculation: its configuration.
-        value_model: with it or without.
-        **variables: of the environment.
+        folder: folder of the models, to which the log and the trace are written.
+        name: name of these two files.
+        *options: options of the server.
+        speculation: configuration of speculative decoding.
+        value_model: whether to use the value model.
+        **variables: environment variables.
     """
     port = free_port()
     trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
@@ -117,7 +117,7 @@ def running_server(folder, name, *options, speculation=None, value_model=True, *
     if value_model:
         environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
     environment |= variables
-    # `vllm serve` looks for the version of a package of another name than the one for CPUs has.
+    # `vllm serve` reads the version of a package whose name differs from that of the CPU build.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256"]
@@ -129,7 +129,7 @@ def running_server(folder, name, *options, speculation=None, value_model=True, *
 
 
 def check_steps(folder, sequences, steps):
-    """Every value of every traced step is that of a sequence as it came to be; returns how many there were."""
+    """Check every value of every traced step against a forward of its sequence; returns the number of values."""
     candidates, values = [], []
     known = {tuple(sequence[:n]) for sequence in sequences for n in range(1, len(sequence))}
     for step in steps:

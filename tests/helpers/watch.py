@@ -1,4 +1,4 @@
-"""Which operators run, what they read back to the host, and how much memory they take; what a value model computes."""
+"""Observe operators, host-device syncs, memory, and forwards of a value model."""
 
 import weakref
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Operators(TorchDispatchMode):
-    """Notes the names of operators: of all, and of those that write to a tensor they are given."""
+    """Records names of all operators, and of those that write to an argument."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Operators(TorchDispatchMode):
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes that the tensors made under it hold at a time."""
+    """Peak bytes of tensors created in this mode."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class PeakMemory(TorchDispatchMode):
         self.now -= size
 
 
-# What reads a value back, or sizes a tensor by values: operators, and methods that call no operator on a CPU.
+# Operators that read a value back or size a tensor by values, and methods that do so without an operator on CPU.
 READ_BACK = (
     "local_scalar_dense",
     "nonzero",
@@ -86,15 +86,15 @@ class NoMethodReadsBack(TorchFunctionMode):
 
 @contextmanager
 def no_read_back():
-    """Fails what reads a value back to the host or sizes a tensor by values."""
+    """Raises AssertionError at every operation that reads a value back to the host or sizes a tensor by values."""
     with NoOperatorReadsBack(), NoMethodReadsBack():
         yield
 
 
 def watch_forwards(value_model, monkeypatch, *, of_prompts=False):
-    """Lists that every forward adds the numbers of its requests' delta tokens and candidates to.
+    """Lists to which every forward appends its numbers of delta tokens and candidates per request.
 
-    ``of_prompts``: those without candidates, too."""
+    ``of_prompts``: whether forwards without candidates also count."""
     seen, forward = SimpleNamespace(deltas=[], candidates=[]), value_model.forward
 
     def watched(batch, *args, **options):

@@ -1,4 +1,4 @@
-"""Wrong versions of a tensor argument, for the tests that a public function refuses them."""
+"""Wrong versions of a tensor argument, for tests that a public function rejects them."""
 
 import re
 
@@ -12,10 +12,10 @@ DTYPES = [
 
 
 def wrong_versions(x):
-    """(what it is, tensor) of versions of a good tensor that a function refuses, unless it is free to have them.
+    """(kind, tensor) of wrong versions of a valid tensor, which a function must reject unless the kind is allowed.
 
-    What is free to be another is said in these words: ``device``, ``dimensions``; names of dtypes; ``strided``,
-    numbers that lie apart; ``apart``, rows that do; ``rows`` and ``columns``, their number.
+    Kinds are ``device``, ``dimensions``, names of dtypes, ``strided`` (strided elements), ``apart`` (strided rows),
+    and ``rows`` and ``columns`` (their number).
     """
     yield "device", x.to("meta")
     for dtype in DTYPES:
@@ -34,9 +34,9 @@ def wrong_versions(x):
 
 
 def assert_refuses(function, arguments, name, *free, shown=None):
-    """``function(**arguments)`` works; with a wrong version of one tensor it raises an error that begins with its name.
+    """Check that ``function(**arguments)`` works, and that wrong versions of one tensor raise an error with its name.
 
-    ``free``: what that tensor may be, in the words of :func:`wrong_versions`. ``shown``: its name in errors.
+    ``free`` are the allowed kinds of :func:`wrong_versions`, ``shown`` is the tensor's name in errors.
     """
     shown = re.escape(shown or name)
     function(**arguments)
