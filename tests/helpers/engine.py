@@ -117,7 +117,7 @@ def random_scores(rows):
 def run_requests(engine, sequences, guidance, steps, *, seeds=None, rows=None, **options):
     """Decode requests from their prompts on; returns the sequences and the outputs of all steps.
 
-    As in a base model, the scores of a request's next token depend on no other request; here on last token and length."""
+    As in a base model, a request's scores do not depend on other requests; here, only on its last token and length."""
     rows = list(range(len(sequences))) if rows is None else rows
     seeds = seeds or [100 + i for i in range(len(sequences))]
     generator = torch.Generator().manual_seed(3)
