@@ -114,7 +114,7 @@ def test_fuzz_own_kernel(setting, monkeypatch, lenvm):
 
 
 def test_fork_guidance(monkeypatch):
-    """With stand-ins for the fork's functions: tilted rows stay unchanged, constrained rows take their largest value."""
+    """With stand-ins for the fork's functions: tilted rows stay unchanged, constrained rows take the largest value."""
 
     class LvmGuidedSampler:
         def _apply_guidance_gpu(self, pending, value_logits):
