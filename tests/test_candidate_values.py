@@ -53,11 +53,11 @@ def test_candidates_by_hand(device, backend):
     table.nats_per_token[:] = -math.log(0.997)
     head = (scale, shift, embedding, fc_weight, fc_bias, bins_weight, bins_bias, torch.tensor([1.0, 2.0, 4.0]))
     rows = dict(table_rows=torch.tensor([1, 0], device=device), generated=torch.zeros(2, device=device).int())
-    found, mean = candidate_values(token_ids, *(x.to(device) for x in head), table, **rows, backend=backend)
+    logits, mean = candidate_values(token_ids, *(x.to(device) for x in head), table, **rows, backend=backend)
     # Token 2 in row 0: 0.25 + 2 * -0.5 and -1 + 0.5 * 2; tokens 0 and 2 in row 1: 1 and 3 - 4, -0.5 and 3 - 2.
     expected = torch.tensor([[by_hand(-0.75, 0.0), 0.0], [by_hand(1.0, -1.0), by_hand(-0.5, 1.0)]])
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(found, mean)
+    torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(logits, mean)
 
 
 def make_inputs(rows, dtype, **options):
@@ -120,7 +120,7 @@ def test_returned_length_is_as_close_as_the_distribution(
     inputs |= {"bin_edges": torch.tensor(EDGES).float(), "table": GuidanceColumns(*(x.to(device) for x in table))}
     inputs |= {"table_rows": torch.tensor([1]), "generated": torch.tensor([generated]).int()}
     inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    found, mean = candidate_values(**inputs, backend=backend)
+    logits, mean = candidate_values(**inputs, backend=backend)
 
     reach = tolerance * target
     least, most = (math.log(max(target + more - generated, 0) + 2) for more in (-reach, reach))
@@ -134,7 +134,7 @@ def test_returned_length_is_as_close_as_the_distribution(
         points = [start + (end - start) * (i + 0.5) / steps for i in range(steps)]
         closeness += p * sum(map(closeness_of, points)) / steps
         discounted += p * 0.99 ** ((low + high - 1) / 2)
-    length = nats_of(found).item() / -math.log(0.99) - answer
+    length = nats_of(logits).item() / -math.log(0.99) - answer
     at = math.log(length + 2)
     if length > 1.01 * SHORTEST:
         assert closeness_of(at) == pytest.approx(closeness, rel=1e-3)
@@ -149,8 +149,8 @@ def test_returned_length_is_as_close_as_the_distribution(
 )
 def test_eq_and_strength_0_are_guided_by_the_mean(params):
     inputs = make_inputs(1, torch.float32)
-    found, mean = candidate_values(**inputs | {"table": table_of(params), "table_rows": torch.tensor([0])})
-    assert torch.equal(found, mean)
+    logits, mean = candidate_values(**inputs | {"table": table_of(params), "table_rows": torch.tensor([0])})
+    assert torch.equal(logits, mean)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16])

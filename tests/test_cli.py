@@ -165,7 +165,7 @@ def generate(lenvm, base, value):
 
 
 def test_equal_texts(generate, base, put_into_cache, tmp_path):
-    """Equal seeds, the table of values, models by cached names, a chat template, and the length in the prompt."""
+    """Equal seeds, a table of values, cached model names, chat templates and written-out lengths give equal texts."""
     write_random_probe(tmp_path / "probe", AutoModelForCausalLM.from_pretrained(base))
     put_into_cache("owner/base", Path(base))
     put_into_cache("owner/probe", tmp_path / "probe")

@@ -22,7 +22,7 @@ ANGLES = dict(kernel="_embed_tokens_kernel 1", tensor_cores={}, spilled=32, fp64
 
 
 def test_every_kernel_compiles_without_faults():
-    """The compiler may reject code that the interpreter accepts. A subprocess, because this process may interpret."""
+    """The compiler may reject code that the interpreter accepts. Runs in a subprocess, as this one may interpret."""
     lines = run_compiling("-m", "bench.codegen", "--check", "--parts", "calls", "--once").splitlines()
     assert lines[-1] == "no faults"
     for kernel in kernels():
@@ -84,8 +84,8 @@ def test_no_copy_is_wider_than_a_stride_allows():
 
 
 def test_row_stride_does_not_change_the_order_of_sums():
-    found = run_compiling("-c", COMPILING + ROWS_APART).split()
-    assert len(found) == 16 and len(set(found)) == 4
+    hashes = run_compiling("-c", COMPILING + ROWS_APART).split()
+    assert len(hashes) == 16 and len(set(hashes)) == 4
 
 
 def test_forms_of_launch_are_calls_of_their_operator():
@@ -140,8 +140,8 @@ def test_calls_must_launch_every_kernel():
 def test_figures_may_get_ten_percent_worse(figure, passes, fails):
     before, *after = (codegen.compared([replace(GOOD, **{figure: x})]) for x in (getattr(GOOD, figure), passes, fails))
     assert codegen.regressions("sm_90", after[0], before) == []
-    (found,) = codegen.regressions("sm_90", after[1], before)
-    assert found.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
+    (regression,) = codegen.regressions("sm_90", after[1], before)
+    assert regression.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
 
 
 def test_kernels_on_one_side_only_are_named():
@@ -157,9 +157,9 @@ def counts(lines):
 
 
 def test_instructions_are_counted():
-    found = counts(LOOP)
-    assert (found["tensor_cores"], found["async_copies"], found["loop_instructions"]) == ({"HGMMA": 1}, 1, 5)
-    assert found["waits_for_all"] == 0 and counts([LOOP[0].replace("2", "0"), *LOOP[1:]])["waits_for_all"] == 1
+    counted = counts(LOOP)
+    assert (counted["tensor_cores"], counted["async_copies"], counted["loop_instructions"]) == ({"HGMMA": 1}, 1, 5)
+    assert counted["waits_for_all"] == 0 and counts([LOOP[0].replace("2", "0"), *LOOP[1:]])["waits_for_all"] == 1
     assert counts([*LOOP[:6], "@P1 BRA 0x0", "EXIT"])["waits_for_all"] == 0  # a persistent loop around it may wait
     load = "LDG.E.U16 R8, desc[UR4][R6.64]"
     assert counts([*LOOP[:5], load, "EXIT"])["loads_16_in_loops"] == 0
@@ -172,8 +172,8 @@ def test_amd_loops_are_found():
     lines = ["\ts_nop", ".LBB0_1:", "\tglobal_load_ushort v1, v[4:5], off", "\ts_cbranch_scc1 .LBB0_1"]
     lines += ["\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1]", "\ts_branch .LBB0_2", ".LBB0_2:"]
     loops = codegen._amd_loops(list(enumerate(lines)))
-    found = codegen.count_instructions(list(enumerate(lines)), loops)
-    assert loops == [(1, 3)] and found["loads_16_in_loops"] == 1 and found["tensor_cores"] == {"mfma": 1}
+    counted = codegen.count_instructions(list(enumerate(lines)), loops)
+    assert loops == [(1, 3)] and counted["loads_16_in_loops"] == 1 and counted["tensor_cores"] == {"mfma": 1}
 
 
 def test_accesses_before_the_wait_are_counted():

@@ -106,8 +106,8 @@ def test_function_that_vllm_has_moved(site):
     site(VLLM)
     examine("vllm")
     del sys.modules["vllm.v1.worker.gpu.sample.states"].SamplingStates.apply_min_p
-    found = {check.name: (check.mark, check.found) for check in examine("vllm")}
-    assert found["SamplingStates.apply_min_p"] == ("wrong", "is not there")
+    checks = {check.name: (check.mark, check.found) for check in examine("vllm")}
+    assert checks["SamplingStates.apply_min_p"] == ("wrong", "is not there")
 
 
 @pytest.mark.parametrize(("marks", "code"), [(["ok", "missing"], 0), (["ok", "wrong", "missing"], 1)])

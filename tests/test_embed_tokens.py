@@ -93,13 +93,13 @@ def test_only_the_first_num_rows_tokens_are_written(device, size, num_rows):
         inputs["num_rows"] = torch.tensor([num_rows], dtype=torch.int32, device=device)
 
     reference = embed_tokens(**inputs, backend="reference")
-    found = memory.call(embed_tokens, **inputs, backend="triton")
-    for embedded in (found, reference):
+    actual = memory.call(embed_tokens, **inputs, backend="triton")
+    for embedded in (actual, reference):
         for x, wanted in zip(*(e._replace(square_sums=e.square_sums.T) for e in (embedded, expected)), strict=True):
             torch.testing.assert_close(x[:rows], wanted[:rows], rtol=1e-5, atol=1e-6)
     memory.assert_kept()
     assert len(memory.tensors) == len(EmbeddedTokens._fields)
-    for x in found._replace(square_sums=found.square_sums.T):
+    for x in actual._replace(square_sums=actual.square_sums.T):
         assert x[rows:].isnan().all()
 
 

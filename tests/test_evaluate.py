@@ -65,9 +65,9 @@ ANSWERS = [
 
 
 def test_measures_by_hand():
-    found = measure(ANSWERS, 10)  # lengths 9, 14, 2, 10, 12, 12
-    assert found["answers"] == 6
-    assert found["quartiles"] == [9.25, 11.0, 12.0]
+    measures = measure(ANSWERS, 10)  # lengths 9, 14, 2, 10, 12, 12
+    assert measures["answers"] == 6
+    assert measures["quartiles"] == [9.25, 11.0, 12.0]
     expected = {
         "mean": 59 / 6,
         "distance": 17 / 6,
@@ -83,11 +83,11 @@ def test_measures_by_hand():
         "sentence_ends": 2 / 5,
         "distinct": 5 / 6,
     }
-    assert expected.keys() == found.keys() - {"answers", "quartiles", "intervals"}
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
-    low, high = found["intervals"]["distance"]
+    assert expected.keys() == measures.keys() - {"answers", "quartiles", "intervals"}
+    assert {name: measures[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    low, high = measures["intervals"]["distance"]
     assert low == pytest.approx(2.0) and high == pytest.approx(4.0)  # only prompt 2 is drawn, only prompt 0
-    assert measure(ANSWERS[::-1], 10)["intervals"] == found["intervals"]
+    assert measure(ANSWERS[::-1], 10)["intervals"] == measures["intervals"]
 
 
 def test_measures_with_denominator_0_are_none():
@@ -134,15 +134,15 @@ def predictions(*numbers):
 
 
 def test_calibration_by_hand():
-    found = calibrate(predictions((30.0, 20), (10.0, 5), (None, 9), (20.0, 25), (10.0, 15), (30.0, 40)))
-    assert found.pop("bins") == [
+    calibration = calibrate(predictions((30.0, 20), (10.0, 5), (None, 9), (20.0, 25), (10.0, 15), (30.0, 40)))
+    assert calibration.pop("bins") == [
         {"answers": 2, "predicted": 10.0, "actual": 10.0, "ratio": 1.0, "cut": 0.0},
         {"answers": 1, "predicted": 20.0, "actual": 25.0, "ratio": 0.8, "cut": 0.0},
         {"answers": 2, "predicted": 30.0, "actual": 30.0, "ratio": 1.0, "cut": 0.5},
     ]
     relative = (10 / 20 + 5 / 5 + 5 / 25 + 5 / 15 + 10 / 40) / 5
     expected = {"answers": 5, "left_out": 1, "cut": 0.2, "rank_correlation": 7.5 / 90**0.5, "mae_tokens": 7.0}
-    assert found == pytest.approx(expected | {"mean_relative_error": relative})
+    assert calibration == pytest.approx(expected | {"mean_relative_error": relative})
     assert calibrate(predictions((None, 3))) is None
     bins = calibrate(predictions(*((float(7 * i % 23), i + 1) for i in range(23))))["bins"]
     assert sorted(one["answers"] for one in bins) == [2] * 7 + [3] * 3
@@ -433,7 +433,7 @@ def test_forced_answers_close_cut_answers_with_a_text(evaluate, served, tiny, mo
     assert scores["forced answer"]["mean"] == pytest.approx(sum(len(line["ids"]) for line in forced) / 10)
     answers = folder / "answers.jsonl"
     whole = answers.read_bytes()
-    answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:13]))  # in the midst of forced answers
+    answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:13]))  # ends within the forced answers
     assert evaluate(*options, value="none", targets=[str(target)])[0] == 0 and answers.read_bytes() == whole
 
 
@@ -451,7 +451,7 @@ def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, lenvm, base, value,
     assert code == 0, error
     answers = [json.loads(line)["ids"] for line in (folder / "answers.jsonl").read_text().splitlines()]
     shown = [(int(n), int(t)) for n, t in re.findall(r" (\d+)/\d+ \[[^\]]*, (\d+) tokens, [\d.]+ tokens/s\]", error)]
-    assert len([tokens for made, tokens in shown if made == 0]) > 3
+    assert len([tokens for done, tokens in shown if done == 0]) > 3
     assert shown[-1][0] == len(answers) and [tokens for _, tokens in shown] == sorted(tokens for _, tokens in shown)
     whole = sum(len(ids) - (ids[-1] == EOS) for ids in answers)
     # Rows of a batch may be decoded past the limit of a guided answer.

@@ -39,23 +39,23 @@ def test_extracted_answers():
 
 
 def test_answers_are_compared_as_numbers_and_expressions():
-    found = accuracy.check(pairs(RIGHT) + pairs(WRONG) + pairs(RIGHT))
-    assert [pair for pair, is_so in found.items() if is_so] == pairs(RIGHT) and len(found) == 17 + 13
+    checked = accuracy.check(pairs(RIGHT) + pairs(WRONG) + pairs(RIGHT))
+    assert [pair for pair, is_so in checked.items() if is_so] == pairs(RIGHT) and len(checked) == 17 + 13
 
 
 def test_answer_that_times_out_is_wrong_and_later_ones_count(monkeypatch):
     monkeypatch.setattr(accuracy, "SECONDS", 3.0)
-    found = accuracy.check([("4", "4"), ("9^{9^{9^9}}", "4"), ("5", "5.0")])
-    assert list(found.values()) == [True, False, True]
+    checked = accuracy.check([("4", "4"), ("9^{9^{9^9}}", "4"), ("5", "5.0")])
+    assert list(checked.values()) == [True, False, True]
 
 
 def test_accuracies_are_shares_of_prompts():
     solved = {(7, 0): True, (3, 0): False, (3, 5): False, (4, 0): True, (4, 5): True, (1, 5): True, (1, 0): False}
     solved |= {(9, 5): False, (9, 0): False}  # prompt 7 has no answer with seed 5, but counts
     answers = [Answer("x", 10, seed, prompt, [5], "", True, [1.0]) for prompt, seed in solved]
-    found = accuracy.accuracies(answers[::-1], list(solved.values())[::-1], 5)
+    shares = accuracy.accuracies(answers[::-1], list(solved.values())[::-1], 5)
     firsts, anys = (list(bootstrap(np.array(hits), np.ones(5))) for hits in ([1.0, 0, 1, 0, 0], [1.0, 0, 1, 1, 0]))
-    assert found == {"acc_first": 2 / 5, "acc_any": 3 / 5, "intervals": {"acc_first": firsts, "acc_any": anys}}
+    assert shares == {"acc_first": 2 / 5, "acc_any": 3 / 5, "intervals": {"acc_first": firsts, "acc_any": anys}}
     assert firsts != anys
 
 
@@ -77,8 +77,8 @@ def test_references_of_gsm8k_math_and_custom_problems(tmp_path):
 def test_answers_of_the_example_problems():
     computed = [24 * (15 - 9), 18 / 8, 3 / 8, 36 * 45 + 12 * 110, 80 * 3 + 65 * 2, 150 / 240]
     computed += [12 + 24 + 21, (500 - 365) / (35 - 20), 3 * 8.5 + 4 * 5, -6 + 11 - 14]
-    found = zip(map(str, computed), accuracy.references(read_prompts(PROBLEMS), "x"), strict=True)
-    assert list(accuracy.check(found).values()) == [True] * 10
+    answers = zip(map(str, computed), accuracy.references(read_prompts(PROBLEMS), "x"), strict=True)
+    assert list(accuracy.check(answers).values()) == [True] * 10
 
 
 @pytest.mark.parametrize("answer", [None, "", "#### ", "3\n4", True, [3]])

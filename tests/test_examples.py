@@ -92,11 +92,11 @@ def test_draft_loop(run, checkpoints, tmp_path):
     answers = {}
     for option in ([], ["--no-drafts"]):
         names, text = run("draft_loop", *checkpoints, "--max-new-tokens", 40, *option)
-        found = re.findall(r"(\{.*\})\n(.*)\n  (\d+) tokens in (\d+) steps: (.*)\n\n", text)
-        assert [(prompt, guidance) for guidance, prompt, *_ in found] == [(p, str(g)) for p, g in names["REQUESTS"]]
+        printed = re.findall(r"(\{.*\})\n(.*)\n  (\d+) tokens in (\d+) steps: (.*)\n\n", text)
+        assert [(prompt, guidance) for guidance, prompt, *_ in printed] == [(p, str(g)) for p, g in names["REQUESTS"]]
         answers[bool(option)] = [request.tokens[: names["end"](request)] for request in names["requests"]]
-        steps = sum(int(count) for _, _, _, count, _ in found)
-        drawn = sum(int(count) for _, _, count, _, _ in found)
+        steps = sum(int(count) for _, _, _, count, _ in printed)
+        drawn = sum(int(count) for _, _, count, _, _ in printed)
         assert (steps == drawn) if option else (steps < drawn)
         step, slots = names["step"], names["slots"]
         assert not step.table.guided.any() and step.table.columns.faults.sum() == 0

@@ -90,12 +90,12 @@ def test_seed_and_number_of_cases_determine_a_run(fuzz):
     def run(seed):
         arguments = ("--against", f"{FAULTS}:off.topk_candidates", "--cases", 8, "--seed", seed)
         code, out, _ = fuzz(*arguments, "--json", "run.json")
-        found = json.loads(Path("run.json").read_text())
-        tally = found["operators"]["topk_candidates"]
-        assert code == 1 and not found["ok"] and tally["cases"] == 8 and f" {tally['rows']} " in out
+        report = json.loads(Path("run.json").read_text())
+        tally = report["operators"]["topk_candidates"]
+        assert code == 1 and not report["ok"] and tally["cases"] == 8 and f" {tally['rows']} " in out
         assert all(f"{problem} ({times} of 8 cases)" in out for problem, times in tally["times"].items())
         del tally["seconds"]
-        return found
+        return report
 
     assert run(3) == run(3) != run(4)
 
@@ -106,7 +106,7 @@ def test_seconds_end_a_run(fuzz):
 
 
 def test_command_enables_the_interpreter(tmp_path):
-    """In a process without its environment variable."""
+    """Runs in a process without the environment variable TRITON_INTERPRET."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = "import sys; from lenvm_kernels.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "fuzz", "--device", "cpu", "--ops", "sample_candidates", "--cases", "1"]

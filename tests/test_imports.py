@@ -35,14 +35,14 @@ def modules():
 
 def imports_of(file, names):
     """Modules that a file imports: at its top, inside functions, or for types only."""
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} imports relatively"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found & names
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return imported & names
 
 
 def layer_of(name):

@@ -37,17 +37,17 @@ def operands(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_are_added_in_order(dtype):
-    """In order and in fp32, starting with the accumulator. Another order gives other bits."""
+    """The additions are fp32 and start with the accumulator. Another order gives other bits."""
     x, w = operands(dtype)
-    found = dot(x, w, start=0.3)
+    product = dot(x, w, start=0.3)
     a, b = x.float().numpy(), w.float().numpy()
     for row, column in ((0, 0), (7, 31), (15, 4)):
         total = np.float32(0.3)
         for k in range(K):
             total = np.float32(total + np.float32(a[row, k] * b[k, column]))
-        assert found[row, column].item() == total
-    assert not torch.equal(dot(x.flip(1), w.flip(0), start=0.3), found)
-    torch.testing.assert_close(found.double(), x.double() @ w.double() + 0.3, rtol=0, atol=2e-5)
+        assert product[row, column].item() == total
+    assert not torch.equal(dot(x.flip(1), w.flip(0), start=0.3), product)
+    torch.testing.assert_close(product.double(), x.double() @ w.double() + 0.3, rtol=0, atol=2e-5)
 
 
 def test_row_is_bitwise_identical_at_every_place():

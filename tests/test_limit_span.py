@@ -64,7 +64,7 @@ SPANS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turn", range(3))
 def test_ends_of_spans_and_changed_logits(device, backend, dtype, turn):
-    """With the requests in several orders; a program processes some of them."""
+    """The requests come in several orders, and one program processes only some of them."""
     order = torch.arange(len(SPANS)).roll(7 * turn).tolist()
     asked, eos, new, token_ids, parents, ended, changes = zip(*(SPANS[i] for i in order), strict=True)
     table = GuidanceTable(len(SPANS) + 1, device)
@@ -82,7 +82,7 @@ def test_ends_of_spans_and_changed_logits(device, backend, dtype, turn):
             for token, number in added.items():
                 expected[3 * i + node, token] += number
     changed = logits.to(device)
-    found = limit_span(
+    spans = limit_span(
         changed,
         table.columns,
         filled(new, 4, 2).to(device),  # padding with a token that ends a span
@@ -92,7 +92,7 @@ def test_ends_of_spans_and_changed_logits(device, backend, dtype, turn):
         drafts=drafts,
         backend=backend,
     )
-    assert found.ended.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
+    assert spans.ended.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
     assert torch.equal(changed.cpu(), expected)
     assert table.columns.span_ended.tolist() == [False, *(x[0] for x in ended)]
 
@@ -166,7 +166,7 @@ CLOSINGS = [
 
 @pytest.mark.parametrize(("asked", "drawn", "expected"), CLOSINGS)
 def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
-    """In steps of one token, and at the nodes of drafts, some of which are the forced tokens and some are not."""
+    """Steps of one token, then nodes of drafts: one draft is wrong, the others are the forced tokens."""
     params, prompt = parse_guidance(asked), 2
     breaks = torch.tensor([0, 3, 2, 1, 0], dtype=torch.int8, device=device)  # no token from 5 on ends a line
 

@@ -69,7 +69,7 @@ def test_adapter_beside_the_weights(architecture, variant, tmp_path):
 
 
 def test_adapter_passed_as_a_directory(tmp_path):
-    """It replaces the adapter beside the weights, and leaves a loaded model unchanged."""
+    """The passed adapter replaces the one beside the weights, and leaves a loaded model unchanged."""
     model, head = random_pair("llama")
     model.save_pretrained(tmp_path / "model")
     adapted(model, tmp_path / "model", **VARIANTS["rank-stabilised"])
@@ -81,7 +81,7 @@ def test_adapter_passed_as_a_directory(tmp_path):
 
 
 def test_value_model_of_the_demo(tmp_path, monkeypatch):
-    """It has the shipped adapter unless a head is passed, because such a head belongs to the plain backbone."""
+    """It has the shipped adapter unless a head is passed: that head belongs to the plain backbone."""
     model, head = random_pair("llama")
     model.save_pretrained(tmp_path / "base")
     expected = ValueModel.from_causal_lm(adapted(model, tmp_path / "value", **VARIANTS["plain"]), head)

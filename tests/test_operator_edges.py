@@ -40,6 +40,6 @@ def test_fresh_memory_is_filled_and_memory_around_it_unchanged(device, name, dat
 
 
 def test_number_of_requests_triggers_no_recompilation():
-    """For the operators on drafts, slices of longer tensors do not either."""
+    """Operators on drafts; slices of longer tensors trigger none either."""
     names = ["expand_drafts", "limit_span", "pack_drafts", "ragged_layout", "verify_drafts"]
     assert variants(*names) == {f"_{name}_kernel": 1 for name in names}

@@ -41,7 +41,7 @@ def test_kernels_match_the_reference(device, name, data):
 @given(data=st.data())
 @settings(max_examples=max(1, settings().max_examples // 5))
 def test_rows_are_bitwise_identical_in_every_batch(device, name, data):
-    """In another order beside more rows, and alone."""
+    """Each batch is compared with its rows in another order beside more rows, and with one row alone."""
     failure = check(data.draw(cases(name)), device=device)
     assert failure is None, str(failure)
 
@@ -102,8 +102,8 @@ def test_recorded_by_make_fx(device, name, backend):
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
         def call(*tensors):
-            given = dict(zip(places, tensors, strict=True))
-            args, kwargs = tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+            tensor_at = dict(zip(places, tensors, strict=True))
+            args, kwargs = tree_unflatten([tensor_at.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
             return OPERATORS[name].function(*args, **kwargs, backend=backend)
 
         tensors = [leaves[i] for i in places]
@@ -144,7 +144,7 @@ def test_fp64_is_accepted_on_a_cpu(name):
     """With backend ``auto``, which is the reference on a CPU."""
     fp32_only = {"top_p", "min_p", "temperature", "entropy_threshold", "cos", "sin", "inv_freq"}
     fp32_only |= {"min_end_prob", "least_share", "due_length"}
-    found = []
+    fp64_results = []
 
     def double(x):
         if isinstance(x, GuidanceColumns):
@@ -156,12 +156,12 @@ def test_fp64_is_accepted_on_a_cpu(name):
         return tree_map(double_of, x)
 
     def function(*args, **kwargs):
-        given = {key: x if key in fp32_only else double(x) for key, x in kwargs.items()}
-        found.append(OPERATORS[name].function(*map(double, args), **given))
+        fp64_kwargs = {key: x if key in fp32_only else double(x) for key, x in kwargs.items()}
+        fp64_results.append(OPERATORS[name].function(*map(double, args), **fp64_kwargs))
         return OPERATORS[name].function(*args, **kwargs)
 
     results(name, function, "cpu")
-    (result,) = found
+    (result,) = fp64_results
     if name == "embed_tokens":
         result = result[:2]  # the angles' cosines and sines are fp32
     floats = [x for x in tree_flatten(result)[0] if x.is_floating_point()]
@@ -221,15 +221,15 @@ def clone(x):
 
 def arguments_of(case, device):
     """The arguments of a call, by name."""
-    found = []
+    calls = []
 
     def record(*args, **kwargs):
         function = OPERATORS[case.op].function
-        found.append(inspect.signature(function).bind(*args, **kwargs).arguments)
+        calls.append(inspect.signature(function).bind(*args, **kwargs).arguments)
         return function(*args, **kwargs, backend="reference")
 
     OPERATORS[case.op].run(OPERATORS[case.op].inputs(case, torch.device(device)), record)
-    return dict(found[0])
+    return dict(calls[0])
 
 
 def tensors_in(arguments):
@@ -271,14 +271,14 @@ def test_wrong_tensors_are_rejected_by_name(device, name, backend):
             with pytest.raises(TypeError, match=f"^{re.escape(path)} must be (.* or )?a tensor .*, got list"):
                 function(**changed(arguments, path, x.tolist()))
             for what, wrong in wrong_versions(x):
-                given = changed(arguments, path, wrong)
+                wrong_arguments = changed(arguments, path, wrong)
                 if what.removeprefix("fewer ") in free.get(path, ()) and (what != "float64" or backend == "reference"):
-                    if what != "fewer rows":  # only the device knows which rows are used
-                        function(**given)
+                    if what != "fewer rows":  # which rows are used depends on device data
+                        function(**wrong_arguments)
                     continue
                 launched.clear()
                 with pytest.raises((TypeError, ValueError), match=f"^({names})(:| must) "):
-                    function(**given)
+                    function(**wrong_arguments)
                 assert not launched
         for argument, x in arguments.items():
             if hasattr(x, "_asdict"):
@@ -321,13 +321,13 @@ def test_offsets_past_32_bits(device, name, path):
     x = dict(tensors_in(arguments))[path]
     if len(x) == 1 or x.element_size() > (4 if device.type == "cpu" else 2):
         pytest.skip("one row, or 10 GiB and more")
-    found = []
+    both = []
     for version in (x.clone(), far_apart(x)):
-        given = {argument: tree_map(clone, y) for argument, y in arguments.items()}
+        copies = {argument: tree_map(clone, y) for argument, y in arguments.items()}
         try:
-            result = OPERATORS[name].function(**changed(given, path, version), backend="triton")
+            result = OPERATORS[name].function(**changed(copies, path, version), backend="triton")
         except ValueError as error:
             assert "strides up to" in str(error)
             return
-        found.append(tensors_of([result, given, version]))
-    assert_same(*found, name)
+        both.append(tensors_of([result, copies, version]))
+    assert_same(*both, name)

@@ -59,7 +59,7 @@ def test_drafts_come_before_candidates(device, backend):
 
 @pytest.mark.parametrize("node", range(4))
 def test_one_candidate_at_any_node_packs_all_drafts(device, backend, node):
-    """In the second of three requests; the others have no scored candidates."""
+    """The second of three requests has the candidate; the others have none."""
     drafts = make_drafts([[3, 2, 1]] * 3, [[-1, 0, -1]] * 3, device=device)
     counts = [0] * 12
     counts[4 + node] = 1
@@ -94,7 +94,7 @@ def test_invalid_parents_count_as_the_root(device, backend, parent):
 
 @pytest.mark.parametrize("node", range(3))
 def test_draft_after_an_absent_draft_takes_no_candidate(device, backend, node):
-    """Although its parent has it as a candidate."""
+    """The draft is a candidate of its parent nevertheless."""
     drafts = make_drafts([[4, 6, -1, 7, 8]], [[-1, 0, 0, node - 1, -1]], device=device)
     counts = [int(i == node) for i in range(6)]
     trees = pack_drafts(make_scored([[7, 8]] * 6, counts, device=device), drafts, backend=backend)

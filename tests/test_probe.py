@@ -78,9 +78,9 @@ def test_network_matches_torch_functions(probe, folder, base):
     values = probs @ (1 - 0.99 ** ((edges[:-1] + edges[1:] - 1) / 2))
     rows = dict(table_rows=torch.tensor([0, 0]), generated=torch.zeros(2).int())
     table = table_of([{"value_mode": "mul", "value_scale": 2, "gamma": 0.99}])
-    found, mean = probe.value_logits(states, torch.tensor([[5], [7]]), table, **rows)
+    logits, mean = probe.value_logits(states, torch.tensor([[5], [7]]), table, **rows)
     torch.testing.assert_close(mean[:, 0].double(), torch.logit(values), rtol=1e-4, atol=1e-4)
-    assert torch.equal(found, mean) and not mean.requires_grad
+    assert torch.equal(logits, mean) and not mean.requires_grad
 
 
 @pytest.mark.parametrize("has_text_breaks", [False, True])
@@ -205,13 +205,13 @@ def test_output_lengths_are_predicted_from_the_first_tokens(base, probe):
     torch.manual_seed(0)
     output = base.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **processor.generation_kwargs)
     output[0, 4], output[3, 4] = 33, EOS  # any token, including the end
-    found, states = processor.predicted_output_lengths(output), ProbeStates(base, probe.config.layers, last=True)
+    lengths, states = processor.predicted_output_lengths(output), ProbeStates(base, probe.config.layers, last=True)
     for row, gamma in enumerate((0.99, 0.95)):
         base(ids[row : row + 1, mask[row] == 1])
         operands = states.take(), output[row, None, 4:5].int(), table_of([NEAR | {"gamma": gamma}])
         _, mean = probe.value_logits(*operands, table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
-        assert found[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
-    assert found[2:] == [None, 1.0]
+        assert lengths[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
+    assert lengths[2:] == [None, 1.0]
 
 
 def test_exact_probe_meets_targets(base, tmp_path):
@@ -309,5 +309,5 @@ def test_mixture_of_experts(tmp_path, put_into_cache):
     probe = LengthProbe.from_pretrained("owner/probe", *model_sizes(model))
     inputs = dict(input_ids=torch.tensor([[5, 6, 7], [8, 9, 10]]), attention_mask=torch.ones(2, 3).long())
     torch.manual_seed(0)
-    found = lenvm_kernels.generate(model, **inputs, value_model=probe, max_new_tokens=12, target_length=5)
-    assert found.shape[0] == 2 and found.shape[1] > 3
+    output = lenvm_kernels.generate(model, **inputs, value_model=probe, max_new_tokens=12, target_length=5)
+    assert output.shape[0] == 2 and output.shape[1] > 3

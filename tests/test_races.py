@@ -158,8 +158,8 @@ def test_read_of_unwritten_memory_is_found():
 
     assert copy(5, lambda source: source[:, :5].fill_(1.0)) == []
     assert copy(5, lambda source: torch.zeros(3, 8, out=source)) == []
-    (found,) = copy(6, lambda source: source[:, :5].fill_(1.0))
-    assert "reads source_ptr, which nothing has written" in found
+    (conflict,) = copy(6, lambda source: source[:, :5].fill_(1.0))
+    assert "reads source_ptr, which nothing has written" in conflict
 
 
 @triton.jit

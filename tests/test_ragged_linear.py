@@ -103,11 +103,11 @@ def test_tiles_depend_on_rows_and_weight(monkeypatch):
     layers = [(2048, 1536, False), (1536, 1536, False), (17_920, 1536, True), (1536, 8960, False)]
 
     def tiles(requests, dtype=torch.bfloat16):
-        found = []
+        chosen = []
         for columns, size, swiglu in layers:
             splits = ops.num_splits(columns, size, swiglu)
-            found.append(ops.choose_tile(6 * requests, columns, splits, swiglu, dtype)[:2])
-        return found
+            chosen.append(ops.choose_tile(6 * requests, columns, splits, swiglu, dtype)[:2])
+        return chosen
 
     monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "sm_90")
     small = (64, 64)
@@ -190,7 +190,7 @@ def test_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeypatch
         assert torch.equal(run(150, tile.block_m + 1, None), expected[: tile.block_m + 1])
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- written memory ---------------------------------------------------------------------------------------------------
 
 
 def added_in_pairs(y):

@@ -420,8 +420,8 @@ def test_near_without_effect_is_q(device, backend, case, strength):
         (Mode.LE_NEAR, is_shorter, is_longer),
     ):
         assert torch.equal(guided_by(near_case(case, device, mode, 0.0), backend), q)
-        found = guided_by(near_case(case, device, mode, strength), backend)
-        assert torch.equal(found[right], q[right]) and torch.equal(found[wrong], both[wrong])
+        guided = guided_by(near_case(case, device, mode, strength), backend)
+        assert torch.equal(guided[right], q[right]) and torch.equal(guided[wrong], both[wrong])
 
 
 @given(case=by_values(), mode=modes, strength=strengths)

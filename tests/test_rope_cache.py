@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def assert_kept(inputs, k, v, rows):
-    """Assert that the slots of the first ``rows`` rows hold exactly what was returned, and others their old values."""
+    """Assert that the slots of the first ``rows`` rows hold the returned rows, and all other slots their old values."""
     for cache, new in ((inputs["k_cache"], k), (inputs["v_cache"], v)):
         expected = torch.full_like(cache, UNTOUCHED)
         for row, slot in enumerate(inputs["slots"][:rows].tolist()):

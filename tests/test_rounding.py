@@ -121,8 +121,8 @@ def test_special_values(name, x, y, expected):
     size = triton.next_power_of_2(len(x))
     x, y = (torch.tensor(values + [1] * (size - len(values)), dtype=torch.float32) for values in (x, y))
     with gpu_rounding(0):
-        found = elementwise(name, x, y)[: len(expected)]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+        results = elementwise(name, x, y)[: len(expected)]
+    np.testing.assert_allclose(results, expected, rtol=1e-6)
 
 
 def test_smallest_results_keep_their_sign():
