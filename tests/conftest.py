@@ -1,7 +1,7 @@
-"""Test set-up: where kernels run, how long Hypothesis looks, and how Triton's interpreter rounds.
+"""Test set-up: where kernels run, the Hypothesis profiles, and how Triton's interpreter rounds.
 
-With a GPU the kernels are compiled and run there; without one they run in Triton's interpreter, which has to be asked
-for before Triton is imported (this file is imported first).
+With a GPU, kernels are compiled and run there. Without one, they run in Triton's interpreter, which must be enabled
+before Triton is imported (pytest imports this file first).
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Two workers on two cores, and what they start: threads that spin would only get in each other's way.
+# Two workers and their subprocesses share two cores, so idle threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -24,16 +24,16 @@ import pytest
 from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 
-from lenvm_kernels.ops import _operator  # noqa: F401 - repairs the interpreter, before tests change it
+from lenvm_kernels.ops import _operator  # noqa: F401 - patches the interpreter before tests do
 from tests.helpers.rounding import gpu_rounding
 
 if os.environ.get("TRITON_INTERPRET") == "1" and "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1)  # a worker a core
+    torch.set_num_threads(1)  # one core per worker
 
 _COMMON = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.register_profile("ci", derandomize=True, max_examples=50, print_blob=True, **_COMMON)
 settings.register_profile("fuzz", max_examples=int(os.environ.get("FUZZ_EXAMPLES", "500")), **_COMMON)
-# Compiling takes most of a test's time on a GPU, and bench.gpu_suite has little of it.
+# On a GPU, compilation takes most of a test's time, and bench.gpu_suite limits the time.
 settings.register_profile("gpu", derandomize=True, max_examples=10, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -61,19 +61,19 @@ def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the Triton kernels under test run: the GPU, or the CPU through the interpreter."""
+    """The device of the Triton kernels under test: the GPU, or the CPU through the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="session", params=["triton", "reference"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """The two that every operator has. Of the session, because Hypothesis does not set up anything for an example."""
+    """Both backends of every operator. Session-scoped, because Hypothesis sets up no fixture per example."""
     return request.param
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A directory of packages that come before the installed ones; fills it, path below it -> text, and returns it."""
+    """Write files (path -> text) into a directory that precedes the installed packages; returns that directory."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -92,8 +92,8 @@ def site(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def models():
-    """A value model for guided steps, and what its values have to be."""
-    from tests.helpers.step_models import StepModels  # takes a while
+    """A value model for guided steps, with its expected values."""
+    from tests.helpers.step_models import StepModels  # a slow import
 
     return StepModels()
 
@@ -132,15 +132,15 @@ def lenvm(capsys):
 
 @pytest.fixture
 def put_into_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], Path]:
-    """Makes a directory's files a repository in a Hugging Face cache, links to blobs as there; nothing may connect."""
+    """Store a directory as a repository in a Hugging Face cache, as links to blobs; connections are disabled."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(socket.socket, "connect", None)
 
     def put(name: str, folder: Path) -> Path:
         repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
         snapshot, blobs, refs = (repository / part for part in ("snapshots/ab12", "blobs", "refs"))
-        for made in (snapshot, blobs, refs):
-            made.mkdir(parents=True)
+        for directory in (snapshot, blobs, refs):
+            directory.mkdir(parents=True)
         (refs / "main").write_text(snapshot.name)
         for number, file in enumerate(folder.iterdir()):
             (snapshot / file.name).symlink_to(shutil.copy(file, blobs / str(number)))

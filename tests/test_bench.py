@@ -1,4 +1,4 @@
-"""The benchmarks' harness and the GPU suite on a CPU: every case runs, an error loses no other results."""
+"""The benchmark harness and the GPU suite on a CPU: every case runs, and an error discards no other results."""
 
 import inspect
 import json
@@ -63,7 +63,7 @@ def absent():
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
-    """Results, table lines and files of three cases, of which one fails; a run returns its times."""
+    """The JSON results of three cases, one of which fails, and their path. A case's ``run`` returns its times."""
     monkeypatch.setattr(harness, "measure", lambda run, device: run())
     monkeypatch.setattr(harness, "measure_ceilings", lambda device: CEILINGS)
 
@@ -104,7 +104,7 @@ def test_floor_is_the_larger_of_bytes_and_operations():
 
 
 def test_profile_of_replays():
-    """Of four replays with two kernels each the first is left out."""
+    """Four replays with two kernels each; the first replay is left out."""
     events = [dict(cat="cpu_op", ts=0, dur=1, name="x", args={})]
     for replay in range(4):
         for name, start, duration in (("_b", 0, 2), ("_a", 5, 10)):
@@ -114,7 +114,7 @@ def test_profile_of_replays():
 
 
 def test_suite_of_parts(monkeypatch, tmp_path, capsys):
-    """A part that works, one that fails and one that is ended; the summary has all three."""
+    """One part succeeds, one fails and one runs out of time; the summary lists all three."""
     commands = {
         "select_scored": gpu_suite.command("select_scored", tmp_path),
         "tests": ["-c", "print('boom'); exit(3)"],
@@ -141,7 +141,7 @@ def test_parts_of_the_suite_are_commands():
     assert "bench.ops.select_scored" in gpu_suite.command("select_scored", Path())
 
 
-def test_a_benchmark_is_a_command(tmp_path):
+def test_benchmark_is_a_command(tmp_path):
     path = tmp_path / "r.json"
     command = [sys.executable, "-m", "bench.ops.verify_drafts", "--quick", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

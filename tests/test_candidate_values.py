@@ -1,4 +1,4 @@
-"""Candidate values: by hand, against torch.nn and an integral over lengths, padding, saturation, and counters."""
+"""``candidate_values``: by hand, against torch.nn and an integral over lengths, padding, saturation, and counters."""
 
 import math
 
@@ -33,8 +33,8 @@ def nats_of(logits):
     return nn.functional.softplus(logits.double())
 
 
-def test_a_candidate_by_hand(device, backend):
-    """Two bins, of one token and of two or three; nobody is guided."""
+def test_candidates_by_hand(device, backend):
+    """Two bins, for one token and for two or three; no request is guided."""
     token_ids = torch.tensor([[2, -1], [0, 2]], device=device)
     scale, shift = torch.tensor([[2.0, 0.5], [1.0, -1.0]]), torch.tensor([[0.25, -1.0], [0.0, 3.0]])
     embedding = torch.tensor([[1.0, 4.0], [9.0, 9.0], [-0.5, 2.0]])
@@ -52,12 +52,12 @@ def test_a_candidate_by_hand(device, backend):
     table = GuidanceTable.from_params([None, None], [set(), set()], device).columns
     table.nats_per_token[:] = -math.log(0.997)
     head = (scale, shift, embedding, fc_weight, fc_bias, bins_weight, bins_bias, torch.tensor([1.0, 2.0, 4.0]))
-    of_rows = dict(table_rows=torch.tensor([1, 0], device=device), generated=torch.zeros(2, device=device).int())
-    found, mean = candidate_values(token_ids, *(x.to(device) for x in head), table, **of_rows, backend=backend)
-    # Of token 2 in row 0: 0.25 + 2 * -0.5 and -1 + 0.5 * 2; of tokens 0 and 2 in row 1: 1 and 3 - 4, -0.5 and 3 - 2.
+    rows = dict(table_rows=torch.tensor([1, 0], device=device), generated=torch.zeros(2, device=device).int())
+    logits, mean = candidate_values(token_ids, *(x.to(device) for x in head), table, **rows, backend=backend)
+    # Token 2 in row 0: 0.25 + 2 * -0.5 and -1 + 0.5 * 2; tokens 0 and 2 in row 1: 1 and 3 - 4, -0.5 and 3 - 2.
     expected = torch.tensor([[by_hand(-0.75, 0.0), 0.0], [by_hand(1.0, -1.0), by_hand(-0.5, 1.0)]])
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(found, mean)
+    torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(logits, mean)
 
 
 def make_inputs(rows, dtype, **options):
@@ -67,14 +67,14 @@ def make_inputs(rows, dtype, **options):
     return inputs | {"token_ids": inputs["token_ids"].clamp(0, len(inputs["embedding"]) - 1)}
 
 
-def test_the_network_is_that_of_torch_modules():
-    """A bin a token, and the probabilities are read from the values of two requests with other discounts."""
+def test_network_matches_torch_modules():
+    """One token per bin: the value is a sum over two lengths with the request's own discount."""
     inputs = make_inputs(5, torch.float64, size=48, outputs=20, bins=2)
     fc, bins = nn.Linear(48, 20), nn.Linear(20, 2)
     for module, name in ((fc, "fc"), (bins, "bins")):
         module.weight.data, module.bias.data = inputs[f"{name}_weight"], inputs[f"{name}_bias"]
-    of_candidates = nn.functional.embedding(inputs["token_ids"], inputs["embedding"])
-    x = torch.addcmul(inputs["shift"][:, None], inputs["scale"][:, None], of_candidates)
+    candidates = nn.functional.embedding(inputs["token_ids"], inputs["embedding"])
+    x = torch.addcmul(inputs["shift"][:, None], inputs["scale"][:, None], candidates)
     edges = torch.tensor([4.0, 5.0, 6.0])
     with torch.no_grad():
         probs = nn.Sequential(nn.SiLU(), fc, nn.SiLU(), bins)(x).softmax(-1)
@@ -98,19 +98,19 @@ CLOSENESS = {
     [
         (80, 30, 5.0, 0, 0.0),
         (80, 30, 0.7, 0, 0.0),
-        (20, 90, 2.0, 0, 0.0),  # nothing is left of the target
-        (60, 10, 3.0, 10, 0.0),  # of the lengths up to 10 nothing is left
-        (500, 0, 3.0, 300, 0.0),  # of all of them
-        (80, 50, 5.0, 0, 0.25),  # 10 to 50 may come
-        (60, 40, 2.0, 0, 0.5),  # 0 to 50
+        (20, 90, 2.0, 0, 0.0),  # the target is used up
+        (60, 10, 3.0, 10, 0.0),  # the answer covers the lengths up to 10
+        (500, 0, 3.0, 300, 0.0),  # the answer covers all lengths
+        (80, 50, 5.0, 0, 0.25),  # 10 to 50 more tokens are within the tolerance
+        (60, 40, 2.0, 0, 0.5),  # 0 to 50 more tokens
         (40, 55, 4.0, 0, 0.25),  # past the tolerance
-        (50, 30, 3.0, 3, 0.002),  # within a bin
+        (50, 30, 3.0, 3, 0.002),  # the tolerance lies within a bin
     ],
 )
-def test_the_length_that_stands_is_as_close_as_the_lengths_are(
+def test_returned_length_is_as_close_as_the_distribution(
     device, backend, constraint, target, generated, strength, answer, tolerance
 ):
-    """Against an integral by a sum, over a distribution with probability on both sides of what remains."""
+    """Against a numerical integral, over a distribution with probability on both sides of the remaining target."""
     params = {"target_length": target, "value_constraint": constraint, "strength": strength, "gamma": 0.99}
     params["tolerance"] = tolerance
     table = table_of(None, params, answer_length=answer)
@@ -120,7 +120,7 @@ def test_the_length_that_stands_is_as_close_as_the_lengths_are(
     inputs |= {"bin_edges": torch.tensor(EDGES).float(), "table": GuidanceColumns(*(x.to(device) for x in table))}
     inputs |= {"table_rows": torch.tensor([1]), "generated": torch.tensor([generated]).int()}
     inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    found, mean = candidate_values(**inputs, backend=backend)
+    logits, mean = candidate_values(**inputs, backend=backend)
 
     reach = tolerance * target
     least, most = (math.log(max(target + more - generated, 0) + 2) for more in (-reach, reach))
@@ -134,12 +134,12 @@ def test_the_length_that_stands_is_as_close_as_the_lengths_are(
         points = [start + (end - start) * (i + 0.5) / steps for i in range(steps)]
         closeness += p * sum(map(closeness_of, points)) / steps
         discounted += p * 0.99 ** ((low + high - 1) / 2)
-    length = nats_of(found).item() / -math.log(0.99) - answer
+    length = nats_of(logits).item() / -math.log(0.99) - answer
     at = math.log(length + 2)
     if length > 1.01 * SHORTEST:
         assert closeness_of(at) == pytest.approx(closeness, rel=1e-3)
         assert at <= least + 1e-5 if constraint == "ge_near" else at >= most - 1e-5
-    else:  # all lengths are close enough, or nothing is left of any
+    else:  # all lengths are close enough, or the answer covers them
         assert constraint == "ge_near" and (least == math.log(2) or answer == 300)
     assert math.exp(-nats_of(mean).item()) == pytest.approx(discounted, rel=1e-4)
 
@@ -147,15 +147,15 @@ def test_the_length_that_stands_is_as_close_as_the_lengths_are(
 @pytest.mark.parametrize(
     "params", [{"target_length": 40, "strength": 0}, {"target_length": 40, "value_constraint": "eq"}]
 )
-def test_what_is_not_near_is_guided_by_the_mean(params):
+def test_eq_and_strength_0_are_guided_by_the_mean(params):
     inputs = make_inputs(1, torch.float32)
-    found, mean = candidate_values(**inputs | {"table": table_of(params), "table_rows": torch.tensor([0])})
-    assert torch.equal(found, mean)
+    logits, mean = candidate_values(**inputs | {"table": table_of(params), "table_rows": torch.tensor([0])})
+    assert torch.equal(logits, mean)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16])
 def test_padding_is_zero_and_reads_nothing(device, backend, columns):
-    """Whole blocks of rows are padding; what a clamped id would read is NaN."""
+    """Whole blocks of rows are padding; the rows that a clamped id would read are NaN."""
     inputs = make_inputs(70, torch.float32, columns=columns, device=device)
     inputs["token_ids"] = 1 + inputs["token_ids"] % 48
     inputs["embedding"][[0, 49]] = float("nan")
@@ -165,7 +165,7 @@ def test_padding_is_zero_and_reads_nothing(device, backend, columns):
     is_padding = (torch.arange(ids.numel(), device=device) % 3 != 1).view(ids.shape)
     is_padding[20:50] = True
     ids[is_padding] = nowhere.repeat(ids.numel())[: int(is_padding.sum())]
-    for name in ("scale", "shift"):  # nor is anything read of a row without candidates
+    for name in ("scale", "shift"):  # rows without candidates are not read either
         inputs[name][20:50] = float("nan")
     found = torch.stack(candidate_values(**inputs | {"token_ids": ids}, backend=backend))
     assert found[:, is_padding].eq(0).all() and (expected != 0).all()
@@ -187,7 +187,7 @@ def test_saturated_activations(device, dtype):
 
 @pytest.mark.parametrize("rows", [1, 2, 33, 70])
 def test_counters_are_zero_afterwards(device, rows):
-    """Twice with the same ones; the first blocks of rows are only padding. What follows stays."""
+    """Two calls share the counters; the first blocks of rows are padding. Memory behind the counters is unchanged."""
     inputs = make_inputs(rows, torch.float32, outputs=2 * ops.BLOCK_N + 20, device=device)
     inputs["token_ids"][: min(rows - 1, 9)] = -1
     expected = candidate_values(**inputs, backend="triton")

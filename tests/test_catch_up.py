@@ -1,4 +1,4 @@
-"""``catch_up``: which tokens are computed for whom and when, and where they belong."""
+"""``catch_up``: which tokens are computed at which step, and their slots."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.helpers.drafts import i32
 
 
 def make_requests(lengths, cached_lens, table_rows, *, guided=None, wants_length=None, device="cpu"):
-    """Guided requests, or as ``guided`` says. The fields that do not matter are 1."""
+    """Requests, all guided unless ``guided`` is passed. Fields that do not matter are 1."""
     requests = empty_requests(len(lengths), torch.device(device))
     for x in requests:
         x.fill_(1)
@@ -23,15 +23,15 @@ def make_requests(lengths, cached_lens, table_rows, *, guided=None, wants_length
 
 
 def make_history(rows, held, device="cpu"):
-    """Of tokens that are 100 times their row and more by their column; -5 tokens are cached of each."""
+    """A history whose tokens are ``100 * row + column`` and whose cached lengths are -5."""
     history = empty_history(rows, held, torch.device(device))
     history.tokens.copy_(100 * torch.arange(rows)[:, None] + torch.arange(held))
-    history.cached_lens.fill_(-5)  # what is not written shows
+    history.cached_lens.fill_(-5)  # shows which rows are written
     return history
 
 
-# Of a history of three tokens: the length of each request, its table row, tokens that are cached, tokens scored,
-# whether it is guided and asks for lengths; then the positions of the tokens computed.
+# With a history of three tokens: the length of each request, its table row, numbers of cached tokens and of scored
+# candidates, whether it is guided and wants a length; then the positions of the computed tokens.
 WHO_COMPUTES = [
     ((8, 5, 7, 2, True, False), [7]),
     ((8, 2, 6, 1, True, False), [6, 7]),
@@ -49,8 +49,8 @@ WHO_COMPUTES = [
 
 
 @pytest.mark.parametrize("page_size", [1, 5])
-def test_who_computes_what(device, backend, page_size):
-    """Each row's pages are its own, and the slot table has room for more. Slots are past 32 bits where pages are."""
+def test_computed_tokens_and_their_slots(device, backend, page_size):
+    """Each row has its own pages, and the slot table is a slice. With pages of 5, slots of row 2 exceed 32 bits."""
     asked, expected = zip(*WHO_COMPUTES, strict=True)
     lengths, rows, cached_lens, counts, guided, wants_length = zip(*asked, strict=True)
     requests = make_requests(lengths, cached_lens, rows, guided=guided, wants_length=wants_length, device=device)
@@ -71,10 +71,10 @@ def test_who_computes_what(device, backend, page_size):
     assert history.cached_lens.tolist() == left
 
 
-def test_a_request_over_many_steps(device, backend):
-    """With another one beside it, of row 0, that is scored at every step and computes its last token each time.
+def test_request_over_many_steps(device, backend):
+    """Beside a request in row 0 that is scored at every step and computes its last token each time.
 
-    The request of row 2 begins with 5 cached tokens of a prompt of 6. Its token at position p is 10 + p.
+    The request in row 2 begins with 5 cached tokens of a prompt of 6. Its token at position p is 10 + p.
     """
     guidance = [parse_guidance({"target_length": 60})] * 3
     table = GuidanceTable.from_params(guidance, [{0}] * 3, device).columns
@@ -87,14 +87,14 @@ def test_a_request_over_many_steps(device, backend):
         return slot_table[2, position // page_size].item() * page_size + position % page_size
 
     length, other = 5, 10
-    # Tokens that are new and whether any is scored; then the positions computed.
+    # Number of new tokens, whether candidates are scored, and the computed positions.
     for new, scored, expected in (
         (1, True, [5]),
         (1, False, []),  # 6 waits
         (1, False, []),  # 7 waits
         (1, True, [6, 7, 8]),
         (1, False, []),  # 9 waits
-        (2, False, [9, 10, 11]),  # as many as are held
+        (2, False, [9, 10, 11]),  # the history is full
         (1, False, []),  # 12 waits
         (2, False, [12, 13, 14]),
         (0, True, []),

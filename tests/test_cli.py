@@ -1,4 +1,4 @@
-"""The ``lenvm`` command on tiny random checkpoints, and one line and exit code 2 for every rejected input."""
+"""The ``lenvm`` command on tiny random checkpoints. Every rejected input gives one line and exit code 2."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ from tests.helpers.probes import write_random_probe
 
 PROMPT_LINES = ("{", '{"prompt": 3}', '{"text": "w1"}', '"w1"', "", '{"prompt": " "}')
 NEAR = "--target-length 9"
-# Arguments, and a part of the message. BASE, VALUE, FILES and URL are replaced; generate has a prompt and both models.
+# Arguments, and a part of the message. BASE, VALUE, FILES and URL are replaced; generate gets a prompt and both models.
 REJECTED = [
     ("generate --landing w7 --target-value 0.5", "landing needs a target_length"),
     ("generate --value-mode louder", "value_mode must be one of mul, "),
@@ -109,7 +109,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("argv", "message"), REJECTED)
-def test_rejected_input_is_one_line_and_exit_code_2(lenvm, base, value, files, tmp_path, argv, message):
+def test_rejected_input_prints_one_line_and_exits_with_2(lenvm, base, value, files, tmp_path, argv, message):
     defaults = {
         "generate": ["--model", base, "--value-model", value, "--max-new-tokens", 12, "--prompt", "w1 w2 w3"],
         "evaluate": ["--output", tmp_path / "out", "--num-prompts", 1],
@@ -121,7 +121,7 @@ def test_rejected_input_is_one_line_and_exit_code_2(lenvm, base, value, files, t
         command, *arguments = argv.split(" ")
         code, text, error = lenvm(command, *defaults.get(command, []), *arguments)
     assert (code, text) == (2, "")
-    lines = [line for line in error.splitlines() if line and "answer/s" not in line]  # of the progress bar
+    lines = [line for line in error.splitlines() if line and "answer/s" not in line]  # without the progress bar
     assert len(lines) == 1 and lines[0].startswith("lenvm") and message in lines[0], error
     assert not (tmp_path / "out").exists()
 
@@ -152,7 +152,7 @@ def test_missing_extra(monkeypatch, tmp_path, files, lenvm, package, command, me
 
 @pytest.fixture
 def generate(lenvm, base, value):
-    """The text of ``lenvm generate``, and the rows of its table of values."""
+    """Run ``lenvm generate``; returns its text, and the rows of its table of values."""
 
     def run(*argv, prompts=("w1 w2 w3",), model=base, value_model=value):
         models = ["--model", model, "--value-model", value_model, "--device", "cpu", "--max-new-tokens", 12]
@@ -165,7 +165,7 @@ def generate(lenvm, base, value):
 
 
 def test_equal_texts(generate, base, put_into_cache, tmp_path):
-    """A seed, the table of values, names in the Hugging Face cache, a chat template, and a prompt with its length."""
+    """Equal seeds, a table of values, cached model names, chat templates and written-out lengths give equal texts."""
     write_random_probe(tmp_path / "probe", AutoModelForCausalLM.from_pretrained(base))
     put_into_cache("owner/base", Path(base))
     put_into_cache("owner/probe", tmp_path / "probe")
@@ -213,7 +213,7 @@ LOG_2 = math.log(2)
     ],
 )
 def test_lengths_follow_from_the_logit_gamma_and_target_form(tmp_path, monkeypatch, generate, config, argv, length):
-    """A head of zeros predicts softplus(0), of a value model of its own and of the base model's shared weights."""
+    """A head of zeros predicts softplus(0), on a separate value model and on the base model's shared weights."""
     value, head = save_checkpoint(tmp_path / "value", seed=1), tmp_path / "value" / "value_head.safetensors"
     save_file({name: torch.zeros(shape) for name, shape in head_shapes().items()}, head)
     LenVMConfig(**config).write(tmp_path / "value")
@@ -238,7 +238,7 @@ def test_landing_is_forced_in_words(generate, values):
     assert text.split("\n")[-1].split()[2:5] == ["w7", "w8", "w9"]
 
 
-def test_an_interrupt_is_quiet(monkeypatch, lenvm):
+def test_interrupt_is_quiet(monkeypatch, lenvm):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The codegen gate finds each fault, and finds none in the first call of each kernel on sm_90.
+"""The codegen gate finds each fault, and no fault in the first call of each kernel on sm_90.
 
 ``make codegen`` compiles all calls of the operators, and the steps of the value models for four GPUs.
 """
@@ -21,8 +21,8 @@ GOOD = codegen.Figures("Qwen2.5-1.5B", "_ragged_linear_kernel 1", 128, 0, 65_536
 ANGLES = dict(kernel="_embed_tokens_kernel 1", tensor_cores={}, spilled=32, fp64=6)
 
 
-def test_every_kernel_compiles_into_what_it_should():
-    """The compiler may reject what the interpreter accepts. Another process, because this one may interpret."""
+def test_every_kernel_compiles_without_faults():
+    """The compiler may reject code that the interpreter accepts. Runs in a subprocess, as this one may interpret."""
     lines = run_compiling("-m", "bench.codegen", "--check", "--parts", "calls", "--once").splitlines()
     assert lines[-1] == "no faults"
     for kernel in kernels():
@@ -38,7 +38,7 @@ from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 sm_90 = PARTS["sm_90"].target
 """
-# Parts of sums that are no longer than one block of products.
+# Each part of a sum is at most one block of products long.
 SHORT_SUM = """
 ops.SPLIT_FROM = 128
 for tile in ops.TILES:
@@ -47,7 +47,7 @@ for tile in ops.TILES:
         ops.ragged_linear(torch.zeros(300, 320).half(), torch.zeros(100, 320).half(), backend="triton")
     print(*(kernel.metadata.shared for _, kernel in compiled))
 """
-# Attention over a cache whose slots lie 128 numbers apart, and then an odd number.
+# Attention over a cache with a slot stride of 128 elements, then of an odd number.
 SLOTS_APART = """
 for apart in (128, 129):
     call = make_call(heads=(12, 2, 64), page_size=16, dtype="bfloat16")
@@ -56,7 +56,7 @@ for apart in (128, 129):
         call.func(*call.args[:3], *caches, *call.args[5:], **call.keywords, backend="triton")
     print("apart", apart, *(kernel.asm["ttgir"] for _, kernel in compiled))
 """
-# Candidates of one row and of several, as far apart as the vocabulary and farther.
+# Candidates of one row and of several; rows are contiguous, or have a larger stride.
 ROWS_APART = """
 for vocab, apart in ((50_257, 50_304), (50_304, 50_320)):
     for rows in (1, 3):
@@ -69,23 +69,23 @@ for vocab, apart in ((50_257, 50_304), (50_304, 50_320)):
 """
 
 
-def test_a_short_sum_fits_shared_memory():
-    """Without a loop of its own it would be pipelined with the loop over tiles."""
+def test_short_sum_fits_shared_memory():
+    """Without a separate loop, the sum would be pipelined with the loop over tiles."""
     needed = [int(shared) for shared in run_compiling("-c", COMPILING + SHORT_SUM).split()]
     assert len(needed) > 4 and max(needed) <= 227 * 1024
 
 
 def test_no_copy_is_wider_than_a_stride_allows():
-    """Triton 3.6 took the sum of a page and of a place in it for a multiple of the page's size."""
+    """Triton 3.6 assumed that a slot, the sum of a page's start and an offset, is a multiple of the page size."""
     even, odd = run_compiling("-c", COMPILING + SLOTS_APART).split("apart 129", 1)
     for text, types in ((even, {"bf16"}), (odd, set())):
         assert text.count("tt.func public @_value_tree_attention_kernel") == 1
         assert set(re.findall(r"async_copy_global_to_local .*tensor<\w+x!tt.ptr<(\w+)>", text)) == types
 
 
-def test_a_row_is_summed_in_one_order_however_far_the_next_one_is():
-    found = run_compiling("-c", COMPILING + ROWS_APART).split()
-    assert len(found) == 16 and len(set(found)) == 4
+def test_row_stride_does_not_change_the_order_of_sums():
+    hashes = run_compiling("-c", COMPILING + ROWS_APART).split()
+    assert len(hashes) == 16 and len(set(hashes)) == 4
 
 
 def test_forms_of_launch_are_calls_of_their_operator():
@@ -127,7 +127,7 @@ def test_each_fault_is_found(part, change, message):
     assert found == ([f"{part} Qwen2.5-1.5B {figure.kernel}: {message}"] if message else [])
 
 
-def test_calls_have_to_launch_every_kernel():
+def test_calls_must_launch_every_kernel():
     every = [replace(GOOD, kernel=name) for name in kernels()]
     assert len(every) >= 15 and codegen.faults("calls", every) == []
     assert codegen.faults("calls", every[1:]) == [f"calls: {every[0].kernel} is launched by none of them"]
@@ -137,11 +137,11 @@ def test_calls_have_to_launch_every_kernel():
     ("figure", "passes", "fails"),
     [("registers", 140, 141), ("shared", 72_089, 72_090), ("spilled", 0, 1), ("async_copies", 22, 21)],
 )
-def test_a_figure_may_get_ten_percent_worse(figure, passes, fails):
+def test_figures_may_get_ten_percent_worse(figure, passes, fails):
     before, *after = (codegen.compared([replace(GOOD, **{figure: x})]) for x in (getattr(GOOD, figure), passes, fails))
     assert codegen.regressions("sm_90", after[0], before) == []
-    (found,) = codegen.regressions("sm_90", after[1], before)
-    assert found.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
+    (regression,) = codegen.regressions("sm_90", after[1], before)
+    assert regression.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
 
 
 def test_kernels_on_one_side_only_are_named():
@@ -157,10 +157,10 @@ def counts(lines):
 
 
 def test_instructions_are_counted():
-    found = counts(LOOP)
-    assert (found["tensor_cores"], found["async_copies"], found["loop_instructions"]) == ({"HGMMA": 1}, 1, 5)
-    assert found["waits_for_all"] == 0 and counts([LOOP[0].replace("2", "0"), *LOOP[1:]])["waits_for_all"] == 1
-    assert counts([*LOOP[:6], "@P1 BRA 0x0", "EXIT"])["waits_for_all"] == 0  # the wait of a persistent loop around
+    counted = counts(LOOP)
+    assert (counted["tensor_cores"], counted["async_copies"], counted["loop_instructions"]) == ({"HGMMA": 1}, 1, 5)
+    assert counted["waits_for_all"] == 0 and counts([LOOP[0].replace("2", "0"), *LOOP[1:]])["waits_for_all"] == 1
+    assert counts([*LOOP[:6], "@P1 BRA 0x0", "EXIT"])["waits_for_all"] == 0  # a persistent loop around it may wait
     load = "LDG.E.U16 R8, desc[UR4][R6.64]"
     assert counts([*LOOP[:5], load, "EXIT"])["loads_16_in_loops"] == 0
     assert counts([LOOP[0], load, *LOOP[1:]])["loads_16_in_loops"] == 1
@@ -172,8 +172,8 @@ def test_amd_loops_are_found():
     lines = ["\ts_nop", ".LBB0_1:", "\tglobal_load_ushort v1, v[4:5], off", "\ts_cbranch_scc1 .LBB0_1"]
     lines += ["\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1]", "\ts_branch .LBB0_2", ".LBB0_2:"]
     loops = codegen._amd_loops(list(enumerate(lines)))
-    found = codegen.count_instructions(list(enumerate(lines)), loops)
-    assert loops == [(1, 3)] and found["loads_16_in_loops"] == 1 and found["tensor_cores"] == {"mfma": 1}
+    counted = codegen.count_instructions(list(enumerate(lines)), loops)
+    assert loops == [(1, 3)] and counted["loads_16_in_loops"] == 1 and counted["tensor_cores"] == {"mfma": 1}
 
 
 def test_accesses_before_the_wait_are_counted():
@@ -182,7 +182,7 @@ def test_accesses_before_the_wait_are_counted():
     assert codegen.accesses_before_wait([*lines[:4], "LDG.E R3, [R4.64]"]) == 3  # no wait
 
 
-def test_products_fused_with_what_a_shuffle_brought_are_counted():
+def test_products_fused_with_shuffled_numbers_are_counted():
     lines = [
         "SHFL.BFLY PT, R5, R4, 0x10, 0x1f",
         "FADD R6, R4, R5",  # a sum
@@ -212,7 +212,7 @@ MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, instrShape = [16, 128, 16]}>\n"
 @pytest.mark.parametrize(
     ("one", "other", "is_same"),
     [
-        (ttgir(BLOCKED), ttgir(BLOCKED.replace("[1, 2]", "[4, 2]"), "128x256"), True),  # rows beside the sum
+        (ttgir(BLOCKED), ttgir(BLOCKED.replace("[1, 2]", "[4, 2]"), "128x256"), True),  # more rows, same sum
         (ttgir(BLOCKED), ttgir(BLOCKED.replace("[1, 2]", "[1, 4]")), False),
         (ttgir(BLOCKED), ttgir(BLOCKED, "64x128"), False),
         (ttgir(BLOCKED, "64x2"), ttgir(BLOCKED.replace("[1, 2]", "[1, 4]"), "64x2"), True),  # one addition
@@ -233,7 +233,7 @@ def test_sums_that_depend_on_the_batch(one, other, is_same):
     assert codegen.sums_that_differ(batches) == (set() if is_same else {one, other})
 
 
-def test_committed_figures_are_of_every_part():
+def test_committed_figures_cover_every_part():
     for entry in json.loads(codegen.RESULTS.read_text()).values():
         for part in codegen.PARTS:
             assert len(entry["parts"][part]) > 50

@@ -1,4 +1,4 @@
-"""``lenvm demo``: its table, numbers and plot on a tiny model, and once the packaged model and its export."""
+"""``lenvm demo``: its table, numbers and plot on a tiny model; the packaged model and its export."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ SETTINGS = ["none", "hard cut", "shorter", "longer", "eq", "constant", "guided"]
 
 
 def test_table_numbers_and_plot(base, value, monkeypatch, tmp_path, lenvm):
-    """Every cell of the table is a number of the file, and the file is the same for the same seed alone."""
+    """Every cell of the table is a number in the file. Equal seeds give equal numbers, another seed gives others."""
     tiny = Models.load(base, value, device="cpu", dtype=torch.float32)
     monkeypatch.setattr(Models, "load", lambda *args, **kwargs: tiny)
     monkeypatch.setattr(demo, "held_out_prompts", lambda: ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1"])
@@ -85,7 +85,7 @@ def test_packaged_model_and_its_export(tmp_path, lenvm):
     assert torch.equal(last, adapted) and not torch.equal(last, weights[1]["model.layers.29.self_attn.o_proj.weight"])
     assert exported.eos_token_ids == packaged.eos_token_ids
     assert exported.value_model.lenvm_config == LenVMConfig(gamma=0.9821718891880378)  # bench/results/value_model
-    of_probe = Models.load(base, probe, device="cpu", dtype=torch.bfloat16).value_model.config
-    assert of_probe == Models.load("demo", "demo-probe", device="cpu", dtype=torch.bfloat16).value_model.config
+    probe_config = Models.load(base, probe, device="cpu", dtype=torch.bfloat16).value_model.config
+    assert probe_config == Models.load("demo", "demo-probe", device="cpu", dtype=torch.bfloat16).value_model.config
     code, _, error = lenvm("export", tmp_path)
     assert code == 2 and "File exists" in error and (Path(value) / "lenvm_config.json").is_file()

@@ -1,4 +1,4 @@
-"""``lenvm doctor``: each fault that it finds, planted. With SGLang: ``test_sglang_doctor.py``."""
+"""``lenvm doctor`` with each fault planted that it reports. ``test_sglang_doctor.py`` runs it with SGLang."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def off_by(error):
     return {"lenvm_kernels.value_head": lambda *x, backend="": x[0][:, 0] * 0 + error * (not backend)}
 
 
-# Section, subject, mark, text of the check, and what is planted: files by path, variables in capitals, else attributes.
+# Section, subject, mark, text of the check, and planted values: files by path, variables in capitals, else attributes.
 CASES = [
     ("installed", "lenvm-kernels", "ok", lenvm_kernels.__version__, {}),
     ("installed", "lenvm-kernels", "wrong", "again", {"lenvm_kernels.__version__": "9.9"}),
@@ -102,12 +102,12 @@ def test_check(site, monkeypatch, capfd, section, name, mark, text, planted):
     assert "\n" not in check.found + check.hint and capfd.readouterr() == ("", "")
 
 
-def test_a_function_that_vllm_has_moved(site):
+def test_function_that_vllm_has_moved(site):
     site(VLLM)
     examine("vllm")
     del sys.modules["vllm.v1.worker.gpu.sample.states"].SamplingStates.apply_min_p
-    found = {check.name: (check.mark, check.found) for check in examine("vllm")}
-    assert found["SamplingStates.apply_min_p"] == ("wrong", "is not there")
+    checks = {check.name: (check.mark, check.found) for check in examine("vllm")}
+    assert checks["SamplingStates.apply_min_p"] == ("wrong", "is not there")
 
 
 @pytest.mark.parametrize(("marks", "code"), [(["ok", "missing"], 0), (["ok", "wrong", "missing"], 1)])

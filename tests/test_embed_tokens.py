@@ -1,4 +1,4 @@
-"""``embed_tokens``: kernel against reference, reference against transformers, ids of no vocabulary, other rows."""
+"""``embed_tokens``: kernel against reference, reference against transformers, invalid ids, and absent rows."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def test_reference_matches_transformers(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 64, 65, 200, MAX_BLOCK_H + 70])
 def test_sums_of_small_integers_are_exact(device, backend, dtype, size):
-    """Each group has its own columns, and each token its own column of the result."""
+    """Each group sums its own columns, and each token has its own column in the result."""
     tokens = 3
     table = torch.arange(tokens * size).view(tokens, size) % 7 - 3
     ids, zeros = torch.tensor([2, 0, 1], device=device), torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -44,7 +44,7 @@ def test_sums_of_small_integers_are_exact(device, backend, dtype, size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_outside_of_the_vocabulary_are_nan(device, backend, dtype):
-    """And those at its ends are not; nor are their neighbours. What lies around the vocabulary is not read."""
+    """The first and last ids and neighbouring tokens are not NaN. Memory around the embedding is not read."""
     vocab, size = 6, 70
     memory = torch.ones(vocab + 2, size, dtype=dtype, device=device)
     embedding = memory[1:-1].fill_(2)
@@ -62,7 +62,7 @@ def test_tokens_outside_of_the_vocabulary_are_nan(device, backend, dtype):
 
 
 def test_angles_of_far_positions(device, backend):
-    """The angle is the fp32 product, as in transformers; its cosine and sine are right to fp32's last bits."""
+    """The angle is the fp32 product, as in transformers; its cosine and sine are accurate to the last bits of fp32."""
     positions = [0, 1, 2, 1000, 32_767, 99_999, 100_000, 105_700, 131_071, 2**24 + 2, 2**33]
     inv_freq = torch.tensor([1.0, 0.8111, 0.0317, 1e-6, 3.7e-7])
     ids = torch.zeros(len(positions), dtype=torch.int64, device=device)
@@ -81,8 +81,8 @@ def test_angles_of_far_positions(device, backend):
 
 @pytest.mark.parametrize("size", [1, 130, MAX_BLOCK_H + 1])
 @pytest.mark.parametrize("num_rows", [None, -1, 0, 2, 4, 5])
-def test_only_the_tokens_that_are_there_count(device, size, num_rows):
-    """The kernel writes nothing else, neither around the results nor of other tokens, and all of those there are."""
+def test_only_the_first_num_rows_tokens_are_written(device, size, num_rows):
+    """The kernel writes all of their results and nothing else: no other tokens, no memory around the results."""
     tokens, memory = 4, GuardedMemory()
     inputs = make_inputs(tokens, size=size, half=5, dtype=torch.float32, device=device)
     expected = embed_tokens(**inputs, backend="reference")
@@ -93,13 +93,13 @@ def test_only_the_tokens_that_are_there_count(device, size, num_rows):
         inputs["num_rows"] = torch.tensor([num_rows], dtype=torch.int32, device=device)
 
     reference = embed_tokens(**inputs, backend="reference")
-    found = memory.call(embed_tokens, **inputs, backend="triton")
-    for embedded in (found, reference):
+    actual = memory.call(embed_tokens, **inputs, backend="triton")
+    for embedded in (actual, reference):
         for x, wanted in zip(*(e._replace(square_sums=e.square_sums.T) for e in (embedded, expected)), strict=True):
             torch.testing.assert_close(x[:rows], wanted[:rows], rtol=1e-5, atol=1e-6)
     memory.assert_kept()
     assert len(memory.tensors) == len(EmbeddedTokens._fields)
-    for x in found._replace(square_sums=found.square_sums.T):
+    for x in actual._replace(square_sums=actual.square_sums.T):
         assert x[rows:].isnan().all()
 
 

@@ -1,4 +1,4 @@
-"""What the plugins use of their engines, against what was recorded. The engines' own tests look at the real ones."""
+"""The engine signatures that the plugins use, against the recorded ones. Each engine's own tests check real ones."""
 
 import re
 
@@ -10,13 +10,13 @@ from tests.helpers.engine_stubs import stubs
 from tools import engine_signatures as tool
 
 
-def test_all_that_is_used_is_recorded():
+def test_every_used_signature_is_recorded():
     for engine, targets in USED.items():
         assert list(targets) == sorted(set(targets)) and recorded(engine)
         for version in recorded(engine).values():
             assert sorted(version) == sorted(targets)
     filters = "vllm.v1.worker.gpu.sample.states:SamplingStates.get_top_k_top_p"
-    assert {version: of[filters] for version, of in recorded("vllm").items()} == {
+    assert {version: targets[filters] for version, targets in recorded("vllm").items()} == {
         "0.32.0": "expanded_idx_mapping, idx_mapping_np",
         "0.33.0": "expanded_idx_mapping, idx_mapping_np, vocab_size",
     }
@@ -64,7 +64,7 @@ WRITTEN = {
 }
 
 
-def test_sources_say_what_the_loaded_package_says(site):
+def test_signatures_in_sources_match_the_loaded_package(site):
     folder = site({"made_up/inner.py": SOURCE})
     for name, expected in WRITTEN.items():
         target = f"made_up.inner:{name}"
@@ -74,13 +74,13 @@ def test_sources_say_what_the_loaded_package_says(site):
 
 
 @pytest.mark.parametrize(("engine", "version"), [(engine, version) for engine in USED for version in recorded(engine)])
-def test_what_was_recorded_fits(site, engine, version):
+def test_recorded_signatures_fit(site, engine, version):
     site(stubs(engine, version))
     assert signatures.differences(engine) == {}
     signatures.check(engine)
 
 
-def test_what_does_not_fit_is_named(site):
+def test_mismatches_are_named(site):
     files = stubs("vllm", "0.33.0", get_top_k_top_p="expanded_idx_mapping, vocab_size")
     (states,) = (path for path in files if path.endswith("states.py"))
     files[states] = re.sub("apply_min_p", "apply_min_q", files[states])
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named(site):
     assert str(e.value).count(";") == 1
 
 
-def test_the_tool_adds_a_version(site, tmp_path, monkeypatch, capsys):
+def test_tool_adds_a_version(site, tmp_path, monkeypatch, capsys):
     file, versions = tmp_path / "signatures.json", recorded("vllm")
     for version in versions:
         site({f"{version}/{path}": text for path, text in stubs("vllm", version).items()})

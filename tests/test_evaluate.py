@@ -1,4 +1,4 @@
-"""``lenvm evaluate``: measures by hand, perplexity by a plain forward, resumption, and both servers' protocols."""
+"""``lenvm evaluate``: measures by hand, likelihoods against a plain forward, resumption, and server protocols."""
 
 import itertools
 import json
@@ -64,10 +64,10 @@ ANSWERS = [
 ]
 
 
-def test_measures_are_those_by_hand():
-    found = measure(ANSWERS, 10)  # lengths 9, 14, 2, 10, 12, 12
-    assert found["answers"] == 6
-    assert found["quartiles"] == [9.25, 11.0, 12.0]
+def test_measures_by_hand():
+    measures = measure(ANSWERS, 10)  # lengths 9, 14, 2, 10, 12, 12
+    assert measures["answers"] == 6
+    assert measures["quartiles"] == [9.25, 11.0, 12.0]
     expected = {
         "mean": 59 / 6,
         "distance": 17 / 6,
@@ -79,18 +79,18 @@ def test_measures_are_those_by_hand():
         "length_deviation": -1 / 60,
         "relative_error": 17 / 60,
         "perplexity": math.exp((4.5 + 28 + 6 + 2.5 + 18 + 18) / 59),
-        "repetition": 5 / (6 + 11 + 0 + 7 + 9 + 9),  # 1234 2345 3451 4512 5123 are new, then come 5 known ones and 1239
+        "repetition": 5 / (6 + 11 + 0 + 7 + 9 + 9),  # 1234 2345 3451 4512 5123 are new; then 5 repeated ones and 1239
         "sentence_ends": 2 / 5,
         "distinct": 5 / 6,
     }
-    assert expected.keys() == found.keys() - {"answers", "quartiles", "intervals"}
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
-    low, high = found["intervals"]["distance"]
-    assert low == pytest.approx(2.0) and high == pytest.approx(4.0)  # all of prompt 2, all of prompt 0
-    assert measure(ANSWERS[::-1], 10)["intervals"] == found["intervals"]
+    assert expected.keys() == measures.keys() - {"answers", "quartiles", "intervals"}
+    assert {name: measures[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    low, high = measures["intervals"]["distance"]
+    assert low == pytest.approx(2.0) and high == pytest.approx(4.0)  # only prompt 2 is drawn, only prompt 0
+    assert measure(ANSWERS[::-1], 10)["intervals"] == measures["intervals"]
 
 
-def test_a_number_whose_denominator_is_0_is_none():
+def test_measures_with_denominator_0_are_none():
     scores = measure([answer(0, 0, [5, 6], ended=False)], 3)
     assert scores["repetition"] is None and scores["sentence_ends"] is None
     assert scores["intervals"]["sentence_ends"] is None and scores["intervals"]["distance"] == [1.0, 1.0]
@@ -99,7 +99,7 @@ def test_a_number_whose_denominator_is_0_is_none():
 
 def test_statistics():
     above, below = np.array([0.0, 40.0]), np.array([40.0, 40.0])
-    assert bootstrap(above, below) == (0.0, 1.0)  # prompts are drawn: 80 answers would be near a half
+    assert bootstrap(above, below) == (0.0, 1.0)  # prompts are drawn; drawing 80 answers would give about a half
     above, below = np.array([3.0, 1.0, 9.0, 2.0, 5.0]), np.array([4.0, 1.0, 5.0, 0.0, 7.0])
     draws = np.random.default_rng(0).multinomial(5, [0.2] * 5, size=1000)
     ratios = [draw @ above / (draw @ below) for draw in draws if draw @ below]
@@ -109,7 +109,7 @@ def test_statistics():
     assert [pearson(x, y) for y in (3 - 2 * x, torch.full((3,), 0.1))] == [pytest.approx(-1.0), None]
 
 
-def test_a_cut_answer_has_not_ended():
+def test_cut_answer_has_not_ended():
     whole = answer(0, 0, [4, 5, 6, EOS], "a.", nats=2.0)
     assert whole.cut(4) is whole
     assert whole.cut(3) == Answer("x", 10, 0, 0, [4, 5, 6], "a.", False, [2.0] * 3)
@@ -120,29 +120,29 @@ def test_a_cut_answer_has_not_ended():
     [
         ([5, 6, EOS], True, ([5, 6, EOS], True)),
         ([5, 6], True, ([5, 6, EOS], True)),
-        ([5, 9, 7, 7], False, ([5, 9], True)),  # padding behind the end
+        ([5, 9, 7, 7], False, ([5, 9], True)),  # padding after the end
         ([5, 6], False, ([5, 6], False)),
     ],
 )
-def test_the_end_token_is_last(ids, stopped, with_end):
+def test_end_token_is_last(ids, stopped, with_end):
     assert run.with_end(ids, stopped, [EOS, 9]) == with_end
 
 
 def predictions(*numbers):
-    """Answers of (predicted, actual length); those above 30 tokens were cut."""
+    """Answers with (predicted, actual) lengths; answers above 30 tokens were cut."""
     return [Answer("none", None, 0, i, [5] * n, "", n <= 30, [1.0] * n, p) for i, (p, n) in enumerate(numbers)]
 
 
 def test_calibration_by_hand():
-    found = calibrate(predictions((30.0, 20), (10.0, 5), (None, 9), (20.0, 25), (10.0, 15), (30.0, 40)))
-    assert found.pop("bins") == [
+    calibration = calibrate(predictions((30.0, 20), (10.0, 5), (None, 9), (20.0, 25), (10.0, 15), (30.0, 40)))
+    assert calibration.pop("bins") == [
         {"answers": 2, "predicted": 10.0, "actual": 10.0, "ratio": 1.0, "cut": 0.0},
         {"answers": 1, "predicted": 20.0, "actual": 25.0, "ratio": 0.8, "cut": 0.0},
         {"answers": 2, "predicted": 30.0, "actual": 30.0, "ratio": 1.0, "cut": 0.5},
     ]
     relative = (10 / 20 + 5 / 5 + 5 / 25 + 5 / 15 + 10 / 40) / 5
     expected = {"answers": 5, "left_out": 1, "cut": 0.2, "rank_correlation": 7.5 / 90**0.5, "mae_tokens": 7.0}
-    assert found == pytest.approx(expected | {"mean_relative_error": relative})
+    assert calibration == pytest.approx(expected | {"mean_relative_error": relative})
     assert calibrate(predictions((None, 3))) is None
     bins = calibrate(predictions(*((float(7 * i % 23), i + 1) for i in range(23))))["bins"]
     assert sorted(one["answers"] for one in bins) == [2] * 7 + [3] * 3
@@ -152,7 +152,7 @@ def test_calibration_by_hand():
 
 
 @torch.no_grad()
-def test_likelihoods_are_those_of_a_plain_forward(tiny):
+def test_likelihoods_match_a_plain_forward(tiny):
     prompts, answers = [[5, 6, 7], [8], [14, 15]], [[20, 21, EOS], [22, 23, 24, 25, 26], [27]]
     for prompt, new, nats in zip(prompts, answers, run.likelihoods(tiny, prompts, answers), strict=True):
         logits = tiny.model(torch.tensor([prompt + new])).logits[0].double()
@@ -187,7 +187,7 @@ def test_settings():
         ("Be concise.", 50, "Be concise."),
     ],
 )
-def test_prompt_that_says_a_target(text, target, said):
+def test_prompt_with_its_target(text, target, said):
     assert say("Why?", text, target) == f"Why?\n\n{said}"
 
 
@@ -196,16 +196,16 @@ def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
     assert code == 0 and "50/50" in error, error
     lines, names = lines_of(folder), ["none", "constant", "guided"]
     assert list(dict.fromkeys(line["setting"] for line in lines)) == names
-    assert len(lines) == 5 * 2 * (1 + 2 * 2)  # prompts, seeds; the base alone once, the others at two targets
+    assert len(lines) == 5 * 2 * (1 + 2 * 2)  # prompts, seeds, settings: the base once, two others at two targets
     for target, limit in ((4, 16), (7, 24)):
         scores = scores_of(folder)[str(target)]
         assert list(scores) == ["none", "hard cut", "constant", "guided"]
         for name, score in scores.items():
-            made = [line for line in lines if line["setting"] == (name if name != "hard cut" else "none")]
-            made = [line for line in made if line["target"] in (None, target)]
+            answers = [line for line in lines if line["setting"] == (name if name != "hard cut" else "none")]
+            answers = [line for line in answers if line["target"] in (None, target)]
             most = target if name == "hard cut" else limit
-            assert score["mean"] == pytest.approx(sum(min(len(line["ids"]), most) for line in made) / 10)
-            assert score["cut"] == pytest.approx(1 - sum(x["ended"] and len(x["ids"]) <= most for x in made) / 10)
+            assert score["mean"] == pytest.approx(sum(min(len(line["ids"]), most) for line in answers) / 10)
+            assert score["cut"] == pytest.approx(1 - sum(x["ended"] and len(x["ids"]) <= most for x in answers) / 10)
     for line in lines:
         assert line["ended"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
         assert len(line["nll"]) == len(line["ids"])
@@ -230,7 +230,7 @@ def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
     assert matplotlib.image.imread(folder / "lengths.png").std() > 0
 
 
-def test_without_a_value_model_the_constant_guides(evaluate):
+def test_constant_guides_without_a_value_model(evaluate):
     code, error, folder = evaluate("--num-prompts", 2, value="none")
     assert code == 0, error
     assert list(scores_of(folder)["4"]) == ["none", "hard cut", "constant"]
@@ -239,18 +239,18 @@ def test_without_a_value_model_the_constant_guides(evaluate):
     assert plan["prompts"] == [PROMPTS[0], PROMPTS[2]]  # evenly spaced
 
 
-def test_a_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
+def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     code, error, folder = evaluate()
     assert code == 0, error
     answers, whole = folder / "answers.jsonl", (folder / "answers.jsonl").read_bytes()
     result = json.loads((folder / "result.json").read_text())
     lines = whole.splitlines(keepends=True)
-    # Of units of 2, 2 and 1 prompts, a kill has left 7 units, one line of two, and half of the other.
+    # Units have 2, 2 and 1 prompts. The kill has left 7 units, and of the next unit one line and part of another.
     answers.write_bytes(b"".join(lines[:13]) + lines[13][:30])
     assert evaluate()[0] == 0 and answers.read_bytes() == whole
     again = json.loads((folder / "result.json").read_text())
     assert all(again[name] == result[name] for name in ("scores", "calibration"))
-    monkeypatch.setattr(run.Runner, "answer", None)  # no answer is left to make
+    monkeypatch.setattr(run.Runner, "answer", None)  # all answers exist
     without = [re.sub(', "predicted": .*}', "}", line.decode()) for line in lines[:6]]
     answers.write_text("".join(without) + b"".join(lines[6:]).decode())
     assert evaluate()[0] == 0
@@ -270,15 +270,15 @@ def test_a_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     assert "must hold plan.json beside answers.jsonl" in evaluate()[1]
 
 
-# Prompts that seeds 3 and 0 get right, by setting and target; of the base model's answers, all and cut at 4.
+# Prompts solved with seeds 3 and 0, by setting and target. "hard cut": the base model's answers cut at 4 tokens.
 SOLVED = {"none None": ({0, 2}, {0, 1, 4}), "hard cut 4": ({1}, {1, 3}), "constant 4": (set(), set())}
 SOLVED |= {"guided 4": ({1, 2, 4}, {1}), "constant 7": ({0, 1, 2, 3, 4}, set()), "guided 7": (set(), {2})}
-# First and any, the first seed being 3, of five prompts.
+# acc_first and acc_any times five prompts; the first seed is 3.
 ACCURACIES = {"4 none": (2, 4), "4 hard cut": (1, 2), "4 constant": (0, 0), "4 guided": (3, 3)}
 ACCURACIES |= {"7 none": (2, 4), "7 hard cut": (2, 4), "7 constant": (5, 5), "7 guided": (0, 1)}
 
 
-def test_accuracies_of_the_tokens_of_answers(evaluate, tmp_path):
+def test_accuracies_from_the_tokens_of_answers(evaluate, tmp_path):
     file = tmp_path / "problems.jsonl"
     lines = [{"question": text, "answer": f"So it is.\n#### {30 + i}"} for i, text in enumerate(PROMPTS)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -287,7 +287,7 @@ def test_accuracies_of_the_tokens_of_answers(evaluate, tmp_path):
     assert code == 0, error
     planted = lines_of(folder)
     for line in planted:
-        # Words of which the last and, of the base model's answers, the fourth say 30 + prompt if that is solved.
+        # The last word is 30 + prompt if the prompt is solved; in base answers, so is the fourth if cut at 4.
         key, column = f"{line['setting']} {line['target']}", int(line["seed"] == 0)
         ids = [13, 14, 15, 16, 17, 18]  # w10 to w15
         for place, solved in (
@@ -315,7 +315,7 @@ def test_accuracies_of_the_tokens_of_answers(evaluate, tmp_path):
 
 @pytest.fixture
 def served():
-    """Start fake servers, by the name of their engine."""
+    """Start a fake server, by the name of its engine."""
     with fake_engines() as start:
         yield start
 
@@ -330,7 +330,7 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
     lines = lines_of(folder)
     name = json.dumps(guidance, sort_keys=True)
     assert {line["setting"] for line in lines} == {"none", "constant", name}
-    assert len(server.requests) == 20  # the constant is answered in process
+    assert len(server.requests) == 20  # answers of the constant are generated in this process
     sent = {}
     for path, body in server.requests:
         if engine == "sglang":
@@ -364,7 +364,7 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
     assert left_out == (engine == "vllm")
 
 
-def test_a_server_without_values_answers_for_the_constant(evaluate, served):
+def test_constant_answers_come_from_a_server_without_values(evaluate, served):
     guided, url = served("sglang")
     constant, constant_url = served("vllm")
     options = ["--num-prompts", "1", "--url", url, "--constant-url", constant_url]
@@ -378,7 +378,7 @@ def test_a_server_without_values_answers_for_the_constant(evaluate, served):
 
 
 @pytest.mark.parametrize("engine", [None, "sglang"])
-def test_said_settings_are_answers_to_prompts_that_say_each_target(evaluate, served, tiny, engine):
+def test_said_settings_put_each_target_into_the_prompt(evaluate, served, tiny, engine):
     server, url = served("sglang")
     options = ["--num-prompts", 2, *([] if engine is None else ["--url", url, "--constant-url", url])]
     code, error, folder = evaluate(*options, "--say-it", "w{words} w{tokens}", targets=["9", "30"])
@@ -400,7 +400,7 @@ def test_said_settings_are_answers_to_prompts_that_say_each_target(evaluate, ser
 
 
 @pytest.mark.parametrize(("engine", "left", "target", "most"), [(None, 16, 19, 14), ("vllm", 3, 7, 4)])
-def test_forced_answers_end_cut_ones_by_a_text(evaluate, served, tiny, monkeypatch, engine, left, target, most):
+def test_forced_answers_close_cut_answers_with_a_text(evaluate, served, tiny, monkeypatch, engine, left, target, most):
     for module in (plan, run):
         monkeypatch.setattr(module, "CLOSING_TOKENS", left)
     options = ["--closing", "\nw20 w21", "--temperature", "1.5", "--top-k", "0", "--min-p", "0"]
@@ -412,16 +412,16 @@ def test_forced_answers_end_cut_ones_by_a_text(evaluate, served, tiny, monkeypat
     forced = [line for line in lines if line["setting"] == "forced answer"]
     kinds = set()
     for line in forced:
-        of_base, ids = own[line["prompt"], line["seed"]], line["ids"]
-        kinds.add(is_forced := len(of_base["ids"]) > target)
+        base_answer, ids = own[line["prompt"], line["seed"]], line["ids"]
+        kinds.add(is_forced := len(base_answer["ids"]) > target)
         if not is_forced:
             assert (ids, line["ended"], line["nll"]) == (
-                of_base["ids"],
-                of_base["ended"],
-                pytest.approx(of_base["nll"]),
+                base_answer["ids"],
+                base_answer["ended"],
+                pytest.approx(base_answer["nll"]),
             )
             continue
-        begun = of_base["ids"][: target - left] + tiny.tokenizer("w20 w21")["input_ids"]
+        begun = base_answer["ids"][: target - left] + tiny.tokenizer("w20 w21")["input_ids"]
         new = ids[len(begun) :]
         assert ids[: len(begun)] == begun and 1 <= len(new) <= most
         assert line["ended"] == (new[-1] == EOS) and (line["ended"] or len(new) == most)
@@ -433,7 +433,7 @@ def test_forced_answers_end_cut_ones_by_a_text(evaluate, served, tiny, monkeypat
     assert scores["forced answer"]["mean"] == pytest.approx(sum(len(line["ids"]) for line in forced) / 10)
     answers = folder / "answers.jsonl"
     whole = answers.read_bytes()
-    answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:13]))  # in the midst of forced answers
+    answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:13]))  # ends within the forced answers
     assert evaluate(*options, value="none", targets=[str(target)])[0] == 0 and answers.read_bytes() == whole
 
 
@@ -451,7 +451,7 @@ def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, lenvm, base, value,
     assert code == 0, error
     answers = [json.loads(line)["ids"] for line in (folder / "answers.jsonl").read_text().splitlines()]
     shown = [(int(n), int(t)) for n, t in re.findall(r" (\d+)/\d+ \[[^\]]*, (\d+) tokens, [\d.]+ tokens/s\]", error)]
-    assert len([tokens for made, tokens in shown if made == 0]) > 3
+    assert len([tokens for done, tokens in shown if done == 0]) > 3
     assert shown[-1][0] == len(answers) and [tokens for _, tokens in shown] == sorted(tokens for _, tokens in shown)
     whole = sum(len(ids) - (ids[-1] == EOS) for ids in answers)
     # Rows of a batch may be decoded past the limit of a guided answer.
@@ -466,7 +466,7 @@ def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, lenvm, base, value,
         ((200, {"output_ids": [3], "meta_info": {"finish_reason": {"type": "abort"}}}), "gave list and 'abort'"),
     ],
 )
-def test_what_a_server_refuses_is_told(evaluate, served, broken, named):
+def test_errors_of_a_server_are_reported(evaluate, served, broken, named):
     _, url = served("sglang", broken)
     code, error, _ = evaluate("--url", url)
     assert code == 2 and named in error and "--url" in error.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What ``lenvm evaluate`` takes for an answer, when it counts as right, and shares of prompts by hand."""
+"""Extraction and comparison of answers in ``lenvm evaluate``, and accuracies by hand."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from lenvm_kernels.evaluate.statistics import bootstrap
 from lenvm_kernels.loading.prompts import Prompt, read_prompts
 
 PROBLEMS = Path(__file__).parent.parent / "examples" / "problems.jsonl"
-# Texts and the answers that they give; then answers and their references.
+# Texts and the answers extracted from them; then right and wrong answers, and their references.
 TEXTS = r"""\boxed{4}, not 5 ~ 4; \boxed{1}, no: \boxed{ \frac{3}{4+\sqrt{5}} } of 7 ~ \frac{3}{4+\sqrt{5}};
 \fbox{9} of 8 ~ 9; \boxed{\{1, 2\}} ~ \{1, 2\}; so $\boxed 8$. ~ 8; \boxed{11} and \boxed{ }, 3 ~ 11;
 \boxed{12} and 13 and \boxed{14 ~ 12; 16 and \boxed{ \frac{2}{3} ~ 3; It is $1,250.50. ~ $1,250.50;
@@ -30,7 +30,7 @@ def pairs(text):
     return [tuple(pair.split(" ~ ")) for pair in re.split(r";\s", text)]
 
 
-def test_what_a_text_gives_for_an_answer():
+def test_extracted_answers():
     assert [(text, accuracy.extract(text)) for text, _ in pairs(TEXTS)] == pairs(TEXTS)
     text = "Answer: B (2)\nAnswer: C (3)\n5"
     assert accuracy.extract(text, re.compile(r"Answer: \w")) == "Answer: C"
@@ -39,27 +39,27 @@ def test_what_a_text_gives_for_an_answer():
 
 
 def test_answers_are_compared_as_numbers_and_expressions():
-    found = accuracy.check(pairs(RIGHT) + pairs(WRONG) + pairs(RIGHT))
-    assert [pair for pair, is_so in found.items() if is_so] == pairs(RIGHT) and len(found) == 17 + 13
+    checked = accuracy.check(pairs(RIGHT) + pairs(WRONG) + pairs(RIGHT))
+    assert [pair for pair, is_so in checked.items() if is_so] == pairs(RIGHT) and len(checked) == 17 + 13
 
 
-def test_an_answer_that_takes_for_ever_is_wrong_and_those_behind_it_count(monkeypatch):
+def test_answer_that_times_out_is_wrong_and_later_ones_count(monkeypatch):
     monkeypatch.setattr(accuracy, "SECONDS", 3.0)
-    found = accuracy.check([("4", "4"), ("9^{9^{9^9}}", "4"), ("5", "5.0")])
-    assert list(found.values()) == [True, False, True]
+    checked = accuracy.check([("4", "4"), ("9^{9^{9^9}}", "4"), ("5", "5.0")])
+    assert list(checked.values()) == [True, False, True]
 
 
-def test_shares_are_of_prompts():
+def test_accuracies_are_shares_of_prompts():
     solved = {(7, 0): True, (3, 0): False, (3, 5): False, (4, 0): True, (4, 5): True, (1, 5): True, (1, 0): False}
-    solved |= {(9, 5): False, (9, 0): False}  # prompt 7 has no answer with seed 5, and counts
+    solved |= {(9, 5): False, (9, 0): False}  # prompt 7 has no answer with seed 5, but counts
     answers = [Answer("x", 10, seed, prompt, [5], "", True, [1.0]) for prompt, seed in solved]
-    found = accuracy.accuracies(answers[::-1], list(solved.values())[::-1], 5)
-    firsts, anys = (list(bootstrap(np.array(of), np.ones(5))) for of in ([1.0, 0, 1, 0, 0], [1.0, 0, 1, 1, 0]))
-    assert found == {"acc_first": 2 / 5, "acc_any": 3 / 5, "intervals": {"acc_first": firsts, "acc_any": anys}}
+    shares = accuracy.accuracies(answers[::-1], list(solved.values())[::-1], 5)
+    firsts, anys = (list(bootstrap(np.array(hits), np.ones(5))) for hits in ([1.0, 0, 1, 0, 0], [1.0, 0, 1, 1, 0]))
+    assert shares == {"acc_first": 2 / 5, "acc_any": 3 / 5, "intervals": {"acc_first": firsts, "acc_any": anys}}
     assert firsts != anys
 
 
-def test_references_of_gsm8k_of_math_and_of_ones_own(tmp_path):
+def test_references_of_gsm8k_math_and_custom_problems(tmp_path):
     file = tmp_path / "problems.jsonl"
     lines = [
         {"question": "a", "answer": "He has 3 + 4 = <<3+4=7>>7.\n#### 1,007"},
@@ -74,15 +74,15 @@ def test_references_of_gsm8k_of_math_and_of_ones_own(tmp_path):
     assert accuracy.references([Prompt("a"), Prompt("b")], "x") is None
 
 
-def test_the_problems_of_the_examples_have_these_answers():
+def test_answers_of_the_example_problems():
     computed = [24 * (15 - 9), 18 / 8, 3 / 8, 36 * 45 + 12 * 110, 80 * 3 + 65 * 2, 150 / 240]
     computed += [12 + 24 + 21, (500 - 365) / (35 - 20), 3 * 8.5 + 4 * 5, -6 + 11 - 14]
-    found = zip(map(str, computed), accuracy.references(read_prompts(PROBLEMS), "x"), strict=True)
-    assert list(accuracy.check(found).values()) == [True] * 10
+    answers = zip(map(str, computed), accuracy.references(read_prompts(PROBLEMS), "x"), strict=True)
+    assert list(accuracy.check(answers).values()) == [True] * 10
 
 
 @pytest.mark.parametrize("answer", [None, "", "#### ", "3\n4", True, [3]])
-def test_what_is_no_answer_is_named(answer):
+def test_invalid_reference_is_named(answer):
     with pytest.raises(ValueError, match='these, line 2 must have an "answer" as other lines have') as error:
         accuracy.references([Prompt("a", answer=0), Prompt("b", answer=answer)], "these")
     assert repr(str(answer)) in str(error.value)

@@ -1,4 +1,4 @@
-"""Every script of ``examples/`` runs as it stands, and does what it says.
+"""Every script of ``examples/`` runs unchanged, with the documented results.
 
 ``openai_client.py`` needs a server: ``test_sglang_text.py`` runs it against the real one.
 """
@@ -21,13 +21,13 @@ from tests.helpers.cases import simplest
 from tests.helpers.models import EOS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# What transformers_generate.py and engine_loop.py print of a request.
+# The output of transformers_generate.py and engine_loop.py for a request.
 ANSWER = re.compile(r"(None|\{.*\})\n(.*\?)\n  (\d+) tokens: (.*)\n\n")
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run an example by its name with arguments; returns its names, and what it printed."""
+    """Run an example by its name with arguments; returns its globals and its output."""
 
     def run_example(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -39,7 +39,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def checkpoints(base, value):
-    """The arguments that name a tiny base model and a tiny value model."""
+    """Arguments with the paths of a tiny base model and a tiny value model."""
     return "--model", base, "--value-model", value
 
 
@@ -55,7 +55,7 @@ def test_operators(run):
 
 
 def test_transformers_generate(run, checkpoints):
-    """Three settings for two prompts; a length counts the tokens up to the end of the sequence."""
+    """Three settings for two prompts; a length includes the end of the sequence."""
     names, text = run("transformers_generate", *checkpoints, "--max-new-tokens", 12)
     answers = ANSWER.findall(text)
     settings = [answer[0] for answer in answers]
@@ -68,7 +68,7 @@ def test_transformers_generate(run, checkpoints):
 
 
 def test_engine_loop(run, checkpoints):
-    """All requests are answered, more of them than the table has rows, and nothing is left behind."""
+    """More requests than rows in the table: all are answered, and all rows and slots are released."""
     names, text = run("engine_loop", *checkpoints, "--max-new-tokens", 12)
     answers = ANSWER.findall(text)
     assert sorted((prompt, guidance) for guidance, prompt, _, _ in answers) == sorted(
@@ -82,8 +82,8 @@ def test_engine_loop(run, checkpoints):
 
 
 def test_draft_loop(run, checkpoints, tmp_path):
-    """The same text in fewer steps than without drafts, and nothing is left behind."""
-    sure = tmp_path / "base"  # of what comes next, so that it repeats itself
+    """The same text as without drafts in fewer steps; all rows and slots are released."""
+    sure = tmp_path / "base"  # with peaked scores, so that it repeats itself
     shutil.copytree(checkpoints[1], sure)
     model = AutoModelForCausalLM.from_pretrained(sure)
     model.model.norm.weight.data *= 4
@@ -92,11 +92,11 @@ def test_draft_loop(run, checkpoints, tmp_path):
     answers = {}
     for option in ([], ["--no-drafts"]):
         names, text = run("draft_loop", *checkpoints, "--max-new-tokens", 40, *option)
-        found = re.findall(r"(\{.*\})\n(.*)\n  (\d+) tokens in (\d+) steps: (.*)\n\n", text)
-        assert [(prompt, guidance) for guidance, prompt, *_ in found] == [(p, str(g)) for p, g in names["REQUESTS"]]
+        printed = re.findall(r"(\{.*\})\n(.*)\n  (\d+) tokens in (\d+) steps: (.*)\n\n", text)
+        assert [(prompt, guidance) for guidance, prompt, *_ in printed] == [(p, str(g)) for p, g in names["REQUESTS"]]
         answers[bool(option)] = [request.tokens[: names["end"](request)] for request in names["requests"]]
-        steps = sum(int(count) for _, _, _, count, _ in found)
-        drawn = sum(int(count) for _, _, count, _, _ in found)
+        steps = sum(int(count) for _, _, _, count, _ in printed)
+        drawn = sum(int(count) for _, _, count, _, _ in printed)
         assert (steps == drawn) if option else (steps < drawn)
         step, slots = names["step"], names["slots"]
         assert not step.table.guided.any() and step.table.columns.faults.sum() == 0
@@ -106,7 +106,7 @@ def test_draft_loop(run, checkpoints, tmp_path):
 
 @pytest.mark.parametrize("setting", [{"dtype": "float32"}, {"dtype": "bfloat16", "token_rows": "int32", "size": 100}])
 def test_fuzz_own_kernel(setting, monkeypatch, lenvm):
-    """The command in its docstring, on a case of few rows."""
+    """The command in its docstring, on a case with few rows."""
     monkeypatch.chdir(EXAMPLES)
     command = re.search(r"^    lenvm (fuzz .*)$", (EXAMPLES / "fuzz_own_kernel.py").read_text(), re.MULTILINE)[1]
     code, out, _ = lenvm(*command.split(), "--replay", simplest("value_head", 6, seed=3, **setting))
@@ -114,7 +114,7 @@ def test_fuzz_own_kernel(setting, monkeypatch, lenvm):
 
 
 def test_fork_guidance(monkeypatch):
-    """With functions in place of the fork's that leave tilted rows as they are, and choose the longest candidate."""
+    """With stand-ins for the fork's functions: tilted rows stay unchanged, constrained rows take the largest value."""
 
     class LvmGuidedSampler:
         def _apply_guidance_gpu(self, pending, value_logits):
@@ -139,7 +139,7 @@ def test_fork_guidance(monkeypatch):
     table = GuidanceTable.from_params([*params, None], [{2}] * 3, "cpu").columns
     rows = dict(top_k=torch.full([3], 3, dtype=torch.int32), top_p=torch.ones(3), min_p=torch.zeros(3))
     candidates = topk_candidates(torch.tensor([[0.1, 0.2, 0.4, 0.3]]).repeat(3, 1), **rows, max_candidates=4)
-    # Token 2, the first candidate, ends the output: its value is 0 whatever its logit.
+    # Token 2, the first candidate, ends the output, so its value is 0 for any logit.
     guided = fork["reweight_scatter"](candidates, torch.tensor([[9.0, 1.0, 2.0, 0.0]]).repeat(3, 1), table)
     q = [4 / 9, 3 / 9, 2 / 9, 0]
     torch.testing.assert_close(guided, torch.tensor([[0.0, 0, 1, 0], q, q]))

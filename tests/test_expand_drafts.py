@@ -1,4 +1,4 @@
-"""``expand_drafts``: what is asked for at which node, drafts that are none, and requests without drafts."""
+"""``expand_drafts``: the fields of each node, invalid drafts, and requests without drafts."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.helpers.drafts import LARGEST, make_drafts, random_drafts
 
 
 def make_requests(rows, *, seed=0, device="cpu"):
-    """Of which no two fields are in the same order, and all ask for something."""
+    """Random requests, with a different order and range of values in each numeric field."""
     requests, generator = empty_requests(rows, torch.device(device)), torch.Generator().manual_seed(seed)
     for i, x in enumerate(requests):
         x.copy_(torch.randperm(2 * x.numel(), generator=generator)[: x.numel()].view(x.shape) + 1000 * i)
@@ -24,8 +24,8 @@ def make_requests(rows, *, seed=0, device="cpu"):
     return requests
 
 
-def test_each_node_is_as_far_as_it_has_drafts_behind_it(device, backend):
-    """A tree, a chain that ends, a request whose first draft is not there, and one that has none."""
+def test_positions_of_nodes_count_the_drafts_before_them(device, backend):
+    """A tree, a chain that ends early, a request whose first draft is absent, and a request without drafts."""
     requests = make_requests(4, device=device)
     for name, values in (
         ("positions", [40, 7, 90, 3]),
@@ -58,15 +58,15 @@ def test_each_node_is_as_far_as_it_has_drafts_behind_it(device, backend):
 
 
 @pytest.mark.parametrize("parent", [-1, -2, -(2**31), 3, 4, 5, 99, LARGEST])
-def test_what_is_no_earlier_draft_is_no_parent(device, backend, parent):
-    """Of the fourth draft: itself, later ones and none. What follows it counts from there."""
+def test_invalid_parents_count_as_the_root(device, backend, parent):
+    """The fourth draft's parent is the root, itself, a later draft or out of range. Its descendants count from it."""
     drafts = make_drafts([[1, 2, 3, 4, 5, 6]], [[-1, 0, 1, parent, 3, 4]], device=device)
     nodes = expand_drafts(make_requests(2, device=device), drafts, backend=backend)
     assert (nodes.positions - nodes.positions[0]).tolist()[:7] == [0, 1, 2, 3, 1, 2, 3]
     assert (nodes.generated - nodes.generated[0]).tolist()[:7] == [0, 1, 2, 3, 1, 2, 3]
 
 
-def test_what_belongs_to_sequences_is_left_as_it_is(device, backend):
+def test_requests_are_not_modified(device, backend):
     requests, drafts = make_requests(3, device=device), random_drafts(2, 4, device=device)
     before, out = [x.clone() for x in requests], empty_nodes(requests, 4)
     nodes = expand_drafts(requests, drafts, backend=backend)

@@ -1,4 +1,4 @@
-"""``bench.flops`` against values computed by hand, the models of transformers and the published figures."""
+"""``bench.flops`` against values computed by hand, the models of transformers, and published figures."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_components_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize(("config_class", "changes"), CASES)
-def test_active_weights_of_mixtures_are_those_of_transformers(tmp_path, config_class, changes):
+def test_active_weights_of_mixtures_match_transformers(tmp_path, config_class, changes):
     config = config_class(**TINY | changes)
     config.save_pretrained(tmp_path)
     model = Architecture.load(str(tmp_path))

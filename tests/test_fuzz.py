@@ -1,4 +1,4 @@
-"""``lenvm fuzz``: finds planted faults and repeats them; correct functions pass."""
+"""``lenvm fuzz`` finds planted faults and replays them; correct functions pass."""
 
 import json
 import os
@@ -27,19 +27,19 @@ PLANTED = [
     *((fault, name) for fault in ("nan", "odd") for name in FLOATS),
     *(("ties", name) for name in ("topk_candidates", "reweight_scatter")),
 ]
-# The fault shows in few rows of few cases.
+# This fault shows in few rows of few cases.
 MORE = {("ties", "reweight_scatter"): ("--only", "rows=usual", "scatter=False", "columns=8")}
 
 
 @pytest.fixture
 def fuzz(lenvm, tmp_path, monkeypatch):
-    """Run the command in this process and an empty directory; returns its exit code, stdout and stderr."""
+    """Run the command in this process, in an empty directory; returns its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     return partial(lenvm, "fuzz")
 
 
 @pytest.mark.parametrize(("fault", "name"), PLANTED)
-def test_planted_fault_is_found_and_repeated(fuzz, fault, name):
+def test_planted_fault_is_found_and_replayed(fuzz, fault, name):
     planted = f"{FAULTS}:{fault}.{name}"
     code, out, err = fuzz("--against", planted, "--cases", 16, *MORE.get((fault, name), ()))
     assert code == 1 and f"FAILED {name}: " in out and f"FAILED {name}: " in err
@@ -86,16 +86,16 @@ def test_exceptions_and_wrong_results_are_failures(fuzz, fault, message):
     assert code == 1 and message in out
 
 
-def test_seed_and_number_of_cases_decide_everything(fuzz):
+def test_seed_and_number_of_cases_determine_a_run(fuzz):
     def run(seed):
         arguments = ("--against", f"{FAULTS}:off.topk_candidates", "--cases", 8, "--seed", seed)
         code, out, _ = fuzz(*arguments, "--json", "run.json")
-        found = json.loads(Path("run.json").read_text())
-        tally = found["operators"]["topk_candidates"]
-        assert code == 1 and not found["ok"] and tally["cases"] == 8 and f" {tally['rows']} " in out
+        report = json.loads(Path("run.json").read_text())
+        tally = report["operators"]["topk_candidates"]
+        assert code == 1 and not report["ok"] and tally["cases"] == 8 and f" {tally['rows']} " in out
         assert all(f"{problem} ({times} of 8 cases)" in out for problem, times in tally["times"].items())
         del tally["seconds"]
-        return found
+        return report
 
     assert run(3) == run(3) != run(4)
 
@@ -105,8 +105,8 @@ def test_seconds_end_a_run(fuzz):
     assert code == 0 and len(out.splitlines()) == 1
 
 
-def test_the_command_enables_the_interpreter(tmp_path):
-    """In a process without the variable."""
+def test_command_enables_the_interpreter(tmp_path):
+    """Runs in a process without the environment variable TRITON_INTERPRET."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = "import sys; from lenvm_kernels.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "fuzz", "--device", "cpu", "--ops", "sample_candidates", "--cases", "1"]
@@ -138,18 +138,18 @@ GOOD = str(simplest("value_head", (3, 1), seed=7))
         (["--replay", GOOD.replace("float32", "int8")], "dtype of value_head must be of ['float32', "),
     ],
 )
-def test_mistakes_end_in_one_line(fuzz, arguments, message):
+def test_bad_arguments_print_one_line(fuzz, arguments, message):
     code, out, err = fuzz(*arguments)
     assert code == 2 and message in err and err.count("\n") == 1 and not out
 
 
 @pytest.mark.parametrize("rows", [500, (3, 1)])
-def test_case_survives_its_line(rows):
+def test_case_round_trips_through_its_line(rows):
     case = simplest("value_head", rows, seed=7)
     assert Case.from_line(str(case), operators()) == case and len(str(case)) < 400
 
 
-def test_a_row_is_the_same_in_any_batch():
+def test_draws_of_a_row_are_the_same_in_any_batch():
     draws = Draws(4)
     whole = draws.normal("x", 50, 7)
     assert torch.equal(draws.normal("x", [40, 3], 7), whole[[40, 3]])
@@ -162,7 +162,7 @@ def test_a_row_is_the_same_in_any_batch():
     assert places != sorted(places) and len(set(places)) == 6 and set(places) < set(range(9))
 
 
-# Arguments whose numbers refer to rows of other tensors.
+# Arguments that index rows of other tensors.
 INDICES = {
     **dict.fromkeys(("limit_span", "gather_requests"), lambda given: given.arguments["table_rows"]),
     **dict.fromkeys(("select_scored", "catch_up"), lambda given: given.arguments["requests"].table_rows),
@@ -182,7 +182,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", INDICES)
-def test_indices_are_in_no_order(name):
+def test_indices_are_not_sorted(name):
     case = simplest(name, 12, seed=1, **SIZES.get(name, {}))
     steps = INDICES[name](operators()[name].inputs(case, torch.device("cpu"))).long().diff()
     assert (steps > 0).any() and (steps < 0).any()

@@ -1,4 +1,4 @@
-"""``gather_requests``: what is looked up for whom, requests that do not exist, and histories over many steps."""
+"""``gather_requests``: the fields of each request, dummy requests, and histories over many steps."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def i64(*values):
 
 
 def guidance_table(device, rows=7):
-    """Row 1 is guided, 4 asks for lengths, 6 does both; all others are unguided."""
+    """Row 1 is guided, row 4 wants lengths, row 6 both; all other rows are unguided."""
     table = GuidanceTable(rows, device)
     lengths = {"return_values": True}
     for row, guidance in ((1, {"target_length": 60, "entropy_threshold": 0.5}), (4, lengths), (6, {"scale": 2.0})):
@@ -23,7 +23,7 @@ def guidance_table(device, rows=7):
 
 
 def make_history(rows, device, step=1, held=3, told=100_000):
-    """Of requests whose first ``told`` tokens were told and are cached: with the default none is missing."""
+    """A history in which the first ``told`` tokens were passed and are cached; by default, none is missing."""
     history = empty_history(rows, held, device)
     history.step.fill_(step)
     history.told_lens.fill_(told)
@@ -38,8 +38,8 @@ def assert_equal(actual, expected, names):
         assert x.dtype == wanted.dtype and torch.equal(x.nan_to_num(-7.0), wanted.nan_to_num(-7.0)), name
 
 
-def test_a_step_of_five_requests(device, backend):
-    """The third one guided, the fourth past the end of its span, the last not active and of one token more."""
+def test_step_of_five_requests(device, backend):
+    """The third is guided, the fourth is past its span, the last is inactive and has more new tokens than columns."""
     table = guidance_table(device)
     table.span_ended[6] = table.span_ended[4] = True
     history = make_history(7, device, step=6)
@@ -69,16 +69,16 @@ def test_a_step_of_five_requests(device, backend):
     assert requests.seeds.tolist() == [0, 2**40 + 4, 2**40 + 1, 2**40 + 6, 0, 0, 0]
     assert requests.due.tolist() == [True, True, True, True, False, False, False]
     assert requests.cached_lens.tolist() == [9, 41, 97, 67, 29, 0, 0]
-    assert history.step.item() == 6 and history.uncounted.item() == 2  # select_scored counts
+    assert history.step.item() == 6 and history.uncounted.item() == 2  # select_scored updates them
     no = [-7, -7, -7]
     assert history.tokens.tolist() == [[-7, 11, -7], [14, -7, 13], [16, 17, -7], no, [12, -7, -7], no, [15, -7, -7]]
     assert history.told_lens.tolist() == [11, 100, 32, 40, 43, 60, 70]
-    assert history.cached_lens.tolist() == [9, 97, 29, 39, 41, 59, 67]  # catch_up brings them up to date
+    assert history.cached_lens.tolist() == [9, 97, 29, 39, 41, 59, 67]  # catch_up updates them
     assert table.faults.tolist() == [0] * 7
 
 
 def tell(table, history, rows, lengths, new_lens, *, backend, **options):
-    """A step of requests in the rows of the table; the next one is another step."""
+    """Gather the requests of a step, in these table rows, and begin the next step."""
     device, b = history.step.device, len(rows)
     batch = (torch.arange(3 * b, device=device).view(b, 3), i64(*rows).to(device), i32(*lengths).to(device))
     requests = gather_requests(
@@ -92,16 +92,16 @@ def tell(table, history, rows, lengths, new_lens, *, backend, **options):
     ("held", "length", "wanted"),
     [(1, 9, [2]), (2, 9, [2, 1]), (3, 7, [2, 0, 1]), (4, 2, [1, 2, -7, -7]), (7, 9, [1, 2, -7, -7, -7, -7, 0])],
 )
-def test_the_last_new_tokens_are_held_by_their_positions(device, backend, held, length, wanted):
-    """After the last column comes the first. Of a sequence of two tokens, the first new one is at no position."""
+def test_history_holds_the_last_new_tokens_by_position(device, backend, held, length, wanted):
+    """Columns wrap around. With three new tokens in a sequence of two, the first new token has no position."""
     table, history = guidance_table(device), make_history(7, device, held=held)
     tell(table, history, [4], [length], [3], backend=backend)
     assert history.tokens[4].tolist() == wanted
     assert (history.tokens[[0, 1, 2, 3, 5, 6]] == -7).all()
 
 
-def test_a_gap_loses_guidance_until_it_is_mended(device, backend):
-    """The token at position 10 of row 6 is missing, row 3 is nobody's, and row 1 is left out of the step."""
+def test_gap_disables_guidance_until_it_is_filled(device, backend):
+    """The token at position 10 of row 6 is missing, row 3 is unguided, and row 1 is inactive."""
     table, history = guidance_table(device), make_history(7, device, held=16, told=10)
     active = torch.tensor([True, True, False, True], device=device)
     for number in range(1, 4):  # lengths grow by two
@@ -113,7 +113,7 @@ def test_a_gap_loses_guidance_until_it_is_mended(device, backend):
         assert requests.wants_length.tolist() == [False, True, False, False]
         assert table.faults.tolist() == [0] * 6 + [number]
         assert history.told_lens.tolist() == [10, 10, 10, 10, 9 + 2 * number, 10, 10]
-    # Its tokens are told anew, as by a prompt.
+    # Its tokens are passed again, as in a prompt.
     history.told_lens[6] = history.cached_lens[6] = 16
     requests = tell(table, history, [4, 6], [16, 18], [1, 2], backend=backend)
     assert requests.guided.tolist() == [False, True] and requests.wants_length.tolist() == [True, True]
@@ -121,10 +121,10 @@ def test_a_gap_loses_guidance_until_it_is_mended(device, backend):
 
 
 @pytest.mark.parametrize("held", [1, 3, 16])
-def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, held):
-    """As long as they are: nothing is wrong with what is told, and what is cached may catch up."""
+def test_more_uncomputed_tokens_than_the_history_holds_disable_guidance(device, backend, held):
+    """No token is missing, so guidance returns when the cache has caught up."""
     table, history = guidance_table(device), make_history(7, device, held=held, told=40)
-    history.cached_lens[1] = 41 - held  # one further than that of row 6
+    history.cached_lens[1] = 41 - held  # one more than in row 6
     history.cached_lens[6] = 40 - held
 
     def step(length):
@@ -140,7 +140,7 @@ def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, hel
     assert step(43) == ([True, False, False], [True, False, False], [2, 2, 0])
 
 
-def test_what_is_empty(device):
+def test_empty_requests_and_history(device):
     requests, history = empty_requests(3, device), empty_history(5, 3, device)
     assert [list(x.shape) for x in requests] == [[3]] * 9
     assert requests.positions.dtype == torch.int32 and requests.table_rows.dtype == torch.int64

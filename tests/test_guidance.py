@@ -1,4 +1,4 @@
-"""A request's parameters: every spelling is accepted, everything else is rejected by name."""
+"""A request's parameters: every spelling is accepted, everything else is rejected with its name."""
 
 import math
 import re
@@ -28,10 +28,10 @@ def lands(target, **changed):
     return near(target, allow_eos=True, end_message=(5, 6)) | changed
 
 
-# What a request gives, and the parameters that differ from an empty request's.
+# Requests, and their parameters that differ from those of an empty request.
 ACCEPTED = [
     ({}, {}),
-    ({"value_scale": None, "budget_of_tools": 5}, {}),  # absent; another consumer's
+    ({"value_scale": None, "budget_of_tools": 5}, {}),  # absent; a field of another consumer
     ({"thinking_budget": None, "hard_limit": None, "end_token_ids": None, "allow_eos": None}, {}),
     ({"value_scale": 0.5}, dict(mode=Mode.MUL, scale=0.5)),
     ({"scale": "0.5", "mode": " MUL "}, dict(mode=Mode.MUL, scale=0.5)),
@@ -91,7 +91,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("request_, expected", ACCEPTED)
-def test_accepted(request_, expected):
+def test_accepted_requests(request_, expected):
     assert parse_guidance(request_) == GuidanceParams(**expected)
 
 
@@ -127,7 +127,7 @@ def test_neutral_parameters_are_unguided(mode, neutral, guiding):
         assert parse_guidance({"value_mode": mode, "value_scale": scale, "target_length": 4}).mode == Mode.NEAR
 
 
-def test_which_requests_take_part_in_a_step():
+def test_requests_that_need_a_step():
     for request in ({"return_values": True}, {"end_token_ids": [5]}, {"target_length": 5}):
         assert parse_guidance(request).needs_step, request
     assert not parse_guidance({"return_values": False, "token_temperature_scale": {1: 2.0}}).needs_step
@@ -143,17 +143,17 @@ THOUGHT = Thoughts(ends=((9, 4),), starts=((8,),))
         ({"thinking_budget": 100}, THOUGHT, ((9, 4),), (8,)),
         ({"thinking_budget": 100, "start_token_ids": []}, THOUGHT, ((9, 4),), ()),
         ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, ((9, 4),), (3,)),
-        ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, (3,), ()),  # the start belongs to the tokenizer's end
+        ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, (3,), ()),  # the tokenizer's start belongs to its end
         ({"target_length": 100}, THOUGHT, (), ()),
     ],
 )
-def test_a_budget_takes_the_marks_of_thoughts_from_the_tokenizer(request_, thoughts, ends, starts):
+def test_budget_takes_the_marks_of_thoughts_from_the_tokenizer(request_, thoughts, ends, starts):
     params = parse_guidance(request_, thoughts=thoughts)
     assert (params.end_token_ids, params.start_token_ids, params.target_length) == (ends, starts, 100.0)
     assert params.hard_limit == (125 if ends else None)
 
 
-# Values that each field rejects by itself: its name, what it must do, values.
+# The name of a field, the requirement in its message, and values that it rejects.
 REJECTED_ALONE = [
     ("value_mode", "be one of mul, linear, exp, length_mul, centered_exp, value_bias", ["tilt", 3]),
     ("value_scale", "be a finite number", ["fast", NAN, INF, -1e39, 1e39, 10**400, True, False]),
@@ -186,7 +186,7 @@ REJECTED_ALONE = [
 
 
 @pytest.mark.parametrize(("name", "must", "values"), REJECTED_ALONE)
-def test_a_field_rejects_by_its_main_name(name, must, values):
+def test_rejected_values_are_reported_by_the_main_name(name, must, values):
     for value in values:
         for alias in FIELDS[name].names:
             with pytest.raises(ValueError, match=f"^{re.escape(f'{name} must {must}, got {value!r}')}$"):
@@ -255,7 +255,7 @@ REJECTED_TOGETHER = [
 
 
 @pytest.mark.parametrize(("request_", "message"), REJECTED_TOGETHER)
-def test_fields_that_do_not_go_together_are_named(request_, message):
+def test_conflicting_fields_are_named(request_, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         parse_guidance(request_)
 
@@ -279,11 +279,11 @@ def test_custom_params_must_be_a_mapping():
         ({"value_scale": 2}, {"strength": 7}, dict(scale=2.0)),
         ({"target_length": 9}, {"has_values": False}, dict(scale=10.0, least_share=0.0, min_end_prob=1e-4)),
         ({"target_length": 9, "strength": 3}, {"has_values": False}, dict(scale=3.0)),
-        ({"target_length": 9}, {"has_values": False, "strength": 7}, dict(scale=10.0)),  # no value model has it
+        ({"target_length": 9}, {"has_values": False, "strength": 7}, dict(scale=10.0)),  # unused without values
         ({}, {"has_values": False}, dict(mode=Mode.UNGUIDED)),
     ],
 )
-def test_the_defaults_of_a_server(request_, defaults, expected):
+def test_defaults_of_a_server(request_, defaults, expected):
     params = parse_guidance(request_, **defaults)
     assert {name: getattr(params, name) for name in expected} == expected
 
@@ -300,12 +300,12 @@ def test_the_defaults_of_a_server(request_, defaults, expected):
         ({"value_min": 0.0}, "value_min must not be given without a value model, got 0.0"),
     ],
 )
-def test_requests_that_need_values_are_rejected_without_them(request_, message):
+def test_requests_that_need_values_are_rejected_without_a_value_model(request_, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         parse_guidance(request_, has_values=False)
 
 
-def test_the_default_gamma_of_a_server_is_checked():
+def test_default_gamma_of_a_server_is_checked():
     with pytest.raises(ValueError, match=r"gamma must be a finite number > 0 and < 1, got 1.5"):
         parse_guidance({}, gamma=1.5)
 
@@ -318,7 +318,7 @@ ANYTHING = (
 
 @given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), ANYTHING, max_size=5))
 def test_anything_is_parsed_or_rejected(params):
-    """A client's input gives usable parameters or a ValueError, and accepted parameters fit the device table."""
+    """Any input gives usable parameters or a ValueError, and accepted parameters fit the device table."""
     try:
         parsed = parse_guidance(params)
     except ValueError:
@@ -328,6 +328,6 @@ def test_anything_is_parsed_or_rejected(params):
     assert (columns.nats_per_token > 0).all()
 
 
-def test_the_docs_have_the_table_of_the_fields():
+def test_docs_contain_the_table_of_fields():
     page = Path(__file__).parent.parent / "docs" / "modes-and-parameters.md"
     assert markdown() in page.read_text(), f"put lenvm_kernels.guidance.fields.markdown() into {page}"

@@ -1,4 +1,4 @@
-"""The table of requests on the device: every parameter in its row, written once, removed with its request."""
+"""The guidance table on the device: parameters are in their request's row, written once, removed with the request."""
 
 import math
 
@@ -30,7 +30,7 @@ REQUESTS = [
     (None, {7}, dict(eos_token_ids=[7, -2, -2], ending_token_ids=[7] + [-2] * 6)),
     ({"mode": "exp", "scale": 3, "entropy_threshold": 0.5, "gamma": 0.9}, set(),
      dict(mode=Mode.EXP, scale=3, entropy_threshold=0.5, nats_per_token=-math.log(0.9))),
-    # Values that are 0 are not "none".
+    # 0 is a value, unlike None.
     ({"mode": "centered_exp", "scale": -2, "entropy_threshold": 0.0, "value_min": 0.0}, set(),
      dict(mode=Mode.CENTERED_EXP, scale=-2, entropy_threshold=0, value_min=0)),
     ({"target_length": 0, "length_mode": "remaining", "op": "ge_near", "min_end_prob": 0}, set(),
@@ -60,8 +60,8 @@ def assert_row(table, row, **expected):
 
 
 @pytest.mark.parametrize(("request_", "eos", "expected"), REQUESTS)
-def test_a_request_is_written_into_its_row(request_, eos, expected):
-    """A request in a row leaves nothing of the request before it, and its removal leaves the row unguided."""
+def test_request_is_written_into_its_row(request_, eos, expected):
+    """A request overwrites all columns of the previous one, and its removal leaves the row unguided."""
     table, params = new_table(), request_ and parse_guidance(request_)
     table.add_request(1, parse_guidance(FULL), {1, 2}, seed=3, span=SpanState(9, 4, end=8, match=3, closing_from=6))
     table.columns.faults[1] = 4
@@ -76,7 +76,7 @@ def test_a_request_is_written_into_its_row(request_, eos, expected):
     assert packed.columns.eos_token_ids[1].tolist() == [*sorted(eos), *[-2] * (3 - len(eos))]
 
 
-def test_columns_have_the_dtypes_that_are_declared():
+def test_columns_have_their_declared_dtypes():
     for name, column in GUIDANCE_COLUMNS.items():
         tensor = getattr(new_table().columns, name)
         assert (tensor.dtype, tensor.dim()) == (column.dtype, 1 + column.is_list), name
@@ -103,7 +103,7 @@ NEAR = {"target_length": 100, "value_constraint": "near"}
         (NEAR | {"value_constraint": "eq"}, 0),
     ],
 )
-def test_totals_that_are_aimed_at_early(request_, shift):
+def test_totals_with_an_early_aim(request_, shift):
     late, early = (new_table(1, early=early) for early in (0.0, 6.0))
     for table in (late, early):
         table.add_request(0, parse_guidance(request_), set())
@@ -111,7 +111,7 @@ def test_totals_that_are_aimed_at_early(request_, shift):
     assert torch.equal(late.columns.due_length, early.columns.due_length)
 
 
-def test_the_tokens_that_end_a_sequence_or_a_span_share_memory():
+def test_columns_of_ending_tokens_share_memory():
     table = new_table(max_eos=2)
     table.add_request(1, None, {7})
     columns = table.columns
@@ -121,7 +121,7 @@ def test_the_tokens_that_end_a_sequence_or_a_span_share_memory():
     assert columns.eos_token_ids[0].tolist() == [6] * 2 and columns.span_end_token_ids[0].tolist() == [6] * 4
 
 
-def test_the_state_of_a_span_is_written():
+def test_state_of_a_span_is_written():
     table, params = new_table(), parse_guidance({"end_token_ids": [9]})
     table.add_request(2, params, {0}, seed=2**63 - 1, span=SpanState(9, 4, end=8, match=1, closing_from=6))
     state = dict(prompt_len=4, span_seen=9, span_ended=True, span_match=1, closing_from=6, seed=2**63 - 1)
@@ -129,7 +129,7 @@ def test_the_state_of_a_span_is_written():
 
 
 def test_lengths_of_rows_out_of_order():
-    """Each row has its own discount and end-of-sequence ids, which neither -1 nor their padding match."""
+    """Each row has its own discount and end-of-sequence ids; token -1 matches neither these ids nor their padding."""
     params = [parse_guidance({"gamma": gamma}) for gamma in (0.5, 0.9, 0.99, 0.8)]
     table = GuidanceTable.from_params(params, [{0, 3}, {1}, set(), {2}], "cpu")
     z = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5])
@@ -160,7 +160,7 @@ FP32 = (
         (0, GuidanceParams(scale=1e39), {1}, {}, FP32),
     ],
 )  # fmt: skip
-def test_a_request_that_does_not_fit_is_rejected_and_changes_nothing(row, params, eos, options, message):
+def test_rejected_request_changes_nothing(row, params, eos, options, message):
     table = new_table()
     with pytest.raises((IndexError, ValueError), match=f"^{message}") as raised:
         table.add_request(row, params, eos, **options)
@@ -172,7 +172,7 @@ def test_a_request_that_does_not_fit_is_rejected_and_changes_nothing(row, params
 
 @pytest.mark.parametrize("table_rows", [[2], [4, 0, 3, 4, 1]])
 def test_requests_are_written_together_when_the_columns_are_read(table_rows):
-    """Two writes for any number of requests, the last request of each row, and no write without a request."""
+    """Two writes for any number of requests; a row gets its last request; without a new request, nothing is written."""
     table = GuidanceTable(5, "cpu")
     table.columns.faults.fill_(3)
     for i, row in enumerate(table_rows):
@@ -187,8 +187,8 @@ def test_requests_are_written_together_when_the_columns_are_read(table_rows):
     assert columns.faults.tolist() == [0 if row in last else 3 for row in range(5)]
 
 
-def test_nothing_is_written_while_a_graph_is_captured(monkeypatch):
-    """Its replays would write it again, over requests that came later."""
+def test_pending_writes_are_rejected_during_graph_capture(monkeypatch):
+    """Replays would repeat the write, over requests that were added later."""
     table = GuidanceTable(2, "cpu")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -1,4 +1,4 @@
-"""The guided step costs the host the same for every batch size; the published algorithm does not. Counts are exact."""
+"""The guided step's host cost is the same for every batch size; the published algorithm's is not. Counts are exact."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from bench import host
 
 ROWS = (1, 8, 64, 512)
-# Most launches of Triton kernels, torch operators (allocations included) and trace events (those of Python 3.11 and a
-# fifth more) of a step, for a model of one layer.
+# Upper limits per step, with a model of one layer: launches of Triton kernels, torch operators (allocations included),
+# and trace events (a fifth above the number in Python 3.11).
 LIMITS = {
     "value model": (17, 35, 4680),
     "value model, drafts": (20, 42, 5700),
@@ -18,7 +18,7 @@ LAYER_LAUNCHES = 7
 
 
 def assert_does_not_grow(costs):
-    """A few events differ between one row and several, where torch asks which; none is per row."""
+    """A few events differ between one row and several, because torch branches on that; none is per row."""
     one, *more = costs
     for cost in more:
         assert (cost.operators, cost.launches) == (one.operators, one.launches), costs
@@ -26,15 +26,15 @@ def assert_does_not_grow(costs):
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-def test_guided_step_does_not_grow_with_the_batch(kind):
+def test_cost_of_the_guided_step_does_not_grow_with_the_batch(kind):
     costs = [host.cost_of(kind, rows) for rows in ROWS]
     assert_does_not_grow(costs)
     launches, operators, events = LIMITS[kind]
     assert costs[0].launches <= launches and costs[0].operators <= operators and costs[0].events <= events, costs[0]
 
 
-def test_published_step_grows_with_the_batch():
-    """The check above can fail: per row at least four operators and ten events."""
+def test_cost_of_the_published_step_grows_with_the_batch():
+    """The check above can fail: each row costs at least four operators and ten events."""
     few, many = costs = [host.cost_of("two forwards", rows) for rows in (8, 64)]
     assert many.operators - few.operators >= 4 * 56 and many.events - few.events >= 10 * 56
     with pytest.raises(AssertionError):
@@ -49,7 +49,7 @@ def test_launches_of_a_layer():
 def test_events_and_operators_are_counted(monkeypatch):
     def step(times):
         x = torch.ones(4).add_(1)  # two operators
-        x.view(2, 2)  # a view is none
+        x.view(2, 2)  # a view does not count
         return [abs(i) for i in range(times)]
 
     monkeypatch.setattr(host, "make_step", lambda kind, rows, layers: lambda: step(rows))

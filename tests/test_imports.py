@@ -1,5 +1,4 @@
-"""Dependencies point one way (docs/design.md): no circle of imports, no import of what is further up, no path that
-is not there."""
+"""Dependencies point one way (docs/design.md): no import cycles, no imports from higher layers, no missing paths."""
 
 import ast
 import re
@@ -7,7 +6,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# From the top; a module belongs to the first name that its own begins with. No layer imports one above it, and members
+# From the top; a module belongs to the first prefix of its name. No layer imports from a layer above it, and members
 # of a layer do not import each other.
 LAYERS = [
     ("lenvm_kernels.cli.",),
@@ -25,7 +24,7 @@ LAYERS = [
 
 
 def modules():
-    """Every module's file, by its name once installed."""
+    """Every module's file, by its installed name."""
     package = {file: file.relative_to(ROOT) for file in (ROOT / "lenvm_kernels").rglob("*.py")}
     reference = {file: Path("lenvm_kernels/reference") / file.name for file in (ROOT / "reference").glob("*.py")}
     return {
@@ -35,40 +34,40 @@ def modules():
 
 
 def imports_of(file, names):
-    """Modules that a file imports, as it is loaded, inside functions, or for types only."""
-    found = set()
+    """Modules that a file imports: at its top, inside functions, or for types only."""
+    imported = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} imports relatively"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found & names
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return imported & names
 
 
 def layer_of(name):
-    """Number of a module's layer, and the member that it belongs to."""
+    """Index of a module's layer, and the member of the layer that it belongs to."""
     return next((i, one) for i, layer in enumerate(LAYERS) for one in layer if f"{name}.".startswith(one))
 
 
-def test_no_circle_and_no_way_up():
+def test_no_import_cycles_and_no_imports_from_higher_layers():
     files = modules()
     assert len(files) > 50
-    # What imports a package may mean any of its modules: that says a layer, but no edge of a circle.
+    # An import of a package may refer to any of its modules, so it counts for the layers, but not for cycles.
     names = {name for name, file in files.items() if file.name != "__init__.py"}
     graph = {name: imports_of(files[name], names) - {name} for name in names}
-    list(TopologicalSorter(graph).static_order())  # raises CycleError, naming the circle
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, naming the cycle
     everything = set(files) - {"lenvm_kernels"}
     edges = [(name, target) for name in names for target in imports_of(files[name], everything)]
     places = {edge: (layer_of(edge[0]), layer_of(edge[1])) for edge in edges}
     assert not [edge for edge, (a, b) in places.items() if b[0] < a[0] or (b[0] == a[0] and b[1] != a[1])]
 
 
-def test_the_map_shows_the_house():
-    """Every path in docs/design.md is there, and its floors have all that the package has, in the order of LAYERS."""
+def test_map_of_the_package_is_complete():
+    """Every path in docs/design.md exists, and its map lists the whole package, in the order of LAYERS."""
     text = (ROOT / "docs/design.md").read_text()
-    floors = text.split("```")[1]
-    named = re.findall(r"(\w+/(?= )|\w+\.py)", floors)
+    package_map = text.split("```")[1]
+    named = re.findall(r"(\w+/(?= )|\w+\.py)", package_map)
     package = {
         path.name + "/" * path.is_dir() for path in (ROOT / "lenvm_kernels").iterdir() if path.name[0] not in "_."
     }

@@ -1,4 +1,4 @@
-"""Triton's interpreter as this package repairs it: a matmul's bits are the same on every machine and in every batch."""
+"""Triton's interpreter as this package patches it: matmuls are bitwise identical on every machine, in every batch."""
 
 import numpy as np
 import pytest
@@ -36,21 +36,21 @@ def operands(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_are_added_one_after_the_other(dtype):
-    """As numbers of C's float would be, from the accumulator on. Another order gives other bits."""
+def test_products_are_added_in_order(dtype):
+    """The additions are fp32 and start with the accumulator. Another order gives other bits."""
     x, w = operands(dtype)
-    found = dot(x, w, start=0.3)
+    product = dot(x, w, start=0.3)
     a, b = x.float().numpy(), w.float().numpy()
     for row, column in ((0, 0), (7, 31), (15, 4)):
         total = np.float32(0.3)
         for k in range(K):
             total = np.float32(total + np.float32(a[row, k] * b[k, column]))
-        assert found[row, column].item() == total
-    assert not torch.equal(dot(x.flip(1), w.flip(0), start=0.3), found)
-    torch.testing.assert_close(found.double(), x.double() @ w.double() + 0.3, rtol=0, atol=2e-5)
+        assert product[row, column].item() == total
+    assert not torch.equal(dot(x.flip(1), w.flip(0), start=0.3), product)
+    torch.testing.assert_close(product.double(), x.double() @ w.double() + 0.3, rtol=0, atol=2e-5)
 
 
-def test_a_row_has_the_same_bits_wherever_it_stands():
+def test_row_is_bitwise_identical_at_every_place():
     x, w = operands(torch.float32)
     order = torch.randperm(M, generator=torch.Generator().manual_seed(6))
     assert torch.equal(dot(x[order], w), dot(x, w)[order])
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands():
     assert torch.equal(dot(padded, w)[16:32], dot(x, w))
 
 
-def test_what_is_not_finite_stays_in_its_row():
+def test_non_finite_numbers_stay_in_their_row():
     x, w = operands(torch.float32)
     healthy = dot(x, w)
     x[3, 9], x[5, 0], x[5, 1], w[0, 2], w[1, 2] = torch.nan, torch.inf, -torch.inf, 1.0, 1.0
@@ -69,7 +69,7 @@ def test_what_is_not_finite_stays_in_its_row():
     assert torch.equal(expected[others][:, columns], healthy[others][:, columns])
 
 
-def test_the_fuzzer_finds_a_dot_whose_bits_depend_on_the_batch(monkeypatch):
+def test_fuzzer_finds_a_dot_whose_bits_depend_on_the_batch(monkeypatch):
     case = simplest("value_head", 5, seed=3)
     assert check(case, None, device=torch.device("cpu")) is None
     monkeypatch.setattr(InterpreterBuilder, "create_dot", planted_dot.create_dot)
@@ -83,7 +83,7 @@ def _masked_copy_kernel(x_ptr, out_ptr, length, BLOCK: tl.constexpr):
         tl.store(out_ptr + i, tl.load(x_ptr + i, mask=(i < length) & (block < length), other=7), mask=i < BLOCK)
 
 
-def test_a_mask_may_combine_a_vector_and_a_scalar():
+def test_mask_may_combine_a_vector_and_a_scalar():
     out = torch.zeros(4)
     _masked_copy_kernel[(1,)](torch.ones(4), out, 3, 4)
     assert out.tolist() == [1, 1, 1, 7]

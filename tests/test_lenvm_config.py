@@ -1,4 +1,4 @@
-"""``lenvm_config.json``, and the value logits of heads that were trained to predict lengths."""
+"""``lenvm_config.json``, and the value logits of heads trained to predict lengths."""
 
 import json
 import math
@@ -21,7 +21,7 @@ FORMS = {
 
 
 def trained_lengths(config, outputs):
-    """As the training's evaluation decodes them, in fp64."""
+    """Lengths as the evaluation of the training decodes them, in fp64."""
     x = outputs.double()
     if config.target_form == "log_length":
         return torch.expm1(torch.nn.functional.softplus(x))
@@ -32,7 +32,7 @@ def trained_lengths(config, outputs):
 # --- the file ---
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_fields_round_trip(tmp_path):
     strong = LenVMConfig(strength=8.5), replace(FORMS["softplus"], strength=0.0)
     for config in (LenVMConfig(), LenVMConfig(gamma=0.9), *FORMS.values(), *strong):
         config.write(tmp_path)
@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path):
         assert LenVMConfig.read(tmp_path, gamma=0.95).target_form == config.target_form
 
 
-def test_without_a_file(tmp_path):
+def test_defaults_without_a_file(tmp_path):
     assert LenVMConfig.read(tmp_path) == LenVMConfig() == LenVMConfig(None, "discounted_return", 1.0, "softplus")
     assert LenVMConfig.read(tmp_path, gamma=0.95) == LenVMConfig(gamma=0.95)
     assert LenVMConfig().nats_per_token == -math.log(0.997)
@@ -73,7 +73,7 @@ REJECTED = [
 @pytest.mark.parametrize(("content", "message"), REJECTED)
 def test_bad_files_are_named(tmp_path, content, message):
     (tmp_path / "lenvm_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    for read in (LenVMConfig.read, ValueModel.from_pretrained):  # before it looks for weights
+    for read in (LenVMConfig.read, ValueModel.from_pretrained):  # before looking for weights
         with pytest.raises(ValueError, match=message):
             read(tmp_path)
 
@@ -81,15 +81,15 @@ def test_bad_files_are_named(tmp_path, content, message):
 # --- lengths ---
 
 
-def test_an_output_of_the_default_form_is_a_value_logit():
+def test_outputs_of_the_default_form_are_value_logits():
     outputs = torch.tensor([-3.0, 0.5])
     assert LenVMConfig(gamma=0.9).value_logits(outputs) is outputs
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.9, 0.997, 1 - 1e-6])
 @pytest.mark.parametrize("form", FORMS)
-def test_value_logits_stand_for_the_trained_lengths(form, gamma):
-    """From lengths of 1e-9 tokens to those of a million; fp32 keeps six digits."""
+def test_value_logits_encode_the_trained_lengths(form, gamma):
+    """For lengths from 1e-9 to a million tokens; fp32 keeps six digits."""
     config = LenVMConfig(**{**vars(FORMS[form]), "gamma": gamma})
     outputs = torch.linspace(-20, 14, 1001)
     if form == "softplus":
@@ -101,8 +101,8 @@ def test_value_logits_stand_for_the_trained_lengths(form, gamma):
     assert (z.diff() >= 0).all()
 
 
-def test_what_a_length_in_tokens_comes_to():
-    """By hand: ``gamma^10`` is left of the value after ten tokens."""
+def test_value_of_a_length_by_hand():
+    """A length of ten tokens has the value ``1 - gamma^10``."""
     config = LenVMConfig(gamma=0.9, target_form="log_length")
     value = config.value_logits(torch.tensor([10.0]).log()).sigmoid()
     torch.testing.assert_close(value, torch.tensor([1 - 0.9**10]))
@@ -110,7 +110,7 @@ def test_what_a_length_in_tokens_comes_to():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_extreme_outputs(form):
-    """The shortest lengths stay finite and ordered; what is not finite shows."""
+    """The shortest lengths stay finite and ordered; NaN and infinite lengths are preserved."""
     z = FORMS[form].value_logits(torch.tensor([-200.0, -40.0, -5.0, 2.0, math.nan]))
     assert z[:4].isfinite().all() and (z[:4].diff() > 0).all() and z[4].isnan()
     if form != "sigmoid":
@@ -147,8 +147,8 @@ def forward(value_model):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_model_of_lengths_gives_value_logits(checkpoint, pair, form):
-    """Requests without a gamma of their own see the trained lengths, whatever the gamma of the model."""
+def test_model_of_lengths_returns_value_logits(checkpoint, pair, form):
+    """Requests without their own gamma get the trained lengths, for any gamma of the model."""
     config = FORMS[form]
     config.write(checkpoint)
     outputs = torch.stack([value_logits(*pair, torch.tensor([[*PROMPT, token]]))[0, -1] for token in CANDIDATES])
@@ -163,13 +163,13 @@ def test_a_model_of_lengths_gives_value_logits(checkpoint, pair, form):
         torch.testing.assert_close(lengths.double(), trained_lengths(config, outputs), rtol=1e-4, atol=0)
 
 
-def test_a_model_of_returns_gives_what_its_head_computes(checkpoint, pair):
+def test_model_of_discounted_returns_keeps_its_head_outputs(checkpoint, pair):
     LenVMConfig(gamma=0.9).write(checkpoint)
     z = forward(ValueModel.from_pretrained(checkpoint))
     torch.testing.assert_close(forward(ValueModel.from_pretrained(checkpoint, gamma=0.5)), z)
     torch.testing.assert_close(forward(ValueModel.from_causal_lm(*pair)), z)
-    of_lengths = ValueModel.from_causal_lm(*pair, lenvm_config=FORMS["log_length"])
-    assert not torch.allclose(z, forward(of_lengths))
+    length_model = ValueModel.from_causal_lm(*pair, lenvm_config=FORMS["log_length"])
+    assert not torch.allclose(z, forward(length_model))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_model_of_returns_gives_what_its_head_computes(checkpoint, pair):
         (LenVMConfig(strength=8.5), [{"target_length": 9, "op": "le_near"}, None], [0.997] * 2, [8.5, 1]),
     ],
 )
-def test_requests_of_transformers_have_the_defaults_of_the_value_model(pair, config, requests, gammas, scales):
+def test_transformers_requests_get_the_defaults_of_the_value_model(pair, config, requests, gammas, scales):
     value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
     mask = torch.ones(2, 4, dtype=torch.int64)
     processor = LenVMLogitsProcessor(pair[0], value_model, requests, mask, max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""``limit_span``: where spans have ended, which logits keep an open one from ending the sequence, which end it."""
+"""``limit_span``: where spans have ended, which logits are lowered in an open span, and which are raised to end it."""
 
 import math
 
@@ -9,31 +9,31 @@ from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, SpanState, par
 from lenvm_kernels.ops.limit_span import limit_span
 from tests.helpers.drafts import i32, make_drafts
 
-OUT, IN = -1e4, 2e4  # what is added to the logit of a token that is excluded, or forced
+OUT, IN = -1e4, 2e4  # added to the logit of an excluded token, and of a forced token
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 VOCAB = 10
-NOBODY = {"target_length": 30}
+NO_SPAN = {"target_length": 30}
 THOUGHT = {"end_token_ids": [2, 5]}
 LANDING = {"target_length": 12, "landing": [5, 6], "landing_tokens": 10}
 AT_LIMIT, LATER = THOUGHT | {"hard_limit": 2}, THOUGHT | {"hard_limit": 3}
-# What is asked for, what ends the sequence; the new tokens of a sequence of six, four of them a prompt's, and two
-# drafts; whether the span has ended at each node that is there, and what is added to which logits of which nodes.
+# A request, its end-of-sequence ids, the new tokens of a sequence of six (four are the prompt's), two drafts and their
+# parents; whether the span has ended at each existing node, and the numbers added to logits, by node and token.
 SPANS = [
     (THOUGHT, {0}, [7], [], [], [False], {0: {0: OUT}}),
     (THOUGHT, {0, 9}, [7], [], [], [False], {0: {0: OUT, 9: OUT}}),
     (THOUGHT, set(), [7], [], [], [False], {}),
     (THOUGHT, {0}, [5], [], [], [True], {}),
     (THOUGHT, {0}, [2, 7], [], [], [True], {}),
-    (THOUGHT, {0}, [2, 7, 7], [], [], [False], {0: {0: OUT}}),  # of the prompt
+    (THOUGHT, {0}, [2, 7, 7], [], [], [False], {0: {0: OUT}}),  # the 2 is in the prompt
     (THOUGHT, {0}, [5, 2, 7, 7], [], [], [False], {0: {0: OUT}}),
-    (THOUGHT, {0}, [7, 7, 2, 7, 7], [], [], [True], {}),  # more are new than are told
+    (THOUGHT, {0}, [7, 7, 2, 7, 7], [], [], [True], {}),  # more new tokens than columns
     (THOUGHT, {0}, [], [], [], [False], {0: {0: OUT}}),
-    (NOBODY, {0}, [5], [5, 2], [-1, 0], [False] * 3, {}),
+    (NO_SPAN, {0}, [5], [5, 2], [-1, 0], [False] * 3, {}),
     (None, {0}, [5], [5, 2], [-1, 0], [False] * 3, {}),
     (THOUGHT | {"allow_eos": True}, {0}, [7], [], [], [False], {}),
-    (THOUGHT, {0, 5}, [7], [], [], [False], {0: {0: OUT}}),  # what ends the span may end the sequence
+    (THOUGHT, {0, 5}, [7], [], [], [False], {0: {0: OUT}}),  # a token may end both span and sequence
     ({"end_token_ids": [0]}, {0}, [7], [], [], [False], {}),
     (AT_LIMIT, {0}, [7], [], [], [False], {0: {0: OUT, 2: IN}}),
     (AT_LIMIT | {"end_token_ids": [5, 2]}, {0}, [7], [], [], [False], {0: {0: OUT, 5: IN}}),
@@ -47,13 +47,13 @@ SPANS = [
     (THOUGHT, {0}, [7], [5, 4], [-1, 0], [False, True, True], {0: {0: OUT}}),
     (THOUGHT, {0}, [7], [4, 2], [-1, 0], [False, False, True], {0: {0: OUT}, 1: {0: OUT}}),
     (THOUGHT, {0}, [7], [5, 4], [-1, -1], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),
-    (THOUGHT, {0}, [7], [5, 4], [-1, 1], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),  # itself is no parent
+    (THOUGHT, {0}, [7], [5, 4], [-1, 1], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),  # its own parent
     (THOUGHT, {0}, [7], [5, 4], [2, -(2**31)], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),
     (THOUGHT, {0}, [7], [3, -1], [-1, 0], [False, False], {0: {0: OUT}, 1: {0: OUT}}),
-    (THOUGHT, {0}, [7], [-2, 5], [-1, -1], [False], {0: {0: OUT}}),  # a draft that is not there, and one after it
+    (THOUGHT, {0}, [7], [-2, 5], [-1, -1], [False], {0: {0: OUT}}),  # an absent draft, and one after it
     (THOUGHT, {0}, [2], [3, 4], [-1, 0], [True] * 3, {}),
     (THOUGHT, {0}, [2], [3, -1], [-1, 0], [True] * 2, {}),
-    (LANDING, {0}, [7], [3, 4], [-1, 0], [False] * 3, {0: {5: IN}, 1: {6: IN}}),  # then it goes on
+    (LANDING, {0}, [7], [3, 4], [-1, 0], [False] * 3, {0: {5: IN}, 1: {6: IN}}),  # the sequence continues
     (LANDING | {"landing_tokens": 9}, {0}, [7], [3, -1], [-1, 0], [False] * 2, {1: {5: IN}}),
     ({"end_token_ids": [VOCAB, 2], "hard_limit": 1}, {VOCAB + 1}, [7], [], [], [False], {}),  # tokens without a logit
     ({"end_token_ids": [VOCAB, 2]}, {0}, [VOCAB], [], [], [True], {}),
@@ -63,8 +63,8 @@ SPANS = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turn", range(3))
-def test_what_ends_a_span(device, backend, dtype, turn):
-    """In any order; one program has some of the requests."""
+def test_ends_of_spans_and_changed_logits(device, backend, dtype, turn):
+    """The requests come in several orders, and one program processes only some of them."""
     order = torch.arange(len(SPANS)).roll(7 * turn).tolist()
     asked, eos, new, token_ids, parents, ended, changes = zip(*(SPANS[i] for i in order), strict=True)
     table = GuidanceTable(len(SPANS) + 1, device)
@@ -78,27 +78,27 @@ def test_what_ends_a_span(device, backend, dtype, turn):
     logits = torch.randn(3 * len(SPANS), VOCAB).to(dtype)
     expected = logits.clone()
     for i, nodes in enumerate(changes):
-        for node, of_tokens in nodes.items():
-            for token, number in of_tokens.items():
+        for node, added in nodes.items():
+            for token, number in added.items():
                 expected[3 * i + node, token] += number
     changed = logits.to(device)
-    found = limit_span(
+    spans = limit_span(
         changed,
         table.columns,
-        filled(new, 4, 2).to(device),  # what ends a span, but is not new
+        filled(new, 4, 2).to(device),  # padding with a token that ends a span
         torch.arange(1, len(SPANS) + 1, device=device),
         torch.full((len(SPANS),), 6, dtype=torch.int32, device=device),
         new_lens=i32(*map(len, new)).to(device),
         drafts=drafts,
         backend=backend,
     )
-    assert found.ended.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
+    assert spans.ended.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
     assert torch.equal(changed.cpu(), expected)
     assert table.columns.span_ended.tolist() == [False, *(x[0] for x in ended)]
 
 
-def test_a_span_ends_once(device, backend):
-    """The table remembers it; a sequence of several steps, in a batch with another one that goes on."""
+def test_span_ends_once(device, backend):
+    """The table stores the end; several steps of two sequences, whose spans end at different steps."""
     table = GuidanceTable(5, device)
     for row, limit in ((3, 3), (1, 9)):
         params = GuidanceParams(end_token_ids=(2,), hard_limit=limit)
@@ -111,24 +111,24 @@ def test_a_span_ends_once(device, backend):
         ended = limit_span(logits, table.columns, tokens, rows, lengths, backend=backend).ended.tolist()
         found.append((ended, logits.argmax(1).tolist(), (logits[:, 0] < 0).tolist()))
         assert table.columns.span_ended.tolist() == [False, ended[1], False, ended[0], False]
-    nobody = [False, False]
+    neither = [False, False]
     assert found == [
-        (nobody, [1, 1], [True, True]),  # argmax: the first token that is not lowered
-        (nobody, [1, 1], [True, True]),
-        (nobody, [1, 1], [True, True]),
+        (neither, [1, 1], [True, True]),  # argmax: the first token whose logit is not lowered
+        (neither, [1, 1], [True, True]),
+        (neither, [1, 1], [True, True]),
         ([True, False], [0, 1], [False, True]),
-        ([True, True], [0, 0], nobody),
-        ([True, True], [0, 0], nobody),
-        ([True, True], [0, 0], nobody),
+        ([True, True], [0, 0], neither),
+        ([True, True], [0, 0], neither),
+        ([True, True], [0, 0], neither),
     ]
 
 
-# Tokens that end a line, a sentence, and both; and one that the model draws otherwise.
+# Tokens that end a line, a sentence, and both; and an ordinary token.
 LINE, SENTENCE, BOTH, PLAIN = 3, 2, 1, 4
 LATE_LANDING = {"target_length": 14, "landing": [5, 6], "landing_tokens": 12}
 CLOSING = {"end_token_ids": [[7, 9], 2], "hard_limit": 3, "end_message": [5, 6]}
 CLOSED = [5, 6, 7, 9]
-# What is asked for, what the model would draw, and what comes of it.
+# A request, the tokens that the model would draw, and the resulting tokens.
 CLOSINGS = [
     (CLOSING, [PLAIN] * 9, [*[PLAIN] * 3, *CLOSED, PLAIN, PLAIN]),
     (CLOSING, [PLAIN, 7, 9, *[PLAIN] * 6], [PLAIN, 7, 9, *[PLAIN] * 6]),
@@ -143,14 +143,14 @@ CLOSINGS = [
     ),
     (CLOSING | {"hard_limit_grace": 2}, [PLAIN, LINE, *[PLAIN] * 7], [PLAIN, LINE, *[PLAIN] * 3, *CLOSED]),
     (CLOSING | {"hard_limit_grace": 2}, [*[PLAIN] * 3, BOTH, *[PLAIN] * 5], [*[PLAIN] * 3, BOTH, *CLOSED, PLAIN]),
-    # A landing, 12 tokens before the target, or at most 2 later; the sequence may end before, or after it.
+    # A landing 12 tokens before the target, or at most 2 later; the sequence may end before or after it.
     (LATE_LANDING, [PLAIN] * 9, [*[PLAIN] * 4, 5, 6, PLAIN, PLAIN, PLAIN]),
     (LATE_LANDING, [PLAIN, PLAIN, LINE, *[PLAIN] * 5], [PLAIN, PLAIN, LINE, 5, 6, PLAIN, PLAIN, PLAIN]),
     (LATE_LANDING, [PLAIN, BOTH, *[PLAIN] * 6], [PLAIN, BOTH, 5, 6, PLAIN, PLAIN, PLAIN, PLAIN]),
     (LATE_LANDING, [PLAIN, LINE, PLAIN, SENTENCE, *[PLAIN] * 3, 0, 0], [PLAIN, LINE, 5, 6, *[PLAIN] * 3, 0, 0]),
     (LATE_LANDING, [LINE, PLAIN, PLAIN, SENTENCE, 0, PLAIN, PLAIN, 0], [LINE, PLAIN, PLAIN, SENTENCE, 5, 6, PLAIN, 0]),
     (LATE_LANDING, [PLAIN, 0, 0, 0, 0, 0, 0, 0], [PLAIN, 0, 0, 0, 5, 6, 0, 0]),
-    # The second thought has a limit of its own; between the two there is none.
+    # The second thought has its own limit; between the thoughts there is none.
     (
         {"end_token_ids": [2], "start_token_ids": [[8, 8]], "hard_limit": 2},
         [PLAIN, PLAIN, PLAIN, 8, 8, PLAIN, PLAIN, PLAIN, 8, 8, PLAIN, PLAIN, 1],
@@ -165,18 +165,18 @@ CLOSINGS = [
 
 
 @pytest.mark.parametrize(("asked", "drawn", "expected"), CLOSINGS)
-def test_a_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
-    """In steps of one token, and at the nodes of drafts, of which some are right and some are not."""
+def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
+    """Steps of one token, then nodes of drafts: one draft is wrong, the others are the forced tokens."""
     params, prompt = parse_guidance(asked), 2
     breaks = torch.tensor([0, 3, 2, 1, 0], dtype=torch.int8, device=device)  # no token from 5 on ends a line
 
     def table():
-        made = GuidanceTable(2, device)
-        made.add_request(1, params, {0}, prompt_len=prompt, span=params.span_state([1] * prompt))
-        return made
+        guidance = GuidanceTable(2, device)
+        guidance.add_request(1, params, {0}, prompt_len=prompt, span=params.span_state([1] * prompt))
+        return guidance
 
     def next_tokens(table, text, new, depths=(0,), drafts=None):
-        """What is drawn at nodes of these depths after a text, of which some tokens are told; how long spans are."""
+        """Tokens drawn at nodes of these depths after a text whose last ``new`` tokens are passed; lengths of spans."""
         logits = torch.zeros(len(depths), 10, device=device)
         for node, depth in enumerate(depths):
             logits[node, drawn[min(len(text) + depth, len(drawn) - 1)]] = 5.0
@@ -205,15 +205,15 @@ def test_a_closing_is_forced_token_by_token(device, backend, asked, drawn, expec
     for at in range(0, len(text) - 2, 2):
         drafts = make_drafts([[0, *text[at : at + 2]]], [[-1, -1, 1]], device=device)
         tokens, counts = next_tokens(drafted, text[:at], 2, (0, 1, 1, 2), drafts)
-        del tokens[1], counts[1]  # of the wrong one
+        del tokens[1], counts[1]  # the wrong draft
         assert tokens == text[at : at + 3] and counts == generated[at : at + 3]
 
 
-def test_only_spans_are_remembered(device, backend):
-    """What a row says of a span it does not have is neither used nor changed."""
+def test_span_state_without_a_span_is_ignored(device, backend):
+    """The span state in the row of such a request is neither used nor changed."""
     table = GuidanceTable(2, device)
     for row in range(2):
-        table.add_request(row, parse_guidance(NOBODY), {0}, span=SpanState(0, 0, end=0 if row == 0 else None))
+        table.add_request(row, parse_guidance(NO_SPAN), {0}, span=SpanState(0, 0, end=0 if row == 0 else None))
     rows, tokens = torch.arange(2, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
     logits = torch.ones(2, 3, device=device)
     ended = limit_span(logits, table.columns, tokens, rows, rows.int(), backend=backend)
@@ -225,7 +225,7 @@ def test_only_spans_are_remembered(device, backend):
 
 
 def of_nodes(logits, device, dtype, **asked):
-    """Arguments for one request with an open span that the tokens 2 and 4 end, and a sequence that 0 and 1 end."""
+    """Arguments for one request with an open span; tokens 2 and 4 end the span, tokens 0 and 1 the sequence."""
     table = GuidanceTable(1, device)
     table.add_request(0, parse_guidance({"end_token_ids": [2, 4], **asked}), {0, 1})
     return dict(
@@ -249,15 +249,15 @@ NEVER, NO_ENDS = -math.inf, torch.zeros(1, 0, dtype=torch.int32)
         ({"hard_limit": 9}, [9.0, -3.0, 0.0, 2.0, 1.0], [2]),
         ({"hard_limit": 10}, [9.0, -3.0, 0.0, 2.0, 1.0], [2, 3, 4]),
         ({"hard_limit": 9}, [9.0, -3.0, -12.0, 30.0, 1.0], [2]),
-        ({"hard_limit": 9}, [9.0, -3.0, NEVER, 2.0, 1.0], [3, 4]),  # forbidden: it stays so
+        ({"hard_limit": 9}, [9.0, -3.0, NEVER, 2.0, 1.0], [3, 4]),  # a masked token stays masked
         ({"hard_limit": 9, "end_token_ids": [4, 2]}, [9.0, -3.0, NEVER, 2.0, 1.0], [4]),
         ({"hard_limit": 9}, [NEVER, -3.0, NEVER, NEVER, NEVER], [1]),
-        ({}, [5.0, NEVER, NEVER, NEVER, NEVER], [0]),  # all that is allowed
+        ({}, [5.0, NEVER, NEVER, NEVER, NEVER], [0]),  # the only allowed token
         ({}, [NEVER, NEVER, NEVER, 2.0, NEVER], [3]),
     ],
 )
-def test_what_may_be_drawn(device, backend, dtype, asked, logits, possible):
-    """At every temperature in use. Called again for the same step nothing else is drawn."""
+def test_possible_tokens(device, backend, dtype, asked, logits, possible):
+    """At every temperature in use. A second call for the same step changes no probability."""
     arguments = of_nodes(logits, device, dtype, **asked)
     before = arguments["logits"].float().cpu()[0]
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_what_may_be_drawn(device, backend, dtype, asked, logits, possible):
 
 
 def test_compiled_with_the_columns_of_a_table():
-    """They lie in the same memory, of which one is written."""
+    """The columns share memory, and some of them are written."""
     torch.compiler.reset()
     arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
     expected = of_nodes([1.0] * 5, "cpu", torch.float32)
@@ -287,7 +287,7 @@ ERRORS = [
     (ValueError, "tokens must have at least one column, got none", {"tokens": torch.zeros(1, 0).long()}),
     (ValueError, "new_lens must be given with tokens of several .*, got 3", {"tokens": torch.zeros(1, 3).long()}),
     (TypeError, "table must be GuidanceColumns, got dict", {"table": {"eos": 1}}),
-    # Of four nodes, of which none are said to be drafts.
+    # Four nodes, without drafts.
     (ValueError, r"logits must be .* \[1, \*\] on cpu, got float32 \[4, 5\] on cpu", {"logits": torch.zeros(4, 5)}),
     (ValueError, "table.span_end_token_ids must have at least one column, got none", {"span_end_token_ids": NO_ENDS}),
 ]

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a value model's backbone: merged as PEFT, which writes the files, merges them."""
+"""Low-rank adapters of a value model's backbone are merged as PEFT merges them, which also writes the files."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ VARIANTS = {
 
 
 def adapted(model, folder, seed=3, **config):
-    """``model`` with a random adapter as PEFT saves it in ``folder``, merged by PEFT."""
+    """``model`` merged by PEFT with a random adapter, which PEFT saves in ``folder``."""
     wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**config))
     generator = torch.Generator().manual_seed(seed)
     for parameter in wrapped.parameters():
@@ -44,7 +44,7 @@ def adapted(model, folder, seed=3, **config):
 
 
 def assert_same(got, expected):
-    """Weights of two value models; rounded to fp32 in another order, or to bf16 once."""
+    """Compare weights of two value models, summed in another order in fp32, or rounded once to bf16."""
     rtol = 1e-5 if expected.dtype == torch.float32 else 2**-7
     for one, other in zip(got.layers, expected.layers, strict=True):
         for x, y in zip(one, other, strict=True):
@@ -57,7 +57,7 @@ def assert_same(got, expected):
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_beside_the_weights(architecture, variant, tmp_path):
+def test_adapter_beside_the_weights(architecture, variant, tmp_path):
     model, head = random_pair(architecture)
     model.save_pretrained(tmp_path)
     save_file(head, tmp_path / "value_head.safetensors")
@@ -68,8 +68,8 @@ def test_beside_the_weights(architecture, variant, tmp_path):
     assert_same(ValueModel.from_pretrained(tmp_path), expected)
 
 
-def test_given_by_its_directory(tmp_path):
-    """Beside no weights, in place of the adapter beside them, and on a loaded model, which it leaves as it was."""
+def test_adapter_passed_as_a_directory(tmp_path):
+    """The passed adapter replaces the one beside the weights, and leaves a loaded model unchanged."""
     model, head = random_pair("llama")
     model.save_pretrained(tmp_path / "model")
     adapted(model, tmp_path / "model", **VARIANTS["rank-stabilised"])
@@ -80,8 +80,8 @@ def test_given_by_its_directory(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_value_model_of_the_demo(tmp_path, monkeypatch):
-    """It has the shipped adapters, unless a head is given: that is one for the backbone as it is."""
+def test_value_model_of_the_demo(tmp_path, monkeypatch):
+    """It has the shipped adapter unless a head is passed: that head belongs to the plain backbone."""
     model, head = random_pair("llama")
     model.save_pretrained(tmp_path / "base")
     expected = ValueModel.from_causal_lm(adapted(model, tmp_path / "value", **VARIANTS["plain"]), head)
@@ -100,8 +100,8 @@ def test_the_value_model_of_the_demo(tmp_path, monkeypatch):
     assert_same(got, ValueModel.from_causal_lm(model, other))
 
 
-def test_the_head_of_an_adapter(tmp_path):
-    """``value_head.safetensors`` in the adapter's directory, unless another is given."""
+def test_head_of_an_adapter(tmp_path):
+    """``value_head.safetensors`` in the adapter's directory, unless another head is passed."""
     model, head = random_pair("llama")
     adapted(model, tmp_path, **VARIANTS["plain"])
     save_file(head, tmp_path / "value_head.safetensors")
@@ -109,7 +109,7 @@ def test_the_head_of_an_adapter(tmp_path):
     other = random_head(seed=8)
     got = ValueModel.from_causal_lm(model, other, adapter=tmp_path).head
     assert all(map(torch.equal, got, folded_head(model, other)))
-    base = tmp_path / "base"  # with a head of its own, which is for the backbone as it is
+    base = tmp_path / "base"  # with its own head, which is for the plain backbone
     model.save_pretrained(base)
     save_file(other, base / "value_head.safetensors")
     got = ValueModel.from_pretrained(base, adapter=tmp_path).head
@@ -121,7 +121,7 @@ def folded_head(model, head):
 
 
 def test_sums_are_rounded_once(tmp_path):
-    """In a bf16 model: an update that bf16 would round away before the sum still counts."""
+    """In a bf16 model, an update that rounding to bf16 before the sum would lose still counts."""
     model, head = random_pair("llama")
     model = model.bfloat16()
     adapted(model.float(), tmp_path, **VARIANTS["plain"])
@@ -145,7 +145,7 @@ def test_sums_are_rounded_once(tmp_path):
         ("lora_alpha", "8", "lora_alpha in .* must be a number, got '8'"),
     ],
 )
-def test_other_methods_are_refused(field, value, message, tmp_path):
+def test_other_methods_are_rejected(field, value, message, tmp_path):
     model, head = random_pair("llama")
     adapted(model, tmp_path, **VARIANTS["plain"])
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -189,7 +189,7 @@ def without(part):
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
+def test_tensors_that_do_not_fit_are_rejected(change, message, tmp_path):
     model, head = random_pair("llama")
     adapted(model, tmp_path, **VARIANTS["plain"])
     file = tmp_path / "adapter_model.safetensors"
@@ -199,7 +199,7 @@ def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_missing_file_is_named(missing, tmp_path):
+def test_missing_file_is_named(missing, tmp_path):
     model, head = random_pair("llama")
     adapted(model, tmp_path, **VARIANTS["plain"])
     (tmp_path / missing).unlink()

@@ -1,4 +1,4 @@
-"""What holds of every operator at its edges: without rows, around its results, for any number of requests."""
+"""Edge cases of every operator: empty batches, memory around the results, and any number of requests."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,15 +13,15 @@ from tests.helpers.drafts import variants
 from tests.helpers.memory import GuardedMemory
 
 OPERATORS = operators()
-# The operator that has to have a request, and says so.
+# This operator rejects an empty batch.
 NEVER_EMPTY = "ragged_layout"
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name != NEVER_EMPTY])
 @given(data=st.data())
 @settings(max_examples=max(1, settings().max_examples // 10))
-def test_a_batch_may_be_empty(device, name, backend, data):
-    """As it is between two requests. A step without requests is none: nothing is counted."""
+def test_empty_batch(device, name, backend, data):
+    """As between two requests. A step without requests changes no counters."""
     case = replace(data.draw(cases(name)), rows=())
     failure = check(case, partial(OPERATORS[name].function, backend=backend), device=device)
     assert failure is None, str(failure)
@@ -30,8 +30,8 @@ def test_a_batch_may_be_empty(device, name, backend, data):
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
 @settings(max_examples=max(1, settings().max_examples // 5))
-def test_fresh_memory_is_filled_and_nothing_beside_it(device, name, data):
-    """Results are right whatever lay there. Rows and columns of a tile that are none are not stored."""
+def test_fresh_memory_is_filled_and_memory_around_it_unchanged(device, name, data):
+    """Results do not depend on the previous contents. Masked rows and columns of a tile are not stored."""
     memory = GuardedMemory()
     function = partial(memory.call, OPERATORS[name].function, backend="triton")
     failure = check(data.draw(cases(name)), function, device=device, other_batches=False)
@@ -39,7 +39,7 @@ def test_fresh_memory_is_filled_and_nothing_beside_it(device, name, data):
     memory.assert_kept()
 
 
-def test_no_number_of_requests_compiles_anything():
-    """Of the operators on drafts, nor do slices of longer tensors."""
+def test_number_of_requests_triggers_no_recompilation():
+    """Operators on drafts; slices of longer tensors trigger none either."""
     names = ["expand_drafts", "limit_span", "pack_drafts", "ragged_layout", "verify_drafts"]
     assert variants(*names) == {f"_{name}_kernel": 1 for name in names}

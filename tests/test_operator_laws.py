@@ -1,4 +1,4 @@
-"""What holds of every operator, by its description in ``lenvm_kernels/fuzz/ops``."""
+"""Laws of every operator, tested through its description in ``lenvm_kernels/fuzz/ops``."""
 
 import inspect
 import re
@@ -33,21 +33,21 @@ OPERATORS = operators()
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
 def test_kernels_match_the_reference(device, name, data):
-    """In fp64, within the table of tolerances; what is not written stays as it is."""
+    """The reference runs in fp64; the table of tolerances applies. Elements that are not written stay unchanged."""
     assert_right(data.draw(cases(name)), device)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
 @settings(max_examples=max(1, settings().max_examples // 5))
-def test_rows_have_the_same_bits_in_every_batch(device, name, data):
-    """In another order, beside more rows, and alone."""
+def test_rows_are_bitwise_identical_in_every_batch(device, name, data):
+    """Each batch is compared with its rows in another order beside more rows, and with one row alone."""
     failure = check(data.draw(cases(name)), device=device)
     assert failure is None, str(failure)
 
 
 def small_case(name, **chosen):
-    """Three requests, with every tensor that is optional."""
+    """Three requests, with every optional tensor."""
     wanted = {"table_rows": "int64", "token_rows": "int64", "trees": "chains", "columns": 8, "rows_not_there": "none"}
     wanted |= chosen
     options = {
@@ -69,7 +69,7 @@ def tensors_of(x):
 
 
 def assert_same(found, expected, name, backend="triton"):
-    """To the bit, but for what the reference computes by a library's matmul."""
+    """Bitwise, except where the reference calls a library's matmul."""
     exact = backend == "triton" or name not in ("ragged_linear", "value_head", "value_tree_attention")
     assert len(found) == len(expected) > 0
     for actual, wanted in zip(found, expected, strict=True):
@@ -79,7 +79,7 @@ def assert_same(found, expected, name, backend="triton"):
             assert_matches(actual, wanted, name, actual.dtype)
 
 
-# --- what an operator is to torch ---
+# --- integration with torch ---
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -94,7 +94,7 @@ def test_compiled_without_a_graph_break(device, name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_recorded_by_make_fx(device, name, backend):
-    """Recorded on tensors without data, as one operator, and then run."""
+    """Recorded as one operator on tensors without data, and then run."""
     graphs = []
 
     def recorded(*args, **kwargs):
@@ -102,8 +102,8 @@ def test_recorded_by_make_fx(device, name, backend):
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
         def call(*tensors):
-            given = dict(zip(places, tensors, strict=True))
-            args, kwargs = tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+            tensor_at = dict(zip(places, tensors, strict=True))
+            args, kwargs = tree_unflatten([tensor_at.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
             return OPERATORS[name].function(*args, **kwargs, backend=backend)
 
         tensors = [leaves[i] for i in places]
@@ -128,23 +128,23 @@ def test_recorded_by_make_fx_from_real_tensors():
     torch.testing.assert_close(graph(hidden + 1), head_of(hidden + 1))
 
 
-def test_whoever_watches_operators_sees_into_ours():
-    """A mode that records nothing, such as one that looks for waits, is no reason to hide what an operator does."""
+def test_dispatch_modes_see_the_calls_inside_an_operator():
+    """A mode that does not trace, such as a check for host-device syncs, sees the calls inside an operator."""
     with Operators() as seen:
         head_of(torch.ones(2, 3))
     assert "aten::silu" in seen.names and not any(name.startswith("lenvm::") for name in seen.names)
 
 
-# Operators that compute with no floating-point number.
+# Operators without floating-point computation.
 NO_FLOATS = ("gather_requests", "expand_drafts", "pack_drafts", "ragged_layout", "verify_drafts")
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name not in NO_FLOATS])
 def test_fp64_is_accepted_on_a_cpu(name):
-    """Without asking for the reference: ``auto`` is the reference there."""
+    """With backend ``auto``, which is the reference on a CPU."""
     fp32_only = {"top_p", "min_p", "temperature", "entropy_threshold", "cos", "sin", "inv_freq"}
     fp32_only |= {"min_end_prob", "least_share", "due_length"}
-    found = []
+    fp64_results = []
 
     def double(x):
         if isinstance(x, GuidanceColumns):
@@ -156,12 +156,12 @@ def test_fp64_is_accepted_on_a_cpu(name):
         return tree_map(double_of, x)
 
     def function(*args, **kwargs):
-        given = {key: x if key in fp32_only else double(x) for key, x in kwargs.items()}
-        found.append(OPERATORS[name].function(*map(double, args), **given))
+        fp64_kwargs = {key: x if key in fp32_only else double(x) for key, x in kwargs.items()}
+        fp64_results.append(OPERATORS[name].function(*map(double, args), **fp64_kwargs))
         return OPERATORS[name].function(*args, **kwargs)
 
     results(name, function, "cpu")
-    (result,) = found
+    (result,) = fp64_results
     if name == "embed_tokens":
         result = result[:2]  # the angles' cosines and sines are fp32
     floats = [x for x in tree_flatten(result)[0] if x.is_floating_point()]
@@ -170,8 +170,8 @@ def test_fp64_is_accepted_on_a_cpu(name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_nothing_is_read_back_to_the_host(device, name):
-    """By what checks the arguments and launches the kernels."""
+def test_no_host_device_sync(device, name):
+    """While the arguments are checked and the kernels are launched."""
     arguments = arguments_of(small_case(name), device)
     with Operators() as seen, intercept_launches(lambda kernel, launch: None):
         OPERATORS[name].function(**arguments, backend="triton")
@@ -179,7 +179,7 @@ def test_nothing_is_read_back_to_the_host(device, name):
 
 
 def twins_of(name, device):
-    """Arguments of two calls: other numbers in tensors of the same shapes, and all else that a graph keeps the same."""
+    """Arguments of two calls that differ only in the numbers in their tensors, as two replays of a graph do."""
 
     def form(x):
         return (x.shape, x.dtype, x.stride()) if isinstance(x, torch.Tensor) else x
@@ -195,7 +195,7 @@ def twins_of(name, device):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_replays_in_a_cuda_graph(device, name):
-    """With other numbers of the same shapes in the same memory."""
+    """With other numbers, of the same shapes, in the same memory."""
     arguments, others = twins_of(name, device)
     if device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
@@ -215,25 +215,25 @@ def test_replays_in_a_cuda_graph(device, name):
 
 
 def clone(x):
-    """A copy with the same strides, if it is a tensor."""
+    """A copy of a tensor with the same strides; anything else unchanged."""
     return copy_in_place(x) if isinstance(x, torch.Tensor) else x
 
 
 def arguments_of(case, device):
     """The arguments of a call, by name."""
-    found = []
+    calls = []
 
     def record(*args, **kwargs):
         function = OPERATORS[case.op].function
-        found.append(inspect.signature(function).bind(*args, **kwargs).arguments)
+        calls.append(inspect.signature(function).bind(*args, **kwargs).arguments)
         return function(*args, **kwargs, backend="reference")
 
     OPERATORS[case.op].run(OPERATORS[case.op].inputs(case, torch.device(device)), record)
-    return dict(found[0])
+    return dict(calls[0])
 
 
 def tensors_in(arguments):
-    """(path, tensor) of each argument that is a tensor, and of each field of one that is a named tuple."""
+    """(path, tensor) of each tensor argument, and of each tensor in a named tuple."""
     for name, x in arguments.items():
         if isinstance(x, torch.Tensor):
             yield name, x
@@ -242,21 +242,21 @@ def tensors_in(arguments):
 
 
 def changed(arguments, path, x):
-    """The arguments with another tensor at a path."""
+    """The arguments with the tensor at ``path`` replaced by ``x``."""
     name, _, field = path.partition(".")
     return arguments | {name: arguments[name]._replace(**{field: x}) if field else x}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_wrong_tensors_are_refused_by_name(device, name, backend):
-    """Before any launch. What the description calls free is accepted."""
+def test_wrong_tensors_are_rejected_by_name(device, name, backend):
+    """Before any launch. Properties that the description lists as free are accepted."""
     operator, arguments = OPERATORS[name], arguments_of(small_case(name, rows_not_there="2"), device)
     parameters = inspect.signature(operator.function).parameters
     if "counters" in parameters:
         arguments["counters"] = torch.zeros(4096, dtype=torch.int32, device=device)
     left_out = {x for x, parameter in parameters.items() if "Tensor" in str(parameter.annotation)} - arguments.keys()
-    assert left_out <= {"plan"}  # which has a test of its own
+    assert left_out <= {"plan"}  # tested separately
     function, launched = partial(operator.function, backend=backend), []
     tensors = dict(tensors_in(arguments))
     names = "|".join(re.escape(x) for x in {*tensors, *arguments})
@@ -266,19 +266,19 @@ def test_wrong_tensors_are_refused_by_name(device, name, backend):
         for path, x in tensors.items():
             owner, _, field = path.partition(".")
             if field and field not in operator.reads.get(owner, (field,)):
-                function(**changed(arguments, path, x.to("meta")[None]))  # nobody looks at it
+                function(**changed(arguments, path, x.to("meta")[None]))  # not read
                 continue
             with pytest.raises(TypeError, match=f"^{re.escape(path)} must be (.* or )?a tensor .*, got list"):
                 function(**changed(arguments, path, x.tolist()))
             for what, wrong in wrong_versions(x):
-                given = changed(arguments, path, wrong)
+                wrong_arguments = changed(arguments, path, wrong)
                 if what.removeprefix("fewer ") in free.get(path, ()) and (what != "float64" or backend == "reference"):
-                    if what != "fewer rows":  # which rows are used is known on the device alone
-                        function(**given)
+                    if what != "fewer rows":  # which rows are used depends on device data
+                        function(**wrong_arguments)
                     continue
                 launched.clear()
                 with pytest.raises((TypeError, ValueError), match=f"^({names})(:| must) "):
-                    function(**given)
+                    function(**wrong_arguments)
                 assert not launched
         for argument, x in arguments.items():
             if hasattr(x, "_asdict"):
@@ -289,8 +289,8 @@ def test_wrong_tensors_are_refused_by_name(device, name, backend):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_tensors_on_no_gpu_are_named(monkeypatch, name):
-    """Where the kernels are compiled."""
+def test_cpu_tensors_are_rejected_by_name(monkeypatch, name):
+    """Where kernels are compiled."""
     monkeypatch.setattr(ops_common, "INTERPRETED", False)
     arguments = arguments_of(small_case(name), "cpu")
     names = "|".join(re.escape(x) for x, _ in tensors_in(arguments))
@@ -299,18 +299,18 @@ def test_tensors_on_no_gpu_are_named(monkeypatch, name):
 
 
 def far_apart(x):
-    """The same numbers in rows of which the last ones are 2**31 numbers and more from the first. Pages that nothing
-    touches take no memory on a CPU."""
-    stride = min(5 * 2**29 // (len(x) - 1), 2**31 - 1)  # which is an int32 itself
+    """The same numbers with a row stride so large that the last rows are at least 2**31 elements from the first.
+    Untouched pages take no memory on a CPU."""
+    stride = min(5 * 2**29 // (len(x) - 1), 2**31 - 1)  # the stride itself fits into int32
     memory = torch.empty((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype, device=x.device)
     return memory.as_strided(x.shape, (stride, *x[0].contiguous().stride())).copy_(x)
 
 
 def far_tensors():
-    """(operator, path) of each tensor whose rows may lie anywhere."""
+    """(operator, path) of each tensor whose rows may have any stride."""
     for name, operator in OPERATORS.items():
         for path, what in operator.free.items():
-            # Of the norm's weight a row is a head: no memory has so many.
+            # A row of the norm's weight is a head; there are too few for such offsets.
             if {"apart", "strided"} & set(what.split()) and path != "qk_norm_weight":
                 yield name, path
 
@@ -321,13 +321,13 @@ def test_offsets_past_32_bits(device, name, path):
     x = dict(tensors_in(arguments))[path]
     if len(x) == 1 or x.element_size() > (4 if device.type == "cpu" else 2):
         pytest.skip("one row, or 10 GiB and more")
-    found = []
+    both = []
     for version in (x.clone(), far_apart(x)):
-        given = {argument: tree_map(clone, y) for argument, y in arguments.items()}
+        copies = {argument: tree_map(clone, y) for argument, y in arguments.items()}
         try:
-            result = OPERATORS[name].function(**changed(given, path, version), backend="triton")
+            result = OPERATORS[name].function(**changed(copies, path, version), backend="triton")
         except ValueError as error:
             assert "strides up to" in str(error)
             return
-        found.append(tensors_of([result, given, version]))
-    assert_same(*found, name)
+        both.append(tensors_of([result, copies, version]))
+    assert_same(*both, name)

@@ -1,4 +1,4 @@
-"""Cache slots of requests whose end nobody tells: who gets them, who loses them, and who shares them."""
+"""Cache slots of requests whose end is not reported: reservation, reclamation and sharing."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def make_pool(num_pages, rows=6, max_len=40):
     return OwnSlots(rows, max_len, page_size=SIZE, num_pages=num_pages)
 
 
-def test_the_row_that_has_waited_longest_loses_its_slots():
+def test_row_that_has_waited_longest_loses_its_slots():
     pool = make_pool(6)
     for row in (3, 1, 4):
         assert pool.reserve({row: 8}) == ([], [])
@@ -33,21 +33,21 @@ def test_rows_without_slots_lose_none():
     assert pool.reserve({1: 12}) == ([5], [])
 
 
-def test_those_that_need_the_most_go_without():
+def test_rows_that_need_the_most_slots_are_refused():
     pool = make_pool(5)
     pool.reserve({2: 8})
     room = pool.reserve({1: 16, 5: 12, 3: 4})
     assert room == ([2], [1]) and [len(pool.slots.pages(row)) for row in (1, 2, 3, 5)] == [0, 0, 1, 3]
-    # What it had before is free again.
+    # A refused row also loses the slots that it had.
     assert pool.reserve({3: 20}) == ([5], [])
     assert pool.reserve({3: 24, 0: 1}) == ([], [3]) and pool.slots.free_pages == 4
 
 
-def test_a_common_prefix_is_shared_as_far_as_it_is_computed():
+def test_common_prefix_is_shared_as_far_as_it_is_computed():
     pool, tokens = make_pool(20), list(range(100, 118))
     assert pool.admit(2, tokens) == 0
     pool.reserve({2: 18})
-    assert pool.admit(0, tokens) == 0  # nothing of it is computed yet
+    assert pool.admit(0, tokens) == 0  # nothing is computed yet
     pool.computed(2, 11)
     assert pool.admit(0, tokens) == 8
     pool.computed(2, 17)
@@ -58,15 +58,15 @@ def test_a_common_prefix_is_shared_as_far_as_it_is_computed():
     assert pool.slots.table[1, :3].tolist() == pages[:3]
     pool.reserve({1: 16})
     assert len(set(pool.slots.pages(1)) - set(pages)) == 1
-    # The row itself begins anew with its own pages; those of nobody are forgotten.
+    # Row 2 begins again with its own pages. Pages without a row are forgotten.
     assert pool.admit(2, [*tokens[:16], 3]) == 16 and pool.slots.pages(2) == pages[:4]
     for row in (0, 1, 2):
         pool.release(row)
     assert pool.slots.free_pages == 20 and pool.admit(5, tokens) == 0
 
 
-def test_a_prefix_that_several_rows_have_computed_is_that_of_the_first():
-    """They came in one step, when nothing was there to be shared."""
+def test_prefix_computed_by_several_rows_is_shared_from_the_first():
+    """Both rows came in one step, when there was nothing to share."""
     pool, tokens = make_pool(20), list(range(9))
     for row in (3, 1):
         pool.admit(row, tokens)
@@ -98,11 +98,11 @@ def test_a_prefix_that_several_rows_have_computed_is_that_of_the_first():
         max_size=30,
     ),
 )
-def test_no_page_is_in_two_rows_but_for_the_same_tokens(num_pages, events):
-    """Requests of few different prompts come and grow; the memory of what was written where shows whose it is."""
+def test_rows_share_pages_for_equal_tokens_only(num_pages, events):
+    """Requests with few different prompts come and grow; ``memory`` records the tokens behind each slot."""
     pool = make_pool(num_pages)
     tokens_of = {row: [] for row in range(6)}
-    memory = {}  # what the value model has computed in each slot: the tokens up to there
+    memory = {}  # by slot: the tokens from which its keys and values were computed
 
     def write(row, start, end):
         for position in range(start, end):
@@ -134,7 +134,7 @@ def test_no_page_is_in_two_rows_but_for_the_same_tokens(num_pages, events):
         assert len(held) + pool.slots.free_pages == num_pages
 
 
-def test_pages_that_rows_share_are_free_when_the_last_one_leaves():
+def test_shared_pages_are_free_when_their_last_row_leaves():
     slots = PagedSlots(3, 12, page_size=SIZE, num_pages=5)
     slots.extend(1, 9)
     first, second, third = slots.pages(1)
@@ -145,6 +145,6 @@ def test_pages_that_rows_share_are_free_when_the_last_one_leaves():
     assert sorted(slots.free(2)[:2]) == sorted([first, second]) and slots.free_pages == 5
 
 
-def test_longer_than_the_table():
+def test_request_longer_than_the_table_is_rejected():
     with pytest.raises(ValueError, match="length must be at most max_len = 40, got 41"):
         make_pool(20).reserve({0: 41})

@@ -1,4 +1,4 @@
-"""``pack_drafts``: which columns a tree has, in what order, and where the candidates are in it."""
+"""``pack_drafts``: the columns of a tree, their order, and the columns of the candidates."""
 
 import pytest
 import torch
@@ -9,17 +9,17 @@ from tests.helpers.drafts import LARGEST, i32, make_drafts, random_drafts
 
 
 def make_scored(token_ids, counts, *, positions=None, device="cpu"):
-    """Of the nodes of all requests. Their positions go down; no two are equal."""
+    """Scored candidates of all nodes. By default, positions decrease, so that no two are equal."""
     nodes = len(counts)
     positions = i32(*range(100 + nodes, 100, -1)) if positions is None else i32(*positions)
     fields = (torch.as_tensor(token_ids, dtype=torch.int32), i32(*counts), positions, torch.arange(nodes) % 2 == 0)
     return ScoredCandidates(*(x.to(device) for x in fields))
 
 
-def test_drafts_then_candidates(device, backend):
-    """A tree with equal siblings, a chain that ends, a request of which nothing is scored, and one without drafts.
+def test_drafts_come_before_candidates(device, backend):
+    """A tree with equal siblings, a chain that ends, a request without scored candidates, and one without drafts.
 
-    Beside the candidates are drafts of other nodes, and drafts in columns that do not count.
+    Some candidates equal drafts of other nodes, and some columns beyond the counts hold drafts.
     """
     drafts = make_drafts(
         [[6, 4, 6, 0], [9, 8, -1, 8], [5, 5, 5, 5]], [[-1, 0, -1, 1], [-1, -1, 1, 0], [-1, 0, 1, 2]], device=device
@@ -58,8 +58,8 @@ def test_drafts_then_candidates(device, backend):
 
 
 @pytest.mark.parametrize("node", range(4))
-def test_one_candidate_anywhere_takes_all_drafts(device, backend, node):
-    """Of the middle one of three requests; the others have nothing scored."""
+def test_one_candidate_at_any_node_packs_all_drafts(device, backend, node):
+    """The second of three requests has the candidate; the others have none."""
     drafts = make_drafts([[3, 2, 1]] * 3, [[-1, 0, -1]] * 3, device=device)
     counts = [0] * 12
     counts[4 + node] = 1
@@ -73,8 +73,8 @@ def test_one_candidate_anywhere_takes_all_drafts(device, backend, node):
     assert trees.columns.sum() == 3 - 47
 
 
-def test_of_equal_siblings_the_first_takes_the_candidate(device, backend):
-    """Those of other parents do not."""
+def test_first_of_equal_siblings_takes_the_candidate(device, backend):
+    """Equal drafts with other parents do not."""
     drafts = make_drafts([[7, 7, 7, 7, 7]], [[-1, 0, 0, -1, 2]], device=device)
     scored = make_scored([[2, 7]] * 6, [2] * 6, device=device)
     trees = pack_drafts(scored, drafts, backend=backend)
@@ -84,8 +84,8 @@ def test_of_equal_siblings_the_first_takes_the_candidate(device, backend):
 
 
 @pytest.mark.parametrize("parent", [-1, -2, -(2**31), 2, 3, 4, LARGEST])
-def test_what_is_no_earlier_draft_is_no_parent(device, backend, parent):
-    """Of the third draft: itself, later ones and none. It takes the candidate after the sequence."""
+def test_invalid_parents_count_as_the_root(device, backend, parent):
+    """The third draft's parent is the root, itself, a later draft or out of range. It takes the root's candidate."""
     drafts = make_drafts([[5, 6, 8, 9]], [[-1, 0, parent, 2]], device=device)
     trees = pack_drafts(make_scored([[8]] * 5, [1] * 5, device=device), drafts, backend=backend)
     assert trees.columns.flatten().tolist() == [2, 4, 5, 6, 7]
@@ -93,8 +93,8 @@ def test_what_is_no_earlier_draft_is_no_parent(device, backend, parent):
 
 
 @pytest.mark.parametrize("node", range(3))
-def test_a_draft_after_one_that_is_not_there_takes_no_candidate(device, backend, node):
-    """Though it is a candidate of the node that it says it follows."""
+def test_draft_after_an_absent_draft_takes_no_candidate(device, backend, node):
+    """The draft is a candidate of its parent nevertheless."""
     drafts = make_drafts([[4, 6, -1, 7, 8]], [[-1, 0, 0, node - 1, -1]], device=device)
     counts = [int(i == node) for i in range(6)]
     trees = pack_drafts(make_scored([[7, 8]] * 6, counts, device=device), drafts, backend=backend)
@@ -106,7 +106,7 @@ def test_a_draft_after_one_that_is_not_there_takes_no_candidate(device, backend,
 
 @pytest.mark.parametrize("columns", [16, 64])
 def test_many_candidates(device, backend, columns):
-    """Of two nodes; the draft is the last candidate of the first node."""
+    """Two nodes; the draft is the last candidate of the first node."""
     token_ids = torch.arange(2 * columns).view(2, columns)
     drafts = make_drafts([[columns - 1]], [[-1]], device=device)
     scored, trees = make_scored(token_ids, [columns] * 2, device=device), empty_trees(1, 1, columns, device)

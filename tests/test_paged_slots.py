@@ -1,4 +1,4 @@
-"""Slots handed out and taken back: no two requests ever share one, and none is lost."""
+"""Allocated and freed slots: no two requests ever share one, and none is lost."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ ROWS, MAX_LEN = 4, 20
 )
 def test_no_slot_is_shared_or_lost(page_size, num_pages, events):
     slots = PagedSlots(ROWS, MAX_LEN, page_size=page_size, num_pages=num_pages)
-    lengths, kept = [0] * ROWS, [[] for _ in range(ROWS)]
+    lengths, held = [0] * ROWS, [[] for _ in range(ROWS)]
     for row, length in events:
         if length < 0:
             slots.free(row)
-            lengths[row], kept[row] = 0, []
+            lengths[row], held[row] = 0, []
             continue
         before = slots.free_pages
         try:
@@ -32,14 +32,14 @@ def test_no_slot_is_shared_or_lost(page_size, num_pages, events):
         lengths[row] = max(lengths[row], length)
         position = torch.arange(lengths[row])
         now = slots.slots(torch.full_like(position, row), position).tolist()
-        assert now[: len(kept[row])] == kept[row]  # what a request has stays where it is
-        kept[row] = now
-        used = [slot for row_slots in kept for slot in row_slots]
+        assert now[: len(held[row])] == held[row]  # a request's slots never change
+        held[row] = now
+        used = [slot for row_slots in held for slot in row_slots]
         assert len(set(used)) == len(used) and all(0 <= slot < slots.num_slots for slot in used)
         assert slots.free_pages == num_pages - sum(-(-n // page_size) for n in lengths)
 
 
-def test_without_a_number_of_pages_every_row_can_grow_to_its_end():
+def test_default_number_of_pages_lets_every_row_reach_max_len():
     slots = PagedSlots(3, 10, page_size=4)
     assert slots.table.shape == (3, 3) and slots.table.dtype == torch.int32
     assert (slots.num_slots, slots.free_pages) == (36, 9)
@@ -47,7 +47,7 @@ def test_without_a_number_of_pages_every_row_can_grow_to_its_end():
         slots.extend(row, 10)
     assert slots.free_pages == 0 and sorted(slots.table.flatten().tolist()) == list(range(9))
     slots.free(0)
-    slots.free(0)  # nothing is left to take back
+    slots.free(0)  # there is nothing left to free
     assert slots.free_pages == 3
     rows, positions = torch.tensor([2, 1, 2]), torch.tensor([9, 0, 3])
     pages = slots.table.tolist()

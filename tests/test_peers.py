@@ -1,4 +1,4 @@
-"""Peers compute what this package computes; a peer's package is replaced by its documented rule."""
+"""Peers compute the same results as this package; a peer's package is replaced by its documented behaviour."""
 
 import inspect
 import itertools
@@ -20,7 +20,7 @@ RAGGED, EQUAL = [(5, 1, 5), (70, 3, 0), (0, 0, 2), (9, 0, 3), (0, 4, 1)], [(11, 
 
 
 def make_tree(requests):
-    """Requests whose cached tokens are scattered over the cache, in rows of the slot table that are out of order."""
+    """Requests with cached tokens scattered over the cache, and with unordered rows of the slot table."""
     torch.manual_seed(0)
     cached, delta, candidates = (torch.tensor(column, dtype=torch.int32) for column in zip(*requests, strict=True))
     new, slots = delta + candidates, int(cached.sum()) + 7
@@ -41,7 +41,7 @@ def attend(q, k, v, visible):
 
 
 class PagedPrefill:
-    """FlashInfer's wrapper by its documentation."""
+    """FlashInfer's wrapper, as documented."""
 
     def __init__(self, float_workspace_buffer, kv_layout, backend):
         assert kv_layout == "NHD" and backend == "fa2"
@@ -64,7 +64,7 @@ class PagedPrefill:
 def extend_attention_fwd(
     q, k, v, out, k_buffer, v_buffer, q_offsets, kv_offsets, slots, masks, causal, mask_offsets, *_
 ):
-    """SGLang's kernel by its documentation: a row of the mask has a column per cached token, which is not read."""
+    """SGLang's kernel, as documented: a row of the mask has a column per cached token, which is not read."""
     assert causal
     for i, (start, end) in enumerate(itertools.pairwise(q_offsets.tolist())):
         cached = slots[kv_offsets[i] : kv_offsets[i + 1]]
@@ -80,7 +80,7 @@ def extend_attention_fwd(
     ("name", "requests"),
     [(name, r) for name in ("flashinfer", "sglang") for r in (RAGGED, EQUAL)] + [("flex", EQUAL)],
 )
-def test_attention_masks_are_the_tree(name, requests, monkeypatch):
+def test_attention_masks_describe_the_tree(name, requests, monkeypatch):
     functions = dict(BatchPrefillWithPagedKVCacheWrapper=PagedPrefill, extend_attention_fwd=extend_attention_fwd)
     path = itertools.accumulate(["sglang", "kernels", "ops", "attention", "extend_attention"], "{}.{}".format)
     for package in ("flashinfer", *path):
@@ -107,7 +107,7 @@ def test_torch_topk_and_head():
 
 
 def test_table_of_ways(monkeypatch):
-    """A ratio is of two times of one seed; tokens/s are of all seeds."""
+    """Ratios compare two times with the same seed; tokens/s cover all seeds."""
     clock = iter([0.0, 2.0, 2.0, 3.0, 10.0, 16.0, 20.0, 25.0])
     models = types.SimpleNamespace(
         eos_token_ids=[1],
@@ -120,6 +120,6 @@ def test_table_of_ways(monkeypatch):
     monkeypatch.setattr(ways, "likelihoods", lambda _, prompts, found: [[0.5] * len(ids) for ids in found])
     plain, slow = ways.compare(models, functions, ["a", "b"], [3, 4], 5)
     perplexity = pytest.approx(math.exp(0.5))
-    # 10 tokens in 2 and in 1 second; 10 in 6 and in 5.
+    # 10 tokens in 2 s and in 1 s; 10 in 6 s and in 5 s.
     assert plain == ["plain", 20 / 3, 1.0, 5.0, 1.0, 0.0, 0.5, perplexity]
     assert slow == ["slow", 20 / 11, 4.0, 5.0, 3.0, 0.0, 0.0, perplexity]

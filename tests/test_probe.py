@@ -1,4 +1,4 @@
-"""A probe: its checkpoint, a guided step with it, and ``generate`` of transformers, against values of each sequence."""
+"""A probe: its checkpoint, guided steps, and ``generate`` of transformers, against values of each sequence."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ from tests.helpers.probes import model_sizes, probe_values, write_random_probe
 
 NEAR = {"target_length": 20, "strength": 4, "gamma": 0.99}
 SAMPLING = dict(top_k=4, top_p=1.0, min_p=0.0, sample=True)
-# Of rows that differ in every way that a probe looks at; the third is not guided, the last not by a near constraint.
+# Rows differ in everything that a probe reads; the third is unguided, the last has no near constraint.
 GUIDANCE = [
     NEAR,
     NEAR | {"op": "ge_near", "strength": 2},
@@ -62,8 +62,8 @@ def states_of(probe, rows, seed=1):
     return torch.randn(rows, probe.config.state_size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_network_by_torch_modules(probe, folder, base):
-    """What is stored, in fp64, and the mean of two bins of which each other one has no probability."""
+def test_network_matches_torch_functions(probe, folder, base):
+    """From the stored tensors, in fp64; the value is the mean over the bins."""
     stored = {name: tensor.double() for name, tensor in load_file(folder / TENSORS_FILE).items()}
     embedding, states = base.get_input_embeddings().weight.double(), states_of(probe, 2)
     scale, shift = nn.functional.linear(states.double(), stored["projection.weight"], stored["projection.bias"]).chunk(
@@ -78,14 +78,14 @@ def test_the_network_by_torch_modules(probe, folder, base):
     values = probs @ (1 - 0.99 ** ((edges[:-1] + edges[1:] - 1) / 2))
     rows = dict(table_rows=torch.tensor([0, 0]), generated=torch.zeros(2).int())
     table = table_of([{"value_mode": "mul", "value_scale": 2, "gamma": 0.99}])
-    found, mean = probe.value_logits(states, torch.tensor([[5], [7]]), table, **rows)
+    logits, mean = probe.value_logits(states, torch.tensor([[5], [7]]), table, **rows)
     torch.testing.assert_close(mean[:, 0].double(), torch.logit(values), rtol=1e-4, atol=1e-4)
-    assert torch.equal(found, mean) and not mean.requires_grad
+    assert torch.equal(logits, mean) and not mean.requires_grad
 
 
 @pytest.mark.parametrize("has_text_breaks", [False, True])
-def test_a_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
-    """Rows of the table in another order than those of the batch."""
+def test_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
+    """With rows of the table in another order than the batch."""
     breaks = torch.zeros(VOCAB, dtype=torch.int8) if has_text_breaks else None
     step, _ = make_step(probe, max_candidates=4, text_breaks=breaks)
     table_rows, prompt_lens, generated = [6, 1, 3, 0, 5], [3, 1, 4, 2, 6], torch.tensor([5, 0, 3, 12, 2]).int()
@@ -98,21 +98,21 @@ def test_a_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
     assert output.candidates.status.tolist()[2] != output.candidates.status.tolist()[0]
 
     guided = [0, 1, 3, 4]
-    of_rows = dict(table_rows=torch.tensor(guided), generated=generated[guided])
+    guided_rows = dict(table_rows=torch.tensor(guided), generated=generated[guided])
     ids = output.candidates.token_ids[guided]
     table = table_of(GUIDANCE, 6.0 * has_text_breaks)
-    expected, mean = probe.value_logits(states[guided], ids, table, **of_rows)
+    expected, mean = probe.value_logits(states[guided], ids, table, **guided_rows)
     torch.testing.assert_close(output.value_logits[guided], expected, rtol=1e-4, atol=1e-4)
     again = reweight_scatter(output.candidates, output.value_logits, table, generated=generated, text_breaks=breaks)
     torch.testing.assert_close(output.probs, again, rtol=0, atol=1e-6)
-    # Lengths are predicted by the mean, not by what guides.
+    # Lengths are predicted from the mean, not from the guiding value.
     place = output.candidates.token_ids[3].tolist().index(int(output.tokens[3]))
     length = nn.functional.softplus(mean[2, place]) / -math.log(0.99) * (int(output.tokens[3]) != EOS)
     torch.testing.assert_close(output.remaining_lengths[3], length, rtol=1e-3, atol=1e-3)
     assert output.remaining_lengths[:3].isnan().all() and (expected[2] - mean[2]).abs().max() > 0.1
 
 
-def test_with_drafts_every_node_has_states(probe):
+def test_every_node_of_drafts_has_states(probe):
     step, _ = make_step(probe, max_candidates=4, max_drafts=2)
     for row, guidance in ((2, GUIDANCE[0]), (4, GUIDANCE[3])):
         step.add_request(row, parse_guidance(guidance), {EOS}, prompt_len=2)
@@ -122,12 +122,10 @@ def test_with_drafts_every_node_has_states(probe):
     output = take_step(
         step, random_scores(6).softmax(1), torch.tensor([5, 6]), rows, lengths, drafts=drafts, states=states, **SAMPLING
     )
-    of_nodes = dict(table_rows=torch.tensor([0, 0, 0, 1, 1, 1]), generated=torch.tensor([3, 4, 5, 7, 8, 9]).int())
-    expected, _ = probe.value_logits(
-        states, output.candidates.token_ids, table_of([GUIDANCE[0], GUIDANCE[3]]), **of_nodes
-    )
-    are_there = [0, 1, 2, 3, 4]  # the last node has no draft
-    torch.testing.assert_close(output.value_logits[are_there], expected[are_there], rtol=1e-4, atol=1e-4)
+    nodes = dict(table_rows=torch.tensor([0, 0, 0, 1, 1, 1]), generated=torch.tensor([3, 4, 5, 7, 8, 9]).int())
+    expected, _ = probe.value_logits(states, output.candidates.token_ids, table_of([GUIDANCE[0], GUIDANCE[3]]), **nodes)
+    existing = [0, 1, 2, 3, 4]  # the last node has no draft
+    torch.testing.assert_close(output.value_logits[existing], expected[existing], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +146,11 @@ def test_states_are_checked(probe, states, message):
         else states
     )
     with pytest.raises((TypeError, ValueError), match=message):
-        of_rows = torch.tensor([5, 6]), torch.tensor([0, 1]), torch.tensor([3, 3]).int()
-        take_step(step, random_scores(2).softmax(1), *of_rows, states=given, **SAMPLING)
+        batch = torch.tensor([5, 6]), torch.tensor([0, 1]), torch.tensor([3, 3]).int()
+        take_step(step, random_scores(2).softmax(1), *batch, states=given, **SAMPLING)
 
 
-def test_what_a_probe_cannot_do_is_refused(probe):
+def test_unsupported_arguments_with_a_probe_are_rejected(probe):
     step, _ = make_step(probe)
     with pytest.raises(ValueError, match=r"value_min must be absent with near and a probe, got 0.5"):
         step.add_request(0, parse_guidance(NEAR | {"value_min": 0.5}), {EOS})
@@ -161,13 +159,13 @@ def test_what_a_probe_cannot_do_is_refused(probe):
     with pytest.raises(
         ValueError, match=r"batch.states must be None unless values are made of the base model's states"
     ):
-        of_row = torch.tensor([5]), torch.tensor([0]), torch.tensor([3]).int()
-        take_step(plain, random_scores(1).softmax(1), *of_row, states=states_of(probe, 1), **SAMPLING)
+        batch = torch.tensor([5]), torch.tensor([0]), torch.tensor([3]).int()
+        take_step(plain, random_scores(1).softmax(1), *batch, states=states_of(probe, 1), **SAMPLING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_path):
-    """Prompts of 6, 3 and 1 tokens, padded on the left, each step against a forward of every sequence alone."""
+    """Prompts of 6, 3 and 1 tokens, padded on the left; each step against forwards over single sequences."""
     model = LlamaForCausalLM(base.config).to(dtype).eval()
     model.load_state_dict(base.state_dict())
     model.save_pretrained(tmp_path)  # each sequence's values are computed in fp32
@@ -200,30 +198,30 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
 
 
 @torch.no_grad()
-def test_output_lengths_are_predicted_by_the_first_tokens(base, probe):
+def test_output_lengths_are_predicted_from_the_first_tokens(base, probe):
     ids, wants = torch.tensor([[5, 6, 7, 8], [0, 0, 11, 12], [0, 0, 0, 14], [0, 0, 0, 15]]), {"return_values": True}
     mask, guidance = (ids != 0).long(), [wants, NEAR | wants | {"gamma": 0.95}, NEAR, wants]
     processor = LenVMLogitsProcessor(base, probe, guidance, mask, max_new_tokens=3)
     torch.manual_seed(0)
     output = base.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **processor.generation_kwargs)
-    output[0, 4], output[3, 4] = 33, EOS  # any token, the end among them
-    found, states = processor.predicted_output_lengths(output), ProbeStates(base, probe.config.layers, last=True)
+    output[0, 4], output[3, 4] = 33, EOS  # any token, including the end
+    lengths, states = processor.predicted_output_lengths(output), ProbeStates(base, probe.config.layers, last=True)
     for row, gamma in enumerate((0.99, 0.95)):
         base(ids[row : row + 1, mask[row] == 1])
         operands = states.take(), output[row, None, 4:5].int(), table_of([NEAR | {"gamma": gamma}])
         _, mean = probe.value_logits(*operands, table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
-        assert found[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
-    assert found[2:] == [None, 1.0]
+        assert lengths[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
+    assert lengths[2:] == [None, 1.0]
 
 
-def test_targets_are_met_by_a_probe_that_knows(base, tmp_path):
-    """A head that says by a candidate's embedding alone whether 2 or 40 tokens follow: short targets take the one."""
+def test_exact_probe_meets_targets(base, tmp_path):
+    """A head that predicts 2 or 40 more tokens from a candidate's embedding alone: one candidate fits each target."""
     write_random_probe(tmp_path, base, (3,))
     tensors = load_file(tmp_path / TENSORS_FILE)
     tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     direction = base.get_input_embeddings().weight.detach()[20].half()
     tensors["projection.bias"][:16] = 1  # the scale
-    tensors["embedding.weight"][0] = direction / direction.float().square().sum()  # 1 of token 20
+    tensors["embedding.weight"][0] = direction / direction.float().square().sum()  # 1 for token 20
     tensors["fc.weight"][0, 0] = 20
     tensors["bins.weight"][1, 0], tensors["bins.weight"][5, 0], tensors["bins.bias"][5] = 20, -20, 20
     save_file(tensors, tmp_path / TENSORS_FILE)
@@ -236,7 +234,7 @@ def test_targets_are_met_by_a_probe_that_knows(base, tmp_path):
     assert distance[0, 0] < 0.4 < 2 < distance[0, 1] and distance[1, 1] < 0.4 < 2 < distance[1, 0]
 
 
-def test_hooks_end_with_what_they_serve():
+def test_hooks_are_removed_with_their_states():
     model, inputs = (
         random_model(LlamaForCausalLM, LlamaConfig(**TINY | {"num_hidden_layers": 3})),
         torch.tensor([[5, 6, 7]]),
@@ -272,7 +270,7 @@ def test_hooks_end_with_what_they_serve():
         ({"embedding_hash": "0"}, "the base model must be 'tiny', got one with another embedding"),
     ],
 )
-def test_another_base_model_is_refused(base, tmp_path, change, message):
+def test_another_base_model_is_rejected(base, tmp_path, change, message):
     write_random_probe(tmp_path, base)
     file = tmp_path / CONFIG_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -280,7 +278,7 @@ def test_another_base_model_is_refused(base, tmp_path, change, message):
         LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
 
 
-def test_a_base_model_of_another_size_is_refused(probe):
+def test_base_model_of_another_size_is_rejected(probe):
     with pytest.raises(
         ValueError, match="the base model must be 'tiny' with 48 columns in its embedding, got one with 24"
     ):
@@ -302,8 +300,8 @@ def test_tensors_are_checked_by_name(base, tmp_path):
         LengthProbe(LengthProbe.from_pretrained.__self__, stored, torch.zeros(2, 2), dtype=torch.float64)
 
 
-def test_another_family_of_models(tmp_path, put_into_cache):
-    """``lenvm_kernels.generate`` with a mixture of experts and its probe, by its name."""
+def test_mixture_of_experts(tmp_path, put_into_cache):
+    """``lenvm_kernels.generate`` with a mixture of experts, and its probe loaded by name."""
     sizes = TINY | dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=4)
     write_random_probe(tmp_path / "probe", model, (1, 2))
@@ -311,5 +309,5 @@ def test_another_family_of_models(tmp_path, put_into_cache):
     probe = LengthProbe.from_pretrained("owner/probe", *model_sizes(model))
     inputs = dict(input_ids=torch.tensor([[5, 6, 7], [8, 9, 10]]), attention_mask=torch.ones(2, 3).long())
     torch.manual_seed(0)
-    found = lenvm_kernels.generate(model, **inputs, value_model=probe, max_new_tokens=12, target_length=5)
-    assert found.shape[0] == 2 and found.shape[1] > 3
+    output = lenvm_kernels.generate(model, **inputs, value_model=probe, max_new_tokens=12, target_length=5)
+    assert output.shape[0] == 2 and output.shape[1] > 3

@@ -33,11 +33,11 @@ from tests.helpers.races import check_races
 pytestmark = [pytest.mark.races, needs_interpreter]
 
 OPERATORS = operators()
-CASES, MOST_ROWS = 16, 12  # of an operator; requests of a case
+CASES, MOST_ROWS = 16, 12  # cases per operator; requests per case
 
 
 def operator_case(name, number):
-    """The results of a drawn case that belong to the requests of its batch."""
+    """The results of a drawn case that belong to requests of its batch."""
     operator = OPERATORS[name]
     case = operator.draw(random.Random(f"{name} {number}"), interpreted=True)
     # Tuning constants, and the options that decide whether a sum or attention is split, take all combinations in turn.
@@ -86,7 +86,7 @@ def test_splits_merged_without_order_are_found(monkeypatch):
 
 
 VOCAB = 300
-# By row of the slot table: the guidance of a request, and the length of its prompt.
+# By row of the slot table: a request's guidance, and the length of its prompt.
 REQUESTS = [
     ({"target_length": 60, "end_token_ids": [9, 12]}, 25),
     ({"scale": 0.7, "return_values": True}, 3),
@@ -99,7 +99,7 @@ REQUESTS = [
 
 
 def steps(step_class, value_model, width):
-    """Prompts, then steps of changing subsets of the rows in changing order, with ``width`` drafts a request."""
+    """Prompts, then steps of changing subsets of the rows in changing order, with ``width`` drafts per request."""
     generator, rows = torch.Generator().manual_seed(width), len(REQUESTS)
     slots = PagedSlots(rows, 80, page_size=4)
     config = dict(vocab_size=VOCAB, max_candidates=4, max_drafts=width, max_delta=2 + width, chunk_tokens=32)
@@ -162,7 +162,7 @@ DRAFT_KERNELS = {"_expand_drafts_kernel", "_pack_drafts_kernel", "_verify_drafts
 PROBE_KERNELS = {"_candidate_values_kernel"}
 
 
-# Of 4096 intermediate columns the sum is taken in parts, by a kernel of its own.
+# A sum over 4096 intermediate columns is split, and a separate kernel adds the parts.
 @pytest.mark.parametrize(("step_class", "width", "columns"), [(GuidedStep, 0, 4096), (PaddedStep, 2, 64)])
 def test_no_races_in_a_step_with_a_value_model(step_class, width, columns):
     sizes = dict(hidden_size=32, intermediate_size=columns, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -173,7 +173,7 @@ def test_no_races_in_a_step_with_a_value_model(step_class, width, columns):
     if width:
         assert launched >= {*DRAFT_KERNELS, "_ragged_layout_kernel", "_value_tree_attention_kernel"}
     else:
-        # The kernel that stores rows leaves the sums of their squares, too.
+        # The kernel that stores rows also stores the sums of their squares.
         assert launched == set(kernels()) - {"_square_sums_kernel", *PROBE_KERNELS, *DRAFT_KERNELS}
 
 

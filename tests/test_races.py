@@ -1,4 +1,4 @@
-"""The race checker: it finds every planted fault, and reports nothing else."""
+"""The race checker finds every planted fault, and reports nothing else."""
 
 import re
 
@@ -83,9 +83,9 @@ def merged(barrier, semantic):
 
 TOKENS = ints(2, 6, 3, 1, 4, 1, 5, 9)  # both programs count token 1
 WHOLE = torch.zeros(3, 8)
-VIEW, FIRST = WHOLE[:, :5], torch.zeros(2, 1, 5)[0]  # memory follows that is not the tensor's
+VIEW, FIRST = WHOLE[:, :5], torch.zeros(2, 1, 5)[0]  # followed by memory outside the tensor
 TWO, NO_BARRIER = "touch the same bytes from two programs", "touch the same bytes with no barrier between"
-# By name: a launch, and its conflicts without the numbers of lines.
+# By name: a launch, and its conflicts without line numbers.
 LAUNCHES = {
     "a sound copy": (copied(torch.zeros(3, 5)), []),
     "a sound copy to a view": (copied(VIEW), []),
@@ -135,11 +135,11 @@ def test_conflicts_of_a_launch(name):
     assert checker.launches == {kernel.__name__: 1}
     found = {re.sub(r" in line \d+", "", conflict) for conflict in checker.conflicts}
     assert found == {f"{kernel.__name__}: {conflict}" for conflict in expected}
-    assert not WHOLE[:, 5:].any()  # an access out of bounds is left out
+    assert not WHOLE[:, 5:].any()  # accesses out of bounds are skipped
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])
-def test_checked_launches_compute_the_same(order):
+def test_checked_launches_compute_the_same_results(order):
     bins, (kernel, grid, *arguments) = torch.zeros(10), merged(True, "acq_rel")
     with LaunchChecker(order):
         _histogram_kernel[(2,)](bins, TOKENS, 8, 4, True)
@@ -147,7 +147,7 @@ def test_checked_launches_compute_the_same(order):
     assert bins.tolist() == [0, 2, 1, 1, 1, 1, 1, 0, 0, 1] and arguments[3] == 16
 
 
-def test_planted_read_of_unwritten_memory():
+def test_read_of_unwritten_memory_is_found():
     def copy(columns, fill):
         with LaunchChecker() as checker:
             source, target = torch.empty(3, 8), torch.empty(3, 8)
@@ -158,8 +158,8 @@ def test_planted_read_of_unwritten_memory():
 
     assert copy(5, lambda source: source[:, :5].fill_(1.0)) == []
     assert copy(5, lambda source: torch.zeros(3, 8, out=source)) == []
-    (found,) = copy(6, lambda source: source[:, :5].fill_(1.0))
-    assert "reads source_ptr, which nothing has written" in found
+    (conflict,) = copy(6, lambda source: source[:, :5].fill_(1.0))
+    assert "reads source_ptr, which nothing has written" in conflict
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def _last_program_kernel(out_ptr):
     tl.atomic_xchg(out_ptr, tl.program_id(0))
 
 
-def test_results_that_depend_on_the_order_or_on_garbage():
+def test_results_that_depend_on_order_or_garbage_are_found():
     def last_program():
         out = ints(0)
         _last_program_kernel[(5,)](out)
@@ -179,7 +179,7 @@ def test_results_that_depend_on_the_order_or_on_garbage():
         check_races(lambda: [torch.empty(3)])
 
 
-def test_the_interpreter_is_restored():
+def test_interpreter_is_restored():
     with pytest.raises(ValueError, match="order must be forward, reverse or random, got 'sideways'"):
         LaunchChecker("sideways")
     with pytest.raises(RuntimeError), LaunchChecker():

@@ -1,4 +1,4 @@
-"""``ragged_layout``: candidates in trees, computed by hand, and lengths that break the rules."""
+"""``ragged_layout``: candidates in trees, computed by hand, and invalid lengths."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize(("name", "values"), [(name, values) for name, many in BROKEN.items() for values in many])
-def test_broken_lengths_touch_nothing_else(device, name, values, trees):
+def test_invalid_lengths_access_no_other_memory(device, name, values, trees):
     inputs = {
         "delta_ids": torch.arange(1, 8),
         "delta_slots": torch.arange(11, 18),
-        "delta_starts": i32(4, 0, 6),  # nobody's is the fourth token
+        "delta_starts": i32(4, 0, 6),  # the fourth token belongs to no request
         "delta_lens": i32(2, 3, 1),
         "candidate_ids": torch.arange(21, 27).view(3, 2),
         "candidate_lens": i32(2, 0, 1),
@@ -33,7 +33,7 @@ def test_broken_lengths_touch_nothing_else(device, name, values, trees):
     if trees:
         inputs["candidate_parents"] = i32([-1, 0], [7, -9], [-1, 0]).to(device)
     inputs[name] = torch.tensor(values, dtype=torch.int32, device=device)
-    # On both sides of what may be read: values that must not come back.
+    # Memory around the tokens holds a value that must not appear in the result.
     for tokens in ("delta_ids", "delta_slots"):
         buffer = torch.full((2 * MARGIN + 7,), INTEGER, device=device)
         inputs[tokens] = buffer[MARGIN : MARGIN + 7].copy_(inputs[tokens])
@@ -49,7 +49,7 @@ def test_broken_lengths_touch_nothing_else(device, name, values, trees):
 
 
 def test_candidates_in_trees(device, backend):
-    """A branching one, a chain, one whose last column does not count, and one that is empty."""
+    """A branching tree, a chain, two siblings, and an empty tree; columns beyond the counts are ignored."""
     layout = ragged_layout(
         i32(10, 11, 12, 13, 14).to(device),
         i32(90, 80, 70, 60, 50).to(device),
@@ -74,7 +74,7 @@ def test_candidates_in_trees(device, backend):
     assert layout.head_targets.tolist() == [*range(9), 10, 11, 9, *range(12, 20)]
 
 
-def test_no_request_is_refused():
+def test_empty_batch_is_rejected():
     arguments = simple_arguments("ragged_layout", 2, columns=3) | {"candidate_ids": torch.zeros(0, 3).int()}
     with pytest.raises(ValueError, match=r"^candidate_ids must have a row for each request, at least one, got none"):
         ragged_layout(**arguments)

@@ -1,4 +1,4 @@
-"""Ragged linear: the reference against torch.nn, tiles, and what is left alone."""
+"""``ragged_linear``: the reference against torch.nn, tiles and splits, rows that are not written, and prefetches."""
 
 import math
 from functools import partial
@@ -22,8 +22,8 @@ from tests.helpers.memory import GuardedMemory
 
 make_inputs = partial(simple_arguments, "ragged_linear")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# What a decoder layer asks for, and everything at once. Of 320 columns, in tests that split sums, only those without
-# swiglu are split.
+# The variants of a decoder layer, and all options at once. In tests that split sums, sums over 320 columns are split
+# without swiglu only.
 VARIANTS = {
     "qkv": {"bias": True, "norm": True},
     "o and down": {"residual": True},
@@ -38,7 +38,7 @@ def number(rows, device):
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    """The large tiles and the splits of large weights at sizes the interpreter can do, and several tiles a program."""
+    """Large tiles and splits at sizes that the interpreter can process, and several tiles per program."""
     for name, value in CONSTANTS["small"].items():
         monkeypatch.setattr(ops, name, value)
 
@@ -76,7 +76,7 @@ def test_reference_keeps_the_dtype_and_rounds_once(dtype):
 
 
 def test_square_sums_replace_those_of_x(device, backend):
-    """Eight groups, which the kernel adds in order: in another the 1 of the first would not be lost beside 2^30."""
+    """The kernel adds the eight groups in order. In another order, the 1 of the first would not be lost beside 2^30."""
     x = torch.eye(3, 512, device=device)
     square_sums = torch.zeros(8, 3, device=device)
     square_sums[:, 1] = 64
@@ -91,23 +91,23 @@ def test_square_sums_replace_those_of_x(device, backend):
 
 
 def test_only_long_sums_over_few_columns_are_split():
-    """Each split of down (0.5B, 1.5B, 3B, 7B) costs a pass over its result; the others are short, or wide enough."""
+    """Each split of down (0.5B, 1.5B, 3B, 7B) costs a pass over its result; other sums are short, or wide enough."""
     down = [(896, 4864), (1536, 8960), (2048, 11008), (3584, 18944)]
     assert [ops.num_splits(*shape, False) for shape in down] == [5, 5, 4, 2]
     assert ops.num_splits(2048, 1536, False) == ops.num_splits(1536, 1536, False) == 1
     assert ops.num_splits(32_000, 8960, False) == ops.num_splits(1536, 8960, True) == 1
 
 
-def test_tiles_follow_from_rows_and_weight(monkeypatch):
-    """Of a step of Qwen2.5-1.5B with five candidates a request, six rows each: qkv, o, gate_up and down."""
+def test_tiles_depend_on_rows_and_weight(monkeypatch):
+    """A step of Qwen2.5-1.5B with five candidates per request, hence six rows each: qkv, o, gate_up and down."""
     layers = [(2048, 1536, False), (1536, 1536, False), (17_920, 1536, True), (1536, 8960, False)]
 
     def tiles(requests, dtype=torch.bfloat16):
-        found = []
+        chosen = []
         for columns, size, swiglu in layers:
             splits = ops.num_splits(columns, size, swiglu)
-            found.append(ops.choose_tile(6 * requests, columns, splits, swiglu, dtype)[:2])
-        return found
+            chosen.append(ops.choose_tile(6 * requests, columns, splits, swiglu, dtype)[:2])
+        return chosen
 
     monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "sm_90")
     small = (64, 64)
@@ -134,9 +134,9 @@ def test_every_tile_holds_whole_groups():
 
 @pytest.mark.parametrize("size", [100, 320])
 @pytest.mark.parametrize("variant", ["qkv", "o and down", "all"])
-def test_no_tile_changes_a_bit(device, small_limits, monkeypatch, variant, size):
-    """Of a row, in any place of several blocks of them, nor of the sums of its squares. The rows that are expected
-    choose the tile; where nobody says what to expect, it is all T of them."""
+def test_rows_are_bitwise_identical_with_every_tile(device, small_limits, monkeypatch, variant, size):
+    """At any place in several blocks of rows, and including the sums of squares. The tile depends on
+    ``expected_rows``; if None, on all T rows."""
     tokens, rows = 150, 141
     inputs = make_inputs(tokens, outputs=100, size=size, dtype=torch.bfloat16, device=device, **VARIANTS[variant])
     tiles = [tile for tile in ops.TILES if tile.block_n >= 64 * (1 + inputs["swiglu"])]
@@ -159,9 +159,9 @@ def test_no_tile_changes_a_bit(device, small_limits, monkeypatch, variant, size)
 
 
 @pytest.mark.parametrize("variant", ["o and down", "all but swiglu"])
-def test_the_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeypatch, variant):
-    """However many rows there are, on either side of where a block of them ends: of those that are multiplied at once,
-    and of those whose parts are added at once. Whichever rows are expected, and however far apart rows lie."""
+def test_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeypatch, variant):
+    """For any number of rows, on either side of the end of a block of rows that are multiplied at once, or whose parts
+    are added at once; for any ``expected_rows`` and any row stride."""
     options = VARIANTS.get(variant) or VARIANTS["all"] | {"swiglu": False}
     inputs = make_inputs(150, outputs=97, size=320, dtype=torch.bfloat16, device=device, row_padding=48, **options)
     padded = {name: inputs[name] for name in ("x", "residual") if name in inputs}
@@ -190,11 +190,11 @@ def test_the_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeyp
         assert torch.equal(run(150, tile.block_m + 1, None), expected[: tile.block_m + 1])
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- written memory ---------------------------------------------------------------------------------------------------
 
 
 def added_in_pairs(y):
-    """fp32 [groups of 64 columns, rows]: the sums of squares that a call leaves, neighbours added first."""
+    """fp32 [groups of 64 columns, rows]: the sums of squares that a call stores, neighbours added first."""
     sums = nn.functional.pad(y.float().square(), (0, -y.shape[1] % ops.SQUARES_GROUP))
     sums = sums.unflatten(1, (-1, ops.SQUARES_GROUP))
     while sums.shape[2] > 1:
@@ -204,8 +204,8 @@ def added_in_pairs(y):
 
 @pytest.mark.parametrize("variant", ["o and down", "all"])
 @pytest.mark.parametrize("num_rows", [-5, 0, 129, 170, 2**31 - 1])
-def test_rows_that_do_not_exist_are_neither_read_nor_written(device, backend, small_limits, variant, num_rows):
-    """Nor is what is around the result, the workspace and the sums of squares, which are exact to the bit."""
+def test_rows_past_num_rows_are_neither_read_nor_written(device, backend, small_limits, variant, num_rows):
+    """Nor is memory around the result, the workspace, and the sums of squares, which are bitwise exact."""
     tokens, dtype = 170, torch.float32
     rows = max(0, min(num_rows, tokens))
     inputs = make_inputs(tokens, outputs=100, size=320, dtype=dtype, device=device, **VARIANTS[variant])
@@ -230,8 +230,7 @@ def test_rows_that_do_not_exist_are_neither_read_nor_written(device, backend, sm
 
 
 @pytest.mark.parametrize("variant", ["qkv", "all"])
-def test_given_square_sums_are_as_good_as_none(device, variant):
-    """The same bits, whoever adds the squares."""
+def test_results_with_given_square_sums_are_bitwise_identical(device, variant):
     inputs = make_inputs(150, outputs=97, size=200, dtype=torch.bfloat16, device=device, **VARIANTS[variant])
     sums = added_in_pairs(inputs["x"]).contiguous()
     y = ragged_linear(**inputs, square_sums=sums, backend="triton")
@@ -270,7 +269,7 @@ def _asking_kernel(
     _ragged_linear._prefetch_weight(weight_ptr, K, N, SWIGLU, STRIDE, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
 
 
-@needs_interpreter  # which marks what a GPU prefetches
+@needs_interpreter  # stores marks where a GPU would prefetch
 @pytest.mark.parametrize(
     ("dtype", "size", "outputs", "swiglu", "splits", "length"),
     [
@@ -281,8 +280,8 @@ def _asking_kernel(
         (torch.float16, 256, 64, False, 1, 1),
     ],
 )
-def test_a_launch_asks_for_the_first_lines_of_each_row(monkeypatch, dtype, size, outputs, swiglu, splits, length):
-    """Two lines of 128 bytes at a time, of each split; of nothing beside the weight."""
+def test_launch_prefetches_the_first_lines_of_each_row(monkeypatch, dtype, size, outputs, swiglu, splits, length):
+    """Two lines of 128 bytes at a time, in each split; nothing outside the weight."""
     monkeypatch.setattr(_ragged_linear, "prefetch", _mark)
     columns, line, split_len = outputs * (1 + swiglu), 128 // dtype.itemsize, 64 * math.ceil(size / splits / 64)
     buffer = torch.zeros(columns + 128, size + 24, dtype=dtype)
@@ -303,8 +302,8 @@ def test_a_launch_asks_for_the_first_lines_of_each_row(monkeypatch, dtype, size,
         (1536, 5, torch.bfloat16, 651),
     ],
 )
-def test_a_launch_asks_for_what_comes_in_three_microseconds(columns, splits, dtype, expected):
-    """All of small weights; as many columns of large ones as make 10 MB, in all splits together."""
+def test_length_of_the_prefetch(columns, splits, dtype, expected):
+    """Small weights entirely; of large weights, 10 MB over all splits, which arrive in three microseconds."""
     assert ops.prefetch_len(torch.empty(columns, 8960, dtype=dtype, device="meta"), splits, 1536) == expected
 
 

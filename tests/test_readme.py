@@ -1,4 +1,4 @@
-"""The README and ``docs/``: their code is that of the examples, links and numbers hold; examples in docstrings run."""
+"""The README and ``docs/``: code blocks come from the examples, links resolve, and docstring examples run."""
 
 import doctest
 import importlib
@@ -24,14 +24,14 @@ def page_name(file):
 
 
 def is_excerpt(paragraph, lines):
-    """Whether the lines of a paragraph follow each other in a file, at any indentation."""
+    """Whether the lines of a paragraph are consecutive lines of a file, at any indentation."""
     wanted, n = paragraph.splitlines(), len(paragraph.splitlines())
     return any(textwrap.dedent("\n".join(lines[i : i + n])).splitlines() == wanted for i in range(len(lines)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_python_is_that_of_an_example(page):
-    """Every paragraph of a block stands in one of the examples, which ``test_examples.py`` runs."""
+def test_python_blocks_come_from_an_example(page):
+    """All paragraphs of a block are in one of the examples, which ``test_examples.py`` runs."""
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         assert any(all(is_excerpt(p, lines) for p in block.strip().split("\n\n")) for lines in EXAMPLES), block
 
@@ -43,7 +43,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if not link.startswith("https://"):
             file, _, anchor = link.partition("#")
@@ -54,7 +54,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_benchmarks_of_the_pages_are_listed(page):
-    """By ``python -m bench``, in a line each."""
+    """By ``python -m bench``, with a description each."""
     listed = commands()
     assert set(re.findall(r"python -m (bench\.[\w.]*\w)", page.read_text())) <= listed.keys()
     assert "bench.serve" in listed and "bench.kernel_calls" not in listed and all(listed.values())
@@ -76,6 +76,6 @@ def test_docstring_examples_run(module):
     assert tried and not failed
 
 
-def test_every_exported_name_is_there():
+def test_every_exported_name_exists():
     assert all(getattr(lenvm_kernels, name) for name in lenvm_kernels.__all__)
     assert importlib.metadata.version("lenvm-kernels") == lenvm_kernels.__version__

@@ -1,4 +1,4 @@
-"""``reweight_scatter``: the fork's pairs, cases computed by hand, properties of ``near``, the root on hard rows."""
+"""``reweight_scatter``: pairs from the fork, cases by hand, properties of ``near``, and roots on hard rows."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from tests.helpers.cases import cases
 from tests.helpers.targets import expectation, target_of
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "guidance.jsonl").open()]
-GOLDEN_ATOL = 1e-3  # the fork's stopping rule, says golden/README.md
+GOLDEN_ATOL = 1e-3  # the fork's stopping rule, see golden/README.md
 HUGE = torch.finfo(torch.float32).max
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
@@ -36,17 +36,17 @@ def candidates_of(token_ids, probs, device, status=None):
 
 
 def reweight(probs, z, params, eos, device, backend, *, token_ids=None, status=None, answers=None, **options):
-    """(guided probabilities, faults) by request. One row of ``probs``, ``z`` or ``eos`` is everybody's.
+    """(guided probabilities, faults) by request. A single row of ``probs``, ``z`` or ``eos`` is shared by all requests.
 
-    The table's rows are in another order, and the first is nobody's; rows of ``z`` lie apart. With ``answers``, lengths
-    of answers, a token is a length of 1, -ln(1 - v).
+    The table's first row is unused, and the others are in reverse order; rows of ``z`` are strided. With ``answers``,
+    the lengths of answers, a length in tokens is -ln(1 - v).
     """
     rows, eos = len(params), [eos] * len(params) if isinstance(eos, set) else eos
     probs, z = (torch.as_tensor(x).expand(rows, -1).contiguous() for x in (probs, z))
     if token_ids is None:
         token_ids = torch.where(probs > 0, torch.arange(probs.shape[1]), -1).int()
-    nobody = GuidanceParams(Mode.VALUE_BIAS, 3.0)
-    table = GuidanceTable.from_params([nobody, *reversed(params)], [set(), *reversed(eos)], device).columns
+    unused = GuidanceParams(Mode.VALUE_BIAS, 3.0)
+    table = GuidanceTable.from_params([unused, *reversed(params)], [set(), *reversed(eos)], device).columns
     table_rows = torch.arange(rows, 0, -1, device=device)
     if answers is not None:
         table.nats_per_token[:] = 1.0
@@ -60,7 +60,7 @@ def reweight(probs, z, params, eos, device, backend, *, token_ids=None, status=N
 
 
 def assert_weights(result, weights, atol=2e-6):
-    """Probabilities in proportion to weights."""
+    """Assert that the probabilities are proportional to the weights."""
     weights = torch.as_tensor(weights, dtype=torch.float64)
     torch.testing.assert_close(result.double(), weights / weights.sum(1, keepdim=True), rtol=0, atol=atol)
 
@@ -118,7 +118,7 @@ def test_root_meets_the_target_on_hard_rows(backend, rows, slots, device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel keeps the bound it was compiled with")
 def test_root_search_is_bounded(device, monkeypatch):
-    """It ends after MAX_STEPS whatever the rows are, with probabilities that sum to 1; half the steps are enough."""
+    """It ends after MAX_STEPS for any rows, with probabilities that sum to 1; half of the steps are enough here."""
     results = []
     for steps in (64, 32, 2):
         monkeypatch.setattr(module, "MAX_STEPS", tl.constexpr(steps))
@@ -130,7 +130,7 @@ def test_root_search_is_bounded(device, monkeypatch):
 
 
 def test_length_mul_of_tiny_values(device, backend):
-    """Values near 1e-5: 1 - E[v] keeps three of their digits in fp32, and a share of their range moves with it."""
+    """Values near 1e-5: in fp32, 1 - E[v] would keep three of their digits and shift the result."""
     z, q, scales = torch.tensor([[-11.0, -11.7], [-12.1, -11.2]]), torch.tensor([[0.3, 0.7], [0.6, 0.4]]), [1.2, 0.8]
     params = [GuidanceParams(Mode.LENGTH_MUL, scale) for scale in scales]
     result, _ = reweight(q, z, params, set(), device, backend)
@@ -142,7 +142,7 @@ def test_length_mul_of_tiny_values(device, backend):
 
 
 def test_targets_are_kept_inside_the_values(device, backend):
-    """By 1e-6 of their range, and by 1e-12: two equally likely candidates show how far."""
+    """By 1e-6 of their range, and by at least 1e-12, as two equally likely candidates show."""
     params = [GuidanceParams(Mode.LINEAR, scale) for scale in (100.0, -99.0, 100.0, -99.0)]
     z = torch.tensor([[-1.0, 2.0], [-1.0, 2.0], [0.0, 4e-7], [0.0, 4e-7]])
     result, _ = reweight([[0.5, 0.5]], z, params, set(), device, backend)
@@ -150,7 +150,7 @@ def test_targets_are_kept_inside_the_values(device, backend):
     torch.testing.assert_close(far_end, torch.tensor([1e-6, 1e-6, 1e-5, 1e-5]), rtol=0.1, atol=0)
 
 
-def test_scales_that_leave_rows_alone(device, backend):
+def test_neutral_scales_leave_rows_unchanged(device, backend):
     modes = [Mode.MUL, Mode.MUL, Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.CENTERED_EXP, Mode.VALUE_BIAS]
     params = list(map(GuidanceParams, modes, [0.0, -2.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]))
     q = [[0.2, 0.4, 0.1, 0.1]]
@@ -171,7 +171,7 @@ def test_value_min_met_exactly_guides(device, backend):
 
 
 def test_constraints_break_ties_by_probability_then_slot(device, backend):
-    """Candidates in any order, several of the same value, end-of-sequence ones among them."""
+    """Candidates in any order, several with equal values, some that end the sequence."""
     q = [[0.1, 0.2, 0.4, 0.3], [0.1, 0.4, 0.4, 0.1], [0.2, 0.3, 0.4, 0.1], [0.25, 0.25, 0.25, 0.25]]
     z = [[1.0, 2.0, 1.0, 2.0], [3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 5.0, -2.0], [0.0, 0.5, 0.5, 0.0]]
     smallest, largest = [2, 1, 1, 0], [3, 1, 2, 1]
@@ -193,7 +193,7 @@ def test_constraints_break_ties_by_probability_then_slot(device, backend):
 
 
 def test_one_sided_targets_move_rows_towards_them_only(device, backend):
-    """As eq_soft where the expected value is on the wrong side; else q to the bit, beyond the range of values, too."""
+    """Like eq_soft where the expected value is on the wrong side; otherwise bitwise q, also beyond all values."""
     z, q = [[-1.0, 0.5, 2.0, 1.0]], [[0.375, 0.25, 0.25, 0.125]]  # E[v] = 0.568
 
     def towards(mode):
@@ -217,8 +217,8 @@ def test_one_sided_targets_move_rows_towards_them_only(device, backend):
     ],
 )
 def test_targets_at_the_ends_of_the_values(device, backend, mode, expected):
-    """There one candidate is chosen, as outside of them: 1 - exp(-100) has the logit 100. A row of one value meets it;
-    rows that end the sequence have the value 0, which a target of 0 is met by."""
+    """One candidate is chosen there, as outside of the range; 1 - exp(-100) has the logit 100. Candidates that end the
+    sequence have the value 0, which meets a target of 0."""
     z = [[100.0, 100.0], [100.0, 100.0], [3.0, 100.0], [-1.0, 9.0], [300.0, 100.0]]
     params = [GuidanceParams(mode, target_length=length) for length in (100.0, 99.0, 100.0, 0.0, 100.0)]
     eos = [set(), set(), set(), {0}, set()]
@@ -226,8 +226,8 @@ def test_targets_at_the_ends_of_the_values(device, backend, mode, expected):
     assert result.tolist() == expected
 
 
-def test_a_target_above_every_value_is_reached_by_no_rounding(device, backend):
-    """All but one candidate have the largest value: some sums of their probabilities are 1 + 2**-23."""
+def test_target_above_every_value_is_not_reached_by_rounding(device, backend):
+    """All candidates but one have the largest value; some sums of their probabilities are 1 + 2**-23."""
     q = torch.rand(256, 8, generator=torch.Generator().manual_seed(0))
     q[:, 3] = 1e-12
     params = [parse_guidance({"target_length": 999, "op": "ge_soft", "gamma": 0.9})] * 256
@@ -236,8 +236,8 @@ def test_a_target_above_every_value_is_reached_by_no_rounding(device, backend):
     assert torch.equal(result.argmax(1), q.argmax(1)) and result.sum() == result.amax(1).sum() == 256
 
 
-def test_long_horizons_stay_apart(device, backend):
-    """Lengths of 20,000 and 32,000 tokens: their values differ by less than fp32 holds, their logits do not."""
+def test_long_horizons_stay_distinct(device, backend):
+    """Lengths of 20,000 and 32,000 tokens have equal values in fp32, but different logits."""
     z = logit_of(torch.tensor([[32_000.0, 20_000.0, 6_000.0, 100.0]]) * -math.log(0.997)).float()
     assert torch.sigmoid(z)[0, 0] == torch.sigmoid(z)[0, 1] == 1
     params = [GuidanceParams(Mode.EQ, target_length=target) for target in (31_000, 21_000, 7_000, 0)]
@@ -248,13 +248,13 @@ def test_long_horizons_stay_apart(device, backend):
 # --- value_bias, and the largest logits ---
 
 
-def test_value_bias_takes_the_raw_logits(device, backend):
-    """Those of the end of sequence, too, with the answers, the largest numbers, and products that fp32 rounds by 1e-4.
+def test_value_bias_uses_raw_logits(device, backend):
+    """Also at the end of sequence, with answers, with the largest numbers, and with products that fp32 rounds by 1e-4.
 
-    There an infinity at the end of sequence is a fault.
+    In this mode, an infinite logit at the end of sequence is a fault.
     """
     q, usual, hundreds = [0.1, 0.2, 0.3, 0.4], [1.0, -3.0, 0.5, 2.0], [300.0, 299.93, 299.87, 299.75]
-    of_row = [  # scale, answer, value logits, logarithms of the weights beside q as multiples of the scale
+    rows = [  # scale, answer, value logits, logarithms of the factors of q as multiples of the scale
         (0.7, 0.0, usual, usual),
         (0.7, 5.0, usual, usual),
         (15.0, 0.0, hundreds, hundreds),
@@ -263,7 +263,7 @@ def test_value_bias_takes_the_raw_logits(device, backend):
         (20.0, 0.0, [-HUGE, -HUGE, -1.0, -HUGE], [-99.0, -99.0, 0.0, -99.0]),
         (1.0, 0.0, [0.0, math.inf, 0.0, 9.0], [0.0] * 4),
     ]
-    scales, answers, z, multiples = zip(*of_row, strict=True)
+    scales, answers, z, multiples = zip(*rows, strict=True)
     params = [GuidanceParams(Mode.VALUE_BIAS, scale) for scale in scales]
     options = dict(token_ids=torch.tensor([[3, 1, 0, 2]] * 7).int(), answers=answers)
     result, faults = reweight([q], z, params, {1}, device, backend, **options)
@@ -284,7 +284,7 @@ def test_largest_logits_in_every_mode(device, backend):
 
 # --- near a target ---
 
-# The first ends the output: its length is 0.
+# The first token ends the output, so its length is 0.
 TOKENS = torch.tensor([[5.0, 8.0, 18.0, 78.0]], dtype=torch.float64)
 
 
@@ -294,23 +294,23 @@ TOKENS = torch.tensor([[5.0, 8.0, 18.0, 78.0]], dtype=torch.float64)
 )
 @pytest.mark.parametrize("gamma", [0.9, 0.997, 0.99999])
 def test_near_by_hand(device, backend, gamma, tolerance, shorter, longer):
-    """Lengths of 0, 8, 18 and 78 tokens, 18 to come: with 2 added they are 10 and 2 times less, equal, 4 times more.
+    """Lengths of 0, 8, 18 and 78 tokens, 18 remaining. With 2 added, they are 10 and 2 times less, equal, 4 times more.
 
-    With a tolerance of 10 tokens 8 to 28 may come, and with one of 60 everything."""
+    A tolerance of 10 tokens admits lengths of 8 to 28, and one of 60 all lengths."""
     shorter, longer = torch.tensor([shorter]), torch.tensor([longer])
     q = torch.tensor([[0.125, 0.375, 0.25, 0.25]])
-    of_row = [(mode, strength) for mode in NEAR for strength in (0.0, 1.0, 2.5)]
+    rules = [(mode, strength) for mode in NEAR for strength in (0.0, 1.0, 2.5)]
     total = dict(target_length=28.0, tolerance=tolerance, counts_down=True)
-    params = [GuidanceParams(mode, s, gamma, **total) for mode, s in of_row]
+    params = [GuidanceParams(mode, s, gamma, **total) for mode, s in rules]
     z, generated = logit_of(TOKENS * -math.log(gamma)).float(), torch.full((9,), 10, dtype=torch.int32)
     result, _ = reweight(q, z, params, {0}, device, backend, generated=generated)
     factors = dict(zip(NEAR, (shorter * longer, shorter, longer), strict=True))
-    assert_weights(result, torch.cat([q * factors[mode] ** -strength for mode, strength in of_row]))
+    assert_weights(result, torch.cat([q * factors[mode] ** -strength for mode, strength in rules]))
     assert torch.equal(result[::3], q.expand(3, -1))
 
 
 def test_near_does_not_change_past_a_total(device, backend):
-    """From the total on, or from the end of its tolerance on, none is left: more tokens change nothing."""
+    """Past the total and its tolerance, the remaining length is 0, and further tokens change nothing."""
     q, z = torch.tensor([[0.125, 0.375, 0.25, 0.25]]), logit_of(TOKENS * -math.log(0.997)).float()
     late, generated = dict(counts_down=True), torch.tensor([38, 50, 400, 38], dtype=torch.int32)
     params = [GuidanceParams(Mode.NEAR, 2.0, target_length=28.0, tolerance=10.0, **late)] * 3
@@ -321,24 +321,24 @@ def test_near_does_not_change_past_a_total(device, backend):
 
 @pytest.mark.parametrize(
     ("mode", "factors", "improbable", "unknown"),
-    [  # with 2 added, of 6 tokens and what is nearest them of each, one token more among it
+    [  # between 6 tokens and each candidate's nearest length, all with 2 added; at breaks also 1
         (Mode.NEAR, [6 / 2, 10 / 6, 100 / 6, 6 / 3, 30 / 6], 30 / 6, 100 / 6),
         (Mode.LE_NEAR, [1.0, 1.0, 100 / 6, 1.0, 30 / 6], 30 / 6, 100 / 6),
         (Mode.GE_NEAR, [6 / 2, 1.0, 1.0, 1.0, 1.0], 1.0, 1.0),
     ],
 )
-def test_near_by_hand_where_sentences_end(device, backend, mode, factors, improbable, unknown):
-    """Lengths of 0, 8, 98, 98, 28 and 28 tokens, 4 to come: the second and the fourth may lead to a length of 1.
+def test_near_by_hand_at_ends_of_sentences(device, backend, mode, factors, improbable, unknown):
+    """Lengths of 0, 8, 98, 98, 28 and 28 tokens, 4 remaining. The second and the fourth may lead to a length of 1.
 
     The last is too improbable for that."""
     q = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.145, 0.005, 0, 0]])
     z = logit_of(torch.tensor([[5.0, 8.0, 98.0, 98.0, 28.0, 28.0, 1, 1]]).double() * -math.log(0.99)).float()
-    breaks = torch.tensor([2, 2, 1, 2, 0, 2], dtype=torch.int8)  # the first ends the output, which counts alone
+    breaks = torch.tensor([2, 2, 1, 2, 0, 2], dtype=torch.int8)  # the first ends the output, which takes precedence
     near = GuidanceParams(mode, 2.0, 0.99, target_length=4.0)
     params, generated = [near, replace(near, target_length=120.0, counts_down=True)], torch.tensor([99, 116]).int()
     result, _ = reweight(q, z, params, {0}, device, backend, text_breaks=breaks, generated=generated)
     assert_weights(result, (q * torch.tensor([[*factors, improbable, 1.0, 1.0]]) ** -2.0).expand(2, -1))
-    # A vocabulary that ends before the fourth: its value is all that is known.
+    # ``text_breaks`` ends before the fourth token, so only its value counts.
     result, _ = reweight(q, z, [near], {0}, device, backend, text_breaks=breaks[:3])
     assert_weights(result, q * torch.tensor([[*factors[:3], unknown, factors[4], improbable, 1.0, 1.0]]) ** -2.0)
 
@@ -350,7 +350,7 @@ def test_near_at_the_ends_of_fp32(device, backend):
         return logit_of(torch.tensor(lengths, dtype=torch.float64) * -math.log(gamma)).tolist()
 
     largest = [1 + 1e30 / (-2 * math.log(gamma)) for gamma in (0.1, 0.99999)]
-    of_row = [  # discount, target, strength, value logits, weights beside q
+    rows = [  # discount, target, strength, value logits, factors of q
         (0.997, 500.0, HUGE, z_of(0.01, 1e6), [1, 0]),
         (0.997, 5000.0, HUGE, z_of(0.01, 1e6), [0, 1]),
         (0.997, 1e6, 0.5, z_of(0.01, 1e6), [(2.01 / 1_000_002) ** 0.5, 1]),
@@ -358,20 +358,20 @@ def test_near_at_the_ends_of_fp32(device, backend):
         (0.99999, 0.0, 0.1, [1e30, -1e30], [largest[1] ** -0.1, 1]),
         (0.99999, 1e6, HUGE, z_of(999_000.0, 1_010_000.0, gamma=0.99999), [1, 0]),
     ]
-    params = [GuidanceParams(Mode.NEAR, s, gamma, target_length=target) for gamma, target, s, _, _ in of_row]
-    z, q = [[*row[3], 0.0, 0.0] for row in of_row], torch.tensor([[0.25, 0.75, 0.0, 0.0]])
+    params = [GuidanceParams(Mode.NEAR, s, gamma, target_length=target) for gamma, target, s, _, _ in rows]
+    z, q = [[*row[3], 0.0, 0.0] for row in rows], torch.tensor([[0.25, 0.75, 0.0, 0.0]])
     result, faults = reweight(q, z, params, set(), device, backend)
-    assert_weights(result, q * torch.tensor([[*row[4], 0.0, 0.0] for row in of_row]))
+    assert_weights(result, q * torch.tensor([[*row[4], 0.0, 0.0] for row in rows]))
     assert sum(faults) == 0
 
 
-# --- what holds of near, whatever the numbers ---
+# --- properties of near ---
 
 LENGTHS = [0.01, 0.5, 3.0, 17.0, 18.0, 19.0, 250.0, 4000.0, 1e6]
 
 
 def near_case(case, device, mode, strength):
-    """Inputs of a case whose requests are all near a target: lengths of all sizes, many of them equal."""
+    """Inputs of a case in which all requests have this mode; lengths of all sizes, many of them equal."""
     given, draws = generator.inputs(case, device), case.draws(device)
     rows, table = given.table_rows, given.table
     table.mode[:], table.scale[:] = int(mode), strength
@@ -388,7 +388,7 @@ def near_case(case, device, mode, strength):
 
 
 def guided_by(given, backend):
-    """Guided probabilities; those of the reference in fp64."""
+    """Guided probabilities; in fp64 for the reference."""
     candidates, z = given.candidates, given.value_logits
     if backend == "reference":
         candidates, z = candidates._replace(probs=candidates.probs.double()), z.double()
@@ -403,13 +403,13 @@ def excess_of(given):
 
 
 near_cases = partial(cases, "reweight_scatter", rows=["usual"], scatter=[False])
-by_values = partial(near_cases, text_breaks=[0])  # alone: sentences are no shorter than these say
+by_values = partial(near_cases, text_breaks=[0])  # without sentence ends, which admit shorter lengths
 modes, strengths = st.sampled_from(NEAR), st.sampled_from([0.5, 5.0, 20.0, 1e4, HUGE])
 
 
 @given(case=by_values(), strength=strengths)
-def test_near_by_nothing_is_q(device, backend, case, strength):
-    """To the bit: strength 0, and any where nobody is on the wrong side. Where all are, both kinds are the same."""
+def test_near_without_effect_is_q(device, backend, case, strength):
+    """Bitwise: at strength 0, and where no candidate is on the wrong side. Where all are, the modes agree with near."""
     inputs = near_case(case, device, Mode.UNGUIDED, 0.0)
     q, excess, padding = guided_by(inputs, backend), excess_of(inputs), inputs.candidates.probs == 0
     is_longer, is_shorter = (((sign * excess > 1e-4) | padding).all(1) for sign in (1, -1))
@@ -420,8 +420,8 @@ def test_near_by_nothing_is_q(device, backend, case, strength):
         (Mode.LE_NEAR, is_shorter, is_longer),
     ):
         assert torch.equal(guided_by(near_case(case, device, mode, 0.0), backend), q)
-        found = guided_by(near_case(case, device, mode, strength), backend)
-        assert torch.equal(found[right], q[right]) and torch.equal(found[wrong], both[wrong])
+        guided = guided_by(near_case(case, device, mode, strength), backend)
+        assert torch.equal(guided[right], q[right]) and torch.equal(guided[wrong], both[wrong])
 
 
 @given(case=by_values(), mode=modes, strength=strengths)
@@ -434,7 +434,7 @@ def test_near_keeps_the_ratios_of_equal_lengths(device, backend, case, mode, str
 
 
 @given(case=near_cases(broken=[False]), mode=modes)
-def test_near_of_any_strength_chooses_the_nearest(device, backend, case, mode):
+def test_near_of_the_largest_strength_chooses_the_nearest(device, backend, case, mode):
     inputs = near_case(case, device, mode, HUGE)
     inputs.table.value_min[:] = -math.inf
     distance = generator.near_distances(inputs).masked_fill(inputs.candidates.probs == 0, math.inf)
@@ -446,7 +446,7 @@ def test_near_of_any_strength_chooses_the_nearest(device, backend, case, mode):
 
 @given(case=near_cases(), mode=modes)
 def test_near_is_monotone_in_the_strength(device, backend, case, mode):
-    """The mass of all candidates up to any distance does not fall."""
+    """The probability mass up to any distance does not decrease."""
     steps, error = ((0.0, 0.5, 2.0, 5.0, 20.0), 1e-4) if backend == "triton" else ((0.0, 0.5, 5.0, 100.0, 1e6), 1e-8)
     before = None
     for strength in steps:
@@ -459,8 +459,8 @@ def test_near_is_monotone_in_the_strength(device, backend, case, mode):
 
 
 @pytest.mark.parametrize("precise", [False, True])
-def test_an_answer_is_taken_off_predicted_lengths(device, backend, precise):
-    """In every mode but value_bias, where the lengths are those of more tokens, of which an answer takes some."""
+def test_answer_is_subtracted_from_predicted_lengths(device, backend, precise):
+    """In every mode but value_bias, lengths with an answer added guide like the lengths alone without an answer."""
     if precise and backend == "triton":
         pytest.skip("the kernels compute in fp32")
     dtype = torch.float64 if precise else torch.float32
@@ -478,8 +478,8 @@ def test_an_answer_is_taken_off_predicted_lengths(device, backend, precise):
     assert_weights(result[first : first + 4], by_hand.expand(4, -1), atol=5e-6)
 
 
-def test_an_answer_longer_than_what_is_predicted_leaves_value_0(device, backend):
-    """Of candidates that have it the most probable is the shortest; together they are as one that ends the span."""
+def test_answer_longer_than_the_prediction_leaves_value_0(device, backend):
+    """The most probable of the candidates with value 0 is the shortest; they act like candidates that end the span."""
     q = [0.1, 0.3, 0.2, 0.4]
     z = logit_of([[1.0, 2.0, 2.9, 5.0]]).float().repeat(5, 1)
     z[1, 0] = -HUGE
@@ -489,25 +489,25 @@ def test_an_answer_longer_than_what_is_predicted_leaves_value_0(device, backend)
     shortest, longest = [0, 1, 0, 0], [0, 0, 0, 1]
     assert result[:4].tolist() == [shortest, shortest, longest, shortest] and sum(faults) == 0
     assert_weights(result[4:], [[0.1, 0.3, 0.2, 0.4 * math.exp(-3 * (1 - math.exp(-2)))]])
-    # All of them: nothing tells them apart, and the last is the most probable.
+    # The answer exceeds all predictions: all values are 0, and the last candidate is the most probable.
     result, _ = reweight([q], z, params, set(), device, backend, answers=1e30)
     assert result[:4].tolist() == [longest] * 4
     torch.testing.assert_close(result[4], torch.tensor(q))
 
 
 @pytest.mark.parametrize("answer", [0.0, 0.5])
-def test_what_ends_the_span_has_value_0(device, backend, answer):
-    """As what ends the sequence has; up to four tokens, whatever their logits are."""
+def test_tokens_that_end_the_span_have_value_0(device, backend, answer):
+    """Like tokens that end the sequence; up to four tokens, with any logits."""
     nan = math.nan
     z = [[-1.0, nan, 0.5, 2.0], [-1.0, nan, 0.5, 2.0], [nan] * 3 + [2.0], [nan] * 4]
     ends, eos = [(1,), (), (1, 0, 2), (9, 0, 8, 2)], [set(), {1}, set(), {1, 3}]
-    params = [GuidanceParams(Mode.CENTERED_EXP, -5.0, end_token_ids=of_row) for of_row in ends]
+    params = [GuidanceParams(Mode.CENTERED_EXP, -5.0, end_token_ids=end_ids) for end_ids in ends]
     q = torch.tensor([[0.4, 0.1, 0.2, 0.3]])
     result, faults = reweight(q, z, params, eos, device, backend, answers=answer)
     assert sum(faults) == 0 and torch.equal(result[0], result[1])
     nats = (F.softplus(torch.tensor(z)) - answer).clamp(min=0)
     assert_weights(result, q * (-5 * -torch.expm1(-nats).nan_to_num(0.0)).exp())
-    # A candidate with a value that is not finite, and that ends nothing, is a fault still.
+    # A non-finite value of a candidate that ends nothing is still a fault.
     _, faults = reweight(q, [[0.0, 0.0, nan, 0.0]], params, eos, device, backend, answers=answer)
     assert faults == [1, 1, 0, 0]
 
@@ -516,8 +516,8 @@ def test_what_ends_the_span_has_value_0(device, backend, answer):
 
 
 @pytest.mark.parametrize("probs", [None, torch.float32, torch.bfloat16])
-def test_status_decides_faults_and_writes(device, backend, probs, monkeypatch):
-    """Broken logits count in guided rows only, a broken row of candidates always; once, however many slices it has."""
+def test_status_determines_faults_and_writes(device, backend, probs, monkeypatch):
+    """Non-finite logits are faults in guided rows only, broken candidates in any row; once per row for all slices."""
     monkeypatch.setattr(module, "SLICE", 4)
     guide, single = Status.GUIDE, Status.SINGLE
     status = torch.tensor([guide, Status.SKIP, single, Status.UNGUIDED, single, guide, guide, guide]).to(torch.int8)
@@ -557,7 +557,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("message", "changed"), ERRORS)
-def test_bad_arguments_are_named(message, changed):
+def test_errors_name_the_argument(message, changed):
     table = GuidanceTable.from_params([None, None], [set(), set()], "cpu").columns
     candidates = candidates_of(torch.zeros(2, 4).int(), torch.full((2, 4), 0.25), "cpu")
     arguments = dict(candidates=candidates, value_logits=torch.zeros(2, 4), table=table)

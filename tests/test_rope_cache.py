@@ -1,4 +1,4 @@
-"""``rope_cache``: kernel against reference, reference against transformers, and what stays untouched."""
+"""``rope_cache``: kernel against reference, reference against transformers, and memory that stays unchanged."""
 
 import math
 from functools import partial
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def assert_kept(inputs, k, v, rows):
-    """Whole caches: the slots of kept rows hold exactly what was returned, all others what they held before."""
+    """Assert that the slots of the first ``rows`` rows hold the returned rows, and all other slots their old values."""
     for cache, new in ((inputs["k_cache"], k), (inputs["v_cache"], v)):
         expected = torch.full_like(cache, UNTOUCHED)
         for row, slot in enumerate(inputs["slots"][:rows].tolist()):
@@ -28,12 +28,12 @@ def assert_kept(inputs, k, v, rows):
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 2, 128), (9, 3, 256)])
-def test_rounds_where_the_reference_rounds(device, heads, kv_heads, head_dim, dtype, norm):
+def test_kernel_rounds_where_the_reference_rounds(device, heads, kv_heads, head_dim, dtype, norm):
     inputs = make_inputs(4, heads=[heads, kv_heads], head_dim=head_dim, dtype=dtype, device=device, norm=norm)
     expected_q, expected_k, _ = expected_of(inputs)
     q, k, _ = rope_cache(**inputs, backend="triton")
     different = torch.cat([(q != expected_q).flatten(), (k != expected_k).flatten()]).double().mean()
-    assert different < 0.01  # a rounding more or less would change a tenth and more
+    assert different < 0.01  # one rounding more or less would change at least a tenth
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,8 +61,8 @@ def test_reference_matches_transformers(dtype, norm):
 
 
 @pytest.mark.parametrize("num_rows", [None, -1, 0, 1, 5, 9, 10])
-def test_only_rows_that_are_there_and_slots_of_the_cache_are_written(device, backend, num_rows):
-    """Nothing else is read, either."""
+def test_only_existing_rows_and_valid_slots_are_written(device, backend, num_rows):
+    """Other rows are not read, either."""
     tokens = 9
     inputs = make_inputs(tokens, heads=[3, 2], head_dim=16, dtype=torch.float32, norm=True, device=device)
     slots = len(inputs["k_cache"])
@@ -81,7 +81,7 @@ def test_only_rows_that_are_there_and_slots_of_the_cache_are_written(device, bac
 
 
 def test_heads_past_32_bits(device):
-    """Strides of 2**30, so that the third head is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    """Strides of 2**30, so that the third head is 2**31 elements away. Untouched pages take no memory on a CPU."""
     rows, kv_heads, head_dim, far = 3, 3, 8, 2**30
     plain = make_inputs(rows, heads=[2, kv_heads], head_dim=head_dim, dtype=torch.float16, device=device)
     plain["slots"] = torch.tensor([1, 2, 0], device=device)
@@ -96,7 +96,7 @@ def test_heads_past_32_bits(device):
 
 
 def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
-    """Two query heads and a key head of 1, 2 and 4, and weights of 1, 2 and 3, all constant over the head."""
+    """Two query heads and a key head hold 1, 2 and 4, their weights 1, 2 and 3, all constant over the head."""
     head_dim, eps = 6, 0.5
     inputs = make_inputs(1, heads=[2, 1], head_dim=head_dim, dtype=torch.float32, device=device, norm=True)
     inputs["qkv"] = torch.tensor([1.0, 2.0, 4.0, 5.0], device=device).repeat_interleave(head_dim)[None]

@@ -11,7 +11,7 @@ from tests.helpers.rounding import gpu_rounding
 
 pytestmark = needs_interpreter
 SIZE = 4096
-# By name: the function of Triton, its exact value, and its largest error in ulp.
+# By name: Triton's function, its exact value, and its largest error in ulp.
 FUNCTIONS = {
     "div": (lambda x, y: x / y, lambda x, y: x / y, 2),
     "exp": (lambda x, y: tl.exp(x), lambda x, y: np.exp(x), 2),
@@ -46,7 +46,7 @@ def _sums_kernel(x_ptr, sum_ptr, cumsum_ptr, dot_ptr, ROWS: tl.constexpr, N: tl.
 
 
 def operands():
-    """``x`` of either sign up to 80 and ``y`` over many powers of two."""
+    """``x`` of both signs up to 80, and ``y`` over many powers of two."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.rand(SIZE, generator=generator) - 0.5) * 160
     y = torch.rand(SIZE, generator=generator) * torch.exp2(torch.randint(-50, 50, (SIZE,), generator=generator))
@@ -94,7 +94,7 @@ def test_correctly_rounded_functions_stay_exact(name):
 
 
 def test_fma_rounds_once():
-    """``x y - round(x y)`` is what the product's rounding lost: never 0 in all places, and exact."""
+    """``x y - round(x y)`` is the rounding error of the product: it is exact, and mostly not 0."""
     x, y = operands()
     lost = x.double() * y.double() - (x * y).double()
     assert np.array_equal(elementwise("fma", x, y), lost.float().numpy())
@@ -121,11 +121,11 @@ def test_special_values(name, x, y, expected):
     size = triton.next_power_of_2(len(x))
     x, y = (torch.tensor(values + [1] * (size - len(values)), dtype=torch.float32) for values in (x, y))
     with gpu_rounding(0):
-        found = elementwise(name, x, y)[: len(expected)]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+        results = elementwise(name, x, y)[: len(expected)]
+    np.testing.assert_allclose(results, expected, rtol=1e-6)
 
 
-def test_the_smallest_results_keep_their_sign():
+def test_smallest_results_keep_their_sign():
     x = torch.linspace(-120, -80, SIZE)
     with gpu_rounding(0):
         y = elementwise("exp", x, x)
@@ -146,13 +146,13 @@ def test_sums_take_another_order():
     plain = sums()
     with gpu_rounding(0):
         noisy = sums()
-    # A matmul's sum stays as it is, and its error comes on top.
+    # A matmul keeps the order of its sum, and gets an additional error.
     for a, b, e, m in zip(plain, noisy, (*expected[:2], plain[2].double()), magnitude, strict=True):
         assert (a != b).float().mean() > 0.2
         assert ((b - e).abs() <= 2.0**-21 * m).all()
 
 
-def test_the_interpreter_is_restored():
+def test_interpreter_is_restored():
     x, y = operands()
     before = elementwise("exp", x, y)
     with pytest.raises(RuntimeError), gpu_rounding(0):

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of the fuzzer's cases: what ``lenvm fuzz`` draws, small and simple first."""
+"""Hypothesis strategies that draw the cases of ``lenvm fuzz``, small and simple cases first."""
 
 import hypothesis.strategies as st
 import torch
@@ -8,12 +8,12 @@ from lenvm_kernels.fuzz.case import INTERPRETED_WORK, Case
 from lenvm_kernels.fuzz.check import check, operators
 
 MOST_ROWS = 12
-WORK = INTERPRETED_WORK // 4  # a test is to be quick
+WORK = INTERPRETED_WORK // 4  # keeps a test short
 
 
 @st.composite
 def cases(draw, name, **accepted):
-    """Cases of an operator. ``accepted``: values of options, instead of all."""
+    """Cases of an operator. ``accepted``: values to draw an option from, instead of all of them."""
     operator = operators()[name]
     options = {option: draw(st.sampled_from(accepted.get(option, v))) for option, v in operator.options.items()}
     assume(operator.row_work(options) <= INTERPRETED_WORK)
@@ -23,7 +23,7 @@ def cases(draw, name, **accepted):
 
 
 def simplest(name, rows, *, seed=0, **options):
-    """A case of so many rows, or of some, with the simplest value of each option that is not given."""
+    """A case with ``rows`` (their number, or their ids). Options that are not passed take their simplest value."""
     accepted = operators()[name].options
     assert options.keys() <= accepted.keys()
     rows = tuple(range(rows)) if isinstance(rows, int) else rows
@@ -31,13 +31,13 @@ def simplest(name, rows, *, seed=0, **options):
 
 
 def simple_arguments(name, rows, *, device="cpu", **options):
-    """The arguments of such a case, by name."""
+    """The arguments of a :func:`simplest` case, by name."""
     if "dtype" in options:
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     return operators()[name].inputs(simplest(name, rows, **options), torch.device(device)).arguments
 
 
 def assert_right(case, device, function=None):
-    """The result is that of the fp64 reference. That rows do not see each other has tests of its own."""
+    """Assert that the result matches the fp64 reference. Other tests check that rows do not depend on the batch."""
     failure = check(case, function, device=device, other_batches=False)
     assert failure is None, str(failure)

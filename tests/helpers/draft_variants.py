@@ -1,4 +1,4 @@
-"""Which compiled variants operators on drafts ask for, of any number of requests, on tensors and slices.
+"""Compiled variants that the operators on drafts request, for several batch sizes, on tensors and on slices.
 
 ``python -m tests.helpers.draft_variants NAME ...`` (without TRITON_INTERPRET) prints, as JSON, the number of variants
 of each kernel. Nothing is compiled or launched.
@@ -25,32 +25,32 @@ CPU = torch.device("cpu")
 
 
 def calls(name, rows, with_drafts, drafts, changed):
-    """One call; ``changed``: makes slices of what a caller may slice."""
+    """One call; ``changed`` is applied to the tensors that a caller may slice."""
     ids = changed(torch.ones(with_drafts, drafts, dtype=torch.int64))
     some = Drafts(ids, changed(torch.zeros(with_drafts, drafts, dtype=torch.int32)))
     numbers = torch.zeros(rows * (1 + drafts), dtype=torch.int32)
     if name == "expand_drafts":
         expand_drafts(empty_requests(rows, CPU), some, backend="triton")
     elif name == "limit_span":
-        # A table is of one size as long as an engine runs.
+        # An engine's table never changes its size.
         table, tokens = GuidanceTable(40, CPU).columns, changed(torch.zeros(with_drafts, 2, dtype=torch.int64))
-        lens, of_rows = (changed(torch.zeros(with_drafts, dtype=dtype)) for dtype in (torch.int32, torch.int64))
+        lens, table_rows = (changed(torch.zeros(with_drafts, dtype=dtype)) for dtype in (torch.int32, torch.int64))
         logits = changed(torch.zeros(with_drafts * (1 + drafts), 50))
-        limit_span(logits, table, tokens, of_rows, lens, new_lens=lens, drafts=some, backend="triton")
+        limit_span(logits, table, tokens, table_rows, lens, new_lens=lens, drafts=some, backend="triton")
     elif name == "pack_drafts":
         scored = ScoredCandidates(numbers[:, None].repeat(1, 4), numbers, numbers, numbers.bool())
         pack_drafts(scored, some, backend="triton")
     elif name == "verify_drafts":
         verify_drafts(changed(numbers[: with_drafts * (1 + drafts)]), some, backend="triton")
     else:
-        of_requests = [changed(torch.zeros(with_drafts, dtype=torch.int32)) for _ in range(4)]
+        per_request = [changed(torch.zeros(with_drafts, dtype=torch.int32)) for _ in range(4)]
         tokens = [changed(torch.ones(rows, dtype=torch.int64)) for _ in range(2)]
-        lens = [*of_requests[:2], some.token_ids, *of_requests[2:]]
+        lens = [*per_request[:2], some.token_ids, *per_request[2:]]
         ragged_layout(*tokens, *lens, candidate_parents=some.parents, backend="triton")
 
 
 def strided_slice(x):
-    """The same numbers, not aligned to 16 bytes; the rows, if it has some, one farther apart."""
+    """A matrix as a slice that is not aligned to 16 bytes and has longer rows; a vector unchanged."""
     return x if x.dim() < 2 else torch.cat([x[:, :1], x], dim=1)[:, 1:]
 
 
@@ -61,7 +61,7 @@ def main() -> None:
             for changed in (lambda x: x, slice_of_longer, strided_slice):
                 for name in sys.argv[1:]:
                     calls(name, rows, with_drafts, 3, changed)
-    print(json.dumps({kernel: len(found) for kernel, found in keys.items()}))
+    print(json.dumps({kernel: len(variants) for kernel, variants in keys.items()}))
 
 
 if __name__ == "__main__":

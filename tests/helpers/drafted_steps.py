@@ -1,4 +1,4 @@
-"""Steps with drafts: scores by tables, trees of drafts, and requests that run with them and without."""
+"""Steps with drafts: scores from tables, trees of drafts, and runs of requests with and without drafts."""
 
 import torch
 
@@ -10,7 +10,7 @@ from tests.helpers.padded_step import pad
 
 
 class BaseModel:
-    """Scores of the next token that follow from the last token and the length alone."""
+    """Scores of the next token that depend on the last token and the length alone."""
 
     def __init__(self, peak=2.0):
         generator = torch.Generator().manual_seed(3)
@@ -21,26 +21,26 @@ class BaseModel:
 
 
 def paths(tokens, parents):
-    """The drafts on the way to each node, of one request."""
-    found = [[]]
+    """The drafts on the path to each node of one request."""
+    drafts = [[]]
     for token, parent in zip(tokens, parents, strict=True):
         if token < 0:
             break
-        found.append([*found[parent + 1], token])
-    return found
+        drafts.append([*drafts[parent + 1], token])
+    return drafts
 
 
 def nodes_of(sequences, tokens, parents):
-    """What is before the candidates of each node of each request; None of a draft that is absent."""
-    found = [(s, paths(t, p), 1 + len(t)) for s, t, p in zip(sequences, tokens, parents, strict=True)]
-    return [[*s, *ways[j]] if j < len(ways) else None for s, ways, nodes in found for j in range(nodes)]
+    """The tokens before the candidates of each node of each request; None for an absent draft."""
+    requests = [(s, paths(t, p), 1 + len(t)) for s, t, p in zip(sequences, tokens, parents, strict=True)]
+    return [[*s, *drafts[j]] if j < len(drafts) else None for s, drafts, nodes in requests for j in range(nodes)]
 
 
 def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_others=False, tells_ends=True, **options):
-    """A step with drafts after each sequence has grown by ``new`` tokens of its own number.
+    """A step with drafts, after each sequence has grown by ``new[i]`` tokens.
 
-    ``draws_others``: requests that are not guided get their most likely token. ``tells_ends``: the step is told where
-    spans have ended, or has to look."""
+    ``draws_others``: unguided requests get their most likely token. ``tells_ends``: the result of ``limit_spans`` is
+    passed to the step, which otherwise computes it."""
     nodes, drafts = nodes_of(sequences, tokens, parents), make_drafts(tokens, parents)
     scores = torch.stack([torch.zeros(VOCAB) if node is None else base.scores(node) for node in nodes])
     lengths = engine.tensor([len(s) for s in sequences])
@@ -55,7 +55,7 @@ def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_othe
 
 
 def run_plain(models, rows, prompts, guidance, count, base, **options):
-    """So many tokens of each, one a step; unguided ones get the most likely."""
+    """Decode ``count`` tokens per request, one per step; unguided requests get the most likely token."""
     engine = Engine(*make_step(models.value, max_candidates=4, **options)).start(rows, prompts, guidance, room=60)
     sequences = [list(tokens) for tokens in prompts]
     for _ in range(count):
@@ -69,7 +69,7 @@ def run_plain(models, rows, prompts, guidance, count, base, **options):
 
 
 def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, padded=False, **options):
-    """The same with drafts; returns the tokens and how many steps it took."""
+    """The same with drafts; returns the tokens and the number of steps."""
     step, slots = make_step(models.value, max_candidates=4, max_drafts=len(parents), **options)
     if padded:
         pad(step)

@@ -1,4 +1,4 @@
-"""Drafts for the tests of the operators that take some."""
+"""Drafts for the tests of operators on drafts."""
 
 import json
 
@@ -15,19 +15,19 @@ def i32(*values):
 
 
 def apart(x, more, around=2):
-    """The same numbers in a larger tensor, with more memory before, between and after its rows."""
+    """The same numbers as a slice of a larger tensor, with memory before, between and after its rows."""
     memory = torch.full((x.shape[0] + 2, x.shape[1] + more), around, dtype=x.dtype, device=x.device)
     return memory[1:-1, 1 : 1 + x.shape[1]].copy_(x)
 
 
 def make_drafts(token_ids, parents, *, dtype=torch.int64, device="cpu"):
-    """Drafts in rows that are apart, those of the parents farther than those of the tokens."""
+    """Drafts in strided rows; the stride of the parents is larger than the stride of the tokens."""
     token_ids, parents = torch.as_tensor(token_ids, dtype=dtype), torch.as_tensor(parents, dtype=torch.int32)
     return Drafts(apart(token_ids.to(device), 3), apart(parents.to(device), 4))
 
 
 def random_drafts(requests, columns, *, seed=0, tokens=5, device="cpu"):
-    """Trees of few tokens; in some parents that are none, or absent drafts with others after them."""
+    """Trees over few distinct tokens; some have invalid parents, or absent drafts with others after them."""
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randint(0, tokens, (requests, columns), generator=generator)
     token_ids[torch.rand(requests, columns, generator=generator) < 0.3 / columns] = -1
@@ -37,5 +37,5 @@ def random_drafts(requests, columns, *, seed=0, tokens=5, device="cpu"):
 
 
 def variants(*names):
-    """What :mod:`tests.helpers.draft_variants` prints: how many variants of their kernels operators ask for."""
+    """The output of :mod:`tests.helpers.draft_variants`: the number of compiled variants by kernel."""
     return json.loads(run_compiling("-m", "tests.helpers.draft_variants", *names))

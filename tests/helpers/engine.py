@@ -1,4 +1,4 @@
-"""What an engine does around a guided step, with tiny models and a handful of requests."""
+"""A minimal engine around a guided step, with tiny models and a handful of requests."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def make_step(value_model, *, rows=8, max_len=96, page_size=4, num_pages=None, *
 
 
 def take_step(step, scores, tokens, table_rows, lengths, **options):
-    """``GuidedStep.step`` by the names of all that it is told."""
+    """``GuidedStep.step`` with the fields of its batch and its sampling as keyword arguments."""
     batch, sampling = (
         {field: options.pop(field) for field in kind._fields if field in options} for kind in (StepBatch, Sampling)
     )
@@ -36,7 +36,7 @@ def take_step(step, scores, tokens, table_rows, lengths, **options):
 
 
 class Engine:
-    """What an engine does around a guided step, one list of tokens a request."""
+    """An engine around a guided step. A sequence is a list of tokens per request."""
 
     def __init__(self, step, slots):
         self.step, self.slots = step, slots
@@ -46,17 +46,17 @@ class Engine:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def admit(self, row, tokens, guidance, *, prompt_len, seed=0, eos=(EOS,)):
-        """Give a request its slots and its parameters; raises OutOfSlots."""
+        """Reserve a request's slots and add its parameters; raises OutOfSlots."""
         self.slots.extend(row, len(tokens))
         params = None if guidance is None else parse_guidance(guidance)
-        begins = params is not None and params.start_token_ids  # else one is open, whatever the prompt
+        begins = params is not None and params.start_token_ids  # otherwise a span is open after any prompt
         span = {"span": params.span_state(tokens[:prompt_len])} if begins else {}
         self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed, **span)
 
     def start(self, rows, prompts, guidance, *, room=1, eos=None, **options):
-        """Admit requests with room for so many tokens more, and compute their prompts; returns this engine.
+        """Admit requests with room for ``room`` more tokens, and compute their prompts; returns this engine.
 
-        ``eos``: the ends of each request."""
+        ``eos``: the end-of-sequence ids of each request."""
         eos = [(EOS,)] * len(rows) if eos is None else eos
         for row, tokens, g, ends in zip(rows, prompts, guidance, eos, strict=True):
             self.admit(row, [*tokens, *[0] * room], g, prompt_len=len(tokens), eos=ends)
@@ -64,11 +64,11 @@ class Engine:
         return self
 
     def prefill(self, rows, sequences, **options):
-        """Compute all tokens but the last of new requests."""
+        """Compute all tokens of new requests except the last."""
         self.step.extend(*self.prompts(rows, [tokens[:-1] for tokens in sequences]), **options)
 
     def prompts(self, rows, pieces, cached=None):
-        """What ``GuidedStep.extend`` takes: tokens after those ``cached``, behind junk that no request refers to."""
+        """Arguments of ``GuidedStep.extend`` for the tokens after ``cached``, behind one token of no request."""
         lens, cached = [len(tokens) for tokens in pieces], [0] * len(rows) if cached is None else cached
         row_of = self.tensor([rows[0]] + [row for row, n in zip(rows, lens, strict=True) for _ in range(n)])
         position = self.tensor([0] + [c + i for c, n in zip(cached, lens, strict=True) for i in range(n)])
@@ -82,14 +82,14 @@ class Engine:
         )
 
     def told(self, sequences, new):
-        """The last ``new`` tokens of each sequence, of its own number, in a table with a column that nobody needs."""
+        """The last ``new[i]`` tokens of each sequence, in a tensor with one unused column."""
         tokens = torch.full((len(sequences), max(new) + 1), -7)
         for i, (sequence, n) in enumerate(zip(sequences, new, strict=True)):
             tokens[i, :n] = torch.tensor(sequence[len(sequence) - n :])
         return tokens.to(self.device)
 
     def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, new=None, **options):
-        """A step after each sequence has grown by a token, or by ``new`` tokens of its own number."""
+        """A step after each sequence has grown by one token, or by ``new[i]`` tokens."""
         lengths, row_numbers = self.tensor([len(tokens) for tokens in sequences]), self.tensor(rows)
         if new is not None:
             options["new_lens"] = self.tensor(new)
@@ -115,9 +115,9 @@ def random_scores(rows):
 
 
 def run_requests(engine, sequences, guidance, steps, *, seeds=None, rows=None, **options):
-    """Decode some requests from their prompts on; returns the tokens drawn and the outputs of all steps.
+    """Decode requests from their prompts on; returns the sequences and the outputs of all steps.
 
-    The scores of a request's next token depend on its own last token and length only, as a base model's would."""
+    As in a base model, a request's scores do not depend on other requests; here, only on its last token and length."""
     rows = list(range(len(sequences))) if rows is None else rows
     seeds = seeds or [100 + i for i in range(len(sequences))]
     generator = torch.Generator().manual_seed(3)

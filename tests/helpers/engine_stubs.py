@@ -1,11 +1,11 @@
-"""Packages that look like an engine of a recorded version to whoever asks for signatures, and do nothing."""
+"""Packages with the signatures of an engine's recorded version, and without its behaviour."""
 
 from lenvm_kernels.engines.signatures import ANYTHING, recorded
 
 
 def stubs(engine, version, **changed):
-    """Files by path; ``changed``: other parameters by the last part of a name."""
-    classes = {}  # by module and class, lines
+    """Files by path. ``changed``: other parameters, by the last part of a name."""
+    classes = {}  # lines by module and class
     for target, parameters in recorded(engine)[version].items():
         module, name = target.split(":")
         *owner, last = name.split(".")

@@ -1,4 +1,4 @@
-"""A server that answers as SGLang or vLLM do, in tokens that follow from the seed."""
+"""A server that answers like SGLang or vLLM, with tokens derived from the seed."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from tests.helpers.models import EOS
 
 
 class FakeEngine(BaseHTTPRequestHandler):
-    """Keeps the requests; ``server.broken`` is a status and an object in the place of answers."""
+    """Stores the requests. ``server.broken`` is a status and an object that replace every answer to a POST."""
 
     def log_message(self, *_):
         pass
@@ -35,7 +35,7 @@ class FakeEngine(BaseHTTPRequestHandler):
             seed, limit = params["sampling_seed"], params["max_new_tokens"]
         else:
             seed, limit = body["seed"], body["max_tokens"]
-        length = 2 + seed % 9  # with the end token
+        length = 2 + seed % 9  # includes the end token
         ids = [5 + seed % 7] * min(length, limit)
         stops = length <= limit
         if self.path == "/generate":  # SGLang returns the end token here, vLLM does not
@@ -51,7 +51,7 @@ class FakeEngine(BaseHTTPRequestHandler):
 
 @contextmanager
 def fake_engines():
-    """A function that starts one, given the engine's name, and returns it with its address."""
+    """Yield a function that starts a server, given the engine's name, and returns it with its address."""
     running = []
 
     def start(engine, broken=None):

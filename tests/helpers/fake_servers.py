@@ -1,8 +1,8 @@
 """A stand-in for the server of SGLang or vLLM: ``python fake_servers.py PORT [FLAW]``; standard library only.
 
 Its log gets a JSON line with its LENVM variables and one per request. Every token of a stream takes :data:`SECONDS`. A
-word in the prompt decides what becomes of a request: REFUSED, ABORTED, or DEADLY, which ends a server with the plugin.
-FLAW is one of: ``without-plugin``, ``failing`` (guidance fails in each step), ``idle`` (no step is guided).
+word in the prompt determines a request's outcome: REFUSED, ABORTED, or DEADLY, which ends a server with the plugin.
+FLAW is one of ``without-plugin``, ``failing`` (guidance fails in each step) and ``idle`` (no step is guided).
 """
 
 import json
@@ -28,7 +28,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        sys.stdout.write(json.dumps(body) + "\n")  # print would mix the lines of threads
+        sys.stdout.write(json.dumps(body) + "\n")  # print would interleave the lines of threads
         sys.stdout.flush()
         if "REFUSED" in body["prompt"]:
             return self.answer(400, "too long by 7 tokens")

@@ -1,4 +1,4 @@
-"""Tests of Triton's interpreter, and programs that compile kernels where the tests' own process interprets them."""
+"""A mark for tests of Triton's interpreter, and subprocesses that compile kernels instead of interpreting them."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def run_compiling(*arguments, **options):
-    """What Python prints in a process without the interpreter, which has to succeed."""
+    """Run Python in a process without Triton's interpreter, which must succeed; returns its stdout."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, **options)

@@ -1,4 +1,4 @@
-"""Results beside what is expected, within the table of tolerances."""
+"""Comparison of results with expected tensors, within the table of tolerances."""
 
 import torch
 
@@ -6,8 +6,8 @@ from lenvm_kernels.fuzz.tolerances import TOLERANCE
 
 
 def assert_same(actual, expected, operator, backend):
-    """Assert equality: to the bit of what kernels computed, within the table's tolerance of what the reference did. Its
-    matmuls are a library's, which may give a row other last bits beside other rows, or somewhere else in memory."""
+    """Assert equality: bitwise for kernels, within the table's tolerance for the reference. The reference calls a
+    library's matmuls, which may round a row differently beside other rows or at another address."""
     if backend == "triton":
         assert torch.equal(actual, expected)
     else:

@@ -1,17 +1,17 @@
-"""Fresh memory that is not empty, for tests of what an operator writes and what it leaves alone."""
+"""Prefilled fresh memory, for tests of which elements an operator writes."""
 
 import torch
 
-MARGIN = 4096  # of numbers, more than the largest tile of a row
-INTEGER = -77  # what integers hold; floating-point numbers are NaN
+MARGIN = 4096  # elements, more than the largest tile of a row
+INTEGER = -77  # initial value of integers; floating-point numbers start as NaN
 
 
 class GuardedMemory:
-    """Calls a function with fresh memory that holds something, as a GPU's does, amid memory to be left alone."""
+    """Calls a function with fresh memory that is prefilled, and surrounded by memory that must not change."""
 
     def __init__(self):
-        self.around = []  # (bytes before or after a tensor, what they were)
-        self.tensors = []  # of torch.empty
+        self.around = []  # (bytes before or after a tensor, their initial values)
+        self.tensors = []  # results of torch.empty
 
     def call(self, function, *args, **kwargs):
         empty, new_empty = torch.empty, torch.Tensor.new_empty
@@ -38,5 +38,5 @@ class GuardedMemory:
             torch.empty, torch.Tensor.new_empty = empty, new_empty
 
     def assert_kept(self):
-        """Nothing around the tensors has changed."""
+        """Assert that the memory around the tensors has not changed."""
         assert all(torch.equal(found, before) for found, before in self.around)

@@ -50,7 +50,7 @@ VISION = dict(
 
 
 def vl_config(**changes):
-    """Of a tiny Qwen2.5-VL, with changes of its language model."""
+    """The configuration of a tiny Qwen2.5-VL, with changes to its language model."""
     text = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
     text |= dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
     text |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 3]})
@@ -66,7 +66,7 @@ def vl_config(**changes):
 
 ARCHITECTURES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY)),
-    # heads that are not hidden_size / num_attention_heads wide
+    # head_dim is not hidden_size / num_attention_heads
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=16)),
     "llama": (LlamaForCausalLM, LlamaConfig(**TINY)),
     "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, vl_config()),
@@ -75,7 +75,7 @@ WORDS = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(40))]
 
 
 def random_model(model_class, config, seed=0):
-    """A ``transformers`` model whose every weight matters: biases and norms too, activations and logits of O(1)."""
+    """A ``transformers`` model in which every weight matters, including biases and norms; all activations are O(1)."""
     generator = torch.Generator().manual_seed(seed)
     model = model_class(config).eval()
     for parameter in model.parameters():
@@ -103,33 +103,33 @@ def random_pair(architecture):
 
 
 def value_model_of(model, head, **options):
-    """The value model of a ``transformers`` model's weights and a head's."""
+    """The value model with the weights of a ``transformers`` model and of a head."""
     return ValueModel(ValueModelConfig.from_hf(model.config), {**model.state_dict(), **head}, **options)
 
 
 @torch.no_grad()
 def value_logits(model, head, tokens, **images):
-    """fp32, one for each of ``tokens``: the value logit, by a full forward of ``transformers`` and a plain head."""
+    """Value logits, fp32, one per token, from a full forward of ``transformers`` and a plain head."""
     h = model.model(tokens, use_cache=False, **images).last_hidden_state
     h = F.silu(F.linear(h, head["v_head.fc.weight"], head["v_head.fc.bias"]))
     return F.linear(h, head["v_head.summary.weight"], head["v_head.summary.bias"])[..., 0]
 
 
 def last_value_logits(model, head, sequences):
-    """The value logit at the last token of each sequence, by one forward over all of them."""
+    """The value logit at the last token of each sequence, from one forward over all sequences."""
     lens = torch.tensor([len(tokens) for tokens in sequences])
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in sequences], batch_first=True)
     return value_logits(model, head, padded)[torch.arange(len(lens)), lens - 1]
 
 
 def tiny_value_model(device, dtype=None, layers=1):
-    """Of widths that the kernels' tiles do not divide; Qwen3, which has every operation of a layer."""
+    """A Qwen3, which has every operation of a layer, with widths that are no multiples of the kernels' tiles."""
     config = Qwen3Config(**{**TINY, "num_hidden_layers": layers}, head_dim=16)
     return value_model_of(random_model(Qwen3ForCausalLM, config), random_head(), device=device, dtype=dtype)
 
 
 def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1):
-    """A tiny Llama with a tokenizer whose words are ``words``, and a value head beside it if asked."""
+    """Save a tiny Llama with a tokenizer over ``words`` and, if ``value_head``, a value head; returns its path."""
     sizes = TINY | dict(vocab_size=len(words), intermediate_size=64, num_hidden_layers=layers)
     config = LlamaConfig(**sizes, eos_token_id=EOS, pad_token_id=0, bos_token_id=None)
     random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
@@ -144,14 +144,13 @@ def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1):
 
 
 def write_smollm2(folder):
-    """Put the demo's models, in fp32, into ``base`` and ``value`` of the folder; returns the base model and the
-    tokenizer."""
+    """Write the demo's models in fp32 to ``base`` and ``value`` in the folder; returns the base model and tokenizer."""
     source = dict(pretrained_model_name_or_path=model_path().parent, gguf_file=model_path().name)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # AutoModelForCausalLM.from_pretrained would ask for accelerate, which the engines do without.
+    # AutoModelForCausalLM.from_pretrained would need accelerate, which the engines do not install.
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32).eval()
     tensors = load_gguf_checkpoint(model_path(), return_tensors=True, model_to_load=model)["tensors"]
-    model.load_state_dict(tensors, strict=False)  # the output layer is the embedding
+    model.load_state_dict(tensors, strict=False)  # the output layer is tied to the embedding
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     (folder / "value").mkdir()
