@@ -67,7 +67,8 @@ def write_dummy(size: str, folder: str) -> None:
 
     sizes = (128, 256, 6, 4, 2) if size == "tiny" else DIMENSIONS[f"Qwen2.5-{size.upper()}"][:5]
     names = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-    config: dict[str, Any] = dict(zip(names, sizes, strict=True)) | dict(vocab_size=1024 if size == "tiny" else VOCAB)
+    vocab = 1024 if size == "tiny" else VOCAB
+    config: dict[str, Any] = dict(zip(names, sizes, strict=True)) | dict(vocab_size=vocab, eos_token_id=vocab - 1)
     config |= dict(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=size != "7b")
     Qwen2Config(**config).save_pretrained(folder)
 
