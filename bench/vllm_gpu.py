@@ -67,7 +67,8 @@ def write_dummy(size: str, folder: str) -> None:
 
     sizes = (128, 256, 6, 4, 2) if size == "tiny" else DIMENSIONS[f"Qwen2.5-{size.upper()}"][:5]
     names = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-    config: dict[str, Any] = dict(zip(names, sizes, strict=True)) | dict(vocab_size=1024 if size == "tiny" else VOCAB)
+    vocab = 1024 if size == "tiny" else VOCAB
+    config: dict[str, Any] = dict(zip(names, sizes, strict=True)) | dict(vocab_size=vocab, eos_token_id=vocab - 1)
     config |= dict(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=size != "7b")
     Qwen2Config(**config).save_pretrained(folder)
 
@@ -90,9 +91,8 @@ def environment_of(args: argparse.Namespace, mode: str) -> dict[str, str]:
     env |= dict(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     env |= dict(VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_DEEP_GEMM="0", VLLM_WORKER_MULTIPROC_METHOD="spawn")
     env |= dict(VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", PYTHONUNBUFFERED="1")
-    if mode != "plain":
-        env["LENVM_VALUE_MODEL"] = "none" if mode != "probe" else args.probe or f"{args.out}/random-probe"
-    return env
+    source = args.probe or f"{args.out}/random-probe" if mode == "probe" else "none"
+    return env if mode == "plain" else env | {"LENVM_VALUE_MODEL": source}
 
 
 class Bench:
