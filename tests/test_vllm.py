@@ -24,7 +24,7 @@ import openai
 from transformers import AutoModelForCausalLM
 
 from bench.load import Load
-from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE
+from lenvm_kernels.adapters.own_slots import PAGE_SIZE
 from lenvm_kernels.evaluate.servers import Server as FoundServer
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
