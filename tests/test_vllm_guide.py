@@ -432,14 +432,14 @@ def test_unsupported_options_are_rejected(value_model, part, option, given, mess
 def test_accepted_drafts_are_counted(value_model, has_model):
     """Tokens since the step with drafts, without those of a slot's last request and of unguided requests."""
     engine, metrics = Engine(value_model if has_model else None, drafts=2), MagicMock()
-    metrics.verified_tokens = metrics.verifications = {"yes": (counted := MagicMock())}
     engine.guide.report = Report(metrics, torch.device("cpu"), SLOTS)
 
     def step(lengths, drafts=None):
-        """Numbers of verifications and of their tokens counted in a step; empty if none."""
-        counted.reset_mock()
+        """The tokens of each verification that a step counts."""
+        metrics.count_verified.reset_mock()
         engine.step(lengths, drafts)
-        return [call.args[0] for call in counted.inc.call_args_list if call.args]
+        assert all(call.kwargs == {"is_guided": True} for call in metrics.count_verified.call_args_list)
+        return [call.args[0] for call in metrics.count_verified.call_args_list]
 
     for slot, prompt in ((4, [5, 6, 7]), (1, [9, 8, 7, 6])):
         engine.add(slot, prompt, {"target_length": 9})
