@@ -1,7 +1,7 @@
 """Compiled code of every kernel, for GPUs that need not be present: ``python -m bench.codegen [--check]``.
 
 The calls of :mod:`bench.kernel_calls` run through the real launchers, on CPU tensors under a driver that compiles for
-another GPU and launches nothing: specialisation, constants and code are those of a launch there. Each GPU compiles a
+another GPU and launches nothing. Specialisation, constants and code equal a launch on that GPU. Each GPU compiles a
 prompt and guided steps of each value model; sm_90 also compiles ``calls``: every operator with all dtypes and options.
 
 ``--check`` fails on
@@ -63,8 +63,8 @@ BRANCH_ON_NO_SUM = {"_value_tree_attention_kernel"}
 TAKES_ANGLES = {"_embed_tokens_kernel"}
 ANGLE_STACK, ANGLE_FP64 = 32, 6
 WARP_GROUP_ROWS = 64  # rows of the smallest tile for HGMMA
-# Calls with unusual sizes spill a few scalars outside of loops; a tile that does not fit the registers spills hundreds
-# of bytes.
+# Calls with unusual sizes spill a few scalars outside of loops. A tile larger than the registers spills hundreds of
+# bytes.
 CALLS_SPILL = 64
 TOLERANCE = 0.10
 COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "loop_instructions": 1, "async_copies": -1}  # sign if worse

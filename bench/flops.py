@@ -3,7 +3,7 @@
     python -m bench.flops --check
     python -m bench.flops --base Qwen3-30B-A3B --value-model path/to/config.json --k 5
 
-The components are those of the authors' estimator (eric-ai-lab/Length-Value-Model, ``inference/timing``): matmuls of
+The components follow the authors' estimator (eric-ai-lab/Length-Value-Model, ``inference/timing``): matmuls of
 the projections and of SwiGLU, attention, and the head. Norms, activations, softmax, rotary embedding and the sampler
 are not counted. A multiply-add is two operations.
 
@@ -126,7 +126,7 @@ class Architecture:
         return 2 * self.active_weights * tokens + 4 * self.num_layers * self.num_heads * self.head_dim * attended
 
 
-# Not in bench.models, whose dimensions are those of value models.
+# Base models; bench.models has the dimensions of value models.
 KNOWN_MIXTURES = {"Qwen3-30B-A3B": Architecture(2048, 6144, 48, 32, 4, 128, OTHER_VOCABULARY, 48, 128, 8, 768)}
 
 
@@ -205,7 +205,7 @@ def published_figures() -> list[tuple[str, float, float, float]]:
         ("ratio of the run, k = 5", 2.10, ratio(base, work, value, 5), 0.005),
     ]
     # Each run of the sweep had its own output length, which is not published. The run at k = 1 decodes greedily: an
-    # output 5 % shorter than that of its baseline would give its ratio.
+    # output 5 % shorter than the baseline's output would give its ratio.
     for k, published, accepted in zip(range(1, 6), (1.30, 1.55, 1.74, 1.91, 2.08), (6, 1, 1, 1, 1.5), strict=True):
         figures.append((f"ratio in the sweep, k = {k}", published, ratio(base, work, value, k), accepted / 100))
     return figures

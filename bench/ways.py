@@ -7,8 +7,8 @@ Every way answers the same prompts, one batch per seed, by ``model.generate`` wi
   nearest to the target;
 - ``ours``: this package's processor to ``eq``, and to ``target_length`` with each source of values.
 
-Time is that of ``generate``, prompts included. Distance is the mean of ``|length - target|``. Perplexity is the base
-model's, without filters. A ratio compares two times of the same seed; the table has the median over seeds.
+Times cover ``generate``, prompts included. Distance is the mean of ``|length - target|``. The base model computes the
+perplexity, without filters. A ratio compares two times of the same seed; the table has the median over seeds.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Check:
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of ``lenvm``."""
+    """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "doctor",
         help="check the installation: versions, engines, GPU, kernels",

@@ -12,7 +12,7 @@ from lenvm_kernels.loading.arguments import usage_errors
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of ``lenvm``."""
+    """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "export",
         help="write the demo's models as directories, for engines",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of ``lenvm``."""
+    """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "generate",
         help="answer prompts, guided by a value model",

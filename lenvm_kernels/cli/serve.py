@@ -10,7 +10,7 @@ from lenvm_kernels.loading.arguments import add_device, add_dtype, device_of, po
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of ``lenvm``."""
+    """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "serve",
         help="answer with values over HTTP",

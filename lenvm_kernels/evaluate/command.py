@@ -31,7 +31,7 @@ OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_valu
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of ``lenvm``."""
+    """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "evaluate",
         help="measure how well target lengths are met, and at what price",

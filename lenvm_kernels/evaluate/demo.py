@@ -21,7 +21,7 @@ TARGET = 80  # of the table; the plot has further targets
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of ``lenvm``."""
+    """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "demo",
         help="measure length control on SmolLM2-135M-Instruct",

@@ -1,9 +1,10 @@
 """The fields of a request's ``custom_params``: how each is parsed, its flag on the command line, its row in the docs.
 
-Names and defaults are those of the LenVM fork of SGLang (section Parameters of the specification). This module imports
+Names and defaults follow the LenVM fork of SGLang (section Parameters of the specification). This module imports
 no torch, so that the command line can read it without waiting.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ _A_LANDING = ("a landing", "landing")
 
 
 @dataclass(frozen=True)
-class Field:
+class Field(ABC):
     """A field of a request.
 
     Attributes:
@@ -42,7 +43,7 @@ class Field:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, then the others."""
+        """All accepted names, the canonical name first."""
         return (self.name, *self.other_names)
 
     @property
@@ -50,13 +51,13 @@ class Field:
         """The accepted values for the docs, in the fewest words; empty if the meaning states them."""
         return ""
 
+    @abstractmethod
     def parse(self, given: Any) -> Any:
         """The value of the field, without regard to other fields.
 
         Raises:
             ValueError: naming the field, what came and what is accepted.
         """
-        raise NotImplementedError
 
     def rejected(self, given: Any, must: str) -> ValueError:
         """The error for a value that is not accepted."""

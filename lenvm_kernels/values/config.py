@@ -1,6 +1,6 @@
 """``lenvm_config.json`` beside a value model: training settings that its tensors do not determine.
 
-The target forms are those of the paper's training code, LlamaFactory-LenVM in eric-ai-lab/Length-Value-Model. The
+The target forms follow the paper's training code, LlamaFactory-LenVM in eric-ai-lab/Length-Value-Model. The
 discounted return is the paper's value; heads of the other two forms predict a length, or the logarithm of one.
 """
 
