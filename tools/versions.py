@@ -25,8 +25,9 @@ LARGEST = 8 * 2**30  # bytes of the environments together: the newest torch is a
 OTHER_PYTHONS = ("3.10", "3.13")
 
 TESTS = [
-    *("operator_laws", "step", "step_arguments", "step_ends", "value_model", "value_model_checkpoint", "guidance"),
-    "transformers_adapter",
+    *("ops/test_operator_laws", "step/test_step", "step/test_step_arguments", "step/test_step_ends"),
+    *("values/test_value_model", "values/test_value_model_checkpoint", "guidance/test_guidance"),
+    "engines/test_transformers_adapter",
 ]
 # Long tests, 32-bit offsets and other batches depend on no library's version; CUDA graphs need a GPU.
 LEFT_OUT = "not (500_steps or offsets_past or in_every_batch or replays_in_a_cuda_graph)"
@@ -64,7 +65,7 @@ def test(name: str, requirements: list[str], python: str = sys.executable) -> st
             [python, "-m", "venv", folder],
             [*pip, "install", "--quiet", *requirements, "pytest", "hypothesis", "peft", "gguf"],
             [*pip, "install", "--quiet", "--no-deps", "--editable", "."],
-            [folder / "bin/python", *command, *(f"tests/test_{file}.py" for file in TESTS)],
+            [folder / "bin/python", *command, *(f"tests/{file}.py" for file in TESTS)],
         ):
             with _installing if "--editable" in step else nullcontext():
                 done = run(*step)

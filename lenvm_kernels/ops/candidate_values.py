@@ -27,7 +27,14 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._reweight import _GE_NEAR, _LE_NEAR, _NEAR, _SMALLEST, _one_minus_exp, _remaining_of_target
+from lenvm_kernels.ops.reweight_scatter.reweight import (
+    _GE_NEAR,
+    _LE_NEAR,
+    _NEAR,
+    _SMALLEST,
+    _one_minus_exp,
+    _remaining_of_target,
+)
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.candidate_values import (
     BEYOND,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from lenvm_kernels.ops._common import architecture, next_power_of_2
-from lenvm_kernels.ops._plan_attention import BLOCK_M, MAX_SPLITS
+from lenvm_kernels.ops.value_tree_attention.plan import BLOCK_M, MAX_SPLITS
 
 # Columns of the results that are merged at once. With 64, D 128 spills up to 120 bytes on sm_80. Measured on an H200
 # (B 64, 2,048 cached tokens), the attention takes 63 us with 32 or 64, and 84 us with 128, which spills there as well.

@@ -12,7 +12,7 @@ from lenvm_kernels.engines.sglang_fork import drop_in as sglang_fork
 from lenvm_kernels.engines.signatures import USED
 from tests.helpers.sglang_fork import ALL, SAMPLING, Request, install, use_stand_in
 
-GOLDEN_MASKS = [json.loads(line) for line in (Path(__file__).parent / "golden" / "tree_mask.jsonl").open()]
+GOLDEN_MASKS = [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "tree_mask.jsonl").open()]
 VOCAB = 50
 build_mask = sglang_fork.build_tree_value_custom_mask_and_positions
 

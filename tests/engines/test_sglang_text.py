@@ -35,7 +35,7 @@ from tests.helpers.serve_bench import check_serve
 from tests.helpers.server import free_port, running
 from tests.helpers.sglang_server import Server, check_steps, running_server
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SAMPLING = {"temperature": 1.0, "top_k": 5, "min_p": 0.01, "max_new_tokens": 24}
 SHORTER = {"value_mode": "centered_exp", "value_scale": -60.0}
 LONGER = {"value_mode": "centered_exp", "value_scale": 20.0}

@@ -23,16 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._attention_tiles import (
-    MERGE_COLUMNS,
-    _attend,
-    _launch_config,
-    _load_pages,
-    _merge_splits,
-    _parent_row,
-    _Strides,
-    _Tensors,
-)
 from lenvm_kernels.ops._common import (
     FLOATS,
     INT_DTYPES,
@@ -42,7 +32,7 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._plan_attention import (
+from lenvm_kernels.ops.value_tree_attention.plan import (
     BLOCK_M,
     MAX_SPLITS,
     PLAN_BLOCK,
@@ -57,9 +47,19 @@ from lenvm_kernels.ops._plan_attention import (
     plan_shape,
     workspace_shape,
 )
+from lenvm_kernels.ops.value_tree_attention.tiles import (
+    MERGE_COLUMNS,
+    _attend,
+    _launch_config,
+    _load_pages,
+    _merge_splits,
+    _parent_row,
+    _Strides,
+    _Tensors,
+)
 from lenvm_kernels.reference import value_tree_attention as reference
 
-__all__ = [  # includes the names of _plan_attention
+__all__ = [  # includes the names of plan.py
     "BLOCK_M",
     "MAX_SPLITS",
     "MERGE_COLUMNS",

@@ -22,7 +22,7 @@ from lenvm_kernels.types import Candidates, Mode, Status
 from tests.helpers.cases import cases
 from tests.helpers.targets import expectation, target_of
 
-GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "guidance.jsonl").open()]
+GOLDEN = [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "guidance.jsonl").open()]
 GOLDEN_ATOL = 1e-3  # the fork's stopping rule, see golden/README.md
 HUGE = torch.finfo(torch.float32).max
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)

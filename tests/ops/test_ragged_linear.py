@@ -12,9 +12,8 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact
-from lenvm_kernels.ops import _ragged_linear
 from lenvm_kernels.ops import ragged_linear as ops
-from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.ragged_linear import device, ragged_linear
 from tests.helpers.cases import simple_arguments
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.matches import assert_matches
@@ -266,7 +265,7 @@ def _asking_kernel(
     PREFETCH_LEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    _ragged_linear._prefetch_weight(weight_ptr, K, N, SWIGLU, STRIDE, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
+    device._prefetch_weight(weight_ptr, K, N, SWIGLU, STRIDE, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
 
 
 @needs_interpreter  # stores marks where a GPU would prefetch
@@ -282,7 +281,7 @@ def _asking_kernel(
 )
 def test_launch_prefetches_the_first_lines_of_each_row(monkeypatch, dtype, size, outputs, swiglu, splits, length):
     """Two lines of 128 bytes at a time, in each split; nothing outside the weight."""
-    monkeypatch.setattr(_ragged_linear, "prefetch", _mark)
+    monkeypatch.setattr(device, "prefetch", _mark)
     columns, line, split_len = outputs * (1 + swiglu), 128 // dtype.itemsize, 64 * math.ceil(size / splits / 64)
     buffer = torch.zeros(columns + 128, size + 24, dtype=dtype)
     weight = buffer[64 : 64 + columns, 8 : 8 + size]

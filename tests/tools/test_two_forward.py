@@ -24,7 +24,7 @@ TILT = {"mode": "mul", "value_scale": 0.9}
 
 
 def golden(name):
-    return [json.loads(line) for line in (Path(__file__).parent / "golden" / f"{name}.jsonl").open()]
+    return [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / f"{name}.jsonl").open()]
 
 
 class Both:

@@ -1,4 +1,4 @@
-"""``bench.serve`` against a stand-in; tests/test_sglang_text.py and tests/test_vllm.py run it on real servers."""
+"""``bench.serve`` against a stand-in; tests/engines/ runs it on real servers."""
 
 import csv
 import json

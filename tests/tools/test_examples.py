@@ -20,7 +20,7 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from tests.helpers.cases import simplest
 from tests.helpers.models import EOS
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # The output of transformers_generate.py and engine_loop.py for a request.
 ANSWER = re.compile(r"(None|\{.*\})\n(.*\?)\n  (\d+) tokens: (.*)\n\n")
 

@@ -39,19 +39,8 @@ from lenvm_kernels.ops._common import (
     row_stride,
 )
 from lenvm_kernels.ops._device import wait_for_inputs
-from lenvm_kernels.ops._linear_tiles import (
-    BLOCK_K_BYTES,
-    NUM_WARPS_SM_100,
-    TILE,
-    TILE_SWIGLU,
-    TILE_WIDE,
-    TILES,
-    Tile,
-    _fetching_least,
-    prefetch_len,
-)
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._ragged_linear import (
+from lenvm_kernels.ops.ragged_linear.device import (
     _finish,
     _first,
     _live_rows,
@@ -63,6 +52,17 @@ from lenvm_kernels.ops._ragged_linear import (
     _Tensors,
     _weight_row,
     square_sums_shape,
+)
+from lenvm_kernels.ops.ragged_linear.tiles import (
+    BLOCK_K_BYTES,
+    NUM_WARPS_SM_100,
+    TILE,
+    TILE_SWIGLU,
+    TILE_WIDE,
+    TILES,
+    Tile,
+    _fetching_least,
+    prefetch_len,
 )
 from lenvm_kernels.reference._common import SQUARES_GROUP
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference

@@ -329,5 +329,5 @@ def test_anything_is_parsed_or_rejected(params):
 
 
 def test_docs_contain_the_table_of_fields():
-    page = Path(__file__).parent.parent / "docs" / "modes-and-parameters.md"
+    page = Path(__file__).parents[2] / "docs" / "modes-and-parameters.md"
     assert markdown() in page.read_text(), f"put lenvm_kernels.guidance.fields.markdown() into {page}"

@@ -28,7 +28,7 @@ from lenvm_kernels.ops._common import (
     row_stride,
 )
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._topk_filter import _exponent_scale, _filter_kernel, _load_scores
+from lenvm_kernels.ops.topk_candidates.filter import _exponent_scale, _filter_kernel, _load_scores
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
 from lenvm_kernels.types import Candidates

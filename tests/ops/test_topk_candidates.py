@@ -16,7 +16,7 @@ from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
 
 SLOTS = 4
-GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
+GOLDEN = [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "candidates.jsonl").open()]
 
 
 def on(device, arguments):

@@ -55,7 +55,7 @@ from tests.helpers.vllm_server import (
     write_eagle,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Fields whose lists of lists are passed as JSON text.
 LISTS = ("end_token_ids", "start_token_ids")
 # Start and end of a thought for the engine's own budget. The tokenizer splits other words into several tokens.

@@ -12,7 +12,7 @@ from lenvm_kernels.evaluate.measures import Answer
 from lenvm_kernels.evaluate.statistics import bootstrap
 from lenvm_kernels.loading.prompts import Prompt, read_prompts
 
-PROBLEMS = Path(__file__).parent.parent / "examples" / "problems.jsonl"
+PROBLEMS = Path(__file__).parents[2] / "examples" / "problems.jsonl"
 # Texts and the answers extracted from them; then right and wrong answers, and their references.
 TEXTS = r"""\boxed{4}, not 5 ~ 4; \boxed{1}, no: \boxed{ \frac{3}{4+\sqrt{5}} } of 7 ~ \frac{3}{4+\sqrt{5}};
 \fbox{9} of 8 ~ 9; \boxed{\{1, 2\}} ~ \{1, 2\}; so $\boxed 8$. ~ 8; \boxed{11} and \boxed{ }, 3 ~ 11;

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import importlib.metadata
+import pkgutil
 import re
 import textwrap
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 import lenvm_kernels
 from bench.__main__ import commands
+from lenvm_kernels import ops
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,11 +67,11 @@ def test_every_page_is_in_the_site():
     assert pages == set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
 
 
-OPERATORS = sorted(f"ops.{file.stem}" for file in (ROOT / "lenvm_kernels" / "ops").glob("[a-z]*.py"))
+OPERATORS = sorted(f"ops.{module.name}" for module in pkgutil.iter_modules(ops.__path__) if module.name[0] != "_")
 
 
 @pytest.mark.parametrize(
-    "module", ["guidance.params", "guidance.table", "paged_slots", "ops._plan_attention", *OPERATORS]
+    "module", ["guidance.params", "guidance.table", "paged_slots", "ops.value_tree_attention.plan", *OPERATORS]
 )
 def test_docstring_examples_run(module):
     failed, tried = doctest.testmod(importlib.import_module(f"lenvm_kernels.{module}"))

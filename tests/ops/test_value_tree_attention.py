@@ -24,7 +24,7 @@ BACKENDS = ["reference", "triton"]
 SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = ops.SPLIT_LEN.value, ops.MAX_SPLITS.value, ops.PLAN_BLOCK.value
 ONE_SPLIT = SPLIT_LEN + ops.SPLIT_SLACK.value  # largest number of cached tokens without a split
 TILE = ops.BLOCK_M.value // 3  # tokens per tile if three query heads share a key head
-GOLDEN = Path(__file__).parent / "golden" / "tree_mask.jsonl"
+GOLDEN = Path(__file__).parents[1] / "golden" / "tree_mask.jsonl"
 
 
 def rows_of(inputs: Inputs, result: torch.Tensor) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from lenvm_kernels.ops._common import (
     row_strides,
 )
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._reweight import _GUIDE, _SINGLE, _UNGUIDED, _reweight
+from lenvm_kernels.ops.reweight_scatter.reweight import _GUIDE, _SINGLE, _UNGUIDED, _reweight
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
 from lenvm_kernels.types import Candidates, GuidanceColumns
@@ -37,7 +37,7 @@ TILE = 64
 # Elements of [B, V] zeroed per program of the scatter: 64 KB of fp32. Measured on an H200, V = 151,936: 19 us at B 64,
 # 74 % of copy bandwidth, and 50 us at B 256, 113 %. Other sizes have not been measured.
 SLICE = 16_384
-# The slowest of the million requests of hard_rows(10_000, 8, seed 0 to 99) in tests/test_reweight_scatter.py took 43.
+# The slowest of a million requests took 43: hard_rows(10_000, 8, seed 0 to 99) in tests/ops/test_reweight_scatter.py.
 MAX_STEPS = tl.constexpr(64)
 
 
