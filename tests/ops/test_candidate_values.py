@@ -197,18 +197,3 @@ def test_counters_are_zero_afterwards(device, rows):
         assert all(map(torch.equal, found, expected))
         assert counters[:-3].eq(0).all() and counters[-3:].eq(7).all()
     assert_matches(expected[1], exact(**inputs)[1], "candidate_values", torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"embedding": torch.zeros(3, 0)}, "embedding must have at least one column"),
-        ({"fc_weight": torch.zeros(0, 96)}, "fc_weight must have at least one row"),
-        ({"bins_weight": torch.zeros(65, 100)}, "bins_weight must have 1 to 64 rows, got 65"),
-        ({"bin_edges": torch.zeros(29)}, r"bin_edges must be .* \[30\] on cpu, got float32 \[29\] on cpu"),
-        ({"counters": torch.zeros(1).int()}, "counters must be at least 2, got 1"),
-    ],
-)
-def test_errors_name_the_argument(changes, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        candidate_values(**make_inputs(3, torch.float32) | changes)

@@ -127,23 +127,3 @@ def test_request_over_many_steps(device, backend):
         assert delta.slots.tolist() == [[slot(p) for p in expected] + [-1] * padding, [other - 1, -1, -1]]
     assert history.told_lens.tolist() == [other, 0, 19] and history.cached_lens.tolist() == [other, 0, 19]
     assert table.faults.tolist() == [0, 0, 0]
-
-
-ERRORS = [
-    (TypeError, "requests must be the StepRequests of gather_requests, got list", {"requests": [1, 2]}),
-    (ValueError, "slot_table must have at least 6 rows, got 5", {"slot_table": torch.zeros(5, 9).int()}),
-    *(
-        (ValueError, f"page_size must be an int of at least 1, got {x!r}", {"page_size": x})
-        for x in (0, -4, 2.0, True, "4")
-    ),
-    *((ValueError, f"max_new must be an int of at least 1, got {x!r}", {"max_new": x}) for x in (0, -4, 2.0, True)),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "changes"), ERRORS)
-def test_errors_name_the_argument(error, message, changes):
-    arguments = dict(history=make_history(7, 3), counts=i32(1, 0), slot_table=torch.zeros(6, 9, dtype=torch.int32))
-    arguments |= {"requests": make_requests([4, 4], [2, 2], [5, 0])}
-    catch_up(**arguments)
-    with pytest.raises(error, match=f"^{message}"):
-        catch_up(**arguments | changes)

@@ -150,26 +150,3 @@ def test_empty_requests_and_history(device):
     assert history.uncounted.tolist() == [0]
     assert [x.dtype for x in history] == [torch.int64] * 2 + [torch.int32] * 3
     assert {x.device.type for x in (*history, *requests)} == {device.type}
-
-
-CPU = torch.device("cpu")
-NO_HISTORY = empty_history(7, 0, CPU)
-ERRORS = [
-    (ValueError, "tokens must have at least one column, got none", {"tokens": i64([], [], []).long()}),
-    (ValueError, r"new_lens must say how many of the tokens \[B, N\] are new, got None", {"new_lens": None}),
-    (TypeError, "table must be GuidanceColumns, got dict", {"table": {"mode": 1}}),
-    (ValueError, r"history.tokens must be contiguous and have a column, got \[7, 0\]", {"history": NO_HISTORY}),
-    (ValueError, "out must have a row for each of the 3 .*, got 2", {"out": empty_requests(2, CPU)}),
-    (ValueError, r"padding_row must be in \[0, 7\), got 7", {"padding_row": 7}),
-    (ValueError, r"padding_row must be in \[0, 7\), got -1", {"padding_row": -1}),
-    (TypeError, "padding_row must be an int, got float", {"padding_row": 1.0}),
-    (TypeError, "padding_row must be an int, got bool", {"padding_row": True}),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
-def test_errors_name_the_argument(error, message, changed):
-    batch = dict(tokens=i64([5], [6], [7]), table_rows=i64(6, 0, 4), lengths=i32(80, 90, 100), new_lens=i32(1, 0, 1))
-    arguments = dict(table=guidance_table("cpu"), **batch, history=make_history(7, "cpu"))
-    with pytest.raises(error, match=f"^{message}"):
-        gather_requests(**arguments | changed)

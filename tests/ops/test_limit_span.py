@@ -281,22 +281,3 @@ def test_compiled_with_the_columns_of_a_table():
     assert torch.equal(ended.ended, limit_span(**expected).ended) and ended.ended.all()
     for name, column in arguments["table"]._asdict().items():
         assert torch.equal(column.nan_to_num(), getattr(expected["table"], name).nan_to_num()), name
-
-
-ERRORS = [
-    (ValueError, "tokens must have at least one column, got none", {"tokens": torch.zeros(1, 0).long()}),
-    (ValueError, "new_lens must be given with tokens of several .*, got 3", {"tokens": torch.zeros(1, 3).long()}),
-    (TypeError, "table must be GuidanceColumns, got dict", {"table": {"eos": 1}}),
-    # Four nodes, without drafts.
-    (ValueError, r"logits must be .* \[1, \*\] on cpu, got float32 \[4, 5\] on cpu", {"logits": torch.zeros(4, 5)}),
-    (ValueError, "table.span_end_token_ids must have at least one column, got none", {"span_end_token_ids": NO_ENDS}),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
-def test_errors_name_the_argument(error, message, changed):
-    arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
-    if "span_end_token_ids" in changed:
-        changed = {"table": arguments["table"]._replace(**changed)}
-    with pytest.raises(error, match=f"^{message}"):
-        limit_span(**arguments | changed)

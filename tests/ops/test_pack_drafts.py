@@ -115,17 +115,3 @@ def test_many_candidates(device, backend, columns):
     assert trees.token_ids.tolist() == [[columns - 1, *range(columns - 1), *range(columns, 2 * columns), -1]]
     assert trees.parents.tolist() == [[-1] * columns + [0] * columns + [-1]]
     assert trees.counts.tolist() == [2 * columns] and trees.token_ids.shape[1] == tree_columns(1, columns)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "columns", "message"),
-    [
-        *((15, k, f"scored.token_ids must have a power of two up to 64 columns, got {k}") for k in (0, 3, 6, 128)),
-        *((n, 4, rf"scored must have 1 \+ 2 rows a request for at least the 4 .*, got {n}") for n in (9, 14, 16)),
-        (18, 4, r"out.token_ids must be int32 \[6, 14\] on cpu, got int32 \[5, 14\]"),
-    ],
-)
-def test_errors_name_the_argument(nodes, columns, message):
-    scored, out = make_scored([[0] * columns] * nodes, [0] * nodes), empty_trees(5, 2, 4, torch.device("cpu"))
-    with pytest.raises(ValueError, match=f"^{message}"):
-        pack_drafts(scored, random_drafts(4, 2), out=out)

@@ -304,29 +304,3 @@ def test_launch_prefetches_the_first_lines_of_each_row(monkeypatch, dtype, size,
 def test_length_of_the_prefetch(columns, splits, dtype, expected):
     """Small weights entirely; of large weights, 10 MB over all splits, which arrive in three microseconds."""
     assert ops.prefetch_len(torch.empty(columns, 8960, dtype=dtype, device="meta"), splits, 1536) == expected
-
-
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-X, WEIGHT = torch.zeros(3, 64), torch.zeros(96, 64)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *(
-            ({"expected_rows": x}, f"expected_rows must be an int of at least 0 or None, got {x!r}")
-            for x in (-1, 2.0, True, "9")
-        ),
-        ({"x": torch.zeros(3, 0)}, "x must have at least one column"),
-        ({"weight": torch.zeros(97, 64), "swiglu": True}, r"weight must have an even number of rows.* \[97, 64\]"),
-        ({"weight": torch.zeros(0, 64), "swiglu": True}, r"weight must have an even number of rows.* \[0, 64\]"),
-        ({"weight": torch.zeros(0, 64)}, r"weight must have at least one row, got shape \[0, 64\]"),
-        *(({"norm_eps": x}, f"norm_eps must be a positive number or None, got {x!r}") for x in (0.0, math.inf, "1e-6")),
-        ({"norm_eps": math.nan}, "norm_eps must be a positive number or None, got nan"),
-        ({"square_sums": torch.zeros(1, 3)}, "square_sums are those of the norm: norm_eps must be given too"),
-    ],
-)
-def test_errors_name_the_argument(arguments, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        ragged_linear(**{"x": X, "weight": WEIGHT} | arguments)

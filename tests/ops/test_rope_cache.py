@@ -106,23 +106,3 @@ def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
     expected = [w * x / (x * x + eps) ** 0.5 for w, x in ((1, 1), (2, 2), (3, 4))]
     torch.testing.assert_close(torch.cat([q, k], dim=1)[0, :, 0].cpu(), torch.tensor(expected))
     assert (v == 5).all()
-
-
-PLAIN = {"k_cache": torch.zeros(8, 1, 16), "v_cache": torch.zeros(8, 1, 16)}
-ERRORS = [
-    (r"k_cache must have .* an even last dimension, got .* \[8, 1, 15\]", {"k_cache": torch.zeros(8, 1, 15)}),
-    (r"k_cache must have at least one head .*, got .* \[8, 0, 16\]", {"k_cache": torch.zeros(8, 0, 16)}),
-    ("k_cache must have .* an even last dimension", {"k_cache": torch.zeros(8, 1, 0)}),
-    (r"v_cache must be float32 \[8, 1, 16\] on cpu, got float32 \[8, 2", {"v_cache": torch.zeros(8, 2, 16)}),
-    ("num_heads must be an int of at least 1, got float", {"num_heads": 2.0}),
-    ("num_heads must be an int of at least 1, got bool", {"num_heads": True}),
-    ("num_heads must be an int of at least 1, got 0", {"num_heads": 0}),
-    *((f"norm_eps must be a positive number, got {x!r}", {"norm_eps": x}) for x in (0.0, "1e-6", math.inf, math.nan)),
-]
-
-
-@pytest.mark.parametrize(("message", "changes"), ERRORS)
-def test_errors_name_the_argument(message, changes):
-    inputs = make_inputs(3, heads=[2, 1], head_dim=16, dtype=torch.float32, norm=True) | PLAIN
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        rope_cache(**inputs | changes)

@@ -175,16 +175,3 @@ def test_reference_accepts_fp64():
     p = torch.tensor([[2.0**-60, 1.0], [1.0, 2.0**-60]], dtype=torch.float64)
     drawn = draw(p, filled(2, 0), torch.tensor([AT_ZERO, AT_LARGEST]), "cpu", backend="reference")
     assert drawn.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("columns", [0, 3, 128])
-def test_invalid_number_of_slots_is_rejected(device, columns):
-    with pytest.raises(ValueError, match=f"guided_probs must have a power of two up to 64 columns, got {columns}"):
-        draw(torch.zeros(2, columns), filled(2, 0), filled(2, 0), device)
-
-
-@pytest.mark.parametrize("candidates", [None, {}])
-def test_candidates_of_wrong_type_are_rejected(candidates):
-    name = type(candidates).__name__
-    with pytest.raises(TypeError, match=f"candidates must be the Candidates of topk_candidates, got {name}"):
-        sample_candidates(candidates, torch.zeros(2, 4), filled(2, 0), filled(2, 0))

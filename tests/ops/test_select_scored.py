@@ -139,19 +139,6 @@ def test_padding_rows_have_nothing_to_score(device, backend):
         assert x.tolist() == [first] + [0] * 69
 
 
-@pytest.mark.parametrize(
-    ("columns", "rows", "message"),
-    [
-        ([0, 1, 1], 5, "candidates.token_ids must have a power of two"),
-        ([0, 1], 3, "requests must have a row .*, got 3"),
-    ],
-)
-def test_errors_name_the_argument(columns, rows, message):
-    requests = make_requests([4] * rows, [True] * rows)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        select_scored(make_candidates(IDS[:, columns], COUNTS, STATUS), requests, no_ends(rows))
-
-
 @pytest.mark.parametrize("rows", [0, 3])
 def test_step_without_rows_is_not_counted(backend, device, rows):
     """A step with padding rows only is counted, because its results are written."""

@@ -175,16 +175,3 @@ def test_rows_of_empty_input_are_padding(device, backend):
     inputs = make_inputs(0, size=64, dtype=torch.float32, device=device)
     rows = torch.tensor([-1, 0, 3], device=device)
     assert value_head(**inputs, token_rows=rows, backend=backend).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden": torch.zeros(3, 0)}, "hidden must have at least one column"),
-        ({"counters": torch.zeros(0).int()}, "counters must be at least 1, got 0"),
-        *(({"norm_eps": x}, f"norm_eps must be a positive number, got {x!r}") for x in (0.0, math.inf, math.nan, "1")),
-    ],
-)
-def test_errors_name_the_argument(changes, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        value_head(**make_inputs(3, size=64, dtype=torch.float32) | changes)

@@ -255,62 +255,6 @@ def test_scores_far_from_0_with_trees(device, sign, cached):
     check_against_reference(inputs)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-
-PLAIN = dict(q_heads=4, kv_heads=2, head_dim=8)
-CACHE, HEADS = torch.zeros(9, 2, 8), "q must have a multiple of the heads of k_new, got"
-FEWER = {"k_cache": CACHE, "v_cache": CACHE[:, :1].clone()}
-ERRORS = [
-    (f"{HEADS} 3 query and 2 key/value", {"q": torch.zeros(3, 3, 8)}),
-    (f"{HEADS} 0 query and 2 key/value", {"q": torch.zeros(3, 0, 8)}),
-    (f"{HEADS} 4 query and 0 key", {"k_new": torch.zeros(3, 0, 8)}),
-    (r"v_new must be float32 \[3, 2, 8\] on cpu, got float32 \[3, 1, 8\]", {"v_new": torch.zeros(3, 1, 8)}),
-    (r"k_cache must be float32 \[\*, 2, 8\] on cpu, got float32", {"k_cache": FEWER["v_cache"]}),
-    (r"v_cache must be float32 \[9, 2, 8\] on cpu, got float32", FEWER),
-    (r"counters must be int32 \[4 or more\], got int32 \[3\]", {"counters": torch.zeros(3).int()}),
-    *((f"page_size must be an int of at least 1, got {x}", {"page_size": x}) for x in (0, -1)),
-    *(("page_size must be an int of at least 1, got (bool|float)", {"page_size": x}) for x in (True, 1.0)),
-    *((f"sm_scale must be a finite number or None, got {x}", {"sm_scale": x}) for x in (math.inf, math.nan)),
-    *(("sm_scale must be a finite number or None, got (bool|str)", {"sm_scale": x}) for x in (True, "1")),
-    ("q must have a last dimension of at least 1, got 0", {"head_dim": 0}),
-    ("q must have a last dimension of 1 to 256 for .* 'triton', got 257", {"head_dim": 257, "backend": "triton"}),
-    (
-        "q must have at most 64 heads per head of k_new for .*, got 65",
-        {"q_heads": 65, "kv_heads": 1, "backend": "triton"},
-    ),
-]
-
-
-@pytest.mark.parametrize(("message", "changes"), ERRORS)
-def test_errors_name_the_argument(device, message, changes):
-    sizes = {name: changes.get(name, size) for name, size in PLAIN.items()}
-    sizes["device"] = device if "backend" in changes else "cpu"
-    arguments = vars(make_inputs([5], [1], [2], **sizes)) | {"backend": "reference"}
-    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
-        value_tree_attention(**arguments | {name: x for name, x in changes.items() if name not in sizes})
-
-
-PLAN = dict(table_rows=int32([0]), cached_lens=int32([5]), q_offsets=int32([0, 3]), candidate_lens=int32([2]))
-PLAN |= dict(total_tokens=3, max_len=9, group=2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"total_tokens": -1}, "total_tokens must be an int from 0 to 2147483647, got -1"),
-        ({"max_len": 2**31}, "max_len must be an int from 0 to 2147483647, got 2147483648"),
-        ({"max_len": 1.0}, "max_len must be an int from 0 to 2147483647, got float"),
-        ({"group": 65}, "group must be an int from 1 to 64, got 65"),
-        ({"group": True}, "group must be an int from 1 to 64, got bool"),
-        ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
-    ],
-)
-def test_plan_errors_name_the_argument(changes, message):
-    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
-        plan_attention(**PLAN | changes)
-
-
 def test_wrong_tensors_of_plans_are_rejected():
     """Operators with a fuzz description are tested in test_operator_laws.py."""
     assert_refuses(plan_attention, PLAN, "table_rows", "int64", "rows", "device")
