@@ -10,6 +10,7 @@ import pytest
 from lenvm_kernels.ops.value_tree_attention import plan_attention
 from tests.helpers.cases import arguments_of, changed, operators, small_case
 from tests.helpers.drafts import i32
+from tests.helpers.wrong_tensors import assert_refuses
 
 
 def size(dim, count):
@@ -224,3 +225,15 @@ def test_errors_name_the_argument(device, name, changes, message):
         arguments = changed(arguments, path, change)
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         function(**arguments)
+
+
+def test_wrong_tensors_of_plans_are_rejected():
+    """The laws have the tensors of operators with a description."""
+    function, arguments = function_and_arguments("plan_attention", "cpu")
+    assert_refuses(function, arguments, "table_rows", "int64", "rows", "device")
+    for name in ("cached_lens", "q_offsets", "candidate_lens"):
+        assert_refuses(function, arguments, name)
+    attention, inputs = function_and_arguments("value_tree_attention", "cpu")
+    sizes = dict(total_tokens=len(inputs["q"]), max_len=inputs["slot_table"].shape[1] * inputs["page_size"], group=3)
+    plan = function(*(inputs[name] for name in ("table_rows", "cached_lens", "q_offsets", "candidate_lens")), **sizes)
+    assert_refuses(attention, inputs | {"plan": plan}, "plan", "apart")

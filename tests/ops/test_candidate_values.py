@@ -67,23 +67,6 @@ def make_inputs(rows, dtype, **options):
     return inputs | {"token_ids": inputs["token_ids"].clamp(0, len(inputs["embedding"]) - 1)}
 
 
-def test_network_matches_torch_modules():
-    """One token per bin: the value is a sum over two lengths with the request's own discount."""
-    inputs = make_inputs(5, torch.float64, size=48, outputs=20, bins=2)
-    fc, bins = nn.Linear(48, 20), nn.Linear(20, 2)
-    for module, name in ((fc, "fc"), (bins, "bins")):
-        module.weight.data, module.bias.data = inputs[f"{name}_weight"], inputs[f"{name}_bias"]
-    candidates = nn.functional.embedding(inputs["token_ids"], inputs["embedding"])
-    x = torch.addcmul(inputs["shift"][:, None], inputs["scale"][:, None], candidates)
-    edges = torch.tensor([4.0, 5.0, 6.0])
-    with torch.no_grad():
-        probs = nn.Sequential(nn.SiLU(), fc, nn.SiLU(), bins)(x).softmax(-1)
-    _, mean = candidate_values(**inputs | {"bin_edges": edges})
-    discounts = (-inputs["table"].nats_per_token[inputs["table_rows"]].double()).exp()[:, None]
-    expected = probs[..., 0] * discounts**4 + probs[..., 1] * discounts**5
-    torch.testing.assert_close((-nats_of(mean)).exp(), expected)
-
-
 EDGES = [1, 2, 3, 5, 9, 17, 40, 90, 200]
 CLOSENESS = {
     "near": lambda s, below, above: math.exp(-s * (below + above)),
@@ -151,28 +134,6 @@ def test_eq_and_strength_0_are_guided_by_the_mean(params):
     inputs = make_inputs(1, torch.float32)
     logits, mean = candidate_values(**inputs | {"table": table_of(params), "table_rows": torch.tensor([0])})
     assert torch.equal(logits, mean)
-
-
-@pytest.mark.parametrize("columns", [1, 5, 16])
-def test_padding_is_zero_and_reads_nothing(device, backend, columns):
-    """Whole blocks of rows are padding; the rows that a clamped id would read are NaN."""
-    inputs = make_inputs(70, torch.float32, columns=columns, device=device)
-    inputs["token_ids"] = 1 + inputs["token_ids"] % 48
-    inputs["embedding"][[0, 49]] = float("nan")
-    expected = torch.stack(candidate_values(**inputs, backend=backend))
-    ids = inputs["token_ids"].clone()
-    nowhere = torch.tensor([-1, 50, -(2**40), 2**40, 2**62], device=device)
-    is_padding = (torch.arange(ids.numel(), device=device) % 3 != 1).view(ids.shape)
-    is_padding[20:50] = True
-    ids[is_padding] = nowhere.repeat(ids.numel())[: int(is_padding.sum())]
-    for name in ("scale", "shift"):  # rows without candidates are not read either
-        inputs[name][20:50] = float("nan")
-    found = torch.stack(candidate_values(**inputs | {"token_ids": ids}, backend=backend))
-    assert found[:, is_padding].eq(0).all() and (expected != 0).all()
-    if backend == "triton":
-        assert torch.equal(found[:, ~is_padding], expected[:, ~is_padding])
-    else:
-        torch.testing.assert_close(found[:, ~is_padding], expected[:, ~is_padding])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,6 @@ import torch
 
 from lenvm_kernels.ops.expand_drafts import empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
-from lenvm_kernels.types import Drafts
 from tests.helpers.drafts import LARGEST, make_drafts, random_drafts
 
 

@@ -5,7 +5,7 @@ import torch
 
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts, tree_columns
 from lenvm_kernels.types import ScoredCandidates
-from tests.helpers.drafts import LARGEST, i32, make_drafts, random_drafts
+from tests.helpers.drafts import LARGEST, i32, make_drafts
 
 
 def make_scored(token_ids, counts, *, positions=None, device="cpu"):

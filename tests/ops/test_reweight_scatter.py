@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -489,24 +488,6 @@ def test_near_is_monotone_in_the_strength(device, backend, case, mode):
         mass = guided_by(inputs, backend).double().gather(1, order).cumsum(1)
         assert before is None or (mass >= before - error).all()
         before = mass
-
-
-@pytest.mark.parametrize("precise", [False, True])
-def test_answer_is_subtracted_from_predicted_lengths(device, backend, precise):
-    """In every mode but value_bias, lengths with an answer added guide like the lengths alone without an answer."""
-    if precise and backend == "triton":
-        pytest.skip("the kernels compute in fp32")
-    dtype = torch.float64 if precise else torch.float32
-    modes = [mode for mode in Mode if mode not in (Mode.UNGUIDED, Mode.VALUE_BIAS)]
-    params = [GuidanceParams(mode, 1.25, target_length=1.5, **IN_NATS) for mode in modes for _ in range(4)]
-    answers = [0.0, 0.125, 2.5, 10.0] * len(modes)
-    answered = [replace(x, answer_length=answer) for x, answer in zip(params, answers, strict=True)]
-    nats, q = (torch.tensor([x], dtype=torch.float64) for x in ([0.03, 0.5, 2.0, 9.0], [0.4, 0.3, 0.2, 0.1]))
-    expected, _ = reweight(q, logit_of(nats), params, set(), "cpu", "reference")
-    z = logit_of(nats + torch.tensor(answers).double()[:, None])
-    result, faults = reweight(q.to(dtype), z.to(dtype), answered, set(), device, backend)
-    assert result.dtype == dtype and sum(faults) == 0
-    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-11 if precise else 5e-5)
 
 
 # --- statuses and memory ---

@@ -1,7 +1,6 @@
 """Value-tree attention: the reference against dense masks, splits and plans, and dependencies of candidates."""
 
 import json
-import math
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -10,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bench.launches import intercept_launches
 from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
 from lenvm_kernels.ops import value_tree_attention as ops
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_attention, plan_shape, value_tree_attention
 from lenvm_kernels.reference.value_tree_attention import tree_mask
 from tests.helpers.matches import assert_matches, assert_same
-from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["reference", "triton"]
 SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = ops.SPLIT_LEN.value, ops.MAX_SPLITS.value, ops.PLAN_BLOCK.value
@@ -124,7 +123,7 @@ def plan_of(inputs: Inputs) -> torch.Tensor:
     return plan_attention(*requests, total_tokens=len(inputs.q), **sizes, backend="triton")
 
 
-@pytest.mark.parametrize("splits", [2, 3, 5, MAX_SPLITS])
+@pytest.mark.parametrize("splits", [2, 3, MAX_SPLITS])
 def test_shortest_and_longest_requests_of_a_number_of_splits(device, splits):
     """Beyond the maximum number, splits become longer. Only the first tiles of a request are split."""
     shortest = ONE_SPLIT + (splits - 2) * SPLIT_LEN + 1
@@ -164,6 +163,7 @@ MANY = [(7 * i % 2000, i % 3, 2) for i in range(PLAN_BLOCK + 5)]  # more than on
     spare_rows=st.integers(0, 3),
     wide=st.booleans(),
 )
+@settings(max_examples=max(1, settings().max_examples // 2))
 def test_plans_agree_with_the_reference(device, requests, group, spare_rows, wide):
     """The same items in the same order, within the plan's shape."""
     cached, delta, candidates = ([r[i] for r in requests] for i in range(3))
@@ -255,22 +255,15 @@ def test_scores_far_from_0_with_trees(device, sign, cached):
     check_against_reference(inputs)
 
 
-def test_wrong_tensors_of_plans_are_rejected():
-    """Operators with a fuzz description are tested in test_operator_laws.py."""
-    assert_refuses(plan_attention, PLAN, "table_rows", "int64", "rows", "device")
-    for name in ("cached_lens", "q_offsets", "candidate_lens"):
-        assert_refuses(plan_attention, PLAN, name)
-    inputs = vars(make_inputs([5], [1], [2], **PLAIN))
-    assert_refuses(value_tree_attention, inputs | {"plan": plan_attention(**PLAN)}, "plan", "apart")
-
-
-def test_triton_3_6_is_rejected_on_amd_gpus(monkeypatch):
+def test_triton_3_6_is_rejected_on_amd_gpus(device, monkeypatch):
     """Unless buffer operations are disabled, which it cannot compile."""
+    inputs = make_inputs([5], [1], [2], device=device)
     for gpu, version, buffers in (("hip", "3.6.0", False), ("hip", "3.7.1", True), ("sm_90", "3.6.0", True)):
         monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", gpu)
         monkeypatch.setattr(triton, "__version__", version)
         monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", buffers)
-        assert ops._launch_config(64, torch.bfloat16)["BLOCK_D"] == 64
+        with intercept_launches(lambda kernel, launch: None):
+            inputs.run()
     monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "hip")
     with pytest.raises(RuntimeError, match="set AMDGCN_USE_BUFFER_OPS=0, or take Triton"):
-        ops._launch_config(64, torch.bfloat16)
+        inputs.run()
