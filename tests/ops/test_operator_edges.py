@@ -54,6 +54,19 @@ def test_rows_past_num_rows_are_not_written(device, name, num_rows):
         assert len(x) == 7 and x[rows:].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("name", "rows"), [("candidate_values", 35), ("value_head", 1), ("value_head", 200), ("value_tree_attention", 5)]
+)
+def test_counters_are_zero_afterwards(device, name, rows):
+    """Two calls share the counters. Some rows are padding, and rows of attention are split."""
+    case = replace(small_case(name, size=160, outputs=150, cached="long"), rows=tuple(range(rows)))
+    counters = torch.zeros(4096, dtype=torch.int32, device=device)
+    function = partial(OPERATORS[name].function, counters=counters, backend="triton")
+    for _ in range(2):
+        failure = check(case, function, device=device, other_batches=False)
+        assert failure is None and not counters.any(), str(failure)
+
+
 def test_number_of_requests_triggers_no_recompilation():
     """Operators on drafts; slices of longer tensors trigger none either."""
     names = ["expand_drafts", "limit_span", "pack_drafts", "ragged_layout", "verify_drafts"]

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lenvm_kernels.fuzz.ops.value_head import exact, square_sums_of
 from lenvm_kernels.ops import value_head as ops
-from lenvm_kernels.ops.value_head import num_counters, value_head
+from lenvm_kernels.ops.value_head import value_head
 from tests.helpers.cases import simple_arguments
 from tests.helpers.matches import assert_matches
 from tests.helpers.memory import GuardedMemory
@@ -103,21 +103,6 @@ def test_square_sums_are_added_in_order(device, dtype):
     assert torch.equal(value_head(**inputs, square_sums=sums, backend="triton"), expected)
     sums[0], sums[4] = 2.0**-24, 1.0  # 4 * 2**-24 + 1
     assert not torch.equal(value_head(**inputs, square_sums=sums, backend="triton"), expected)
-
-
-@pytest.mark.parametrize("outputs", [1, 64, 65, 200, MANY])
-def test_counters_are_zero_afterwards(device, outputs):
-    """Two calls with the same counters. The first block is only padding, the last has some; memory after it is kept."""
-    inputs = make_inputs(9, size=2 * ops.BLOCK_N + 20, dtype=torch.float32, device=device, norm=True)
-    rows = torch.arange(outputs, device=device) % 13 - 2
-    rows[: min(128, outputs - 10)] = -1
-    expected = value_head(**inputs, token_rows=rows, backend="triton")
-    counters = torch.cat([torch.zeros(num_counters(outputs)), torch.full((3,), 7)]).to(device, torch.int32)
-    for _ in range(2):
-        found = value_head(**inputs, token_rows=rows, counters=counters, backend="triton")
-        assert torch.equal(found, expected)
-        assert counters[:-3].eq(0).all() and counters[-3:].eq(7).all()
-    assert_matches(found, exact(**inputs, token_rows=rows), "value_head", torch.float32)
 
 
 @pytest.mark.parametrize("magnitude", [6e4, 300.0, 1e-2, 1e-4])

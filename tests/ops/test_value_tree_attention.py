@@ -100,14 +100,6 @@ def test_reference_is_dense_attention_under_trees(requests, heads, malformed, sm
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("cached", [[], [5]])
-@pytest.mark.parametrize("padding", [0, 2])
-def test_no_requests_or_tokens(device, backend, cached, padding):
-    inputs = make_inputs(cached, [0] * len(cached), [0] * len(cached), device=device, padding=padding)
-    out = torch.full_like(inputs.q, 7.0)
-    assert inputs.run(backend, out=out) is out and out.shape == (padding, 2, 64) and (out == 7.0).all()
-
-
 # --- splits and plans -------------------------------------------------------------------------------------------------
 
 
