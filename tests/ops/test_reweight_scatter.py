@@ -240,7 +240,9 @@ def at_breaks(near, le_near):
 # An answer longer than the prediction leaves the value 0. Such candidates act like candidates that end the span.
 ANSWER_Z, LONGEST = logit_of([1.0, 2.0, 2.9, 5.0]).tolist(), {"answer_length": 1e30}
 ANSWER_Q, ANSWER_3 = (0.1, 0.3, 0.2, 0.4), {"answer_length": 3.0}
+LESS_HALF = [1 - math.exp(-nats) for nats in (0.5, 1.5, 2.4, 4.5)]
 ANSWERED = hand_cases(
+    (Mode.CENTERED_EXP, -3.0, None, ANSWER_Z, biased(ANSWER_Q, -3.0, LESS_HALF), {"answer_length": 0.5}),
     (Mode.LE, 1.0, 9.0, ANSWER_Z, 1, ANSWER_3),
     (Mode.EQ, 1.0, 0.0, (-HUGE, *ANSWER_Z[1:]), 1, ANSWER_3),
     (Mode.GE, 1.0, 9.0, ANSWER_Z, 3, ANSWER_3),
