@@ -1,5 +1,7 @@
 """Hypothesis strategies that draw the cases of ``lenvm fuzz``, small and simple cases first."""
 
+import inspect
+
 import hypothesis.strategies as st
 import torch
 from hypothesis import assume
@@ -35,6 +37,36 @@ def simple_arguments(name, rows, *, device="cpu", **options):
     if "dtype" in options:
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     return operators()[name].inputs(simplest(name, rows, **options), torch.device(device)).arguments
+
+
+def small_case(name, **chosen):
+    """Three requests, with every optional tensor."""
+    wanted = {"table_rows": "int64", "token_rows": "int64", "trees": "chains", "columns": 8, "rows_not_there": "none"}
+    wanted |= {"table": "whole"} | chosen  # its columns share memory, and some are written
+    options = {
+        option: wanted.get(option, values[min(1, len(values) - 1)])
+        for option, values in operators()[name].options.items()
+    }
+    return Case(name, 11, (2, 0, 1), options)
+
+
+def arguments_of(case, device):
+    """The arguments of a call, by name."""
+    calls = []
+
+    def record(*args, **kwargs):
+        function = operators()[case.op].function
+        calls.append(inspect.signature(function).bind(*args, **kwargs).arguments)
+        return function(*args, **kwargs, backend="reference")
+
+    operators()[case.op].run(operators()[case.op].inputs(case, torch.device(device)), record)
+    return dict(calls[0])
+
+
+def changed(arguments, path, x):
+    """The arguments with the tensor at ``path`` replaced by ``x``."""
+    name, _, field = path.partition(".")
+    return arguments | {name: arguments[name]._replace(**{field: x}) if field else x}
 
 
 def assert_right(case, device, function=None):

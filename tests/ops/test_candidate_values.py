@@ -8,8 +8,7 @@ from torch import nn
 
 from lenvm_kernels import GuidanceTable, parse_guidance
 from lenvm_kernels.fuzz.ops.candidate_values import exact
-from lenvm_kernels.ops import candidate_values as ops
-from lenvm_kernels.ops.candidate_values import candidate_values, num_counters
+from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import SHORTEST
 from lenvm_kernels.types import GuidanceColumns
 from tests.helpers.cases import simple_arguments
@@ -65,23 +64,6 @@ def make_inputs(rows, dtype, **options):
     sizes = dict(size=96, outputs=100, index="int64") | options
     inputs = simple_arguments("candidate_values", rows, dtype=dtype, **sizes)
     return inputs | {"token_ids": inputs["token_ids"].clamp(0, len(inputs["embedding"]) - 1)}
-
-
-def test_network_matches_torch_modules():
-    """One token per bin: the value is a sum over two lengths with the request's own discount."""
-    inputs = make_inputs(5, torch.float64, size=48, outputs=20, bins=2)
-    fc, bins = nn.Linear(48, 20), nn.Linear(20, 2)
-    for module, name in ((fc, "fc"), (bins, "bins")):
-        module.weight.data, module.bias.data = inputs[f"{name}_weight"], inputs[f"{name}_bias"]
-    candidates = nn.functional.embedding(inputs["token_ids"], inputs["embedding"])
-    x = torch.addcmul(inputs["shift"][:, None], inputs["scale"][:, None], candidates)
-    edges = torch.tensor([4.0, 5.0, 6.0])
-    with torch.no_grad():
-        probs = nn.Sequential(nn.SiLU(), fc, nn.SiLU(), bins)(x).softmax(-1)
-    _, mean = candidate_values(**inputs | {"bin_edges": edges})
-    discounts = (-inputs["table"].nats_per_token[inputs["table_rows"]].double()).exp()[:, None]
-    expected = probs[..., 0] * discounts**4 + probs[..., 1] * discounts**5
-    torch.testing.assert_close((-nats_of(mean)).exp(), expected)
 
 
 EDGES = [1, 2, 3, 5, 9, 17, 40, 90, 200]
@@ -153,28 +135,6 @@ def test_eq_and_strength_0_are_guided_by_the_mean(params):
     assert torch.equal(logits, mean)
 
 
-@pytest.mark.parametrize("columns", [1, 5, 16])
-def test_padding_is_zero_and_reads_nothing(device, backend, columns):
-    """Whole blocks of rows are padding; the rows that a clamped id would read are NaN."""
-    inputs = make_inputs(70, torch.float32, columns=columns, device=device)
-    inputs["token_ids"] = 1 + inputs["token_ids"] % 48
-    inputs["embedding"][[0, 49]] = float("nan")
-    expected = torch.stack(candidate_values(**inputs, backend=backend))
-    ids = inputs["token_ids"].clone()
-    nowhere = torch.tensor([-1, 50, -(2**40), 2**40, 2**62], device=device)
-    is_padding = (torch.arange(ids.numel(), device=device) % 3 != 1).view(ids.shape)
-    is_padding[20:50] = True
-    ids[is_padding] = nowhere.repeat(ids.numel())[: int(is_padding.sum())]
-    for name in ("scale", "shift"):  # rows without candidates are not read either
-        inputs[name][20:50] = float("nan")
-    found = torch.stack(candidate_values(**inputs | {"token_ids": ids}, backend=backend))
-    assert found[:, is_padding].eq(0).all() and (expected != 0).all()
-    if backend == "triton":
-        assert torch.equal(found[:, ~is_padding], expected[:, ~is_padding])
-    else:
-        torch.testing.assert_close(found[:, ~is_padding], expected[:, ~is_padding])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_saturated_activations(device, dtype):
     inputs = make_inputs(9, dtype, fp32_vectors=True, device=device)
@@ -183,32 +143,3 @@ def test_saturated_activations(device, dtype):
     for found, expected in zip(candidate_values(**inputs, backend="triton"), exact(**inputs), strict=True):
         assert_matches(found, expected, "candidate_values", dtype)
         assert found.isfinite().all()
-
-
-@pytest.mark.parametrize("rows", [1, 2, 33, 70])
-def test_counters_are_zero_afterwards(device, rows):
-    """Two calls share the counters; the first blocks of rows are padding. Memory behind the counters is unchanged."""
-    inputs = make_inputs(rows, torch.float32, outputs=2 * ops.BLOCK_N + 20, device=device)
-    inputs["token_ids"][: min(rows - 1, 9)] = -1
-    expected = candidate_values(**inputs, backend="triton")
-    counters = torch.cat([torch.zeros(num_counters(rows, 8)), torch.full((3,), 7)]).to(device, torch.int32)
-    for _ in range(2):
-        found = candidate_values(**inputs, counters=counters, backend="triton")
-        assert all(map(torch.equal, found, expected))
-        assert counters[:-3].eq(0).all() and counters[-3:].eq(7).all()
-    assert_matches(expected[1], exact(**inputs)[1], "candidate_values", torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"embedding": torch.zeros(3, 0)}, "embedding must have at least one column"),
-        ({"fc_weight": torch.zeros(0, 96)}, "fc_weight must have at least one row"),
-        ({"bins_weight": torch.zeros(65, 100)}, "bins_weight must have 1 to 64 rows, got 65"),
-        ({"bin_edges": torch.zeros(29)}, r"bin_edges must be .* \[30\] on cpu, got float32 \[29\] on cpu"),
-        ({"counters": torch.zeros(1).int()}, "counters must be at least 2, got 1"),
-    ],
-)
-def test_errors_name_the_argument(changes, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        candidate_values(**make_inputs(3, torch.float32) | changes)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.catch_up import catch_up
-from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
 from tests.helpers.drafts import i32
 
 
@@ -69,81 +68,3 @@ def test_computed_tokens_and_their_slots(device, backend, page_size):
         assert delta.slots[i].tolist() == slots + [-1] * padding
         left[row] = cached_lens[i] + len(positions)
     assert history.cached_lens.tolist() == left
-
-
-def test_request_over_many_steps(device, backend):
-    """Beside a request in row 0 that is scored at every step and computes its last token each time.
-
-    The request in row 2 begins with 5 cached tokens of a prompt of 6. Its token at position p is 10 + p.
-    """
-    guidance = [parse_guidance({"target_length": 60})] * 3
-    table = GuidanceTable.from_params(guidance, [{0}] * 3, device).columns
-    history, page_size = empty_history(3, 3, torch.device(device)), 4
-    history.told_lens.copy_(i32(10, 0, 5))
-    history.cached_lens.copy_(i32(10, 0, 5))
-    slot_table = i32([0, 1, 2, 3, 4, 5, 6, 7], [0] * 8, [31, 22, 13, 40, 8, 9, 10, 11]).to(device)
-
-    def slot(position):
-        return slot_table[2, position // page_size].item() * page_size + position % page_size
-
-    length, other = 5, 10
-    # Number of new tokens, whether candidates are scored, and the computed positions.
-    for new, scored, expected in (
-        (1, True, [5]),
-        (1, False, []),  # 6 waits
-        (1, False, []),  # 7 waits
-        (1, True, [6, 7, 8]),
-        (1, False, []),  # 9 waits
-        (2, False, [9, 10, 11]),  # the history is full
-        (1, False, []),  # 12 waits
-        (2, False, [12, 13, 14]),
-        (0, True, []),
-        (3, True, [15, 16, 17]),
-        (1, True, [18]),
-    ):
-        first, length, other = length, length + new, other + 1
-        tokens = torch.tensor([[10 + first + i for i in range(3)], [500 + other, 7, 7]], device=device)
-        requests = gather_requests(
-            table,
-            tokens,
-            torch.tensor([2, 0], device=device),
-            i32(length, other).to(device),
-            new_lens=i32(new, 1).to(device),
-            history=history,
-            backend=backend,
-        )
-        delta = catch_up(
-            history,
-            requests,
-            i32(2 * scored, 1).to(device),
-            slot_table,
-            page_size=page_size,
-            backend=backend,
-        )
-        padding = 3 - len(expected)
-        assert requests.guided.tolist() == [True, True]
-        assert delta.lens.tolist() == [len(expected), 1]
-        assert delta.token_ids.tolist() == [[10 + p for p in expected] + [0] * padding, [500 + other, 0, 0]]
-        assert delta.slots.tolist() == [[slot(p) for p in expected] + [-1] * padding, [other - 1, -1, -1]]
-    assert history.told_lens.tolist() == [other, 0, 19] and history.cached_lens.tolist() == [other, 0, 19]
-    assert table.faults.tolist() == [0, 0, 0]
-
-
-ERRORS = [
-    (TypeError, "requests must be the StepRequests of gather_requests, got list", {"requests": [1, 2]}),
-    (ValueError, "slot_table must have at least 6 rows, got 5", {"slot_table": torch.zeros(5, 9).int()}),
-    *(
-        (ValueError, f"page_size must be an int of at least 1, got {x!r}", {"page_size": x})
-        for x in (0, -4, 2.0, True, "4")
-    ),
-    *((ValueError, f"max_new must be an int of at least 1, got {x!r}", {"max_new": x}) for x in (0, -4, 2.0, True)),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "changes"), ERRORS)
-def test_errors_name_the_argument(error, message, changes):
-    arguments = dict(history=make_history(7, 3), counts=i32(1, 0), slot_table=torch.zeros(6, 9, dtype=torch.int32))
-    arguments |= {"requests": make_requests([4, 4], [2, 2], [5, 0])}
-    catch_up(**arguments)
-    with pytest.raises(error, match=f"^{message}"):
-        catch_up(**arguments | changes)

@@ -8,9 +8,7 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from lenvm_kernels.ops.embed_tokens import MAX_BLOCK_H, embed_tokens
-from lenvm_kernels.types import EmbeddedTokens
 from tests.helpers.cases import simple_arguments
-from tests.helpers.memory import GuardedMemory
 
 make_inputs = partial(simple_arguments, "embed_tokens")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -77,42 +75,3 @@ def test_angles_of_far_positions(device, backend):
     angles = (torch.tensor(positions).float()[:, None] * inv_freq).double()
     for x, expected in ((embedded.cos, angles.cos()), (embedded.sin, angles.sin())):
         torch.testing.assert_close(x.cpu().double(), 1.25 * expected, rtol=0, atol=3e-7)
-
-
-@pytest.mark.parametrize("size", [1, 130, MAX_BLOCK_H + 1])
-@pytest.mark.parametrize("num_rows", [None, -1, 0, 2, 4, 5])
-def test_only_the_first_num_rows_tokens_are_written(device, size, num_rows):
-    """The kernel writes all of their results and nothing else: no other tokens, no memory around the results."""
-    tokens, memory = 4, GuardedMemory()
-    inputs = make_inputs(tokens, size=size, half=5, dtype=torch.float32, device=device)
-    expected = embed_tokens(**inputs, backend="reference")
-    rows = tokens if num_rows is None else min(max(num_rows, 0), tokens)
-    inputs["token_ids"][rows:] = 2**62
-    inputs["positions"][rows:] = 2**62
-    if num_rows is not None:
-        inputs["num_rows"] = torch.tensor([num_rows], dtype=torch.int32, device=device)
-
-    reference = embed_tokens(**inputs, backend="reference")
-    actual = memory.call(embed_tokens, **inputs, backend="triton")
-    for embedded in (actual, reference):
-        for x, wanted in zip(*(e._replace(square_sums=e.square_sums.T) for e in (embedded, expected)), strict=True):
-            torch.testing.assert_close(x[:rows], wanted[:rows], rtol=1e-5, atol=1e-6)
-    memory.assert_kept()
-    assert len(memory.tensors) == len(EmbeddedTokens._fields)
-    for x in actual._replace(square_sums=actual.square_sums.T):
-        assert x[rows:].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("embedding", torch.zeros(0, 16), r"embedding must have at least one row and column, got shape \[0, 16\]"),
-        ("embedding", torch.zeros(5, 0), r"embedding must have at least one row and column, got shape \[5, 0\]"),
-        ("inv_freq", torch.zeros(0), "inv_freq must have at least one element, got none"),
-        ("rope_scale", "1", "rope_scale must be a number, got str"),
-        ("rope_scale", True, "rope_scale must be a number, got bool"),
-    ],
-)
-def test_errors_name_the_argument(name, value, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        embed_tokens(**make_inputs(3, size=16, half=4, dtype=torch.float32) | {name: value})

@@ -7,7 +7,6 @@ import torch
 
 from lenvm_kernels.ops.expand_drafts import empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
-from lenvm_kernels.types import Drafts
 from tests.helpers.drafts import LARGEST, make_drafts, random_drafts
 
 
@@ -73,21 +72,3 @@ def test_requests_are_not_modified(device, backend):
     assert nodes.cached_lens is requests.cached_lens
     assert expand_drafts(requests, drafts, out=out, backend=backend) is out
     assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(requests, before, strict=True))
-
-
-def good_arguments():
-    requests = make_requests(5)
-    return dict(requests=requests, drafts=random_drafts(4, 3), out=empty_nodes(requests, 3))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("requests", make_requests(3), "requests must have a row for each of the 4 requests .*, got 3"),
-        ("requests", make_requests(6), r"out.positions must be int32 \[24\] on cpu, got int32 \[20\] on"),
-        ("drafts", Drafts(*(x[:, :0] for x in random_drafts(4, 3))), "drafts.token_ids must have at least one"),
-    ],
-)
-def test_errors_name_the_argument(name, value, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        expand_drafts(**good_arguments() | {name: value})

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, SpanState, parse_guidance
+from lenvm_kernels.guidance import GuidanceTable, SpanState, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
 from tests.helpers.drafts import i32, make_drafts
 
@@ -95,32 +95,6 @@ def test_ends_of_spans_and_changed_logits(device, backend, dtype, turn):
     assert spans.ended.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
     assert torch.equal(changed.cpu(), expected)
     assert table.columns.span_ended.tolist() == [False, *(x[0] for x in ended)]
-
-
-def test_span_ends_once(device, backend):
-    """The table stores the end; several steps of two sequences, whose spans end at different steps."""
-    table = GuidanceTable(5, device)
-    for row, limit in ((3, 3), (1, 9)):
-        params = GuidanceParams(end_token_ids=(2,), hard_limit=limit)
-        table.add_request(row, params, {0}, prompt_len=1)
-    rows, found = torch.tensor([3, 1], device=device), []
-    for step, tokens in enumerate([[6, 6], [6, 6], [7, 6], [2, 6], [7, 2], [2, 7], [7, 7]]):
-        logits = torch.zeros(2, 4, device=device)
-        lengths = torch.full((2,), 1 + step, dtype=torch.int32, device=device)
-        tokens = torch.tensor(tokens, device=device)[:, None]
-        ended = limit_span(logits, table.columns, tokens, rows, lengths, backend=backend).ended.tolist()
-        found.append((ended, logits.argmax(1).tolist(), (logits[:, 0] < 0).tolist()))
-        assert table.columns.span_ended.tolist() == [False, ended[1], False, ended[0], False]
-    neither = [False, False]
-    assert found == [
-        (neither, [1, 1], [True, True]),  # argmax: the first token whose logit is not lowered
-        (neither, [1, 1], [True, True]),
-        (neither, [1, 1], [True, True]),
-        ([True, False], [0, 1], [False, True]),
-        ([True, True], [0, 0], neither),
-        ([True, True], [0, 0], neither),
-        ([True, True], [0, 0], neither),
-    ]
 
 
 # Tokens that end a line, a sentence, and both; and an ordinary token.
@@ -268,35 +242,3 @@ def test_possible_tokens(device, backend, dtype, asked, logits, possible):
             wanted[possible] = torch.softmax(before[possible] / temperature, 0)
             torch.testing.assert_close(p, wanted)
     assert arguments["logits"].isneginf().cpu()[0].tolist() == before.isneginf().tolist()
-
-
-def test_compiled_with_the_columns_of_a_table():
-    """The columns share memory, and some of them are written."""
-    torch.compiler.reset()
-    arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
-    expected = of_nodes([1.0] * 5, "cpu", torch.float32)
-    for either in (arguments, expected):
-        either["tokens"] = torch.tensor([[2]])
-    ended = torch.compile(limit_span, fullgraph=True, backend="aot_eager")(**arguments)
-    assert torch.equal(ended.ended, limit_span(**expected).ended) and ended.ended.all()
-    for name, column in arguments["table"]._asdict().items():
-        assert torch.equal(column.nan_to_num(), getattr(expected["table"], name).nan_to_num()), name
-
-
-ERRORS = [
-    (ValueError, "tokens must have at least one column, got none", {"tokens": torch.zeros(1, 0).long()}),
-    (ValueError, "new_lens must be given with tokens of several .*, got 3", {"tokens": torch.zeros(1, 3).long()}),
-    (TypeError, "table must be GuidanceColumns, got dict", {"table": {"eos": 1}}),
-    # Four nodes, without drafts.
-    (ValueError, r"logits must be .* \[1, \*\] on cpu, got float32 \[4, 5\] on cpu", {"logits": torch.zeros(4, 5)}),
-    (ValueError, "table.span_end_token_ids must have at least one column, got none", {"span_end_token_ids": NO_ENDS}),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
-def test_errors_name_the_argument(error, message, changed):
-    arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
-    if "span_end_token_ids" in changed:
-        changed = {"table": arguments["table"]._replace(**changed)}
-    with pytest.raises(error, match=f"^{message}"):
-        limit_span(**arguments | changed)

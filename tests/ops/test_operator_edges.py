@@ -4,11 +4,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenvm_kernels.fuzz.check import check, operators
-from tests.helpers.cases import cases
+from tests.helpers.cases import arguments_of, cases, small_case
 from tests.helpers.drafts import variants
 from tests.helpers.memory import GuardedMemory
 
@@ -37,6 +38,33 @@ def test_fresh_memory_is_filled_and_memory_around_it_unchanged(device, name, dat
     failure = check(data.draw(cases(name)), function, device=device, other_batches=False)
     assert failure is None, str(failure)
     memory.assert_kept()
+
+
+@pytest.mark.parametrize("num_rows", [-1, 0, 3])
+@pytest.mark.parametrize("name", ["embed_tokens", "ragged_linear", "rope_cache"])
+def test_rows_past_num_rows_are_not_written(device, name, num_rows):
+    """Neither in the results nor in a workspace. Fresh memory is NaN."""
+    case, memory, rows = replace(small_case(name, size=160), rows=tuple(range(7))), GuardedMemory(), max(0, num_rows)
+    arguments = arguments_of(case, device) | {"num_rows": torch.tensor([num_rows], dtype=torch.int32, device=device)}
+    with OPERATORS[name].setting(case):
+        memory.call(OPERATORS[name].function, **arguments, backend="triton")
+    memory.assert_kept()
+    for x in memory.tensors:
+        x = x if len(x) == 7 else x.movedim(-1, 0)
+        assert len(x) == 7 and x[rows:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("candidate_values", 35), ("value_head", 1), ("value_head", 200), ("value_tree_attention", 5)]
+)
+def test_counters_are_zero_afterwards(device, name, rows):
+    """Two calls share the counters. Some rows are padding, and rows of attention are split."""
+    case = replace(small_case(name, size=160, outputs=150, cached="long"), rows=tuple(range(rows)))
+    counters = torch.zeros(4096, dtype=torch.int32, device=device)
+    function = partial(OPERATORS[name].function, counters=counters, backend="triton")
+    for _ in range(2):
+        failure = check(case, function, device=device, other_batches=False)
+        assert failure is None and not counters.any(), str(failure)
 
 
 def test_number_of_requests_triggers_no_recompilation():

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import lenvm_kernels.ops._common as ops_common
 from bench.launches import intercept_launches
-from lenvm_kernels.fuzz.case import Case, copy_in_place
+from lenvm_kernels.fuzz.case import copy_in_place
 from lenvm_kernels.fuzz.check import check, operators
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import GuidanceColumns
-from tests.helpers.cases import assert_right, cases
+from tests.helpers.cases import arguments_of, assert_right, cases, changed, small_case
 from tests.helpers.matches import assert_matches
 from tests.helpers.watch import Operators
 from tests.helpers.wrong_tensors import wrong_versions
@@ -44,17 +44,6 @@ def test_rows_are_bitwise_identical_in_every_batch(device, name, data):
     """Each batch is compared with its rows in another order beside more rows, and with one row alone."""
     failure = check(data.draw(cases(name)), device=device)
     assert failure is None, str(failure)
-
-
-def small_case(name, **chosen):
-    """Three requests, with every optional tensor."""
-    wanted = {"table_rows": "int64", "token_rows": "int64", "trees": "chains", "columns": 8, "rows_not_there": "none"}
-    wanted |= chosen
-    options = {
-        option: wanted.get(option, values[min(1, len(values) - 1)])
-        for option, values in OPERATORS[name].options.items()
-    }
-    return Case(name, 11, (2, 0, 1), options)
 
 
 def results(name, function, device):
@@ -219,19 +208,6 @@ def clone(x):
     return copy_in_place(x) if isinstance(x, torch.Tensor) else x
 
 
-def arguments_of(case, device):
-    """The arguments of a call, by name."""
-    calls = []
-
-    def record(*args, **kwargs):
-        function = OPERATORS[case.op].function
-        calls.append(inspect.signature(function).bind(*args, **kwargs).arguments)
-        return function(*args, **kwargs, backend="reference")
-
-    OPERATORS[case.op].run(OPERATORS[case.op].inputs(case, torch.device(device)), record)
-    return dict(calls[0])
-
-
 def tensors_in(arguments):
     """(path, tensor) of each tensor argument, and of each tensor in a named tuple."""
     for name, x in arguments.items():
@@ -239,12 +215,6 @@ def tensors_in(arguments):
             yield name, x
         elif hasattr(x, "_asdict"):
             yield from ((f"{name}.{field}", y) for field, y in x._asdict().items() if y is not None)
-
-
-def changed(arguments, path, x):
-    """The arguments with the tensor at ``path`` replaced by ``x``."""
-    name, _, field = path.partition(".")
-    return arguments | {name: arguments[name]._replace(**{field: x}) if field else x}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,7 +5,7 @@ import torch
 
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts, tree_columns
 from lenvm_kernels.types import ScoredCandidates
-from tests.helpers.drafts import LARGEST, i32, make_drafts, random_drafts
+from tests.helpers.drafts import LARGEST, i32, make_drafts
 
 
 def make_scored(token_ids, counts, *, positions=None, device="cpu"):
@@ -57,51 +57,44 @@ def test_drafts_come_before_candidates(device, backend):
     ]
 
 
-@pytest.mark.parametrize("node", range(4))
-def test_one_candidate_at_any_node_packs_all_drafts(device, backend, node):
-    """The second of three requests has the candidate; the others have none."""
-    drafts = make_drafts([[3, 2, 1]] * 3, [[-1, 0, -1]] * 3, device=device)
-    counts = [0] * 12
-    counts[4 + node] = 1
-    scored = make_scored([[8, 3, 2, 1]] * 12, counts, device=device)
-    trees = pack_drafts(scored, drafts, backend=backend)
-    assert trees.counts.tolist() == [0, 4, 0]
-    assert trees.token_ids[1].tolist() == [3, 2, 1, 8, *[-1] * 15]
-    assert trees.parents[1].tolist() == [-1, 0, -1, node - 1, *[-1] * 15]
-    assert trees.columns[4 + node].tolist() == [3, -1, -1, -1]
-    assert (trees.token_ids[[0, 2]] == -1).all() and (trees.parents[[0, 2]] == -1).all()
-    assert trees.columns.sum() == 3 - 47
+# Drafts and their parents; the candidates of every node, and their number by node; then the tree's tokens and parents,
+# and the columns of the candidates.
+TREES = [
+    # One candidate at any node packs all drafts.
+    *(
+        ([3, 2, 1], [-1, 0, -1], [8, 3], [int(i == node) for i in range(4)], [3, 2, 1, 8], [-1, 0, -1, node - 1],
+         [[3, -1] if i == node else [-1, -1] for i in range(4)])
+        for node in range(4)
+    ),
+    ([3, 2, 1], [-1, 0, -1], [8, 3], [0] * 4, [], [], [[-1, -1]] * 4),
+    # The first of equal siblings takes the candidate; equal drafts with other parents do not.
+    ([7] * 5, [-1, 0, 0, -1, 2], [2, 7], [2] * 6, [7, 7, 7, 7, 7, 2, 2, 2, 7, 2, 2, 7, 2, 7],
+     [-1, 0, 0, -1, 2, -1, 0, 1, 1, 2, 3, 3, 4, 4], [[5, 0], [6, 1], [7, 8], [9, 4], [10, 11], [12, 13]]),
+    # The third draft's parent is the root, itself, a later draft or out of range. It takes the root's candidate.
+    *(
+        ([5, 6, 8, 9], [-1, 0, parent, 2], [8], [1] * 5, [5, 6, 8, 9, 8, 8, 8, 8], [-1, 0, -1, 2, 0, 1, 2, 3],
+         [[2], [4], [5], [6], [7]])
+        for parent in (-1, -2, -(2**31), 2, 3, 4, LARGEST)
+    ),
+    # A draft after an absent draft is a candidate of its parent.
+    *(
+        ([4, 6, -1, 7, 8], [-1, 0, 0, node - 1, -1], [7, 8], [int(i == node) for i in range(6)], [4, 6, 7],
+         [-1, 0, node - 1], [[2, -1] if i == node else [-1, -1] for i in range(6)])
+        for node in range(3)
+    ),
+]  # fmt: skip
 
 
-def test_first_of_equal_siblings_takes_the_candidate(device, backend):
-    """Equal drafts with other parents do not."""
-    drafts = make_drafts([[7, 7, 7, 7, 7]], [[-1, 0, 0, -1, 2]], device=device)
-    scored = make_scored([[2, 7]] * 6, [2] * 6, device=device)
-    trees = pack_drafts(scored, drafts, backend=backend)
-    assert trees.columns.tolist() == [[5, 0], [6, 1], [7, 8], [9, 4], [10, 11], [12, 13]]
-    assert trees.parents.tolist() == [[-1, 0, 0, -1, 2, -1, 0, 1, 1, 2, 3, 3, 4, 4, -1, -1, -1]]
-    assert trees.token_ids.tolist() == [[7, 7, 7, 7, 7, 2, 2, 2, 7, 2, 2, 7, 2, 7, -1, -1, -1]]
-
-
-@pytest.mark.parametrize("parent", [-1, -2, -(2**31), 2, 3, 4, LARGEST])
-def test_invalid_parents_count_as_the_root(device, backend, parent):
-    """The third draft's parent is the root, itself, a later draft or out of range. It takes the root's candidate."""
-    drafts = make_drafts([[5, 6, 8, 9]], [[-1, 0, parent, 2]], device=device)
-    trees = pack_drafts(make_scored([[8]] * 5, [1] * 5, device=device), drafts, backend=backend)
-    assert trees.columns.flatten().tolist() == [2, 4, 5, 6, 7]
-    assert trees.parents.tolist() == [[-1, 0, -1, 2, 0, 1, 2, 3, -1]]
-
-
-@pytest.mark.parametrize("node", range(3))
-def test_draft_after_an_absent_draft_takes_no_candidate(device, backend, node):
-    """The draft is a candidate of its parent nevertheless."""
-    drafts = make_drafts([[4, 6, -1, 7, 8]], [[-1, 0, 0, node - 1, -1]], device=device)
-    counts = [int(i == node) for i in range(6)]
-    trees = pack_drafts(make_scored([[7, 8]] * 6, counts, device=device), drafts, backend=backend)
-    assert trees.counts.tolist() == [3]
-    assert trees.token_ids.tolist() == [[4, 6, 7, *[-1] * 14]]
-    assert trees.parents.tolist() == [[-1, 0, node - 1, *[-1] * 14]]
-    assert trees.columns.tolist() == [[2 if i == node else -1, -1] for i in range(6)]
+@pytest.mark.parametrize(("drafts", "draft_parents", "candidates", "counts", "token_ids", "parents", "columns"), TREES)
+def test_trees_by_hand(device, backend, drafts, draft_parents, candidates, counts, token_ids, parents, columns):
+    """The second of two requests; the first has no candidates."""
+    nodes, width = len(counts), tree_columns(len(drafts), len(candidates))
+    scored = make_scored([candidates] * 2 * nodes, [0] * nodes + counts, device=device)
+    trees = pack_drafts(scored, make_drafts([drafts] * 2, [draft_parents] * 2, device=device), backend=backend)
+    assert trees.counts.tolist() == [0, len(token_ids)]
+    assert trees.token_ids.tolist() == [[-1] * width, token_ids + [-1] * (width - len(token_ids))]
+    assert trees.parents.tolist() == [[-1] * width, parents + [-1] * (width - len(parents))]
+    assert trees.columns.tolist() == [[-1] * len(candidates)] * nodes + columns
 
 
 @pytest.mark.parametrize("columns", [16, 64])
@@ -115,17 +108,3 @@ def test_many_candidates(device, backend, columns):
     assert trees.token_ids.tolist() == [[columns - 1, *range(columns - 1), *range(columns, 2 * columns), -1]]
     assert trees.parents.tolist() == [[-1] * columns + [0] * columns + [-1]]
     assert trees.counts.tolist() == [2 * columns] and trees.token_ids.shape[1] == tree_columns(1, columns)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "columns", "message"),
-    [
-        *((15, k, f"scored.token_ids must have a power of two up to 64 columns, got {k}") for k in (0, 3, 6, 128)),
-        *((n, 4, rf"scored must have 1 \+ 2 rows a request for at least the 4 .*, got {n}") for n in (9, 14, 16)),
-        (18, 4, r"out.token_ids must be int32 \[6, 14\] on cpu, got int32 \[5, 14\]"),
-    ],
-)
-def test_errors_name_the_argument(nodes, columns, message):
-    scored, out = make_scored([[0] * columns] * nodes, [0] * nodes), empty_trees(5, 2, 4, torch.device("cpu"))
-    with pytest.raises(ValueError, match=f"^{message}"):
-        pack_drafts(scored, random_drafts(4, 2), out=out)

@@ -5,7 +5,6 @@ import torch
 
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
-from tests.helpers.cases import simple_arguments
 from tests.helpers.drafts import i32
 from tests.helpers.memory import INTEGER, MARGIN, GuardedMemory
 
@@ -72,9 +71,3 @@ def test_candidates_in_trees(device, backend):
     assert layout.candidate_rows.tolist() == rows
     assert layout.head_rows.tolist() == [*range(2, 7), *range(8, 14), *no * 9]
     assert layout.head_targets.tolist() == [*range(9), 10, 11, 9, *range(12, 20)]
-
-
-def test_empty_batch_is_rejected():
-    arguments = simple_arguments("ragged_layout", 2, columns=3) | {"candidate_ids": torch.zeros(0, 3).int()}
-    with pytest.raises(ValueError, match=r"^candidate_ids must have a row for each request, at least one, got none"):
-        ragged_layout(**arguments)

@@ -153,38 +153,7 @@ def test_negative_weights_count_as_zero(device, backend, temperature):
     assert torch.equal(drawn, expected.int())
 
 
-def test_rows_use_their_own_seed_position_and_tokens(device, backend):
-    """Each row's draw depends on its own seed and position only; token 0 is a valid token."""
-    rng = torch.Generator().manual_seed(3)
-    seeds = torch.tensor([5, -3, 5, 2**40 + 1, 5, 0]).repeat(6)
-    positions = torch.tensor([1, 70, 7000, 70, 2, 2**31 - 1]).repeat_interleave(6)
-    order = torch.randperm(36, generator=rng)
-    seeds, positions = seeds[order], positions[order]
-    p = torch.rand(36, 4, generator=rng)
-    token_ids = torch.stack([torch.randperm(4, generator=rng) for _ in range(36)]).int() * 50_000
-    cumulative = (p.double() / p.double().sum(1, keepdim=True)).cumsum(1)
-    slot = (cumulative <= uniform(seeds, positions).double()[:, None]).sum(1)
-    expected = token_ids[torch.arange(36), slot]
-    assert 0 in expected
-    for dtype in (torch.int32, torch.int64):
-        drawn = draw(p, seeds, positions.to(dtype), device, token_ids=token_ids, backend=backend)
-        assert torch.equal(drawn, expected)
-
-
 def test_reference_accepts_fp64():
     p = torch.tensor([[2.0**-60, 1.0], [1.0, 2.0**-60]], dtype=torch.float64)
     drawn = draw(p, filled(2, 0), torch.tensor([AT_ZERO, AT_LARGEST]), "cpu", backend="reference")
     assert drawn.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("columns", [0, 3, 128])
-def test_invalid_number_of_slots_is_rejected(device, columns):
-    with pytest.raises(ValueError, match=f"guided_probs must have a power of two up to 64 columns, got {columns}"):
-        draw(torch.zeros(2, columns), filled(2, 0), filled(2, 0), device)
-
-
-@pytest.mark.parametrize("candidates", [None, {}])
-def test_candidates_of_wrong_type_are_rejected(candidates):
-    name = type(candidates).__name__
-    with pytest.raises(TypeError, match=f"candidates must be the Candidates of topk_candidates, got {name}"):
-        sample_candidates(candidates, torch.zeros(2, 4), filled(2, 0), filled(2, 0))

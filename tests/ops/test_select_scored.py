@@ -42,34 +42,26 @@ STATUS = [UNGUIDED, GUIDE, SINGLE, SKIP, GUIDE]
 DUE = [False, True, False, False, False]  # the status of the last request becomes NOT_DUE
 
 
-@pytest.mark.parametrize(
-    ("options", "token_ids", "counts", "alone"),
-    [
-        ({}, IDS.tolist(), [0, 2, 0, 0, 0], [0, 0, 0, 0, 0]),
-        ({"score_all": True}, IDS.tolist(), [2, 2, 1, 2, 2], [0, 0, 0, 0, 0]),
-        ({"sample": True}, IDS.tolist(), [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),  # the single candidate, token 0
-        (
-            {"drawn": [3, 3, 3, 3, 3]},
-            [[3, 6], [7, 8], [3, -1], [3, 4], [3, 3]],
-            [1, 2, 1, 1, 1],
-            [1, 0, 1, 1, 1],
-        ),
-        ({"drawn": [0, 0, -1, -2, -1]}, [[0, 6], *IDS.tolist()[1:]], [1, 2, 0, 0, 0], [1, 0, 0, 0, 0]),
-        ({"drawn": [-1, 3, 3, -1, -1], "sample": True}, IDS.tolist(), [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),
-        (
-            {"drawn": [3, -1, -1, 3, 0], "score_all": True},
-            [[3, 6], [7, 8], [0, -1], [3, 4], [0, 3]],
-            [1, 2, 1, 1, 1],
-            [1, 0, 0, 1, 1],
-        ),
-        (
-            {"drawn": [-1, -1, -1, -1, 7], "score_all": True},
-            [*IDS.tolist()[:4], [7, 3]],
-            [2, 2, 1, 2, 1],
-            [0, 0, 0, 0, 1],
-        ),
-    ],
-)
+ALL = IDS.tolist()
+# Options; then tokens, counts, and which requests have one token alone, the next one.
+SELECTIONS = [
+    ({}, ALL, [0, 2, 0, 0, 0], [0, 0, 0, 0, 0]),
+    ({"score_all": True}, ALL, [2, 2, 1, 2, 2], [0, 0, 0, 0, 0]),
+    ({"sample": True}, ALL, [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),  # the single candidate, token 0
+    ({"drawn": [3] * 5}, [[3, 6], [7, 8], [3, -1], [3, 4], [3, 3]], [1, 2, 1, 1, 1], [1, 0, 1, 1, 1]),
+    ({"drawn": [0, 0, -1, -2, -1]}, [[0, 6], *ALL[1:]], [1, 2, 0, 0, 0], [1, 0, 0, 0, 0]),
+    ({"drawn": [-1, 3, 3, -1, -1], "sample": True}, ALL, [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),
+    (
+        {"drawn": [3, -1, -1, 3, 0], "score_all": True},
+        [[3, 6], [7, 8], [0, -1], [3, 4], [0, 3]],
+        [1, 2, 1, 1, 1],
+        [1, 0, 0, 1, 1],
+    ),
+    ({"drawn": [-1] * 4 + [7], "score_all": True}, [*ALL[:4], [7, 3]], [2, 2, 1, 2, 1], [0, 0, 0, 0, 1]),
+]
+
+
+@pytest.mark.parametrize(("options", "token_ids", "counts", "alone"), SELECTIONS)
 def test_scored_tokens_of_each_status(device, backend, options, token_ids, counts, alone):
     options = dict(options)
     if "drawn" in options:
@@ -93,34 +85,32 @@ def test_scored_tokens_of_each_status(device, backend, options, token_ids, count
     assert candidates.status.tolist() == [UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE]
 
 
-@pytest.mark.parametrize("turn", range(4))
-def test_end_token_among_candidates_makes_request_due(device, backend, turn):
-    """No request is due by its stride. Requests come in any order; the table of end tokens is not contiguous."""
-    ids, counts, rows, status, expected = zip(
-        ([1, 2, 3, 4], 4, 5, GUIDE, GUIDE),  # first end token, in the last candidate column
-        ([30, 31, 32, 33], 3, 2, GUIDE, GUIDE),  # last end token
-        ([30, 31, 33, 32], 2, 6, GUIDE, NOT_DUE),  # 33 is past the row's candidate count
-        ([8, 9, 33, 4], 4, 1, GUIDE, NOT_DUE),  # end tokens of other requests
-        ([40, 41, -2, -1], 2, 3, GUIDE, NOT_DUE),  # -2 is padding
-        ([33, 4, 7, 9], 0, 2, GUIDE, NOT_DUE),
-        ([1, 2, 3, 4], 4, 5, SKIP, SKIP),
-        ([1, 2, 3, 9], 4, 5, SKIP, SKIP),
-        ([9, -1, -1, -1], 1, 1, SINGLE, SINGLE),
-        ([7, 4, 5, 6], 4, 1, UNGUIDED, UNGUIDED),
-        ([70, 5, 60, 61], 4, 0, GUIDE, GUIDE),
-        strict=True,
-    )
-    table = [[5, -2, 70], [7, -2, -2], [11, 12, 32], [-2, -2, -2], [1, 2, 3], [4, -2, -2], [33, -2, -2], [8, 9, 4]]
-    memory = torch.full((8, 5), 9, dtype=torch.int32)
-    memory[:, 1:4] = i32(*table)
-    order = torch.arange(11).roll(5 * turn)
-    candidates = make_candidates(i32(*ids)[order], i32(*counts)[order], torch.tensor(status)[order].tolist(), device)
+# Candidates, their number, the table row, the status before and after. No request is due by its stride.
+ENDS = i32([5, -2, 70], [7, -2, -2], [11, 12, 32], [-2, -2, -2], [1, 2, 3], [4, -2, -2], [33, -2, -2], [8, 9, 4])
+DUE_BY_END = [
+    ([1, 2, 3, 4], 4, 5, GUIDE, GUIDE),  # first end token, in the last candidate column
+    ([30, 31, 32, 33], 3, 2, GUIDE, GUIDE),  # last end token
+    ([30, 31, 33, 32], 2, 6, GUIDE, NOT_DUE),  # 33 is past the row's candidate count
+    ([8, 9, 33, 4], 4, 1, GUIDE, NOT_DUE),  # end tokens of other requests
+    ([40, 41, -2, -1], 2, 3, GUIDE, NOT_DUE),  # -2 is padding
+    ([33, 4, 7, 9], 0, 2, GUIDE, NOT_DUE),
+    ([1, 2, 3, 4], 4, 5, SKIP, SKIP),
+    ([1, 2, 3, 9], 4, 5, SKIP, SKIP),
+    ([9, -1, -1, -1], 1, 1, SINGLE, SINGLE),
+    ([7, 4, 5, 6], 4, 1, UNGUIDED, UNGUIDED),
+    ([70, 5, 60, 61], 4, 0, GUIDE, GUIDE),
+]
+
+
+def test_end_token_among_candidates_makes_request_due(device, backend):
+    ids, counts, rows, status, expected = zip(*DUE_BY_END, strict=True)
+    candidates = make_candidates(i32(*ids), i32(*counts), status, device)
     requests = make_requests([3] * 11, [False] * 11, [False] * 11, device)
-    requests.table_rows.copy_(torch.tensor(rows)[order])
-    scored = select_scored(candidates, requests, memory.to(device)[:, 1:4], backend=backend)
-    wanted = torch.tensor(expected)[order]
-    assert candidates.status.tolist() == wanted.tolist()
-    assert scored.counts.tolist() == torch.where(wanted == GUIDE, i32(*counts)[order], 0).tolist()
+    requests.table_rows.copy_(torch.tensor(rows))
+    scored = select_scored(candidates, requests, ENDS.to(device), backend=backend)
+    assert candidates.status.tolist() == list(expected)
+    wanted = [count if after == GUIDE else 0 for count, after in zip(counts, expected, strict=True)]
+    assert scored.counts.tolist() == wanted
 
 
 def test_padding_rows_have_nothing_to_score(device, backend):
@@ -137,19 +127,6 @@ def test_padding_rows_have_nothing_to_score(device, backend):
     assert found.token_ids.tolist() == [[5, 6, -1, -1]] + [[-1] * 4] * 69
     for x, first in ((out.counts, 2), (out.positions, 5), (out.alone, 0)):
         assert x.tolist() == [first] + [0] * 69
-
-
-@pytest.mark.parametrize(
-    ("columns", "rows", "message"),
-    [
-        ([0, 1, 1], 5, "candidates.token_ids must have a power of two"),
-        ([0, 1], 3, "requests must have a row .*, got 3"),
-    ],
-)
-def test_errors_name_the_argument(columns, rows, message):
-    requests = make_requests([4] * rows, [True] * rows)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        select_scored(make_candidates(IDS[:, columns], COUNTS, STATUS), requests, no_ends(rows))
 
 
 @pytest.mark.parametrize("rows", [0, 3])

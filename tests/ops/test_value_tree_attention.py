@@ -1,7 +1,6 @@
 """Value-tree attention: the reference against dense masks, splits and plans, and dependencies of candidates."""
 
 import json
-import math
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -10,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bench.launches import intercept_launches
 from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
 from lenvm_kernels.ops import value_tree_attention as ops
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_attention, plan_shape, value_tree_attention
 from lenvm_kernels.reference.value_tree_attention import tree_mask
 from tests.helpers.matches import assert_matches, assert_same
-from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["reference", "triton"]
 SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = ops.SPLIT_LEN.value, ops.MAX_SPLITS.value, ops.PLAN_BLOCK.value
@@ -101,14 +100,6 @@ def test_reference_is_dense_attention_under_trees(requests, heads, malformed, sm
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("cached", [[], [5]])
-@pytest.mark.parametrize("padding", [0, 2])
-def test_no_requests_or_tokens(device, backend, cached, padding):
-    inputs = make_inputs(cached, [0] * len(cached), [0] * len(cached), device=device, padding=padding)
-    out = torch.full_like(inputs.q, 7.0)
-    assert inputs.run(backend, out=out) is out and out.shape == (padding, 2, 64) and (out == 7.0).all()
-
-
 # --- splits and plans -------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +115,7 @@ def plan_of(inputs: Inputs) -> torch.Tensor:
     return plan_attention(*requests, total_tokens=len(inputs.q), **sizes, backend="triton")
 
 
-@pytest.mark.parametrize("splits", [2, 3, 5, MAX_SPLITS])
+@pytest.mark.parametrize("splits", [2, 3, MAX_SPLITS])
 def test_shortest_and_longest_requests_of_a_number_of_splits(device, splits):
     """Beyond the maximum number, splits become longer. Only the first tiles of a request are split."""
     shortest = ONE_SPLIT + (splits - 2) * SPLIT_LEN + 1
@@ -164,6 +155,7 @@ MANY = [(7 * i % 2000, i % 3, 2) for i in range(PLAN_BLOCK + 5)]  # more than on
     spare_rows=st.integers(0, 3),
     wide=st.booleans(),
 )
+@settings(max_examples=max(1, settings().max_examples // 2))
 def test_plans_agree_with_the_reference(device, requests, group, spare_rows, wide):
     """The same items in the same order, within the plan's shape."""
     cached, delta, candidates = ([r[i] for r in requests] for i in range(3))
@@ -255,78 +247,15 @@ def test_scores_far_from_0_with_trees(device, sign, cached):
     check_against_reference(inputs)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-
-PLAIN = dict(q_heads=4, kv_heads=2, head_dim=8)
-CACHE, HEADS = torch.zeros(9, 2, 8), "q must have a multiple of the heads of k_new, got"
-FEWER = {"k_cache": CACHE, "v_cache": CACHE[:, :1].clone()}
-ERRORS = [
-    (f"{HEADS} 3 query and 2 key/value", {"q": torch.zeros(3, 3, 8)}),
-    (f"{HEADS} 0 query and 2 key/value", {"q": torch.zeros(3, 0, 8)}),
-    (f"{HEADS} 4 query and 0 key", {"k_new": torch.zeros(3, 0, 8)}),
-    (r"v_new must be float32 \[3, 2, 8\] on cpu, got float32 \[3, 1, 8\]", {"v_new": torch.zeros(3, 1, 8)}),
-    (r"k_cache must be float32 \[\*, 2, 8\] on cpu, got float32", {"k_cache": FEWER["v_cache"]}),
-    (r"v_cache must be float32 \[9, 2, 8\] on cpu, got float32", FEWER),
-    (r"counters must be int32 \[4 or more\], got int32 \[3\]", {"counters": torch.zeros(3).int()}),
-    *((f"page_size must be an int of at least 1, got {x}", {"page_size": x}) for x in (0, -1)),
-    *(("page_size must be an int of at least 1, got (bool|float)", {"page_size": x}) for x in (True, 1.0)),
-    *((f"sm_scale must be a finite number or None, got {x}", {"sm_scale": x}) for x in (math.inf, math.nan)),
-    *(("sm_scale must be a finite number or None, got (bool|str)", {"sm_scale": x}) for x in (True, "1")),
-    ("q must have a last dimension of at least 1, got 0", {"head_dim": 0}),
-    ("q must have a last dimension of 1 to 256 for .* 'triton', got 257", {"head_dim": 257, "backend": "triton"}),
-    (
-        "q must have at most 64 heads per head of k_new for .*, got 65",
-        {"q_heads": 65, "kv_heads": 1, "backend": "triton"},
-    ),
-]
-
-
-@pytest.mark.parametrize(("message", "changes"), ERRORS)
-def test_errors_name_the_argument(device, message, changes):
-    sizes = {name: changes.get(name, size) for name, size in PLAIN.items()}
-    sizes["device"] = device if "backend" in changes else "cpu"
-    arguments = vars(make_inputs([5], [1], [2], **sizes)) | {"backend": "reference"}
-    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
-        value_tree_attention(**arguments | {name: x for name, x in changes.items() if name not in sizes})
-
-
-PLAN = dict(table_rows=int32([0]), cached_lens=int32([5]), q_offsets=int32([0, 3]), candidate_lens=int32([2]))
-PLAN |= dict(total_tokens=3, max_len=9, group=2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"total_tokens": -1}, "total_tokens must be an int from 0 to 2147483647, got -1"),
-        ({"max_len": 2**31}, "max_len must be an int from 0 to 2147483647, got 2147483648"),
-        ({"max_len": 1.0}, "max_len must be an int from 0 to 2147483647, got float"),
-        ({"group": 65}, "group must be an int from 1 to 64, got 65"),
-        ({"group": True}, "group must be an int from 1 to 64, got bool"),
-        ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
-    ],
-)
-def test_plan_errors_name_the_argument(changes, message):
-    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
-        plan_attention(**PLAN | changes)
-
-
-def test_wrong_tensors_of_plans_are_rejected():
-    """Operators with a fuzz description are tested in test_operator_laws.py."""
-    assert_refuses(plan_attention, PLAN, "table_rows", "int64", "rows", "device")
-    for name in ("cached_lens", "q_offsets", "candidate_lens"):
-        assert_refuses(plan_attention, PLAN, name)
-    inputs = vars(make_inputs([5], [1], [2], **PLAIN))
-    assert_refuses(value_tree_attention, inputs | {"plan": plan_attention(**PLAN)}, "plan", "apart")
-
-
-def test_triton_3_6_is_rejected_on_amd_gpus(monkeypatch):
+def test_triton_3_6_is_rejected_on_amd_gpus(device, monkeypatch):
     """Unless buffer operations are disabled, which it cannot compile."""
+    inputs = make_inputs([5], [1], [2], device=device)
     for gpu, version, buffers in (("hip", "3.6.0", False), ("hip", "3.7.1", True), ("sm_90", "3.6.0", True)):
         monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", gpu)
         monkeypatch.setattr(triton, "__version__", version)
         monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", buffers)
-        assert ops._launch_config(64, torch.bfloat16)["BLOCK_D"] == 64
+        with intercept_launches(lambda kernel, launch: None):
+            inputs.run()
     monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "hip")
     with pytest.raises(RuntimeError, match="set AMDGCN_USE_BUFFER_OPS=0, or take Triton"):
-        ops._launch_config(64, torch.bfloat16)
+        inputs.run()

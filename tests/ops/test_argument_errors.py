@@ -1,0 +1,239 @@
+"""Argument errors of every operator: each message names the argument, what came and what is accepted.
+
+``test_operator_laws.py`` has wrong tensors: dtypes, shapes, devices and strides.
+"""
+
+import math
+
+import pytest
+
+from lenvm_kernels.ops.value_tree_attention import plan_attention
+from tests.helpers.cases import arguments_of, changed, operators, small_case
+from tests.helpers.drafts import i32
+from tests.helpers.wrong_tensors import assert_refuses
+
+
+def size(dim, count):
+    """Changes a tensor: zeros of the same dtype with another size of one dimension."""
+
+    def resized(x):
+        shape = list(x.shape)
+        shape[dim] = count
+        return x.new_zeros(shape)
+
+    return resized
+
+
+def rows(count):
+    """Changes all tensors of a named tuple to ``count`` rows."""
+    return lambda fields: type(fields)(*(None if x is None else x.new_zeros(count, *x.shape[1:]) for x in fields))
+
+
+def each(argument, values, message):
+    """One line per value of an argument; ``{}`` in the message stands for the value."""
+    return [({argument: x}, message.format(repr(x))) for x in values]
+
+
+TOGETHER = "must be given together"
+LEAST_1 = "must be an int of at least 1, got"
+NO_ENDS = dict.fromkeys(
+    ("end_token_ids", "min_end_prob", "least_share", "due_length", "generated", "text_breaks", "last_tokens")
+)
+K_COLUMNS = "must have a power of two up to 64 columns, got"
+ALL_HEADS = ("q", "k_new", "v_new", "k_cache", "v_cache", "out")
+HEADS = "q must have a multiple of the heads of k_new, got"
+# Three requests with every optional tensor; the changed arguments, and the message.
+ERRORS = {
+    "topk_candidates": [
+        *(({"scores": size(1, n)}, f"scores must have between 1 and 262144 columns, got {n}") for n in (0, 262_145)),
+        *each("max_candidates", (0, 12, 128), "max_candidates must be a power of two up to 64, got {}"),
+        *each("top_k", (2**31, -(2**31) - 1), "top_k must be an int32, got {}"),
+        ({"top_k": 5.0}, "top_k must be an integer or a tensor .*, got float"),
+        ({"top_k": True}, "top_k must be an integer or a tensor .*, got bool"),
+        ({"top_p": "1"}, "top_p must be a number or a tensor .*, got str"),
+        ({"min_p": None}, "min_p must be a number or a tensor .*, got NoneType"),
+        ({"min_p": False}, "min_p must be a number or a tensor .*, got bool"),
+        ({"temperature": [1.0]}, "temperature must be a number or a tensor .*, got list"),
+        ({"is_logits": False}, "temperature must be None when scores are probabilities"),
+        *(({x: None}, f"due_length and generated {TOGETHER}, with end_token_ids") for x in ("due_length", "generated")),
+        (NO_ENDS | {"due_length": 1, "generated": 1}, f"due_length and generated {TOGETHER}, with end_token_ids"),
+        *(
+            ({x: None}, f"text_breaks and last_tokens {TOGETHER}, with end_token_ids")
+            for x in ("text_breaks", "last_tokens")
+        ),
+        (NO_ENDS | {"text_breaks": 1, "last_tokens": 1}, f"text_breaks and last_tokens {TOGETHER}, with end_token_ids"),
+        *(({x: None}, f"end_token_ids and min_end_prob {TOGETHER}") for x in ("end_token_ids", "min_end_prob")),
+        (NO_ENDS | {"least_share": 1}, f"least_share {TOGETHER} with end_token_ids"),
+        (
+            {name: size(0, 1) for name in ("end_token_ids", "min_end_prob", "least_share", "due_length")}
+            | {"table_rows": None},
+            "end_token_ids must have a row for each of the 3 requests, got 1",
+        ),
+        ({"end_token_ids": size(1, 0)}, "end_token_ids must have at least one column, got none"),
+    ],
+    "reweight_scatter": [
+        *(({"value_logits": size(1, n)}, f"value_logits {K_COLUMNS} {n}") for n in (0, 3, 128)),
+        (
+            {"table_rows": None, "table": rows(2)},
+            r"table must have a row for each of the 3 requests, got 2 \(or give table_rows\)",
+        ),
+    ],
+    "sample_candidates": [
+        *(({"guided_probs": size(1, n)}, f"guided_probs {K_COLUMNS} {n}") for n in (0, 3, 128)),
+        ({"candidates": None}, "candidates must be the Candidates of topk_candidates, got NoneType"),
+    ],
+    "select_scored": [
+        ({"candidates.token_ids": size(1, 3)}, f"candidates.token_ids {K_COLUMNS} 3"),
+        ({"requests": rows(2)}, "requests must have a row for each of the 3 requests, got 2"),
+    ],
+    "gather_requests": [
+        ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),
+        (
+            {"new_lens": None, "tokens": size(1, 1)},
+            r"new_lens must say how many of the tokens \[B, N\] are new, got None",
+        ),
+        ({"history.tokens": size(1, 0)}, r"history.tokens must be contiguous and have a column, got \[6, 0\]"),
+        ({"out": rows(2)}, "out must have a row for each of the 3 requests, got 2"),
+        *each("padding_row", (6, -1), r"padding_row must be in \[0, 6\), got {}"),
+        ({"padding_row": 1.0}, "padding_row must be an int, got float"),
+        ({"padding_row": True}, "padding_row must be an int, got bool"),
+    ],
+    "limit_span": [
+        ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),
+        ({"tokens": size(1, 3), "new_lens": None}, "new_lens must be given with tokens of several columns, got 3"),
+        ({"logits": size(0, 4)}, r"logits must be .* \[6, \*\] on cpu, got bfloat16 \[4, "),
+        ({"table.span_end_token_ids": size(1, 0)}, "table.span_end_token_ids must have at least one column, got none"),
+    ],
+    "catch_up": [
+        ({"slot_table": size(0, 4)}, "slot_table must have at least 5 rows, got 4"),
+        *each("page_size", (0, -4, 2.0, True, "4"), f"page_size {LEAST_1} {{}}"),
+        *each("max_new", (0, -4, 2.0, True), f"max_new {LEAST_1} {{}}"),
+    ],
+    "expand_drafts": [
+        ({"requests": rows(2)}, "requests must have a row for each of the 3 requests with drafts, got 2"),
+        ({"requests": rows(9)}, r"out.positions must be int32 \[27\] on cpu, got int32 \[9\]"),
+        (
+            {"drafts": lambda x: x._make(y[:, :0] for y in x)},
+            "drafts.token_ids must have at least one column, got none",
+        ),
+    ],
+    "pack_drafts": [
+        *(({"scored.token_ids": size(1, n)}, f"scored.token_ids {K_COLUMNS} {n}") for n in (0, 3, 6, 128)),
+        *(
+            ({"scored": rows(n)}, rf"scored must have 1 \+ 2 rows a request for at least the 3 .*, got {n}")
+            for n in (6, 10)
+        ),
+        ({"out.token_ids": size(0, 1)}, r"out.token_ids must be int32 \[\d, \d+\] on cpu, got int32 \[1, "),
+    ],
+    "ragged_layout": [
+        ({"candidate_ids": size(0, 0)}, "candidate_ids must have a row for each request, at least one, got none"),
+    ],
+    "embed_tokens": [
+        ({"embedding": size(0, 0)}, r"embedding must have at least one row and column, got shape \[0, "),
+        ({"embedding": size(1, 0)}, r"embedding must have at least one row and column, got shape \[\d+, 0\]"),
+        ({"inv_freq": size(0, 0)}, "inv_freq must have at least one element, got none"),
+        ({"rope_scale": "1"}, "rope_scale must be a number, got str"),
+        ({"rope_scale": True}, "rope_scale must be a number, got bool"),
+    ],
+    "rope_cache": [
+        *(
+            ({"k_cache": size(dim, n)}, r"k_cache must have at least one head and an even last dimension, got .* \[")
+            for dim, n in ((2, 15), (2, 0), (1, 0))
+        ),
+        ({"v_cache": size(1, 7)}, r"v_cache must be bfloat16 \[\d+, \d, \d+\] on cpu, got bfloat16 \[\d+, 7, "),
+        ({"num_heads": 2.0}, f"num_heads {LEAST_1} float"),
+        ({"num_heads": True}, f"num_heads {LEAST_1} bool"),
+        ({"num_heads": 0}, f"num_heads {LEAST_1} 0"),
+        *each("norm_eps", (0.0, "1e-6", math.inf, math.nan), "norm_eps must be a positive number, got {}"),
+    ],
+    "ragged_linear": [
+        *each("expected_rows", (-1, 2.0, True, "9"), "expected_rows must be an int of at least 0 or None, got {}"),
+        ({"x": size(1, 0)}, "x must have at least one column"),
+        *(
+            ({"weight": size(0, n), "swiglu": True}, rf"weight must have an even number of rows.* \[{n}, ")
+            for n in (97, 0)
+        ),
+        ({"weight": size(0, 0), "swiglu": False}, r"weight must have at least one row, got shape \[0, "),
+        *each("norm_eps", (0.0, math.inf, math.nan, "1e-6"), "norm_eps must be a positive number or None, got {}"),
+        ({"norm_eps": None}, "square_sums are those of the norm: norm_eps must be given too"),
+    ],
+    "value_head": [
+        ({"hidden": size(1, 0)}, "hidden must have at least one column"),
+        ({"counters": i32(1)[:0]}, "counters must be at least 1, got 0"),
+        *each("norm_eps", (0.0, math.inf, math.nan, "1"), "norm_eps must be a positive number, got {}"),
+    ],
+    "candidate_values": [
+        ({"embedding": size(1, 0)}, "embedding must have at least one column"),
+        ({"fc_weight": size(0, 0)}, "fc_weight must have at least one row"),
+        ({"bins_weight": size(0, 65)}, "bins_weight must have 1 to 64 rows, got 65"),
+        ({"bin_edges": size(0, 99)}, r"bin_edges must be .* on cpu, got float32 \[99\] on cpu"),
+        ({"counters": i32(1)[:0]}, r"counters must be at least \d, got 0"),
+    ],
+    "value_tree_attention": [
+        ({"q": size(1, 4), "k_new": size(1, 3)}, f"{HEADS} 4 query and 3 key/value"),
+        ({"q": size(1, 0)}, f"{HEADS} 0 query and "),
+        ({"k_new": size(1, 0)}, f"{HEADS} . query and 0 key/value"),
+        *(
+            ({name: size(1, 7)}, rf"{name} must be bfloat16 \[.*\] on cpu, got bfloat16 \[\d+, 7, ")
+            for name in ("v_new", "k_cache", "v_cache")
+        ),
+        ({"counters": i32(1)[:0]}, r"counters must be int32 \[\d+ or more\], got int32 \[0\]"),
+        *each("page_size", (0, -1), f"page_size {LEAST_1} {{}}"),
+        *(({"page_size": x}, f"page_size {LEAST_1} (bool|float)") for x in (True, 1.0)),
+        *each("sm_scale", (math.inf, math.nan), "sm_scale must be a finite number or None, got {}"),
+        *(({"sm_scale": x}, "sm_scale must be a finite number or None, got (bool|str)") for x in (True, "1")),
+        (dict.fromkeys(ALL_HEADS, size(2, 0)), "q must have a last dimension of at least 1, got 0"),
+        (
+            {"backend": "triton"} | dict.fromkeys(ALL_HEADS, size(2, 257)),
+            "q must have a last dimension of 1 to 256 for backend 'triton', got 257",
+        ),
+        (
+            {"backend": "triton"} | dict.fromkeys(ALL_HEADS, size(1, 1)) | {"q": size(1, 65), "out": None},
+            "q must have at most 64 heads per head of k_new for backend 'triton', got 65",
+        ),
+    ],
+    "plan_attention": [
+        *each("total_tokens", (-1,), "total_tokens must be an int from 0 to 2147483647, got {}"),
+        *each("max_len", (2**31,), "max_len must be an int from 0 to 2147483647, got {}"),
+        ({"max_len": 1.0}, "max_len must be an int from 0 to 2147483647, got float"),
+        ({"group": 65}, "group must be an int from 1 to 64, got 65"),
+        ({"group": True}, "group must be an int from 1 to 64, got bool"),
+        ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
+    ],
+}
+
+
+def function_and_arguments(name, device):
+    """A function, and arguments that it accepts."""
+    if name != "plan_attention":  # has no description
+        return operators()[name].function, arguments_of(small_case(name, rows_not_there="2"), device)
+    tensors = dict(table_rows=i32(0), cached_lens=i32(5), q_offsets=i32(0, 3), candidate_lens=i32(2))
+    return plan_attention, tensors | dict(total_tokens=3, max_len=9, group=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), [(name, *error) for name, errors in ERRORS.items() for error in errors]
+)
+def test_errors_name_the_argument(device, name, changes, message):
+    """On a CPU with the reference, unless the error is the kernel's."""
+    function, arguments = function_and_arguments(name, device if "backend" in changes else "cpu")
+    function(**arguments)
+    for path, change in changes.items():
+        argument, _, field = path.partition(".")
+        if callable(change):
+            change = change(getattr(arguments[argument], field) if field else arguments[argument])
+        arguments = changed(arguments, path, change)
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        function(**arguments)
+
+
+def test_wrong_tensors_of_plans_are_rejected():
+    """The laws have the tensors of operators with a description."""
+    function, arguments = function_and_arguments("plan_attention", "cpu")
+    assert_refuses(function, arguments, "table_rows", "int64", "rows", "device")
+    for name in ("cached_lens", "q_offsets", "candidate_lens"):
+        assert_refuses(function, arguments, name)
+    attention, inputs = function_and_arguments("value_tree_attention", "cpu")
+    sizes = dict(total_tokens=len(inputs["q"]), max_len=inputs["slot_table"].shape[1] * inputs["page_size"], group=3)
+    plan = function(*(inputs[name] for name in ("table_rows", "cached_lens", "q_offsets", "candidate_lens")), **sizes)
+    assert_refuses(attention, inputs | {"plan": plan}, "plan", "apart")
