@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from lenvm_kernels.evaluate.resumable_lines import check_plan
+from lenvm_kernels.evaluate.stored_answers import check_plan
 from lenvm_kernels.loading.models import load_tokenizer, source_of
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.train.standardized import StandardizedLinear

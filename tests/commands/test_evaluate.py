@@ -14,6 +14,7 @@ from lenvm_kernels.evaluate import plan, run
 from lenvm_kernels.evaluate.calibration import calibrate
 from lenvm_kernels.evaluate.measures import Answer, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
+from lenvm_kernels.evaluate.servers import with_end
 from lenvm_kernels.evaluate.statistics import bootstrap, pearson, ranks
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.loading.prompts import SAY_IT, say
@@ -116,7 +117,7 @@ def test_cut_answer_has_not_ended():
 
 
 @pytest.mark.parametrize(
-    ("ids", "stopped", "with_end"),
+    ("ids", "stopped", "ended"),
     [
         ([5, 6, EOS], True, ([5, 6, EOS], True)),
         ([5, 6], True, ([5, 6, EOS], True)),
@@ -124,8 +125,8 @@ def test_cut_answer_has_not_ended():
         ([5, 6], False, ([5, 6], False)),
     ],
 )
-def test_end_token_is_last(ids, stopped, with_end):
-    assert run.with_end(ids, stopped, [EOS, 9]) == with_end
+def test_end_token_is_last(ids, stopped, ended):
+    assert with_end(ids, stopped, [EOS, 9]) == ended
 
 
 def predictions(*numbers):

@@ -15,7 +15,7 @@ from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.loading import generation
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.train import collect, value_model
-from lenvm_kernels.train.answers import Answer, AnswerStore
+from lenvm_kernels.train.answers import AnswerStore, SampledAnswer
 from lenvm_kernels.train.measures import measure
 from lenvm_kernels.train.targets import examples_of
 from lenvm_kernels.values import ValueModel
@@ -89,7 +89,7 @@ def store_answers(folder, base, prompts, answers):
     plan = {"prompts": [], "base": base, "vocabulary": collect.vocabulary(AutoTokenizer.from_pretrained(base))}
     for i, ids in enumerate(prompts):
         plan["prompts"].append({"split": "train" if i < 0.75 * len(prompts) else "test", "ids": ids})
-    AnswerStore(folder, plan).add([Answer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
+    AnswerStore(folder, plan).add([SampledAnswer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
 
 
 def test_collected_answers(answers, base):
@@ -147,10 +147,11 @@ def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
     def noted(models, value, inputs, guidance, *, max_new_tokens, **options):
         found = generation.sample(models, value, inputs, guidance, max_new_tokens=max_new_tokens, **options)
         read = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
-        new = [row[counts].tolist() for row, counts in zip(found.tokens, found.counts, strict=True)]
-        assert (value is None) == (guidance is None)
-        targets = [None] * len(read) if guidance is None else [fields["target_length"] for fields in guidance]
-        (plain if guidance is None else guided).extend(zip(read, targets, max_new_tokens, new, strict=True))
+        is_plain = guidance == [None] * len(read)
+        assert (value is None) == is_plain
+        targets = [fields and fields["target_length"] for fields in guidance]
+        new = [ids for ids, _ in found]
+        (plain if is_plain else guided).extend(zip(read, targets, max_new_tokens, new, strict=True))
         return found
 
     monkeypatch.setattr(collect, "sample", noted)
