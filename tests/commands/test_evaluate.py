@@ -457,17 +457,3 @@ def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, lenvm, base, value,
     whole = sum(len(ids) - (ids[-1] == EOS) for ids in answers)
     # Rows of a batch may be decoded past the limit of a guided answer.
     assert shown[-1][1] == whole if command == "evaluate" else shown[-1][1] >= whole
-
-
-@pytest.mark.parametrize(
-    ("broken", "named"),
-    [
-        ((400, {"error": "strength must be less"}), 'answered with status 400: {"error": "strength must be less"}'),
-        ((200, [1]), "must answer with an object, got list"),
-        ((200, {"output_ids": [3], "meta_info": {"finish_reason": {"type": "abort"}}}), "gave list and 'abort'"),
-    ],
-)
-def test_errors_of_a_server_are_reported(evaluate, served, broken, named):
-    _, url = served("sglang", broken)
-    code, error, _ = evaluate("--url", url)
-    assert code == 2 and named in error and "--url" in error.splitlines()[-1]

@@ -168,7 +168,9 @@ def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
     monkeypatch.setattr(cost, "kv_bytes", lambda config: 1_000_000)
     monkeypatch.setattr(cost.AutoConfig, "from_pretrained", lambda **_: GPT2Config(n_embd=64))
     prompts = [Prompt("a", "train"), Prompt("b", "train"), Prompt("c", "train"), Prompt("d", "test")]
-    plan = CollectionPlan("base", None, prompts, samples=5, max_new_tokens=200, sampling={}, seed=0, rows=10, dtype="bfloat16")
+    plan = CollectionPlan(
+        "base", None, prompts, samples=5, max_new_tokens=200, sampling={}, seed=0, rows=10, dtype="bfloat16"
+    )
     how = Fitting(kind, None, 2, 1e-3, None, 1000, rank, 8, 8, False, 100, 0, "cpu", "float32")
     table = cost.estimate(plan, how, 2, *sizes, [30, 50, 40, 40]).splitlines()[-4:]
     found = [[float(cell) for cell in line.split("|")[2:-1]] for line in table]
