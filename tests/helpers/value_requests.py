@@ -36,7 +36,7 @@ class Requests:
         page = self.table[self.table_rows[request], position // self.page_size].item()
         return page * self.page_size + position % self.page_size
 
-    def batch(self, deltas, candidates, width=None, spare_deltas=0, parents=None):
+    def batch(self, deltas, candidates, width=None, spare_deltas=0, parents=None, images=None):
         """The ragged batch of these deltas and candidates, with room for ``spare_deltas`` more delta tokens."""
         width = max(map(len, candidates)) if width is None else width
         i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=self.value_model.device)  # noqa: E731
@@ -56,6 +56,7 @@ class Requests:
             self.table_rows,
             candidate_parents=None if parents is None else padded(parents),
             page_size=self.page_size,
+            images=images,
             backend=self.backend,
         )
 
