@@ -44,7 +44,7 @@ from lenvm_kernels.values.weights import FusedWeights
 
 # Counters shared by the launches of a forward, one launch at a time: enough for a prompt of 64k tokens, or for 4,096
 # requests with 8 key/value heads. Operators that need more allocate their own.
-_COUNTERS = 1 << 16
+COUNTERS = 1 << 16
 
 
 class ValueModel:
@@ -105,7 +105,7 @@ class ValueModel:
             sections = torch.tensor(config.mrope_sections)
             self._rope_axis = torch.arange(3).repeat_interleave(sections).to(self.device)
         # Zeros, which every launch restores. Not allocated in the capture of a graph, which may never be replayed.
-        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
 
     @classmethod
     def from_pretrained(
@@ -244,7 +244,7 @@ class ValueModel:
 
     def _zeros(self, count: int) -> torch.Tensor | None:
         """The shared counters, or None if there are fewer than ``count``."""
-        return self._counters if count <= _COUNTERS else None
+        return self._counters if count <= COUNTERS else None
 
     def _run_layers(self, batch: RaggedBatch, cache: KVCache, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of all layers, [T, H], and its sums of squares; writes keys and values to ``cache``."""

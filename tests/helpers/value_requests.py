@@ -1,5 +1,7 @@
 """Requests of a value model with a cache of scattered pages, against plain forwards of ``transformers``."""
 
+from dataclasses import replace
+
 import torch
 
 from lenvm_kernels.values import KVCache, RaggedBatch
@@ -68,10 +70,10 @@ class Requests:
     def step_rows(self, deltas, candidates, **layout):
         """Values of the candidates, and values of all rows."""
         batch = self.batch(deltas, candidates, **layout)
-        model, row = self.value_model, torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
-        hidden, square_sums = model._run_layers(batch, self.cache, self.backend)
+        row = torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
         live_rows = torch.where(row < batch.layout.q_offsets[-1:], row, -1)
-        rows = model._run_head(hidden, square_sums, live_rows, None, self.backend)
+        every = batch.layout._replace(candidate_rows=live_rows[None], head_rows=live_rows, head_targets=row)
+        rows = self.value_model.forward(replace(batch, layout=every), self.cache, backend=self.backend)[0]
         self.append(deltas)
         return torch.where(batch.layout.candidate_rows < 0, 0.0, rows[batch.layout.candidate_rows]), rows
 
