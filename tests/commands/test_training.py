@@ -345,7 +345,7 @@ def test_resumed_training_has_the_same_bits(run, answers, base, tmp_path, monkey
             if len(steps) == 5:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(value_model, "TokenBar", lambda total: Interrupts())
+    monkeypatch.setattr(value_model, "StepBar", Interrupts)
     run(*command, "--output", tmp_path / "part", code=130)
     assert [folder.name for folder in (tmp_path / "part" / "checkpoints").glob("checkpoint-*")] == ["checkpoint-4"]
     assert "checkpoints' differs in gamma" in run(*command, "--output", tmp_path / "part", "--gamma", 0.5, code=2)

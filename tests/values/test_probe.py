@@ -154,7 +154,9 @@ def test_unsupported_arguments_are_rejected(probe):
         step.add_request(0, parse_guidance(NEAR | {"value_min": 0.5}), {EOS})
     step.add_request(0, parse_guidance(GUIDANCE[4] | {"value_min": 0.5}), {EOS})
     batch = torch.tensor([5]), torch.tensor([0]), torch.tensor([3]).int()
-    with pytest.raises(ValueError, match=r"batch.states must be None unless values are made of the base model's states"):
+    with pytest.raises(
+        ValueError, match=r"batch.states must be None unless values are made of the base model's states"
+    ):
         take_step(make_step(None)[0], random_scores(1).softmax(1), *batch, states=states_of(probe, 1), **SAMPLING)
 
 

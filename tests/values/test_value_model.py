@@ -147,30 +147,6 @@ def test_candidate_trees_equal_transformers(qwen2, rows, seed):
             torch.testing.assert_close(z[i, j], expected, rtol=0, atol=ATOL)
 
 
-def test_parent_that_is_no_earlier_candidate_is_ignored(qwen2):
-    requests = Requests(qwen2[2], rows=1)
-    requests.step([[1, 2, 3]], [[]])
-    z = [
-        qwen2[2].forward(requests.batch([[4]], [[5, 6, 7]], parents=[parents]), requests.cache)
-        for parents in ([-1, -1, 0], [0, 2, 0], [9, 5, 0])
-    ]
-    for malformed in z[1:]:
-        torch.testing.assert_close(malformed, z[0], rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 8, 9, 16, 17])
-def test_positions_in_chain_of_candidates(qwen2, depth):
-    """A chain, a flat tree, and a tree of invalid parents."""
-    requests = Requests(qwen2[2], rows=3)
-    parents = [list(range(-1, depth - 1)), [-1] * depth, [-7, *range(1, depth)]]
-    candidates = [[1] * depth] * 3
-    batch = requests.batch([[3, 4], [5], [6]], candidates, parents=parents, spare_deltas=2)
-    flat = [0, *[1] * depth]
-    assert batch.layout.positions.tolist() == [*range(2 + depth), *flat, *flat, 0, 0]
-    chain = [-1, *range(2, 1 + depth)]
-    assert batch.layout.parents.tolist() == [-1, -1, *chain, *[-1] * (2 * depth + 4)]
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_epsilon_of_norms(architecture):
     """With a large epsilon, every norm of the forward must use it, including norms of queries and keys."""

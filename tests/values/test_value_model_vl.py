@@ -13,7 +13,6 @@ from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import ImageTokens, ValueModel, ValueModelConfig, image_positions
 from lenvm_kernels.values.images import image_sizes
-from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import GUIDANCE, TILT, Engine, make_step
 from tests.helpers.models import EOS, HIDDEN, IMAGE, VIDEO, VOCAB, random_head, random_model, value_logits, vl_config
 from tests.helpers.step_models import ATOL, StepModels
@@ -269,19 +268,6 @@ def test_values_of_steps_after_image_prompts(models, images, backend, chunk_toke
         tokens[number] = 50 + number  # may be no candidate
         more = [[*m, t] for m, t in zip(more, tokens, strict=True)]
     assert not step.table.columns.faults.any()
-
-
-def test_drafts_after_image(models, images):
-    """Values at the nodes of a tree."""
-    engine = Engine(*make_step(models.value, max_candidates=4, max_drafts=4, max_delta=8))
-    engine.start([5], PROMPTS[3:], [TILT], room=8, images=of_prefill(images, 3))
-    paths = [[], [41], [41, 42], [43], [41, 42, 44]]
-    scores = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
-    drafts = make_drafts([[41, 42, 43, 44]], [[-1, 0, -1, 1]])
-    output = engine.decode([5], PROMPTS[3:], scores, new=[1], drafts=drafts, top_k=4, min_p=0.0)
-    for path, candidates, z in zip(paths, output.candidates.token_ids.tolist(), output.value_logits, strict=True):
-        expected = torch.stack([expected_values(models, 3, [*path, token])[-1] for token in candidates])
-        torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
