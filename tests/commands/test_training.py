@@ -285,7 +285,8 @@ def test_two_rounds(run, base, prompts, tmp_path, kind):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_stored_value_model_reproduces_measured_values(run, answers, base, tmp_path, rank):
-    run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, "--lora-rank", rank)
+    out = run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, "--lora-rank", rank)
+    assert out.startswith("| held-out answers |")
     report, value = report_of(tmp_path), tmp_path / "value"
     gamma, measured = report["plan"]["gamma"], report["test"][str(answers)]["value-model"]
     assert report["training"]["answers"] == 27 and not (tmp_path / "checkpoints").exists()
