@@ -127,7 +127,7 @@ def fit_value_model(
         data_collator=_collated,
         train_dataset=dataset,
         compute_loss_func=_loss,
-        callbacks=[StepBar],
+        callbacks=[StepBar()],
         optimizers=(torch.optim.AdamW(groups, lr=how.learning_rate, betas=(0.9, 0.98), weight_decay=0.01), None),
     )
     trainer.remove_callback(ProgressCallback)
