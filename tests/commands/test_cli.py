@@ -92,15 +92,6 @@ def test_lengths_follow_from_the_logit_gamma_and_target_form(tmp_path, monkeypat
     assert [{row[1] for row in rows} - {"0.0"} for rows in texts] == [{f"{length:.1f}"}] * 2
 
 
-def test_guidance_changes_the_length(generate):
-    def length(scale):
-        options = ("--value-mode", "centered_exp", "--value-scale", scale, "--top-k", 0, "--min-p", 0)
-        texts = (generate(*options, "--temperature", 2, "--max-candidates", 64, "--seed", seed)[0] for seed in range(3))
-        return sum(len(text.split()) for text in texts)
-
-    assert length(-500) < length(500)
-
-
 @pytest.mark.parametrize("values", [{}, {"value_model": "none"}])
 def test_landing_is_forced_in_words(generate, values):
     text, _ = generate("--target-length", 12, "--landing", "w7 w8 w9", "--landing-tokens", 12, **values)

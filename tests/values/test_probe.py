@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lenvm_kernels
@@ -66,14 +66,10 @@ def test_network_matches_torch_functions(probe, folder, base):
     """From the stored tensors, in fp64; the value is the mean over the bins."""
     stored = {name: tensor.double() for name, tensor in load_file(folder / TENSORS_FILE).items()}
     embedding, states = base.get_input_embeddings().weight.double(), states_of(probe, 2)
-    scale, shift = nn.functional.linear(states.double(), stored["projection.weight"], stored["projection.bias"]).chunk(
-        2, 1
-    )
-    e = nn.functional.linear(embedding[[5, 7]], stored["embedding.weight"], stored["embedding.bias"])
-    hidden = nn.functional.silu(
-        nn.functional.linear(nn.functional.silu(shift + scale * e), stored["fc.weight"], stored["fc.bias"])
-    )
-    probs = nn.functional.linear(hidden, stored["bins.weight"], stored["bins.bias"]).softmax(1)
+    scale, shift = F.linear(states.double(), stored["projection.weight"], stored["projection.bias"]).chunk(2, 1)
+    e = F.linear(embedding[[5, 7]], stored["embedding.weight"], stored["embedding.bias"])
+    hidden = F.silu(F.linear(F.silu(shift + scale * e), stored["fc.weight"], stored["fc.bias"]))
+    probs = F.linear(hidden, stored["bins.weight"], stored["bins.bias"]).softmax(1)
     edges = torch.tensor(probe.config.bin_edges).double()
     values = probs @ (1 - 0.99 ** ((edges[:-1] + edges[1:] - 1) / 2))
     rows = dict(table_rows=torch.tensor([0, 0]), generated=torch.zeros(2).int())
@@ -107,7 +103,7 @@ def test_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
     torch.testing.assert_close(output.probs, again, rtol=0, atol=1e-6)
     # Lengths are predicted from the mean, not from the guiding value.
     place = output.candidates.token_ids[3].tolist().index(int(output.tokens[3]))
-    length = nn.functional.softplus(mean[2, place]) / -math.log(0.99) * (int(output.tokens[3]) != EOS)
+    length = F.softplus(mean[2, place]) / -math.log(0.99) * (int(output.tokens[3]) != EOS)
     torch.testing.assert_close(output.remaining_lengths[3], length, rtol=1e-3, atol=1e-3)
     assert output.remaining_lengths[:3].isnan().all() and (expected[2] - mean[2]).abs().max() > 0.1
 
@@ -178,15 +174,8 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
     for number, record in enumerate(processor.records):
         rows = [row for row in range(3) if EOS not in output[row, 6 : 6 + number]]
         starts = (mask == 0).sum(1).tolist()
-        asked = [
-            (
-                guidance[row],
-                6 - starts[row],
-                output[row, starts[row] : 6 + number].tolist(),
-                record.token_ids[row].tolist(),
-            )
-            for row in rows
-        ]
+        sequences = {row: output[row, starts[row] : 6 + number].tolist() for row in rows}
+        asked = [(guidance[row], 6 - starts[row], sequences[row], record.token_ids[row].tolist()) for row in rows]
         expected = probe_values(tmp_path, folder, asked)
         tolerance = dict(rtol=1e-3, atol=1e-3) if dtype == torch.float32 else dict(rtol=0.1, atol=0.15)
         torch.testing.assert_close(record.value_logits[rows], expected, **tolerance)
@@ -207,7 +196,7 @@ def test_output_lengths_are_predicted_from_the_first_tokens(base, probe):
         base(ids[row : row + 1, mask[row] == 1])
         operands = states.take(), output[row, None, 4:5].int(), table_of([NEAR | {"gamma": gamma}])
         _, mean = probe.value_logits(*operands, table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
-        assert lengths[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
+        assert lengths[row] == pytest.approx(1 + F.softplus(mean).item() / -math.log(gamma), abs=5e-3)
     assert lengths[2:] == [None, 1.0]
 
 
@@ -226,16 +215,14 @@ def test_exact_probe_meets_targets(base, tmp_path):
     rows = dict(table_rows=torch.tensor([0, 1]), generated=torch.zeros(2).int())
     table = table_of([NEAR | {"target_length": 3}, NEAR | {"target_length": 45}])
     logits, _ = probe.value_logits(states_of(probe, 2), torch.tensor([[20, 21]] * 2), table, **rows)
-    lengths = nn.functional.softplus(logits) / -math.log(0.99)
+    lengths = F.softplus(logits) / -math.log(0.99)
     distance = ((lengths + 2) / (torch.tensor([[3.0], [45.0]]) + 2)).log().abs()
     assert distance[0, 0] < 0.4 < 2 < distance[0, 1] and distance[1, 1] < 0.4 < 2 < distance[1, 0]
 
 
 def test_hooks_are_removed_with_their_states():
-    model, inputs = (
-        random_model(LlamaForCausalLM, LlamaConfig(**TINY | {"num_hidden_layers": 3})),
-        torch.tensor([[5, 6, 7]]),
-    )
+    model = random_model(LlamaForCausalLM, LlamaConfig(**TINY | {"num_hidden_layers": 3}))
+    inputs = torch.tensor([[5, 6, 7]])
     hidden = model(inputs, output_hidden_states=True).hidden_states
 
     def hooks():
