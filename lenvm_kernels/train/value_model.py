@@ -127,10 +127,10 @@ def fit_value_model(
         data_collator=_collated,
         train_dataset=dataset,
         compute_loss_func=_loss,
-        callbacks=[StepBar()],
         optimizers=(torch.optim.AdamW(groups, lr=how.learning_rate, betas=(0.9, 0.98), weight_decay=0.01), None),
     )
     trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(StepBar)
     last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
     if trainer.is_world_process_zero():
         checkpoints.mkdir(parents=True, exist_ok=True)
