@@ -26,7 +26,8 @@ from bench.harness import environment, parser, table, write_json
 from bench.two_forward import TwoForwardStep
 from lenvm_kernels.evaluate.measures import Answer, measure
 from lenvm_kernels.evaluate.plan import default_limit
-from lenvm_kernels.evaluate.run import likelihoods, with_end
+from lenvm_kernels.evaluate.run import likelihoods
+from lenvm_kernels.evaluate.servers import with_end
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.loading import held_out_prompts, spread
 from lenvm_kernels.loading.generation import sample
@@ -87,7 +88,7 @@ def ways_of(models: Models, probe: Models, target: int) -> dict[str, Answering]:
     def ours(loaded: Models, guidance: dict[str, Any] | None, values: Any, longest: int = limit) -> Answering:
         def answer(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
             found = sample(loaded, values, inputs, guidance, max_new_tokens=longest, **SAMPLING)
-            return [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
+            return [ids for ids, _ in found]
 
         return answer
 

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, Part
+from lenvm_kernels.loading.models import chat_tokens
 from lenvm_kernels.ops._common import next_power_of_2
 from lenvm_kernels.values import KVCache, RaggedBatch, ValueModel
 
@@ -51,7 +52,7 @@ class Query(NamedTuple):
     bypass_cache: bool = False
 
 
-class Answer(NamedTuple):
+class QueryValues(NamedTuple):
     """Value logits of a query, and how many of its tokens were in the cache."""
 
     values: list[float]
@@ -107,9 +108,9 @@ class ValueEngine:
                 if not 0 <= token < vocab_size:
                     raise ValueError(f"{name} must be token ids in [0, {vocab_size}), got {token}")
 
-    def compute(self, queries: Sequence[Query]) -> list[Answer]:
-        """Answers of checked queries, as many computed together as the cache has room for."""
-        answers: list[Answer] = []
+    def compute(self, queries: Sequence[Query]) -> list[QueryValues]:
+        """Values of checked queries, as many computed together as the cache has room for."""
+        answers: list[QueryValues] = []
         while len(answers) < len(queries):
             ahead = queries[len(answers) : len(answers) + QUERIES]
             pages = itertools.accumulate(-(-len(query.token_ids) // PAGE_SIZE) for query in ahead)
@@ -121,8 +122,8 @@ class ValueEngine:
         return answers
 
     @torch.no_grad()
-    def _compute(self, queries: Sequence[Query]) -> list[Answer]:
-        """Answers of queries that the cache has room for together."""
+    def _compute(self, queries: Sequence[Query]) -> list[QueryValues]:
+        """Values of queries that the cache has room for together."""
         answers, pieces, passing = [], [], []
         for i, query in enumerate(queries):
             row, length = next(self._next_rows), len(query.token_ids)
@@ -133,7 +134,7 @@ class ValueEngine:
             # Later queries may share the pages at once: each layer writes the keys and values of all tokens of a
             # forward before it reads any.
             self._own.computed(row, length)
-            answers.append(Answer([], cached))
+            answers.append(QueryValues([], cached))
             for start in range(cached, length, self._chunk_tokens):
                 pieces.append(_Piece(i, Part(row, start, min(start + self._chunk_tokens, length))))
             for first in range(0, len(query.candidate_ids), COLUMNS):
@@ -209,7 +210,8 @@ class _Body(BaseModel):
             if tokenizer is None:
                 raise ValueError(f"{given[0]} needs a tokenizer beside the value model's weights: send input_ids")
             try:
-                sequences = [_tokens_of(tokenizer, sequence) for sequence in sequences]
+                of_text = given[0] == "text"
+                sequences = [tokenizer(s)["input_ids"] if of_text else chat_tokens(tokenizer, s) for s in sequences]
             except (TemplateError, ValueError, IndexError) as error:
                 raise ValueError(f"{given[0]} must fit the value model's tokenizer and template: {error}") from error
         bypass = self.bypass_cache if isinstance(self.bypass_cache, list) else [self.bypass_cache] * len(sequences)
@@ -218,13 +220,6 @@ class _Body(BaseModel):
             if isinstance(values, list) and len(values) != len(sequences):
                 raise ValueError(f"{name} must have one per sequence, {len(sequences)}, got {len(values)}")
         return [Query(s, c, bool(b)) for s, c, b in zip(sequences, candidates, bypass, strict=True)], is_single
-
-
-def _tokens_of(tokenizer: Any, content: str | list[dict[str, str]]) -> list[int]:
-    """Token ids of a text, or of messages up to where the next answer begins."""
-    if isinstance(content, str):
-        return tokenizer(content)["input_ids"]
-    return tokenizer.apply_chat_template(content, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def create_app(

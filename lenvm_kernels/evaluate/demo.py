@@ -74,7 +74,7 @@ def run_command(args: argparse.Namespace) -> None:
 
         require_extras("gguf", "accelerate", "matplotlib", "tqdm")
         from lenvm_kernels.evaluate.measures import measure
-        from lenvm_kernels.evaluate.plan import BASE, CONSTANT, GUIDED, AnswerFile
+        from lenvm_kernels.evaluate.plan import BASE, CONSTANT, GUIDED, stored_answers
         from lenvm_kernels.evaluate.report import plot_lengths
         from lenvm_kernels.evaluate.run import Runner
 
@@ -82,9 +82,9 @@ def run_command(args: argparse.Namespace) -> None:
         models = Models.load("demo", "demo", device=device_of(args.device), dtype=torch.float32)
         plan = plan_of(held_out_prompts(), quick=args.quick, seed=args.seed)
         with TemporaryDirectory() as folder:
-            file = AnswerFile(Path(folder), plan)
-            Runner(plan, models).run(file)
-        views = plan.views(list(file.answers.values()))
+            stored = stored_answers(Path(folder), plan)
+            Runner(plan, models).run(stored)
+        views = plan.views(list(stored.answers.values()))
         view = views[str(TARGET)]
         rows = [{"setting": name, **measure(answers, TARGET)} for name, answers in view.items()]
         seconds = time.monotonic() - start

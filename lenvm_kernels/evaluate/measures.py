@@ -18,6 +18,8 @@ from lenvm_kernels.guidance.sentences import ends_sentence
 # Decay of LIFEBench's score: answers that are too short lose more than answers that are too long.
 SHORT_DECAY, LONG_DECAY = 5.0, 2.0
 WITH_INTERVALS = ("distance", "within_10", "within_25", "perplexity", "sentence_ends")
+# Setting, target, seed and prompt identify an answer.
+Key = tuple[str, int | None, int, int]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Answer:
     ended: bool
     nll: list[float]
     predicted: float | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.setting, self.target, self.seed, self.prompt
 
     def cut(self, limit: int) -> Answer:
         """The answer under a limit of ``limit`` tokens; the text remains that of all tokens."""

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.resumable_lines import ResumableLines
+from lenvm_kernels.evaluate.measures import Answer, Key
+from lenvm_kernels.evaluate.stored_answers import StoredAnswers
 
 BASE, CUT, FORCED, CONSTANT, GUIDED = "none", "hard cut", "forced answer", "constant", "guided"
 SAID = ", said"
@@ -23,8 +23,6 @@ SAID = ", said"
 CLOSING_TOKENS = 16
 # Maximum answer length, as a multiple of the target.
 LONGEST = 2.5
-# Setting, target, seed and prompt identify an answer.
-Key = tuple[str, int | None, int, int]
 
 
 @dataclass(frozen=True)
@@ -173,29 +171,11 @@ def settings_of(
     return list({setting.name: setting for setting in settings}.values())
 
 
-class AnswerFile:
-    """``answers.jsonl`` of a directory, guarded by ``plan.json``.
-
-    Attributes:
-        answers: answers of complete units, by setting, target, seed and prompt.
-
-    Raises:
-        ValueError: the directory has another plan, or a line is not an answer.
-    """
-
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._lines = ResumableLines(folder, asdict(plan))
-        read = {_key(answer): answer for answer in self._lines.read(Answer, "lenvm evaluate")}
-        units = [unit.keys() for unit in plan.units()]
-        self.answers = {key: read[key] for keys in units if read.keys() >= set(keys) for key in keys}
-        if len(self.answers) < len(read):  # a kill has left a part of a unit
-            self._lines.replace(map(asdict, self.answers.values()))
-
-    def add(self, answers: Sequence[Answer]) -> None:
-        """Append the answers of a unit."""
-        self._lines.add(map(asdict, answers))
-        self.answers |= {_key(answer): answer for answer in answers}
-
-
-def _key(answer: Answer) -> Key:
-    return answer.setting, answer.target, answer.seed, answer.prompt
+def stored_answers(folder: Path, plan: Plan) -> StoredAnswers[Answer]:
+    """The answers of a plan that a directory holds. Units that a kill has left incomplete are dropped."""
+    stored = StoredAnswers(folder, asdict(plan), Answer, "lenvm evaluate")
+    units = [unit.keys() for unit in plan.units()]
+    keys = [key for unit in units if stored.answers.keys() >= set(unit) for key in unit]
+    if len(keys) < len(stored.answers):
+        stored.keep(keys)
+    return stored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,28 @@ from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.evaluate.measures import Answer
 from lenvm_kernels.evaluate.plan import Plan
 
-
-def _number(digits: int) -> Callable[[float], str]:
-    return lambda value: f"{value:.{digits}f}"
+# Measure, title of its column, and digits after the point. Titles with a percent sign show shares as percentages.
+COLUMNS = (
+    ("mean", "mean", 1),
+    ("distance", "distance", 1),
+    ("within_10", "within 10 %", 0),
+    ("within_25", "within 25 %", 0),
+    ("too_short", "too short %", 0),
+    ("cut", "cut %", 0),
+    ("length_score", "LS", 1),
+    ("length_deviation", "LD %", 0),
+    ("relative_error", "relative error %", 0),
+    ("perplexity", "perplexity", 2),
+    ("repetition", "repeated %", 1),
+    ("sentence_ends", "sentence ends %", 0),
+    ("distinct", "distinct %", 0),
+    ("acc_first", "acc_first %", 0),
+    ("acc_any", "acc_any %", 0),
+)
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.0f}"
-
-
-# Title of a column, the measure, and its format.
-COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("mean", "mean", _number(1)),
-    ("distance", "distance", _number(1)),
-    ("within 10 %", "within_10", _percent),
-    ("within 25 %", "within_25", _percent),
-    ("too short %", "too_short", _percent),
-    ("cut %", "cut", _percent),
-    ("LS", "length_score", _number(1)),
-    ("LD %", "length_deviation", _percent),
-    ("relative error %", "relative_error", _percent),
-    ("perplexity", "perplexity", _number(2)),
-    ("repeated %", "repetition", lambda share: f"{100 * share:.1f}"),
-    ("sentence ends %", "sentence_ends", _percent),
-    ("distinct %", "distinct", _percent),
-    ("acc_first %", "acc_first", _percent),
-    ("acc_any %", "acc_any", _percent),
-)
 
 
 def tables(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
@@ -46,16 +41,17 @@ def tables(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
     counts = f"{len(plan.prompts)} prompts, {len(plan.seeds)} seed{'s' * (len(plan.seeds) > 1)}"
     lines = []
     for target, settings in scores.items():
-        columns = [column for column in COLUMNS if all(column[1] in score for score in settings.values())]
+        columns = [column for column in COLUMNS if all(column[0] in score for score in settings.values())]
         lines += [f"Target {target} tokens, {counts}, at most {plan.limit(int(target))} tokens", ""]
-        lines.append("| setting | quartiles | " + " | ".join(title for title, _, _ in columns) + " |")
+        lines.append("| setting | quartiles | " + " | ".join(title for _, title, _ in columns) + " |")
         lines.append("| --- " * (len(columns) + 2) + "|")
         for name, score in settings.items():
             cells = [name.replace("|", "\\|"), ", ".join(f"{length:.0f}" for length in score["quartiles"])]
-            for _, measure, write in columns:
-                cell = "-" if score[measure] is None else write(score[measure])
-                interval = score["intervals"].get(measure)
-                cells.append(cell if interval is None else f"{cell} [{', '.join(map(write, interval))}]")
+            for measure, title, digits in columns:
+                value, interval, unit = score[measure], score["intervals"].get(measure), 100 if "%" in title else 1
+                cell = "-" if value is None else f"{unit * value:.{digits}f}"
+                ends = "" if interval is None else f" [{', '.join(f'{unit * end:.{digits}f}' for end in interval)}]"
+                cells.append(cell + ends)
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -95,15 +91,12 @@ def plot_lengths(targets: Sequence[int], views: Mapping[str, Mapping[str, Sequen
         views: see :meth:`Plan.views`.
         file: the PNG.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     names = list(views[str(targets[0])])
     longest, gap = max(targets), max(targets) / 50
-    size = 2.6 * len(names) + 0.8, 3.8
-    figure, (panels,) = pyplot.subplots(1, len(names), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure = Figure(figsize=(2.6 * len(names) + 0.8, 3.8), layout="constrained")
+    (panels,) = figure.subplots(1, len(names), sharey=True, squeeze=False)
     for axes, name in zip(panels, names, strict=True):
         axes.plot([0, longest * 1.1], [0, longest * 1.1], color="grey", linewidth=1, zorder=0)
         for target in targets:
@@ -115,17 +108,14 @@ def plot_lengths(targets: Sequence[int], views: Mapping[str, Mapping[str, Sequen
         axes.set_ylim(bottom=0)
     panels[0].set_ylabel("length in tokens")
     figure.savefig(file, format="png", dpi=150)
-    pyplot.close(figure)
 
 
 def plot_accuracy(targets: Sequence[int], scores: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     """Write a PNG of ``acc_first`` with its intervals against mean length: a line per setting, a point per target."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5.6, 4), layout="constrained")
+    figure = Figure(figsize=(5.6, 4), layout="constrained")
+    axes = figure.subplots()
     for name in scores[str(targets[0])]:
         points = [scores[str(target)][name] for target in targets]
         shares = np.array([[point["acc_first"], *point["intervals"]["acc_first"]] for point in points]) * 100
@@ -136,4 +126,3 @@ def plot_accuracy(targets: Sequence[int], scores: Mapping[str, Mapping[str, Any]
     axes.set_xlim(left=0)
     axes.legend(fontsize=7)
     figure.savefig(file, format="png", dpi=150)
-    pyplot.close(figure)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.plan import BASE, CLOSING_TOKENS, FORCED, AnswerFile, Key, Plan, Unit
-from lenvm_kernels.evaluate.servers import Server, request_of
+from lenvm_kernels.evaluate.measures import Answer, Key
+from lenvm_kernels.evaluate.plan import BASE, CLOSING_TOKENS, FORCED, Plan, Unit
+from lenvm_kernels.evaluate.servers import Generated, Server
+from lenvm_kernels.evaluate.stored_answers import StoredAnswers
 from lenvm_kernels.loading.generation import AnswerBar, sample
 from lenvm_kernels.loading.models import Models, tokens_of
 from lenvm_kernels.loading.prompts import say
-
-# New tokens, whether a server reports that the answer ended by itself, and the predicted length.
-Generated = tuple[list[int], bool, float | None]
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,20 @@ class Runner:
     constant_server: Server | None = None
     workers: int = 1
 
-    def run(self, file: AnswerFile) -> None:
-        """Add the answers that a file of the plan lacks, with progress on stderr.
+    def run(self, stored: StoredAnswers[Answer]) -> None:
+        """Add the answers of the plan that are not stored yet, with progress on stderr.
 
         Raises:
             ValueError: as :class:`Server` and :func:`sample`, or the base model has no end-of-sequence token.
         """
-        if not self.models.eos_token_ids:
-            raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
+        self.models.check_ends()
         units = self.plan.units()
-        with AnswerBar(sum(len(unit.prompts) for unit in units), len(file.answers), self.models) as bar:
+        with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), self.models) as bar:
             for unit in units:
-                if unit.keys()[0] in file.answers:
+                if unit.keys()[0] in stored.answers:
                     continue
                 bar.set_description(unit.setting.name if unit.target is None else f"{unit.setting.name}, {unit.target}")
-                file.add(self.answer(unit, file.answers, bar))
+                stored.add(self.answer(unit, stored.answers, bar))
                 bar.update(len(unit.prompts))
 
     def answer(self, unit: Unit, made: Mapping[Key, Answer], bar: AnswerBar | None = None) -> list[Answer]:
@@ -69,7 +67,7 @@ class Runner:
             texts = [say(text, plan.say_it, target) for text in texts]
         prompts, limit = tokens_of(tokenizer, texts, chat=True), plan.limit(target)
         begun: list[list[int]] = [[] for _ in prompts]
-        answers: dict[int, tuple[list[int], bool, float | None]] = {}
+        answers: dict[int, Generated] = {}
         if setting.name == FORCED:
             assert plan.closing is not None and target is not None
             closing = tokenizer(plan.closing, add_special_tokens=False)["input_ids"]
@@ -81,9 +79,8 @@ class Runner:
                     answers[row] = own.ids, own.ended, None
         rows = [row for row in range(len(prompts)) if row not in answers]
         generated = self._generate(unit, [prompts[row] + begun[row] for row in rows], limit, bar) if rows else []
-        for row, (ids, stopped, predicted) in zip(rows, generated, strict=True):
-            ids, ended = with_end(ids, stopped, self.models.eos_token_ids)
-            answers[row] = begun[row] + ids, ended, predicted
+        for row, (new, ended, predicted) in zip(rows, generated, strict=True):
+            answers[row] = begun[row] + new, ended, predicted
         all_ids = [answers[row][0] for row in range(len(prompts))]
         nlls = likelihoods(self.models, prompts, all_ids)
         texts = tokenizer.batch_decode(all_ids, skip_special_tokens=True)
@@ -94,52 +91,30 @@ class Runner:
 
     def _generate(self, unit: Unit, prompts: list[list[int]], limit: int, bar: AnswerBar | None) -> list[Generated]:
         """Generate in process, or by a server if there is one."""
-        setting, sampling = unit.setting, self.plan.sampling
+        setting, sampling, eos = unit.setting, self.plan.sampling, self.models.eos_token_ids
         server = self.server if setting.with_values or setting.guidance is None else self.constant_server
         guidance = setting.guidance
         if guidance is not None and unit.target is not None:
             guidance = {"target_length": unit.target, **guidance}
         # The value model predicts the lengths of the base model's own answers. vLLM does not return predictions.
-        predicts = setting.name == BASE and setting.with_values and (server is None or server.engine == "sglang")
-        if predicts:
+        if setting.name == BASE and setting.with_values and (server is None or server.engine == "sglang"):
             guidance = {"return_values": True}
         if server is not None:
-            requests = [
-                request_of(
-                    server.engine, prompt, guidance, max_new_tokens=limit, sampling=sampling, seed=unit.seed_of(row)
+
+            def ask(row: int) -> Generated:
+                seed = unit.seed_of(row)
+                return server.answer(
+                    prompts[row], guidance, max_new_tokens=limit, sampling=sampling, seed=seed, eos=eos
                 )
-                for row, prompt in enumerate(prompts)
-            ]
+
             with ThreadPoolExecutor(self.workers) as pool:
-                return list(pool.map(lambda request: server.answer(*request), requests))
+                return list(pool.map(ask, range(len(prompts))))
         torch.manual_seed(unit.seed_of())
-        sampled = sample(
-            self.models,
-            self.models.value_model if setting.with_values and guidance is not None else None,
-            self.models.padded(prompts),
-            guidance,
-            max_new_tokens=limit,
-            streamer=bar,
-            **sampling,
-        )
-        rows = zip(sampled.tokens, sampled.counts, sampled.predicted, strict=True)
-        return [(tokens[counts].tolist(), False, predicted) for tokens, counts, predicted in rows]
-
-
-def with_end(ids: Sequence[int], stopped: bool, eos: Sequence[int]) -> tuple[list[int], bool]:
-    """The tokens of an answer up to and including the end-of-sequence token, and whether it ended by itself.
-
-    Engines differ in whether they return that token.
-
-    Args:
-        ids: tokens of an answer.
-        stopped: whether the engine reports that it ended by itself.
-        eos: end-of-sequence tokens; the first replaces one that was not returned.
-    """
-    ends = [i for i, token in enumerate(ids) if token in eos]
-    if ends:
-        return list(ids[: ends[0] + 1]), True
-    return ([*ids, eos[0]], True) if stopped else (list(ids), False)
+        value_model = self.models.value_model if setting.with_values and guidance is not None else None
+        inputs = self.models.padded(prompts)
+        options: dict[str, Any] = dict(max_new_tokens=limit, streamer=bar, **sampling)
+        sampled = sample(self.models, value_model, inputs, guidance, **options)
+        return [(ids, ids[-1] in eos, predicted) for ids, predicted in sampled]
 
 
 @torch.no_grad()

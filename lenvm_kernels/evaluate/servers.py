@@ -13,10 +13,8 @@ from typing import Any
 SECONDS = 600  # timeout of an answer
 # The user names a server by its own address, so proxies of the environment are ignored.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class Unreachable(ValueError):
-    """A server did not answer or failed internally; a retry may succeed."""
+# Tokens of an answer with the end-of-sequence token, whether it ended by itself, and its predicted length.
+Generated = tuple[list[int], bool, float | None]
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,17 @@ class Server:
     engine: str
 
     @classmethod
-    def find(cls, flag: str, url: str) -> Server:
+    def find(cls, flag: str, url: str | None) -> Server | None:
         """Detect the engine of a server: only SGLang has ``/get_model_info``, only vLLM ``/version``.
+
+        Returns:
+            The server; None if ``url`` is None.
 
         Raises:
             ValueError: it has neither, or there is no server.
         """
+        if url is None:
+            return None
         url = url.rstrip("/")
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{flag} must begin with http:// or https://, got {url!r}")
@@ -53,26 +56,47 @@ class Server:
                 raise ValueError(f"{flag} must be a running server, {url} gives: {error}") from error
         raise ValueError(f"{flag} must be SGLang's or vLLM's server, {url} knows neither /get_model_info nor /version")
 
-    def answer(self, path: str, body: Mapping[str, Any]) -> tuple[list[int], bool, float | None]:
+    def answer(
+        self,
+        prompt: Sequence[int],
+        guidance: Mapping[str, Any] | None,
+        *,
+        max_new_tokens: int,
+        sampling: Mapping[str, float],
+        seed: int,
+        eos: Sequence[int],
+    ) -> Generated:
         """Answer one prompt.
 
         Args:
-            path, body: see :func:`request_of`.
+            prompt: tokens.
+            guidance: parameters of the request. If None, it has none.
+            max_new_tokens: limit of the answer.
+            sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
+            seed: seed of the request, below 2**31.
+            eos: end-of-sequence tokens, see :func:`with_end`.
 
         Returns:
-            The tokens as returned by the server, whether it reports that the answer ended by itself, and the predicted
-            length, which SGLang returns for requests with ``return_values``.
+            The answer. Only SGLang predicts its length, for requests with ``return_values``.
 
         Raises:
-            Unreachable: the server does not answer, or with a status of at least 500.
-            ValueError: the server rejects the request, or its response has another form; the message quotes it.
+            ValueError: the server does not answer or rejects the request, or its response has another form; the message
+                quotes it.
         """
-        response = self._post(path, body)
         if self.engine == "sglang":
+            params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
+            params["top_k"] = sampling["top_k"] or -1  # SGLang's value for all tokens
+            if guidance is not None:
+                params["custom_params"] = dict(guidance)
+            response = self._post("/generate", {"input_ids": list(prompt), "sampling_params": params})
             meta = response.get("meta_info", {})
             ids, reason = response.get("output_ids"), (meta.get("finish_reason") or {}).get("type")
             predicted = (meta.get("predicted_output_length") or [None])[0]
         else:
+            body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
+            if guidance is not None:
+                body["vllm_xargs"] = {name: _vllm_value(value) for name, value in guidance.items()}
+            response = self._post("/v1/completions", body | {"return_token_ids": True})
             choice = (response.get("choices") or [{}])[0]
             ids, reason, predicted = choice.get("token_ids"), choice.get("finish_reason"), None
         if not isinstance(ids, list) or reason not in ("stop", "length"):
@@ -80,55 +104,38 @@ class Server:
                 f"{self.flag} must answer with token ids and with stop or length for a reason to end, {self.url} gave "
                 f"{type(ids).__name__} and {reason!r}"
             )
-        return ids, reason == "stop", predicted
+        return *with_end(ids, reason == "stop", eos), predicted
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        url = self.url + path
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
             with _OPENER.open(request, timeout=SECONDS) as response:
                 content = json.loads(response.read())
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:500]
-            kind = Unreachable if error.code >= 500 else ValueError
-            raise kind(f"{self.flag}: {self.url}{path} answered with status {error.code}: {text}") from error
+            raise ValueError(f"{self.flag}: {url} answered with status {error.code}: {text}") from error
         except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            raise Unreachable(f"{self.flag}: {self.url}{path} failed: {error}") from error
+            raise ValueError(f"{self.flag}: {url} failed: {error}") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{self.flag}: {self.url}{path} must answer with an object, got {type(content).__name__}")
+            raise ValueError(f"{self.flag}: {url} must answer with an object, got {type(content).__name__}")
         return content
 
 
-def request_of(
-    engine: str,
-    prompt: Sequence[int],
-    guidance: Mapping[str, Any] | None,
-    *,
-    max_new_tokens: int,
-    sampling: Mapping[str, float],
-    seed: int,
-) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a request.
+def with_end(ids: Sequence[int], stopped: bool, eos: Sequence[int]) -> tuple[list[int], bool]:
+    """The tokens of an answer up to and including the end-of-sequence token, and whether it ended by itself.
+
+    Engines differ in whether they return that token.
 
     Args:
-        engine: ``"sglang"`` or ``"vllm"``.
-        prompt: tokens.
-        guidance: parameters of the request. If None, it has none.
-        max_new_tokens: limit of the answer.
-        sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
-        seed: seed of the request, below 2**31.
+        ids: tokens of an answer.
+        stopped: whether the engine reports that it ended by itself.
+        eos: end-of-sequence tokens; the first replaces one that was not returned.
     """
-    if engine == "sglang":
-        params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
-        params["top_k"] = sampling["top_k"] or -1  # SGLang's value for all tokens
-        if guidance is not None:
-            params["custom_params"] = dict(guidance)
-        return "/generate", {"input_ids": list(prompt), "sampling_params": params}
-    body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
-    body["return_token_ids"] = True
-    if guidance is not None:
-        body["vllm_xargs"] = {name: _vllm_value(value) for name, value in guidance.items()}
-    return "/v1/completions", body
+    ends = [i for i, token in enumerate(ids) if token in eos]
+    if ends:
+        return list(ids[: ends[0] + 1]), True
+    return ([*ids, eos[0]], True) if stopped else (list(ids), False)
 
 
 def _vllm_value(value: Any) -> Any:

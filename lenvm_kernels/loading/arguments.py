@@ -19,6 +19,7 @@ from lenvm_kernels.loading.prompts import SAY_IT
 # Results of lenvm fit and lenvm train.
 VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 DTYPES = ("float32", "bfloat16", "float16")
+A_MODEL = "a Hugging Face directory or name, a .gguf file, or the word demo"
 
 
 class UsageError(Exception):
@@ -36,19 +37,35 @@ def usage_errors() -> Iterator[None]:
         raise UsageError(f"a .safetensors file of --model, --value-model or --value-head is broken: {error}") from error
 
 
-def positive(kind: type) -> Any:
-    """The ``type`` of a flag that takes a finite ``kind`` above 0."""
+def positive(kind: type, *, or_0: bool = False, below: float = math.inf) -> Any:
+    """The ``type`` of a flag that takes a finite ``kind`` above 0, or at least 0 with ``or_0``, and below ``below``."""
 
     def parse(text: str) -> Any:
         try:
             number = kind(text)
         except ValueError:
-            number = 0
-        if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+            number = math.nan
+        if not (0 < number < below or (or_0 and number == 0)):
+            accepted = ("of at least 0" if or_0 else "above 0") + (f" and below {below}" if below < math.inf else "")
+            raise argparse.ArgumentTypeError(f"must be a number {accepted}, got {text!r}")
         return number
 
     return parse
+
+
+def seed_of(text: str) -> int:
+    """The ``type`` of a flag that accepts the seeds that torch accepts."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be an integer in [0, 2**63), got {text!r}")
+    return int(text)
+
+
+def add_numbers(group: Any, **flags: tuple[int | None, str]) -> None:
+    """Add flags that take a positive integer, by their defaults and meanings. None is not shown as a default."""
+    for name, (default, meaning) in flags.items():
+        shown = meaning if default is None else f"{meaning} (default: {default})"
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=positive(int), default=default, metavar="N", help=shown)
 
 
 def add_device(parser: Any) -> None:
@@ -63,7 +80,7 @@ def add_dtype(parser: Any, of: str, *, by_device: bool = False) -> None:
 
 
 def add_sampling(group: Any) -> None:
-    """Add ``--temperature``, ``--top-k``, ``--top-p`` and ``--min-p``."""
+    """Add ``--temperature``, ``--top-k``, ``--top-p`` and ``--min-p``; :func:`sampling_of` reads them."""
     for flag, kind, default, metavar, meaning in (
         ("--temperature", float, 0.8, "T", "of the base model, > 0"),
         ("--top-k", int, 8, "K", "most likely tokens to keep, 0: all"),
@@ -73,15 +90,21 @@ def add_sampling(group: Any) -> None:
         group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{meaning} (default: {default})")
 
 
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters of a command line."""
+    return {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
 def add_seed(parser: Any) -> None:
     """Add ``--seed``."""
-    parser.add_argument(
-        "--seed",
-        type=seed_of,
-        default=0,
-        metavar="N",
-        help="of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)",
-    )
+    seed_help = "of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)"
+    parser.add_argument("--seed", type=seed_of, default=0, metavar="N", help=seed_help)
+
+
+def add_value_head(parser: Any, value_model: str) -> None:
+    """Add ``--value-head``."""
+    head_help = f"a .safetensors or .bin file with the head (default: the one in {value_model}); with demo, for its "
+    parser.add_argument("--value-head", metavar="FILE", help=f"{head_help}backbone as it is")
 
 
 def add_say_it(parser: Any, effect: str) -> None:
@@ -94,13 +117,6 @@ def add_say_it(parser: Any, effect: str) -> None:
         help=f"{effect}; {{words}} and {{tokens}} in TEXT are replaced by the target length; without TEXT: {SAY_IT} "
         "(default: prompts as they are)",
     )
-
-
-def seed_of(text: str) -> int:
-    """The ``type`` of a flag that accepts the seeds that torch accepts."""
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"must be an integer in [0, 2**63), got {text!r}")
-    return int(text)
 
 
 def check_output_files(**files: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,21 +15,6 @@ from lenvm_kernels.loading.models import Models
 from lenvm_kernels.values import LengthProbe, ValueModel
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """Answers to a batch of ``B`` prompts, of at most ``N`` tokens.
-
-    Attributes:
-        tokens: int64 ``[B, N]``; new tokens, padded after the end.
-        counts: bool ``[B, N]``; True up to and including the first end-of-sequence token, or up to the limit.
-        predicted: predicted length of each answer before its first token, or None without ``return_values``.
-    """
-
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    predicted: list[float | None]
-
-
 def sample(
     models: Models,
     value_model: ValueModel | LengthProbe | None,
@@ -40,7 +24,7 @@ def sample(
     max_new_tokens: int | Sequence[int],
     streamer: BaseStreamer | None = None,
     **options: Any,
-) -> Sampled:
+) -> list[tuple[list[int], float | None]]:
     """Answer a batch of prompts. Draws come from torch's generator.
 
     Args:
@@ -52,11 +36,16 @@ def sample(
         streamer: receives the tokens of every step.
         **options: sampling parameters and further arguments of :class:`LenVMLogitsProcessor`.
 
+    Returns:
+        Per prompt, the new tokens up to and including the first end-of-sequence token, or up to the limit; and the
+        length that was predicted before the first of them, None without ``return_values``.
+
     Raises:
         ValueError: as :class:`LenVMLogitsProcessor`.
     """
+    width, device = inputs["input_ids"].shape[1], inputs["input_ids"].device
     limits = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
-    last = inputs["input_ids"].shape[1] + torch.tensor(limits, device=inputs["input_ids"].device)
+    last = width + torch.tensor(limits, device=device)
     processor = LenVMLogitsProcessor(
         models.model,
         value_model,
@@ -74,11 +63,11 @@ def sample(
         stopping_criteria=StoppingCriteriaList([lambda ids, scores: (ids.shape[1] >= last).expand(len(ids))]),
         streamer=streamer,
     )
-    new = sequences[:, inputs["input_ids"].shape[1] :]
-    ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=new.device)).long()
-    place = inputs["input_ids"].shape[1] + torch.arange(new.shape[1], device=new.device)
-    counts = (ended.cumsum(1) - ended == 0) & (place < last[:, None])
-    return Sampled(new, counts, processor.predicted_output_lengths(sequences))
+    new = sequences[:, width:]
+    ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=device)).long()
+    is_answer = (ended.cumsum(1) - ended == 0) & (width + torch.arange(new.shape[1], device=device) < last[:, None])
+    answers = [ids[mask].tolist() for ids, mask in zip(new, is_answer, strict=True)]
+    return list(zip(answers, processor.predicted_output_lengths(sequences), strict=True))
 
 
 class AnswerBar(tqdm, BaseStreamer):

@@ -3,10 +3,12 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -89,16 +91,20 @@ class Models:
 
     def padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of ``B`` rows of tokens, padded on the left."""
-        width = max(map(len, rows))
-        ids = [[self.pad_token_id] * (width - len(row)) + list(row) for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        device = self.model.device
-        return dict(input_ids=torch.tensor(ids, device=device), attention_mask=torch.tensor(mask, device=device))
+        ids = [torch.tensor(row, dtype=torch.int64, device=self.model.device) for row in rows]
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        mask = pad([torch.ones_like(row) for row in ids])
+        return dict(input_ids=pad(ids, padding_value=self.pad_token_id), attention_mask=mask)
 
     @property
     def eos_token_ids(self) -> list[int]:
         """The tokens that end an output of the base model."""
         return eos_token_ids(self.model)
+
+    def check_ends(self) -> None:
+        """Raise ValueError if no token ends an output of the base model."""
+        if not self.eos_token_ids:
+            raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
 
     @property
     def pad_token_id(self) -> int:
@@ -118,28 +124,22 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, cha
     Raises:
         ValueError: a prompt has no tokens.
     """
-    templated = chat and tokenizer.chat_template is not None
-    if templated:
-        prompts = [
-            tokenizer.apply_chat_template(  # type: ignore[misc]  # a string without tokenize
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-            for prompt in prompts
-        ]
-    # A template writes the special tokens itself.
-    rows = [tokenizer(prompt, add_special_tokens=not templated)["input_ids"] for prompt in prompts]
+    if chat and tokenizer.chat_template is not None:
+        rows = [chat_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+    else:
+        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     if not all(rows):
         raise ValueError("the prompt has no tokens")
     return rows
 
 
+def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of messages up to where the next answer begins."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
 def load_value_model(
-    name: str,
-    value_head: str | None = None,
-    *,
-    device: str,
-    dtype: torch.dtype,
-    gamma: float | None = None,
+    name: str, value_head: str | None, *, device: str, dtype: torch.dtype, gamma: float | None
 ) -> tuple[ValueModel, PreTrainedTokenizerBase | None]:
     """Load a value model alone, and its tokenizer if there is one; arguments and errors as :meth:`Models.load`."""
     path, (head, adapter) = locate("VALUE", name), _parts(name, value_head)

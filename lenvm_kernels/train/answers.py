@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.evaluate.resumable_lines import ResumableLines
+from lenvm_kernels.evaluate.stored_answers import StoredAnswers
 
 # The prompt's index, and the index of the answer among the prompt's answers.
 Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """One answer of the base model.
 
     Attributes:
@@ -41,23 +40,21 @@ class Answer:
         return self.prompt, self.sample
 
 
-class AnswerStore:
-    """A directory with ``plan.json`` and ``answers.jsonl``, one line per answer.
+class AnswerStore(StoredAnswers[SampledAnswer]):
+    """A directory of ``lenvm collect``.
 
     Args:
-        folder: the directory, created with the first answer.
+        folder: the directory.
         plan: every setting that affects the answers. ``plan["prompts"]`` are objects with ``text``, ``split`` and
             ``ids``, the tokens that the base model reads.
 
     Raises:
-        ValueError: the directory holds answers of another plan, or a line that is not an answer.
+        ValueError: as :class:`StoredAnswers`.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
-        self._lines = ResumableLines(folder, plan)
-        self.plan = plan
+        super().__init__(folder, plan, SampledAnswer, "lenvm collect")
         self.prompts: list[dict[str, Any]] = plan["prompts"]
-        self.answers: dict[Key, Answer] = {a.key: a for a in self._lines.read(Answer, "lenvm collect")}
 
     @classmethod
     def open(cls, folder: Path) -> AnswerStore:
@@ -67,14 +64,7 @@ class AnswerStore:
             raise ValueError(f"--answers must be directories of lenvm collect, {str(folder)!r} has no plan.json")
         return cls(folder, json.loads(file.read_text(encoding="utf-8")))
 
-    def of_split(self, split: str) -> list[Answer]:
+    def of_split(self, split: str) -> list[SampledAnswer]:
         """Answers to the prompts of a split, sorted by key."""
-        return [answer for _, answer in sorted(self.answers.items()) if self.prompts[answer.prompt]["split"] == split]
-
-    def add(self, answers: Iterable[Answer]) -> list[Answer]:
-        """Append the answers whose keys are not stored yet, and return them."""
-        new = [answer for answer in answers if answer.key not in self.answers]
-        if new:
-            self._lines.add(map(asdict, new))
-            self.answers |= {answer.key: answer for answer in new}
-        return new
+        answers = sorted(self.answers.values(), key=lambda answer: answer.key)
+        return [answer for answer in answers if self.prompts[answer.prompt]["split"] == split]

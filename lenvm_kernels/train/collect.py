@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,20 +21,23 @@ from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.evaluate.plan import seed_from
-from lenvm_kernels.evaluate.run import with_end
-from lenvm_kernels.evaluate.servers import Server, request_of
+from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.loading import held_out_prompts, spread, training_prompts
+from lenvm_kernels.loading.arguments import sampling_of
 from lenvm_kernels.loading.generation import AnswerBar, sample
 from lenvm_kernels.loading.models import Models, load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.loading.prompts import TEST, TRAIN, Prompt, read_prompts
-from lenvm_kernels.train.answers import Answer, AnswerStore, Key
+from lenvm_kernels.train.answers import AnswerStore, Key, SampledAnswer
 
 # Share of the prompts that are held out if the file has no splits, and range of targets, up to the maximum length.
 HELD_OUT, TARGETS = 0.1, (20, 2000)
+Guidance = Mapping[str, Any] | None
+# New tokens of rows of tokens, by their guidance, their limits, and a seed.
+Generate = Callable[[list[list[int]], list[Guidance], list[int], int], list[list[int]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectionPlan:
     """Every setting that affects the answers.
 
     Attributes:
@@ -57,7 +60,7 @@ class Plan:
     engine: str | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Plan:
+    def of(cls, args: argparse.Namespace) -> CollectionPlan:
         """The plan of unguided answers of a command line; errors name the flag."""
         return cls(
             base=args.base,
@@ -65,7 +68,7 @@ class Plan:
             prompts=_prompts(args.prompts, args.num_prompts),
             samples=args.answers_per_prompt,
             max_new_tokens=args.max_new_tokens,
-            sampling=dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
+            sampling=sampling_of(args),
             seed=args.seed,
             rows=args.rows,
             dtype=args.dtype,
@@ -91,9 +94,6 @@ class Plan:
         """A seed below 2**31 for one purpose of an answer."""
         return seed_from(self.seed, *key, purpose)
 
-    def answer(self, key: Key, ids: list[int], guided: int, finished: bool) -> Answer:
-        return Answer(*key, self.guidance(key)[0], guided, self.max_new_tokens, ids, finished)
-
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash that is equal for tokenizers with equal tokens."""
@@ -101,7 +101,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def collect(plan: Plan, folder: Path, *, device: str, url: str | None = None) -> AnswerStore:
+def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None = None) -> AnswerStore:
     """Sample the answers of a plan that a directory lacks, by the server at ``url`` or in process.
 
     Raises:
@@ -110,35 +110,35 @@ def collect(plan: Plan, folder: Path, *, device: str, url: str | None = None) ->
     """
     quiet()
     tokenizer = load_tokenizer("BASE", locate("BASE", plan.base))
-    server = None if url is None else Server.find("--url", url)
+    server = Server.find("--url", url)
     plan = replace(plan, engine=None if server is None else server.engine)
     ids = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=True)
     prompts = [{"text": p.text, "split": p.split, "ids": row} for p, row in zip(plan.prompts, ids, strict=True)]
     store = AnswerStore(folder, {**asdict(plan), "prompts": prompts, "vocabulary": vocabulary(tokenizer)})
     keys = plan.ordered()
-    made = sum(key in store.answers for key in keys)
-    if made == len(keys):
+    missing = [key for key in keys if key not in store.answers]
+    if not missing:
         return store
     value = plan.value if server is None and plan.value is not None else NONE
     models = Models.load(plan.base, value, device=device, dtype=getattr(torch, plan.dtype), names=("BASE", "--value"))
-    if not models.eos_token_ids:
-        raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
-    with AnswerBar(len(keys), made, models) as bar:
+    models.check_ends()
+    with AnswerBar(len(keys), len(keys) - len(missing), models) as bar:
         bar.set_description("collect")
-
-        def keep(answers: list[Answer]) -> None:
-            new = store.add(answers)
-            if server is not None:  # in process, generate counts the tokens of every step
-                bar.put(torch.tensor([token for answer in new for token in answer.ids]))
-            bar.update(len(new))
-
         if server is not None:
-            _from_server(plan, store, server, models.eos_token_ids, keep)
+            _from_server(plan, store, server, models.eos_token_ids, missing, bar)
             return store
+
+        def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
+            torch.manual_seed(seed)
+            value_model = models.value_model if any(guidance) else None
+            options = dict(max_new_tokens=limits, streamer=bar, **plan.sampling)
+            return [ids for ids, _ in sample(models, value_model, models.padded(rows), guidance, **options)]
+
         for start in range(0, len(keys), plan.rows):
             batch = keys[start : start + plan.rows]
             if any(key not in store.answers for key in batch):
-                keep(_in_process(plan, store, models, batch, bar))
+                answers = _answers(plan, store, batch, models.eos_token_ids, generate)
+                bar.update(len(store.add(answers)))
     return store
 
 
@@ -160,59 +160,52 @@ def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
     return [prompt for of_split in by_split for prompt in spread(of_split, count or len(of_split))]
 
 
-def _in_process(plan: Plan, store: AnswerStore, models: Models, batch: list[Key], bar: AnswerBar) -> list[Answer]:
-    """Sample a batch in process: the guided part of every answer, then the rest."""
-    prompts, eos = [store.prompts[prompt]["ids"] for prompt, _ in batch], models.eos_token_ids
-    torch.manual_seed(plan.draw(batch[0], "sampling"))
-
-    def tokens(rows: list[list[int]], guidance: list[Any] | None, limits: Sequence[int]) -> list[list[int]]:
-        value, inputs = None if guidance is None else models.value_model, models.padded(rows)
-        found = sample(models, value, inputs, guidance, max_new_tokens=limits, streamer=bar, **plan.sampling)
-        return [ids[counts].tolist() for ids, counts in zip(found.tokens, found.counts, strict=True)]
-
-    guided: list[list[int]] = [[] for _ in batch]
-    targets, limits = zip(*map(plan.guidance, batch), strict=True)
+def _answers(
+    plan: CollectionPlan, store: AnswerStore, keys: Sequence[Key], eos: list[int], generate: Generate
+) -> list[SampledAnswer]:
+    """Sample the guided part of every answer, then the rest."""
+    prompts = [store.prompts[prompt]["ids"] for prompt, _ in keys]
+    targets, limits = (list(column) for column in zip(*map(plan.guidance, keys), strict=True))
+    guided: list[list[int]] = [[] for _ in keys]
     if any(limits):
-        guided = tokens(prompts, [{"target_length": target} for target in targets], limits)
-    whole = [*guided]
+        guidance: list[Guidance] = [{"target_length": target} for target in targets]
+        guided = generate(prompts, guidance, limits, plan.draw(keys[0], "guidance"))
+    whole = list(guided)
     rows = [row for row, ids in enumerate(guided) if not ids or ids[-1] not in eos]
     if rows:
+        begun = [prompts[row] + guided[row] for row in rows]
         room = [plan.max_new_tokens - len(guided[row]) for row in rows]
-        more = tokens([prompts[row] + guided[row] for row in rows], None, room)
+        more = generate(begun, [None] * len(rows), room, plan.draw(keys[0], "sampling"))
         for row, ids in zip(rows, more, strict=True):
             whole[row] = guided[row] + ids
     return [
-        plan.answer(key, ids, len(begun), ids[-1] in eos) for key, begun, ids in zip(batch, guided, whole, strict=True)
+        SampledAnswer(*key, target, len(begun), plan.max_new_tokens, ids, ids[-1] in eos)
+        for key, target, begun, ids in zip(keys, targets, guided, whole, strict=True)
     ]
 
 
 def _from_server(
-    plan: Plan, store: AnswerStore, server: Server, eos: list[int], keep: Callable[[list[Answer]], None]
+    plan: CollectionPlan, store: AnswerStore, server: Server, eos: list[int], keys: list[Key], bar: AnswerBar
 ) -> None:
-    """Sample the missing answers by a server. Every answer is stored on arrival, and the first error ends the run."""
+    """Sample answers by a server. Every answer is stored on arrival, and the first error ends the run."""
 
-    def tokens(prompt: list[int], guidance: dict[str, Any] | None, limit: int, seed: int) -> tuple[list[int], bool]:
-        request = request_of(server.engine, prompt, guidance, max_new_tokens=limit, sampling=plan.sampling, seed=seed)
-        ids, stopped, _ = server.answer(*request)
-        return with_end(ids, stopped, eos)
+    def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
+        options: dict[str, Any] = dict(sampling=plan.sampling, seed=seed, eos=eos)
+        requests = zip(rows, guidance, limits, strict=True)
+        return [server.answer(row, one, max_new_tokens=limit, **options)[0] for row, one, limit in requests]
 
-    def ask(key: Key) -> Answer:
-        ids: list[int] = []
-        prompt, finished = store.prompts[key[0]]["ids"], False
-        target, limit = plan.guidance(key)
-        if limit > 0:
-            ids, finished = tokens(prompt, {"target_length": target}, limit, plan.draw(key, "guidance"))
-        guided = len(ids)
-        if not finished:
-            more, finished = tokens(prompt + ids, None, plan.max_new_tokens - guided, plan.draw(key, "sampling"))
-            ids = ids + more
-        return plan.answer(key, ids, guided, finished)
+    def keep(answers: list[SampledAnswer]) -> None:
+        for answer in store.add(answers):
+            bar.put(torch.tensor(answer.ids))
+            bar.update(1)
 
     with ThreadPoolExecutor(plan.rows) as pool:
-        futures = [pool.submit(ask, key) for key in plan.ordered() if key not in store.answers]
+        futures = [pool.submit(_answers, plan, store, [key], eos, generate) for key in keys]
         try:
             for future in as_completed(futures):
-                keep([future.result()])
+                keep(future.result())
         finally:  # requests in flight are completed and stored
             pool.shutdown(cancel_futures=True)
-            keep([future.result() for future in futures if not future.cancelled() and not future.exception()])
+            for future in futures:
+                if not future.cancelled() and not future.exception():
+                    keep(future.result())

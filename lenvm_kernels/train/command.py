@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lenvm_kernels.loading.arguments import (
+    A_MODEL,
     KINDS,
     PROBE,
     VALUE_MODEL,
     add_device,
     add_dtype,
+    add_numbers,
     add_sampling,
     add_seed,
     device_of,
@@ -58,9 +60,10 @@ def add(commands: Any) -> None:
     )
     _add_first(parser, _run_train, "base model", "directory of all results")
     parser.add_argument("--dry-run", action="store_true", help="print estimated tokens, FLOPs, hours and GiB, and exit")
-    _add_numbers(parser, rounds=(2, "rounds, the first of them unguided"))
+    add_numbers(parser, rounds=(2, "rounds, the first of them unguided"))
     of_evaluation = "prompts of the evaluation, 0: no evaluation (default: %(default)s)"
-    parser.add_argument("--evaluate-prompts", type=int, default=24, metavar="N", help=of_evaluation)
+    count = positive(int, or_0=True)
+    parser.add_argument("--evaluate-prompts", type=count, default=24, metavar="N", help=of_evaluation)
     for name, number in (("url", "1"), ("guided-url", "2, with LENVM_VALUE_MODEL=DIR/round-1/value")):
         parser.add_argument(f"--{name}", metavar="SERVER", help=f"server of round {number} (default: in process)")
     _add_answers(parser)
@@ -71,27 +74,18 @@ def add(commands: Any) -> None:
 def _add_first(parser: Any, run: Any, base: str, output: str) -> None:
     """Add the flags of all three commands."""
     parser.set_defaults(run=run)
-    base_help = f"{base}: a Hugging Face directory or name, a .gguf file, or the word demo"
-    parser.add_argument("base", metavar="BASE", help=base_help)
+    parser.add_argument("base", metavar="BASE", help=f"{base}: {A_MODEL}")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"{output}; required")
     add_seed(parser)
     add_device(parser)
     add_dtype(parser, "the models", by_device=True)
 
 
-def _add_numbers(parser: Any, **flags: tuple[int | None, str]) -> None:
-    """Add flags that take a positive integer: their defaults and meanings."""
-    for name, (default, meaning) in flags.items():
-        default_help = "" if default is None else f" (default: {default})"
-        flag, help_text = f"--{name.replace('_', '-')}", meaning + default_help
-        parser.add_argument(flag, type=positive(int), default=default, metavar="N", help=help_text)
-
-
 def _add_answers(parser: Any) -> None:
     group = parser.add_argument_group("answers")
     prompts_help = 'lines of {"prompt": "..."}, optionally with "split": "train" or "test" (default: the demo\'s)'
     group.add_argument("--prompts", type=Path, metavar="FILE", help=prompts_help)
-    _add_numbers(
+    add_numbers(
         group,
         num_prompts=(None, "prompts of each split (default: all)"),
         answers_per_prompt=(4, "answers per prompt and round"),
@@ -104,18 +98,19 @@ def _add_answers(parser: Any) -> None:
 def _add_fitting(parser: Any) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--kind", choices=KINDS, default=PROBE, help="(default: %(default)s)")
-    _add_numbers(group, epochs=(2, "passes over the answers"))
+    add_numbers(group, epochs=(2, "passes over the answers"))
     rate_help = f"(default: {RATE_PROBE:g} for a probe, {RATE_ADAPTERS:g} for adapters, {RATE_FULL:g} for all weights)"
     group.add_argument("--learning-rate", type=positive(float), metavar="R", help=rate_help)
     gamma_help = "discount (default: the 99th percentile of lengths has the value 0.99)"
-    group.add_argument("--gamma", type=float, metavar="G", help=gamma_help)
+    group.add_argument("--gamma", type=positive(float, below=1), metavar="G", help=gamma_help)
     group = parser.add_argument_group(f"training with --kind {PROBE}")
     layers_help = "layers whose inputs it reads (default: the output layer)"
     group.add_argument("--layers", type=positive(int), nargs="+", metavar="N", help=layers_help)
-    _add_numbers(group, states=(None, "maximum number of tokens in memory (default: 1000000)"))
+    add_numbers(group, states=(None, "maximum number of tokens in memory (default: 1000000)"))
     group = parser.add_argument_group(f"training with --kind {VALUE_MODEL}")
-    group.add_argument("--lora-rank", type=int, metavar="N", help="rank of adapters, 0: all weights (default: 16)")
-    _add_numbers(
+    rank_help = "rank of adapters, 0: all weights (default: 16)"
+    group.add_argument("--lora-rank", type=positive(int, or_0=True), metavar="N", help=rank_help)
+    add_numbers(
         group,
         batch_size=(None, "answers per forward and process (default: 8)"),
         accumulation=(None, "forwards per step (default: 8)"),
@@ -130,9 +125,9 @@ def _run_collect(args: argparse.Namespace) -> None:
         _prepare(args)
         from dataclasses import replace
 
-        from lenvm_kernels.train.collect import Plan, collect
+        from lenvm_kernels.train.collect import CollectionPlan, collect
 
-        collect(replace(Plan.of(args), value=args.value), args.output, device=args.device, url=args.url)
+        collect(replace(CollectionPlan.of(args), value=args.value), args.output, device=args.device, url=args.url)
 
 
 def _run_fit(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from lenvm_kernels.loading.arguments import PROBE
 from lenvm_kernels.loading.models import source_of
 from lenvm_kernels.loading.prompts import TRAIN
-from lenvm_kernels.train.collect import Plan
+from lenvm_kernels.train.collect import CollectionPlan
 from lenvm_kernels.train.settings import Fitting
 
 # Dense bf16 operations and bytes of memory traffic per second of an H100 SXM, and the shares that are assumed.
@@ -19,7 +19,9 @@ FLOPS, BANDWIDTH, SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 989e12, 3.35e12, 0.4, 0.6
 GIB = 2**30
 
 
-def estimate(plan: Plan, how: Fitting, rounds: int, base: Path, backbone: Path, prompts: Sequence[int]) -> str:
+def estimate(
+    plan: CollectionPlan, how: Fitting, rounds: int, base: Path, backbone: Path, prompts: Sequence[int]
+) -> str:
     """A Markdown table with the cost of every stage, for prompts of ``prompts[i]`` tokens.
 
     A forward takes two operations per weight and token. Every answer counts with ``plan.max_new_tokens``.

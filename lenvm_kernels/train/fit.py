@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from lenvm_kernels.evaluate.resumable_lines import check_plan
+from lenvm_kernels.evaluate.stored_answers import check_plan
 from lenvm_kernels.loading.arguments import PROBE, VALUE_MODEL
 from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, source_of
 from lenvm_kernels.loading.prompts import TEST, TRAIN

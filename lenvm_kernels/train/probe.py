@@ -21,7 +21,7 @@ from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
-from lenvm_kernels.train.answers import Answer
+from lenvm_kernels.train.answers import SampledAnswer
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.train.standardized import StandardizedLinear
 from lenvm_kernels.train.targets import Example
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
         return (Rows(*(column[part] for column in self)) for part in order.split(count))
 
 
-def tokens_valued(answer: Answer) -> range:
+def tokens_valued(answer: SampledAnswer) -> range:
     """Indices of the tokens that become rows: from the last guided token on, without the last token."""
     return range(max(answer.guided - 1, 0), len(answer.ids) - 1)
 

@@ -54,12 +54,8 @@ class Fitting:
                     given[name] = default
                 elif kind != args.kind:
                     raise ValueError(f"--{name.replace('_', '-')} requires --kind {kind}, got --kind {args.kind}")
-        if args.gamma is not None and not 0 < args.gamma < 1:
-            raise ValueError(f"--gamma must be in (0, 1), got {args.gamma}")
         if args.dtype == "float16":
             raise ValueError("--dtype must be float32 or bfloat16 in a training, got 'float16'")
-        if given["lora_rank"] < 0:
-            raise ValueError(f"--lora-rank must be at least 0, got {given['lora_rank']}")
         if args.kind == VALUE_MODEL and args.device not in ("cpu", "cuda"):  # every process takes the GPU of its rank
             raise ValueError(f"--device must be cpu or cuda with --kind {VALUE_MODEL}, got {args.device!r}")
         if given["learning_rate"] is None:

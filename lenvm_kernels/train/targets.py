@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lenvm_kernels.loading.prompts import TRAIN
-from lenvm_kernels.train.answers import Answer, AnswerStore
+from lenvm_kernels.train.answers import AnswerStore, SampledAnswer
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Example:
     """
 
     prompt: list[int]
-    answer: Answer
+    answer: SampledAnswer
     targets: torch.Tensor
 
 
-def gamma_of(answers: Iterable[Answer]) -> float:
+def gamma_of(answers: Iterable[SampledAnswer]) -> float:
     """The discount that gives the 99th percentile of the lengths, in tokens, the value 0.99 (arXiv 2604.27039)."""
     return float(0.01 ** (1 / np.percentile([len(answer.ids) for answer in answers], 99)))
 
 
-def tail_factor(answers: Sequence[Answer], gamma: float) -> float:
+def tail_factor(answers: Sequence[SampledAnswer], gamma: float) -> float:
     """``E[gamma^tail]`` of a geometric tail of at least one token; 1 if no answer reached half of its limit."""
     late = ended = 0
     for answer in answers:
@@ -56,7 +56,7 @@ def tail_factor(answers: Sequence[Answer], gamma: float) -> float:
     return rate * gamma / (1 - (1 - rate) * gamma)
 
 
-def targets(answer: Answer, gamma: float, tail: float) -> torch.Tensor:
+def targets(answer: SampledAnswer, gamma: float, tail: float) -> torch.Tensor:
     """Values of an answer's states from the last guided token on: fp32 ``[len(ids) - guided]``."""
     remaining = torch.arange(len(answer.ids) - answer.guided, 0, -1, dtype=torch.float64)
     return (1 - gamma**remaining * (1.0 if answer.finished else tail)).float()

@@ -12,7 +12,7 @@ from lenvm_kernels.loading import spread
 from lenvm_kernels.loading.arguments import PROBE
 from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.loading.prompts import TEST
-from lenvm_kernels.train.collect import Plan, collect, vocabulary
+from lenvm_kernels.train.collect import CollectionPlan, collect, vocabulary
 from lenvm_kernels.train.cost import estimate
 from lenvm_kernels.train.fit import check_model, fit, table
 from lenvm_kernels.train.settings import Fitting
@@ -22,9 +22,7 @@ EVALUATED = (20, 40, 80, 160, 320, 640)  # targets in tokens
 
 def train(args: argparse.Namespace, command: str) -> None:
     """Check flags and models, and run all stages; finished stages are skipped."""
-    if args.evaluate_prompts < 0:
-        raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
-    plan, how = Plan.of(args), Fitting.of(args)
+    plan, how = CollectionPlan.of(args), Fitting.of(args)
     if args.backbone is not None and how.kind == PROBE:
         raise ValueError(f"--backbone requires --kind value-model, got --kind {PROBE}")
     quiet()
@@ -56,7 +54,7 @@ def train(args: argparse.Namespace, command: str) -> None:
         _evaluate(args, plan, link)
 
 
-def _evaluate(args: argparse.Namespace, plan: Plan, value: Path) -> None:
+def _evaluate(args: argparse.Namespace, plan: CollectionPlan, value: Path) -> None:
     """``lenvm evaluate`` on held-out prompts."""
     texts = spread([prompt.text for prompt in plan.prompts if prompt.split == TEST], args.evaluate_prompts)
     file = args.output / "evaluation-prompts.jsonl"

@@ -18,12 +18,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from lenvm_kernels.evaluate.resumable_lines import check_plan
+from lenvm_kernels.evaluate.stored_answers import check_plan
 from lenvm_kernels.loading.models import load_tokenizer, source_of
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.train.standardized import StandardizedLinear
@@ -110,10 +109,9 @@ def fit_value_model(
         save_steps=how.save_steps,
         save_total_limit=1,
         logging_steps=LOGGED_STEPS,
-        include_num_input_tokens_seen="non_padding",
         remove_unused_columns=False,
         label_names=["labels"],
-        disable_tqdm=True,
+        disable_tqdm=False,
         report_to="none",
         seed=how.seed,
     )
@@ -129,10 +127,10 @@ def fit_value_model(
         data_collator=_collated,
         train_dataset=dataset,
         compute_loss_func=_loss,
-        callbacks=[TokenBar(how.epochs * sum(len(example["input_ids"]) for example in dataset))],
         optimizers=(torch.optim.AdamW(groups, lr=how.learning_rate, betas=(0.9, 0.98), weight_decay=0.01), None),
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(StepBar)
     last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
     if trainer.is_world_process_zero():
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -234,20 +232,9 @@ def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: 
     LenVMConfig(gamma=gamma).write(folder)
 
 
-class TokenBar(TrainerCallback):
-    """A progress bar over ``total`` tokens, with the mean squared error."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm(total=total, desc="fit", unit="token", unit_scale=True, delay=0.1)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._bar.disable = not state.is_world_process_zero
-        self._bar.update(state.num_input_tokens_seen - self._bar.n)
-
-    on_train_begin = on_substep_end = on_step_end
+class StepBar(ProgressCallback):
+    """The progress bar of ``transformers``, with the mean squared error beside it instead of lines on stdout."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self._bar.set_postfix({name: logs[name] for name in ("loss",) if name in logs}, refresh=False)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._bar.close()
+        if self.training_bar is not None and "loss" in logs:
+            self.training_bar.set_postfix(loss=logs["loss"], refresh=False)

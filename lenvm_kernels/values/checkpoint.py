@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -71,7 +71,7 @@ class ValueModelConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> ValueModelConfig:
-        """Read the ``transformers`` configuration of a supported architecture (any release from 4.57 on).
+        """Read the ``transformers`` configuration of a supported architecture.
 
         Raises:
             ValueError: an architecture, activation, kind of rotary embedding or attention that is not supported; the
@@ -227,8 +227,7 @@ def _is_head(file: Path) -> bool:
 
 def _image_fields(config: Any) -> dict[str, Any]:
     """The image-related fields of a vision-language model's configuration."""
-    rope = _rope_parameters(config.text_config)
-    sections = tuple(rope.get("mrope_section", ()))
+    sections = tuple(config.text_config.rope_parameters.get("mrope_section", ()))
     if len(sections) != 3:
         raise ValueError(f"mrope_section must be three numbers, got {list(sections)}")
     return dict(
@@ -239,23 +238,17 @@ def _image_fields(config: Any) -> dict[str, Any]:
     )
 
 
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    """transformers 5 keeps everything in ``rope_parameters``, 4.57 in ``rope_theta`` and ``rope_scaling``."""
-    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-
-
 def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
     """Angular frequencies of a ``transformers`` configuration, and the factor on cosine and sine."""
-    rope = _rope_parameters(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    partial = rope.get("partial_rotary_factor")
     if partial not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor must be 1 or absent, got {partial}")
-    if kind == "default":  # transformers 5 no longer lists it among the functions
-        theta = rope.get("rope_theta") or config.rope_theta
-        return tuple((1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)).tolist()), 1.0
+    if kind == "default":  # not among the functions of transformers
+        return tuple((1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)).tolist()), 1.0
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return tuple(inv_freq.tolist()), float(scale)
 
@@ -295,22 +288,17 @@ def _read_shards(path: Path) -> dict[str, torch.Tensor]:
         )
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        tensors.update(_read_safetensors(file))
+        if file.suffix != ".safetensors" or not file.is_file():
+            raise FileNotFoundError(f"{file} must be an existing .safetensors file")
+        tensors |= load_file(file)  # memory-mapped: ignored tensors are never read
     return tensors
-
-
-def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
-    if file.suffix != ".safetensors" or not file.is_file():
-        raise FileNotFoundError(f"{file} must be an existing .safetensors file")
-    with safe_open(file, framework="pt") as tensors:  # memory-mapped: ignored tensors are never read
-        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, safe_open has no iterator
 
 
 def _read_head(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix not in (".safetensors", ".bin") or not file.is_file():
         raise FileNotFoundError(f"{file} must be an existing .safetensors or .bin file")
     if file.suffix == ".safetensors":
-        return _read_safetensors(file)
+        return load_file(file)
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # from pickle or torch, or the file holds no dictionary

@@ -10,9 +10,9 @@ import difflib
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ DISCOUNTED_RETURN, LENGTH, LOG_LENGTH = TARGET_FORMS = ("discounted_return", "le
 SOFTPLUS, SIGMOID = ACTIVATIONS = ("softplus", "sigmoid")
 # So that the logarithm of a length that fp32 rounds to 0 is finite.
 _LEAST_NATS = 1e-37
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,27 +87,8 @@ class LenVMConfig:
         """
         path = local_path(path)
         file = (path.parent if path.suffix == ".gguf" else path) / CONFIG_FILE
-        config = cls._of_file(file) if file.is_file() else cls()
+        config = read_fields(cls, file) if file.is_file() else cls()
         return config if gamma is None else replace(config, gamma=gamma)
-
-    @classmethod
-    def _of_file(cls, file: Path) -> LenVMConfig:
-        try:
-            given = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} must be a JSON file: {error}") from error
-        if not isinstance(given, dict):
-            raise ValueError(f"{file} must hold a JSON object of fields, got {type(given).__name__}")
-        names = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(names)}"
-                raise ValueError(f"{name} in {file} is not a field; {hint}")
-        try:
-            return cls(**given)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
 
     def write(self, folder: str | os.PathLike) -> None:
         """Write the configuration to the directory of a value model, replacing an existing file."""
@@ -139,6 +121,32 @@ class LenVMConfig:
             lengths = self.length_normalizer * activation(outputs)
         nats = (self.nats_per_token * lengths).clamp(min=_LEAST_NATS)
         return nats + torch.log(-torch.expm1(-nats))
+
+
+def read_fields(kind: type[T], file: Path) -> T:
+    """The dataclass ``kind`` with the fields in a JSON file.
+
+    Raises:
+        ValueError: naming the file and the field, what came and what is accepted.
+    """
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} must be a JSON file: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{file} must hold a JSON object of fields, got {type(given).__name__}")
+    accepted = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    for name in given:
+        if name not in accepted:
+            close = difflib.get_close_matches(name, accepted, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(accepted)}"
+            raise ValueError(f"{name} in {file} is not a field; {hint}")
+    if missing := [name for name, is_needed in accepted.items() if is_needed and name not in given]:
+        raise ValueError(f"{file} must have the fields {', '.join(missing)}")
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _is_finite(value: Any) -> bool:

@@ -123,9 +123,7 @@ def embed_images(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: t
     """See :meth:`lenvm_kernels.values.ValueModel.embed_images`."""
     check_pixels(tower, pixel_values, grid_thw)
     weight = tower.get_parameter("patch_embed.proj.weight")
-    output = tower(pixel_values.to(weight.device, weight.dtype), grid_thw=grid_thw.to(weight.device))
-    # transformers 4.57 returns the embeddings themselves.
-    return output if isinstance(output, torch.Tensor) else output.pooler_output
+    return tower(pixel_values.to(weight.device, weight.dtype), grid_thw=grid_thw.to(weight.device)).pooler_output
 
 
 def embedding_with_images(

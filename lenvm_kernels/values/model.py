@@ -44,7 +44,7 @@ from lenvm_kernels.values.weights import FusedWeights
 
 # Counters shared by the launches of a forward, one launch at a time: enough for a prompt of 64k tokens, or for 4,096
 # requests with 8 key/value heads. Operators that need more allocate their own.
-_COUNTERS = 1 << 16
+COUNTERS = 1 << 16
 
 
 class ValueModel:
@@ -105,7 +105,7 @@ class ValueModel:
             sections = torch.tensor(config.mrope_sections)
             self._rope_axis = torch.arange(3).repeat_interleave(sections).to(self.device)
         # Zeros, which every launch restores. Not allocated in the capture of a graph, which may never be replayed.
-        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
 
     @classmethod
     def from_pretrained(
@@ -230,8 +230,16 @@ class ValueModel:
             hidden, square_sums = self._run_layers(batch, cache, backend)
         layout = batch.layout
         with profiler_range("head"):
-            z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
-        z = z.view(layout.candidate_rows.shape)
+            z = value_head(
+                hidden,
+                *self.head,
+                token_rows=layout.head_rows,
+                norm_eps=self.config.rms_norm_eps,
+                targets=layout.head_targets,
+                square_sums=square_sums,
+                counters=self._zeros(value_head_counters(len(layout.head_rows))),
+                backend=backend,
+            ).view(layout.candidate_rows.shape)
         if self.lenvm_config.target_form == DISCOUNTED_RETURN:
             return z
         return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
@@ -244,7 +252,7 @@ class ValueModel:
 
     def _zeros(self, count: int) -> torch.Tensor | None:
         """The shared counters, or None if there are fewer than ``count``."""
-        return self._counters if count <= _COUNTERS else None
+        return self._counters if count <= COUNTERS else None
 
     def _run_layers(self, batch: RaggedBatch, cache: KVCache, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of all layers, [T, H], and its sums of squares; writes keys and values to ``cache``."""
@@ -268,7 +276,7 @@ class ValueModel:
         for i, layer in enumerate(self.layers):
             # Nested, so that each intermediate result is freed as soon as the next operator has read it.
             hidden = ragged_linear(
-                self._attend(hidden, square_sums, i, batch, num_rows, plan, cos, sin, cache, backend),
+                self._attend(i, hidden, square_sums, cos, sin, plan, batch, cache, backend),
                 layer.o,
                 layer.o_bias,
                 residual=hidden,
@@ -276,14 +284,7 @@ class ValueModel:
                 **live,
             )
             hidden = ragged_linear(
-                ragged_linear(
-                    hidden,
-                    layer.gate_up,
-                    layer.gate_up_bias,
-                    swiglu=True,
-                    **norm,
-                    **live,
-                ),
+                ragged_linear(hidden, layer.gate_up, layer.gate_up_bias, swiglu=True, **norm, **live),
                 layer.down,
                 layer.down_bias,
                 residual=hidden,
@@ -319,32 +320,23 @@ class ValueModel:
 
     def _attend(
         self,
+        i: int,
         hidden: torch.Tensor,
         square_sums: torch.Tensor,
-        i: int,
-        batch: RaggedBatch,
-        num_rows: torch.Tensor,
-        plan: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        plan: torch.Tensor,
+        batch: RaggedBatch,
         cache: KVCache,
         backend: str,
     ) -> torch.Tensor:
         """The attention output of layer ``i``, [T, Hq * D]; writes keys and values to ``cache``."""
         config, layer, layout = self.config, self.layers[i], batch.layout
-        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
-        live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
+        options: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], norm_eps=config.rms_norm_eps, backend=backend)
+        expected: dict[str, Any] = dict(square_sums=square_sums, expected_rows=batch.expected_rows)
         k_cache, v_cache = cache.keys[i], cache.values[i]
         q, k, v = rope_cache(
-            ragged_linear(
-                hidden,
-                layer.qkv,
-                layer.qkv_bias,
-                square_sums=square_sums,
-                expected_rows=batch.expected_rows,
-                **norm,
-                **live,
-            ),
+            ragged_linear(hidden, layer.qkv, layer.qkv_bias, **expected, **options),
             cos,
             sin,
             layout.slots,
@@ -352,8 +344,7 @@ class ValueModel:
             v_cache,
             num_heads=config.num_heads,
             qk_norm_weight=layer.qk_norm,
-            **norm,
-            **live,
+            **options,
         )
         attended = value_tree_attention(
             q,
@@ -366,30 +357,10 @@ class ValueModel:
             batch.cached_lens,
             layout.q_offsets,
             batch.candidate_lens,
-            parents=batch.layout.parents,
+            parents=layout.parents,
             page_size=batch.page_size,
             plan=plan,
             counters=self._zeros(attention_counters(batch.table_rows.shape[0], config.num_kv_heads)),
             backend=backend,
         )
         return attended.flatten(1)
-
-    def _run_head(
-        self,
-        hidden: torch.Tensor,
-        square_sums: torch.Tensor,
-        token_rows: torch.Tensor,
-        targets: torch.Tensor | None,
-        backend: str,
-    ) -> torch.Tensor:
-        """Final norm and value head of ``token_rows``: fp32 logits, each stored at its target."""
-        return value_head(
-            hidden,
-            *self.head,
-            token_rows=token_rows,
-            norm_eps=self.config.rms_norm_eps,
-            targets=targets,
-            square_sums=square_sums,
-            counters=self._zeros(value_head_counters(len(token_rows))),
-            backend=backend,
-        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from lenvm_kernels.ops.candidate_values import MAX_BINS, candidate_values
 from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
 from lenvm_kernels.types import GuidanceColumns
 from lenvm_kernels.values.checkpoint import local_path
-from lenvm_kernels.values.config import LenVMConfig
+from lenvm_kernels.values.config import LenVMConfig, read_fields
 
 CONFIG_FILE, TENSORS_FILE = "probe_config.json", "probe.safetensors"
 # Default strength. On SmolLM2 and Qwen2.5, 40 brings more answers near their targets than 10, at the same perplexity.
@@ -69,28 +69,6 @@ class ProbeConfig:
         if not 2 <= len(edges) <= MAX_BINS + 1 or not are_tokens or list(edges) != sorted(set(edges)):
             accepted = f"2 to {MAX_BINS + 1} ascending integers of at least 1"
             raise ValueError(f"bin_edges must be {accepted}, got {list(edges)}")
-
-    @classmethod
-    def read(cls, folder: Path) -> ProbeConfig:
-        """Read the configuration in a directory.
-
-        Raises:
-            ValueError: naming the file, what came and what is accepted.
-        """
-        file = folder / CONFIG_FILE
-        names = [field.name for field in fields(cls)]
-        try:
-            given = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(given, dict) or sorted(given) != sorted(names):
-                came = ", ".join(given) if isinstance(given, dict) else type(given).__name__
-                raise ValueError(f"must hold the fields {', '.join(names)}, got {came}")
-            return cls(**given)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
-
-    def write(self, folder: Path) -> None:
-        """Write the configuration to a directory, replacing an existing file."""
-        (folder / CONFIG_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @property
     def state_size(self) -> int:
@@ -257,7 +235,7 @@ def read_probe(folder: Path) -> tuple[ProbeConfig, dict[str, torch.Tensor]]:
         FileNotFoundError: a file is missing.
         ValueError: an invalid configuration, or missing, unexpected or misshapen tensors; the message names them.
     """
-    config = ProbeConfig.read(folder)
+    config = read_fields(ProbeConfig, folder / CONFIG_FILE)
     tensors = load_file(folder / TENSORS_FILE)
     check_tensors(config, tensors)
     return config, tensors
@@ -268,5 +246,5 @@ def write_probe(config: ProbeConfig, tensors: Mapping[str, torch.Tensor], gamma:
     folder.mkdir(parents=True, exist_ok=True)
     check_tensors(config, tensors)
     save_file({name: tensor.half().contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
-    config.write(folder)
+    (folder / CONFIG_FILE).write_text(json.dumps(asdict(config)) + "\n", encoding="utf-8")
     LenVMConfig(gamma, strength=STRENGTH).write(folder)

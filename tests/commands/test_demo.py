@@ -69,8 +69,8 @@ def test_packaged_model_and_its_export(tmp_path, lenvm):
     inputs = packaged.encode(["What is the capital of France?"])
     assert packaged.tokenizer.decode(inputs["input_ids"][0]).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
     guidance = {"value_mode": "centered_exp", "value_scale": -5.0}
-    sampled = sample(packaged, packaged.value_model, inputs, guidance, max_new_tokens=6, top_k=8, min_p=0.02)
-    assert packaged.tokenizer.decode(sampled.tokens[0], skip_special_tokens=True).strip()
+    ((ids, _),) = sample(packaged, packaged.value_model, inputs, guidance, max_new_tokens=6, top_k=8, min_p=0.02)
+    assert packaged.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     code, text, _ = lenvm("export", tmp_path)
     base, value, probe = (line.split(": ")[1] for line in text.splitlines())

@@ -114,35 +114,6 @@ def test_command_enables_the_interpreter(tmp_path):
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-GOOD = str(simplest("value_head", (3, 1), seed=7))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ops", "softmax"], "--ops: invalid choice: 'softmax'"),
-        (["--cases", "0"], "--cases: must be a number above 0, got '0'"),
-        (["--seconds", "soon"], "--seconds: must be a number above 0, got 'soon'"),
-        (["--cases", "1", "--seconds", "1"], "not allowed with"),
-        (["--seed", "-1"], "--seed: must be an integer"),
-        (["--against", "value_head"], "--against must be MODULE:FUNCTION, got 'value_head'"),
-        (["--against", "no.such:value_head"], "No module named 'no'"),
-        (["--against", f"{FAULTS}:none"], "--against must be MODULE:FUNCTION, but"),
-        (["--against", f"{FAULTS}:fails"], "a function of an operator's name, or --ops must name one"),
-        (["--only", "dtype"], "--only must be OPTION=VALUE with an option of drafts, parents, dtype"),
-        (["--ops", "value_head", "--only", "dtype=int8"], "dtype of value_head must be of float32, bfloat16, float16"),
-        (["--json", "no/such.json"], "--json must be a file in an existing directory, got 'no/such.json'"),
-        (["--replay", GOOD[:-1]], "a case must be a line of JSON that a failure has printed"),
-        (["--replay", GOOD.replace("value_head", "softmax")], "a case must be a line of JSON"),
-        (["--replay", GOOD.replace("size", "width")], "a case must be a line of JSON"),
-        (["--replay", GOOD.replace("float32", "int8")], "dtype of value_head must be of ['float32', "),
-    ],
-)
-def test_bad_arguments_print_one_line(fuzz, arguments, message):
-    code, out, err = fuzz(*arguments)
-    assert code == 2 and message in err and err.count("\n") == 1 and not out
-
-
 @pytest.mark.parametrize("rows", [500, (3, 1)])
 def test_case_round_trips_through_its_line(rows):
     case = simplest("value_head", rows, seed=7)

@@ -10,8 +10,8 @@ from transformers import GPT2Config, MambaConfig, Qwen3MoeConfig
 
 from lenvm_kernels.loading.prompts import Prompt
 from lenvm_kernels.train import cost, probe
-from lenvm_kernels.train.answers import Answer, AnswerStore
-from lenvm_kernels.train.collect import Plan
+from lenvm_kernels.train.answers import AnswerStore, SampledAnswer
+from lenvm_kernels.train.collect import CollectionPlan
 from lenvm_kernels.train.measures import lengths, measure
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.train.standardized import StandardizedLinear
@@ -20,7 +20,7 @@ from tests.helpers.models import TINY, WORDS, save_checkpoint
 
 
 def answer(length, finished=True, limit=10, prompt=0, sample=0, guided=0):
-    return Answer(prompt, sample, 5 if guided else None, guided, limit, [7] * length, finished)
+    return SampledAnswer(prompt, sample, 5 if guided else None, guided, limit, [7] * length, finished)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,9 @@ def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
     monkeypatch.setattr(cost, "kv_bytes", lambda config: 1_000_000)
     monkeypatch.setattr(cost.AutoConfig, "from_pretrained", lambda **_: GPT2Config(n_embd=64))
     prompts = [Prompt("a", "train"), Prompt("b", "train"), Prompt("c", "train"), Prompt("d", "test")]
-    plan = Plan("base", None, prompts, samples=5, max_new_tokens=200, sampling={}, seed=0, rows=10, dtype="bfloat16")
+    plan = CollectionPlan(
+        "base", None, prompts, samples=5, max_new_tokens=200, sampling={}, seed=0, rows=10, dtype="bfloat16"
+    )
     how = Fitting(kind, None, 2, 1e-3, None, 1000, rank, 8, 8, False, 100, 0, "cpu", "float32")
     table = cost.estimate(plan, how, 2, *sizes, [30, 50, 40, 40]).splitlines()[-4:]
     found = [[float(cell) for cell in line.split("|")[2:-1]] for line in table]

@@ -1,5 +1,7 @@
 """Requests of a value model with a cache of scattered pages, against plain forwards of ``transformers``."""
 
+from dataclasses import replace
+
 import torch
 
 from lenvm_kernels.values import KVCache, RaggedBatch
@@ -36,7 +38,7 @@ class Requests:
         page = self.table[self.table_rows[request], position // self.page_size].item()
         return page * self.page_size + position % self.page_size
 
-    def batch(self, deltas, candidates, width=None, spare_deltas=0, parents=None):
+    def batch(self, deltas, candidates, width=None, spare_deltas=0, parents=None, images=None):
         """The ragged batch of these deltas and candidates, with room for ``spare_deltas`` more delta tokens."""
         width = max(map(len, candidates)) if width is None else width
         i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=self.value_model.device)  # noqa: E731
@@ -56,6 +58,7 @@ class Requests:
             self.table_rows,
             candidate_parents=None if parents is None else padded(parents),
             page_size=self.page_size,
+            images=images,
             backend=self.backend,
         )
 
@@ -67,10 +70,10 @@ class Requests:
     def step_rows(self, deltas, candidates, **layout):
         """Values of the candidates, and values of all rows."""
         batch = self.batch(deltas, candidates, **layout)
-        model, row = self.value_model, torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
-        hidden, square_sums = model._run_layers(batch, self.cache, self.backend)
+        row = torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
         live_rows = torch.where(row < batch.layout.q_offsets[-1:], row, -1)
-        rows = model._run_head(hidden, square_sums, live_rows, None, self.backend)
+        every = batch.layout._replace(candidate_rows=live_rows[None], head_rows=live_rows, head_targets=row)
+        rows = self.value_model.forward(replace(batch, layout=every), self.cache, backend=self.backend)[0]
         self.append(deltas)
         return torch.where(batch.layout.candidate_rows < 0, 0.0, rows[batch.layout.candidate_rows]), rows
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.values import KVCache, LenVMConfig, RaggedBatch, ValueModel
-from tests.helpers.models import random_pair, value_logits
+from tests.helpers.models import VOCAB, random_pair, value_logits
 
 FORMS = {
     "softplus": LenVMConfig(gamma=0.99, target_form="length", length_normalizer=100.0),
@@ -172,19 +172,31 @@ def test_model_of_discounted_returns_keeps_its_head_outputs(checkpoint, pair):
     assert not torch.allclose(z, forward(length_model))
 
 
+NINE, NEAR = {"target_length": 9}, {"target_length": 9, "op": "le_near"}
+
+
 @pytest.mark.parametrize(
-    ("config", "requests", "gammas", "scales"),
+    ("config", "requests", "explicit"),
     [
-        (LenVMConfig(gamma=0.9), [{"target_length": 9}, {"target_length": 9, "gamma": 0.8}], [0.9, 0.8], [5, 5]),
-        (LenVMConfig(gamma=0.95), [parse_guidance({"scale": 2, "gamma": 0.7}), {"scale": 2}], [0.7, 0.95], [2, 2]),
-        (LenVMConfig(strength=8.5), [{"target_length": 9}, {"target_length": 9, "strength": 2}], [0.997] * 2, [8.5, 2]),
-        (LenVMConfig(strength=8.5), [{"target_length": 9, "op": "le_near"}, None], [0.997] * 2, [8.5, 1]),
+        (LenVMConfig(gamma=0.9), [NINE, NINE | {"gamma": 0.8}], [NINE | {"gamma": 0.9}, NINE | {"gamma": 0.8}]),
+        (LenVMConfig(strength=8.5), [NINE, NINE | {"strength": 2}], [NINE | {"strength": 8.5}, NINE | {"strength": 2}]),
+        (LenVMConfig(strength=8.5), [NEAR, None], [NEAR | {"strength": 8.5}, None]),
+        (
+            LenVMConfig(gamma=0.8),
+            [NEAR, parse_guidance(NEAR | {"gamma": 0.7})],
+            [NEAR | {"gamma": g} for g in (0.8, 0.7)],
+        ),
     ],
 )
-def test_transformers_requests_get_the_defaults_of_the_value_model(pair, config, requests, gammas, scales):
-    value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
-    mask = torch.ones(2, 4, dtype=torch.int64)
-    processor = LenVMLogitsProcessor(pair[0], value_model, requests, mask, max_new_tokens=4)
-    columns = processor._step.table.columns
-    torch.testing.assert_close(columns.nats_per_token[:2], -torch.tensor(gammas).log())
-    assert columns.scale[:2].tolist() == scales
+def test_transformers_requests_get_the_defaults_of_the_value_model(pair, config, requests, explicit):
+    def probs(config, requests):
+        value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
+        ids = torch.tensor([[5, 6, 7, 8]] * 2)
+        options = dict(max_new_tokens=4, record=True)
+        processor = LenVMLogitsProcessor(pair[0], value_model, requests, torch.ones_like(ids), **options)
+        processor(ids, torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0)))
+        return processor.records[0].guided_probs
+
+    found = probs(config, requests)
+    assert torch.equal(found, probs(LenVMConfig(), explicit))
+    assert not torch.allclose(found[0], probs(LenVMConfig(), requests)[0])

@@ -18,13 +18,9 @@ VARIANTS = {
     "plain": dict(r=3, lora_alpha=5, target_modules=EVERY_MATRIX),
     "of one layer": dict(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"], layers_to_transform=[1]),
     "rank-stabilised": dict(
-        r=4,
-        lora_alpha=3,
-        use_rslora=True,
-        rank_pattern={"up_proj": 6},
-        init_lora_weights="gaussian",
-        target_modules=["v_proj", "up_proj"],
+        r=4, lora_alpha=3, use_rslora=True, rank_pattern={"up_proj": 6}, target_modules=["up_proj"]
     ),
+    "gaussian at first": dict(r=4, lora_alpha=3, init_lora_weights="gaussian", target_modules=["v_proj"]),
     "ranks that differ": dict(r=2, lora_alpha=7, rank_pattern={"k_proj": 5}, target_modules=["k_proj", "o_proj"]),
     "orthogonal at first": dict(r=4, lora_alpha=3, init_lora_weights="orthogonal", target_modules=["q_proj"]),
     "minor components": dict(r=3, lora_alpha=2, init_lora_weights="mica", target_modules=["up_proj"]),
@@ -91,12 +87,11 @@ def test_value_model_of_the_demo(tmp_path, monkeypatch):
     save_file(other, tmp_path / "other.safetensors")
     monkeypatch.setattr(demo_models, "model_path", lambda: tmp_path / "base")
     monkeypatch.setattr(demo_models, "VALUE", tmp_path / "value")
-    got, tokenizer = demo_models.load_value_model("demo", device="cpu", dtype=torch.float32)
+    options = dict(device="cpu", dtype=torch.float32, gamma=None)
+    got, tokenizer = demo_models.load_value_model("demo", None, **options)
     assert_same(got, expected)
     assert got.lenvm_config.gamma == 0.9 and tokenizer is None
-    got, _ = demo_models.load_value_model(
-        "demo", str(tmp_path / "other.safetensors"), device="cpu", dtype=torch.float32
-    )
+    got, _ = demo_models.load_value_model("demo", str(tmp_path / "other.safetensors"), **options)
     assert_same(got, ValueModel.from_causal_lm(model, other))
 
 
@@ -132,76 +127,67 @@ def test_sums_are_rounded_once(tmp_path):
     assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("peft_type", "LOHA", "peft_type in .* must be 'LORA', got 'LOHA'"),
-        ("use_dora", True, "use_dora in .* must be False, got True"),
-        ("fan_in_fan_out", True, "fan_in_fan_out in .* must be False, got True"),
-        ("alpha_pattern", {"q_proj": 2}, "alpha_pattern in .* must be {}, got {'q_proj': 2}"),
-        ("init_lora_weights", "pissa_niter_4", "must be True or False or 'gaussian' or .*, got 'pissa_niter_4'"),
-        ("init_lora_weights", "lora_ga", "init_lora_weights in .*, got 'lora_ga'"),
-        ("alora_invocation_tokens", [5, 7], r"alora_invocation_tokens in .* must be absent, got \[5, 7\]"),
-        ("lora_alpha", "8", "lora_alpha in .* must be a number, got '8'"),
-    ],
-)
-def test_other_methods_are_rejected(field, value, message, tmp_path):
-    model, head = random_pair("llama")
-    adapted(model, tmp_path, **VARIANTS["plain"])
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {field: value}))
-    with pytest.raises(ValueError, match=message):
-        ValueModel.from_causal_lm(model, head, adapter=tmp_path)
+def change_tensors(change):
+    def apply(folder):
+        file = folder / "adapter_model.safetensors"
+        tensors = change(load_file(file))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+
+    return apply
+
+
+def field(**fields):
+    def apply(folder):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return apply
 
 
 def renamed(old, new):
-    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    return change_tensors(lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()})
 
 
 def without(part):
-    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
+    return change_tensors(lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name})
+
+
+def narrowed(end, columns):
+    return change_tensors(lambda tensors: {n: x[:, :columns] if n.endswith(end) else x for n, x in tensors.items()})
+
+
+EXTRA = change_tensors(lambda tensors: tensors | {"base_model.model.model.extra.weight": torch.zeros(2)})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            renamed("layers.1", "layers.7"),
-            r"adds \[48, 80\] to model.layers.7.mlp.down_proj.weight, and the backbone has none",
-        ),
+        (field(peft_type="LOHA"), "peft_type in .* must be 'LORA', got 'LOHA'"),
+        (field(use_dora=True), "use_dora in .* must be False, got True"),
+        (field(fan_in_fan_out=True), "fan_in_fan_out in .* must be False, got True"),
+        (field(alpha_pattern={"q_proj": 2}), "alpha_pattern in .* must be {}, got {'q_proj': 2}"),
+        (field(init_lora_weights="pissa_niter_4"), "must be True or False or 'gaussian' or .*, got 'pissa_niter_4'"),
+        (field(init_lora_weights="lora_ga"), "init_lora_weights in .*, got 'lora_ga'"),
+        (field(alora_invocation_tokens=[5, 7]), r"alora_invocation_tokens in .* must be absent, got \[5, 7\]"),
+        (field(lora_alpha="8"), "lora_alpha in .* must be a number, got '8'"),
+        (renamed("layers.1", "layers.7"), r"adds \[48, 80\] to model.layers.7.mlp.down_proj.weight, .* has none"),
         (renamed("layers.1.mlp.up_proj", "layers.1.mlp.gate"), "and the backbone has none"),
         (without("layers.1.mlp.up_proj.lora_B"), r"layers.1.mlp.up_proj in .* got \[3, 48\] and none"),
         (without("layers.0.self_attn.q_proj.lora_A"), "pairs of lora_A.weight and lora_B.weight, got model.layers.0"),
         (renamed("lora_B.weight", "lora_embedding_B"), r"layers.0.mlp.down_proj in .* got \[3, 80\] and none"),
+        (narrowed("lora_B.weight", 2), r"lora_A \[r, in\] and lora_B \[out, r\], got \[3, 80\] and \[48, 2\]"),
         (
-            lambda tensors: {name: x[:, :2] if name.endswith("lora_B.weight") else x for name, x in tensors.items()},
-            r"lora_A \[r, in\] and lora_B \[out, r\], got \[3, 80\] and \[48, 2\]",
+            narrowed("q_proj.lora_A.weight", 40),
+            r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.* has one \[48, 48\]",
         ),
-        (
-            lambda tensors: {
-                name: x[:, :40] if name.endswith("q_proj.lora_A.weight") else x for name, x in tensors.items()
-            },
-            r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.weight, and the backbone has one \[48, 48\]",
-        ),
-        (
-            lambda tensors: tensors | {"base_model.model.model.extra.weight": torch.zeros(2)},
-            "unexpected .*extra.weight",
-        ),
+        (EXTRA, "unexpected .*extra.weight"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json is missing"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
     ],
 )
-def test_tensors_that_do_not_fit_are_rejected(change, message, tmp_path):
+def test_broken_adapter_is_rejected(change, message, tmp_path):
     model, head = random_pair("llama")
     adapted(model, tmp_path, **VARIANTS["plain"])
-    file = tmp_path / "adapter_model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in change(load_file(file)).items()}, file)
-    with pytest.raises(ValueError, match=message):
-        ValueModel.from_causal_lm(model, head, adapter=tmp_path)
-
-
-@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
-def test_missing_file_is_named(missing, tmp_path):
-    model, head = random_pair("llama")
-    adapted(model, tmp_path, **VARIANTS["plain"])
-    (tmp_path / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{missing} is missing"):
+    change(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         ValueModel.from_causal_lm(model, head, adapter=tmp_path)

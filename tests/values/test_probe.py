@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lenvm_kernels
@@ -66,14 +66,10 @@ def test_network_matches_torch_functions(probe, folder, base):
     """From the stored tensors, in fp64; the value is the mean over the bins."""
     stored = {name: tensor.double() for name, tensor in load_file(folder / TENSORS_FILE).items()}
     embedding, states = base.get_input_embeddings().weight.double(), states_of(probe, 2)
-    scale, shift = nn.functional.linear(states.double(), stored["projection.weight"], stored["projection.bias"]).chunk(
-        2, 1
-    )
-    e = nn.functional.linear(embedding[[5, 7]], stored["embedding.weight"], stored["embedding.bias"])
-    hidden = nn.functional.silu(
-        nn.functional.linear(nn.functional.silu(shift + scale * e), stored["fc.weight"], stored["fc.bias"])
-    )
-    probs = nn.functional.linear(hidden, stored["bins.weight"], stored["bins.bias"]).softmax(1)
+    scale, shift = F.linear(states.double(), stored["projection.weight"], stored["projection.bias"]).chunk(2, 1)
+    e = F.linear(embedding[[5, 7]], stored["embedding.weight"], stored["embedding.bias"])
+    hidden = F.silu(F.linear(F.silu(shift + scale * e), stored["fc.weight"], stored["fc.bias"]))
+    probs = F.linear(hidden, stored["bins.weight"], stored["bins.bias"]).softmax(1)
     edges = torch.tensor(probe.config.bin_edges).double()
     values = probs @ (1 - 0.99 ** ((edges[:-1] + edges[1:] - 1) / 2))
     rows = dict(table_rows=torch.tensor([0, 0]), generated=torch.zeros(2).int())
@@ -107,7 +103,7 @@ def test_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
     torch.testing.assert_close(output.probs, again, rtol=0, atol=1e-6)
     # Lengths are predicted from the mean, not from the guiding value.
     place = output.candidates.token_ids[3].tolist().index(int(output.tokens[3]))
-    length = nn.functional.softplus(mean[2, place]) / -math.log(0.99) * (int(output.tokens[3]) != EOS)
+    length = F.softplus(mean[2, place]) / -math.log(0.99) * (int(output.tokens[3]) != EOS)
     torch.testing.assert_close(output.remaining_lengths[3], length, rtol=1e-3, atol=1e-3)
     assert output.remaining_lengths[:3].isnan().all() and (expected[2] - mean[2]).abs().max() > 0.1
 
@@ -128,39 +124,36 @@ def test_every_node_of_drafts_has_states(probe):
     torch.testing.assert_close(output.value_logits[existing], expected[existing], rtol=1e-4, atol=1e-4)
 
 
+FLOAT32 = r"batch.states must be (a tensor )?float32 \[2, \d+\] on cpu, got "
+
+
 @pytest.mark.parametrize(
-    ("states", "message"),
+    ("change", "message"),
     [
-        (None, r"batch.states must be a tensor float32 \[2, \d+\] on cpu, got NoneType"),
-        (torch.zeros(2, 5), r"batch.states must be float32 \[2, \d+\] on cpu, got float32 \[2, 5\]"),
-        ("half", r"batch.states must be float32 .* got float16"),
-        ("fewer", r"batch.states must be float32 \[2, \d+\] on cpu, got float32 \[1, "),
+        (lambda states: None, f"{FLOAT32}NoneType"),
+        (lambda states: states[:, :5], rf"{FLOAT32}float32 \[2, 5\]"),
+        (lambda states: states.half(), f"{FLOAT32}float16"),
+        (lambda states: states[:1], rf"{FLOAT32}float32 \[1, "),
     ],
 )
-def test_states_are_checked(probe, states, message):
-    step, _ = make_step(probe)
-    step.add_request(0, parse_guidance(NEAR), {EOS})
-    given = (
-        {"half": states_of(probe, 2).half(), "fewer": states_of(probe, 1)}.get(states)
-        if isinstance(states, str)
-        else states
-    )
+def test_states_are_checked(probe, change, message):
+    batch = torch.tensor([5, 6]), torch.tensor([0, 1]), torch.tensor([3, 3]).int()
     with pytest.raises((TypeError, ValueError), match=message):
-        batch = torch.tensor([5, 6]), torch.tensor([0, 1]), torch.tensor([3, 3]).int()
-        take_step(step, random_scores(2).softmax(1), *batch, states=given, **SAMPLING)
+        take_step(
+            make_step(probe)[0], random_scores(2).softmax(1), *batch, states=change(states_of(probe, 2)), **SAMPLING
+        )
 
 
-def test_unsupported_arguments_with_a_probe_are_rejected(probe):
+def test_unsupported_arguments_are_rejected(probe):
     step, _ = make_step(probe)
     with pytest.raises(ValueError, match=r"value_min must be absent with near and a probe, got 0.5"):
         step.add_request(0, parse_guidance(NEAR | {"value_min": 0.5}), {EOS})
     step.add_request(0, parse_guidance(GUIDANCE[4] | {"value_min": 0.5}), {EOS})
-    plain, _ = make_step(None)
+    batch = torch.tensor([5]), torch.tensor([0]), torch.tensor([3]).int()
     with pytest.raises(
         ValueError, match=r"batch.states must be None unless values are made of the base model's states"
     ):
-        batch = torch.tensor([5]), torch.tensor([0]), torch.tensor([3]).int()
-        take_step(plain, random_scores(1).softmax(1), *batch, states=states_of(probe, 1), **SAMPLING)
+        take_step(make_step(None)[0], random_scores(1).softmax(1), *batch, states=states_of(probe, 1), **SAMPLING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,15 +174,8 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
     for number, record in enumerate(processor.records):
         rows = [row for row in range(3) if EOS not in output[row, 6 : 6 + number]]
         starts = (mask == 0).sum(1).tolist()
-        asked = [
-            (
-                guidance[row],
-                6 - starts[row],
-                output[row, starts[row] : 6 + number].tolist(),
-                record.token_ids[row].tolist(),
-            )
-            for row in rows
-        ]
+        sequences = {row: output[row, starts[row] : 6 + number].tolist() for row in rows}
+        asked = [(guidance[row], 6 - starts[row], sequences[row], record.token_ids[row].tolist()) for row in rows]
         expected = probe_values(tmp_path, folder, asked)
         tolerance = dict(rtol=1e-3, atol=1e-3) if dtype == torch.float32 else dict(rtol=0.1, atol=0.15)
         torch.testing.assert_close(record.value_logits[rows], expected, **tolerance)
@@ -210,7 +196,7 @@ def test_output_lengths_are_predicted_from_the_first_tokens(base, probe):
         base(ids[row : row + 1, mask[row] == 1])
         operands = states.take(), output[row, None, 4:5].int(), table_of([NEAR | {"gamma": gamma}])
         _, mean = probe.value_logits(*operands, table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
-        assert lengths[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
+        assert lengths[row] == pytest.approx(1 + F.softplus(mean).item() / -math.log(gamma), abs=5e-3)
     assert lengths[2:] == [None, 1.0]
 
 
@@ -229,16 +215,14 @@ def test_exact_probe_meets_targets(base, tmp_path):
     rows = dict(table_rows=torch.tensor([0, 1]), generated=torch.zeros(2).int())
     table = table_of([NEAR | {"target_length": 3}, NEAR | {"target_length": 45}])
     logits, _ = probe.value_logits(states_of(probe, 2), torch.tensor([[20, 21]] * 2), table, **rows)
-    lengths = nn.functional.softplus(logits) / -math.log(0.99)
+    lengths = F.softplus(logits) / -math.log(0.99)
     distance = ((lengths + 2) / (torch.tensor([[3.0], [45.0]]) + 2)).log().abs()
     assert distance[0, 0] < 0.4 < 2 < distance[0, 1] and distance[1, 1] < 0.4 < 2 < distance[1, 0]
 
 
 def test_hooks_are_removed_with_their_states():
-    model, inputs = (
-        random_model(LlamaForCausalLM, LlamaConfig(**TINY | {"num_hidden_layers": 3})),
-        torch.tensor([[5, 6, 7]]),
-    )
+    model = random_model(LlamaForCausalLM, LlamaConfig(**TINY | {"num_hidden_layers": 3}))
+    inputs = torch.tensor([[5, 6, 7]])
     hidden = model(inputs, output_hidden_states=True).hidden_states
 
     def hooks():
@@ -257,47 +241,50 @@ def test_hooks_are_removed_with_their_states():
     assert hooks() == before
 
 
+def dropped(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def replaced(name, *shape):
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"layers": [4]}, r"probe_config.json: layers must be of 1 to num_layers = 3, got \[4\]"),
         ({"bin_edges": [1, 1]}, r"bin_edges must be 2 to 65 ascending integers of at least 1, got \[1, 1\]"),
         ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
-        ({"more": 1}, "must hold the fields base, layers, .*, got .*more"),
+        ({"more": 1}, "more in .*probe_config.json is not a field"),
+        ({"layers": None, "base": None}, "probe_config.json must have the fields base, layers"),
         ({"num_layers": 5}, "the base model must be 'tiny' with 5 layers, got one with 3"),
         ({"hidden_size": 24}, r"projection.weight must be \[32, 24\], got \[32, 48\]"),
         ({"vocab_size": 500}, "the base model must be 'tiny' with 500 tokens, got one with"),
         ({"embedding_hash": "0"}, "the base model must be 'tiny', got one with another embedding"),
+        (dropped("fc.bias"), "tensors must be projection.weight, .*, got"),
+        (replaced("fc.bias", 3), r"fc.bias must be \[24\], got \[3\]"),
+        (replaced("bins.weight", 3, 24), r"bins.weight must be \[7, 24\], got \[3, 24\]"),
     ],
 )
-def test_another_base_model_is_rejected(base, tmp_path, change, message):
+def test_probe_that_does_not_fit_is_rejected(base, tmp_path, change, message):
+    """Changes of the stored configuration (None removes a field), or of the tensors."""
     write_random_probe(tmp_path, base)
-    file = tmp_path / CONFIG_FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    if callable(change):
+        tensors = load_file(tmp_path / TENSORS_FILE)
+        change(tensors)
+        save_file(tensors, tmp_path / TENSORS_FILE)
+    else:
+        fields = json.loads((tmp_path / CONFIG_FILE).read_text()) | change
+        (tmp_path / CONFIG_FILE).write_text(json.dumps({name: x for name, x in fields.items() if x is not None}))
     with pytest.raises(ValueError, match=message):
         LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
 
 
-def test_base_model_of_another_size_is_rejected(probe):
-    with pytest.raises(
-        ValueError, match="the base model must be 'tiny' with 48 columns in its embedding, got one with 24"
-    ):
+def test_base_model_and_dtype_of_a_probe_are_checked(probe, folder):
+    with pytest.raises(ValueError, match="with 48 columns in its embedding, got one with 24"):
         probe.config.check_base(3, torch.zeros(VOCAB, 24))
-
-
-def test_tensors_are_checked_by_name(base, tmp_path):
-    write_random_probe(tmp_path, base)
-    stored = load_file(tmp_path / TENSORS_FILE)
-    for changed, message in (
-        ({name: x for name, x in stored.items() if name != "fc.bias"}, "tensors must be projection.weight, .*, got"),
-        (stored | {"fc.bias": torch.zeros(3)}, r"fc.bias must be \[24\], got \[3\]"),
-        (stored | {"bins.weight": torch.zeros(3, 24)}, r"bins.weight must be \[7, 24\], got \[3, 24\]"),
-    ):
-        save_file(changed, tmp_path / TENSORS_FILE)
-        with pytest.raises(ValueError, match=message):
-            LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
     with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):
-        LengthProbe(LengthProbe.from_pretrained.__self__, stored, torch.zeros(2, 2), dtype=torch.float64)
+        LengthProbe(probe.config, load_file(folder / TENSORS_FILE), torch.zeros(VOCAB, 48), dtype=torch.float64)
 
 
 def test_mixture_of_experts(tmp_path, put_into_cache):

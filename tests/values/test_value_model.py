@@ -10,6 +10,7 @@ from bench.models import make_config
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import choose_tile, num_splits
 from lenvm_kernels.values import KVCache, RaggedBatch, ValueModel
+from lenvm_kernels.values import model as value_model_module
 from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, random_pair, value_model_of
 from tests.helpers.value_requests import (
     ATOL,
@@ -146,30 +147,6 @@ def test_candidate_trees_equal_transformers(qwen2, rows, seed):
             torch.testing.assert_close(z[i, j], expected, rtol=0, atol=ATOL)
 
 
-def test_parent_that_is_no_earlier_candidate_is_ignored(qwen2):
-    requests = Requests(qwen2[2], rows=1)
-    requests.step([[1, 2, 3]], [[]])
-    z = [
-        qwen2[2].forward(requests.batch([[4]], [[5, 6, 7]], parents=[parents]), requests.cache)
-        for parents in ([-1, -1, 0], [0, 2, 0], [9, 5, 0])
-    ]
-    for malformed in z[1:]:
-        torch.testing.assert_close(malformed, z[0], rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 8, 9, 16, 17])
-def test_positions_in_chain_of_candidates(qwen2, depth):
-    """A chain, a flat tree, and a tree of invalid parents."""
-    requests = Requests(qwen2[2], rows=3)
-    parents = [list(range(-1, depth - 1)), [-1] * depth, [-7, *range(1, depth)]]
-    candidates = [[1] * depth] * 3
-    batch = requests.batch([[3, 4], [5], [6]], candidates, parents=parents, spare_deltas=2)
-    flat = [0, *[1] * depth]
-    assert batch.layout.positions.tolist() == [*range(2 + depth), *flat, *flat, 0, 0]
-    chain = [-1, *range(2, 1 + depth)]
-    assert batch.layout.parents.tolist() == [-1, -1, *chain, *[-1] * (2 * depth + 4)]
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_epsilon_of_norms(architecture):
     """With a large epsilon, every norm of the forward must use it, including norms of queries and keys."""
@@ -192,9 +169,10 @@ def test_bfloat16(loaded, tmp_path):
     torch.testing.assert_close(z_half, z, rtol=0, atol=0.2)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_triton_backend(architecture, device):
-    """The forward with Triton kernels in every operator, with a head width that they support."""
+@pytest.mark.parametrize(("architecture", "counters"), [("qwen3", value_model_module.COUNTERS), ("llama", 1)])
+def test_triton_backend(architecture, counters, device, monkeypatch):
+    """Triton kernels in every operator, with a head width that they support; also with more counters than are held."""
+    monkeypatch.setattr(value_model_module, "COUNTERS", counters)
     model_class, config = ARCHITECTURES[architecture]
     config = type(config)(**{**TINY, "num_hidden_layers": 1}, head_dim=64)
     model, head = random_model(model_class, config), random_head()
@@ -247,9 +225,3 @@ def test_sizes_of_every_tile():
     sizes = value_model.sizes_of_every_tile(2000)
     assert {tiles(tokens) for tokens in sizes} == {tiles(tokens) for tokens in range(1, 2001)}
     assert len(sizes) == len({tiles(tokens) for tokens in sizes}) > len({tiles(tokens)[0] for tokens in sizes})
-
-
-def test_requests_for_more_counters_than_held_return_none(qwen2):
-    _, _, value_model = qwen2
-    held = len(value_model._counters)
-    assert value_model._zeros(held) is value_model._counters and value_model._zeros(held + 1) is None

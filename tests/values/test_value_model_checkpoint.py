@@ -61,14 +61,50 @@ def test_variants_of_architectures(tmp_path, model_class, config):
         assert value_model.config.rope_inv_freq != plain.rope_inv_freq
 
 
-@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_tied_embeddings_are_saved_under_one_of_two_names(tmp_path, kept):
-    model, head = random_model(LlamaForCausalLM, LlamaConfig(**{**TINY, "tie_word_embeddings": True})), random_head()
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[kept] = tensors.pop("model.embed_tokens.weight")
-    save_file(tensors, tmp_path / "model.safetensors")
-    check_checkpoint(tmp_path, model, head, head)
+# Heads in a checkpoint (seeds by file), the argument ``head``, and the seed of the head in use, or an error.
+HEADS = [
+    ({"value_head.safetensors": 1}, None, 1),
+    ({"value_head.bin": 1}, None, 1),
+    ({"length-head.bin": 1}, None, 1),
+    ({"length-head.safetensors": 1}, None, 1),
+    ({"value_head.safetensors": 1, "length-head.bin": 2}, None, 1),
+    ({"value_head.bin": 1, "another.safetensors": 2}, None, 1),
+    (
+        {"length-head.bin": 1, "another.safetensors": 2},
+        None,
+        r"must have one .*, got another\.safetensors, length-head",
+    ),
+    ({"model.safetensors": 1, "value_head.safetensors": 2}, None, 1),
+    ({"model.safetensors": 2, "value_head.safetensors": 3, "given.bin": 1}, "given.bin", 1),
+    ({"model.safetensors": 2}, random_head(1), 1),
+    ({}, None, r"missing v_head\.fc\.weight, .*head="),
+    ({}, "nowhere.safetensors", r"nowhere\.safetensors must be an existing \.safetensors or \.bin file"),
+    ({}, {**random_head(), "v_head.extra": torch.zeros(1)}, r"unexpected v_head\.extra"),
+    ({}, "model.safetensors", r"head must hold only v_head\.\* tensors, got .*\(27 in all\)"),
+    ({}, "training_args.bin", r"training_args\.bin must hold tensors by name, and nothing else"),
+    ({"value_head.pt": 1}, "value_head.pt", r"value_head\.pt must be an existing \.safetensors or \.bin file"),
+]
+
+
+@pytest.mark.parametrize(("files", "given", "used"), HEADS)
+def test_heads(tmp_path, files, given, used):
+    """Heads are found under any file name, next to files without a head."""
+    random_model(*ARCHITECTURES["qwen2"]).save_pretrained(tmp_path)
+    torch.save({"v_head.fc.bias": Path("x")}, tmp_path / "training_args.bin")  # torch.load rejects it with weights_only
+    torch.save({"v_head.fc.bias": torch.ones(1), "step": torch.ones(1)}, tmp_path / "a.bin")
+    save_file({"v_heads": torch.ones(1)}, tmp_path / "b.safetensors")
+    (tmp_path / "c.safetensors").write_text("cut off")
+    for name, seed in files.items():
+        others = load_file(tmp_path / name) if name == "model.safetensors" else {}
+        save = save_file if name.endswith(".safetensors") else torch.save
+        save({**others, **random_head(seed)}, tmp_path / name)
+    given = tmp_path / given if isinstance(given, str) else given
+    if isinstance(used, str):
+        with pytest.raises((ValueError, FileNotFoundError), match=used):
+            ValueModel.from_pretrained(tmp_path, given)
+    else:
+        found = ValueModel.from_pretrained(tmp_path, given).head[1:]
+        assert all(map(torch.equal, found, list(random_head(used).values())[1:]))
 
 
 def test_shards_that_include_the_head(tmp_path):
@@ -83,44 +119,27 @@ def test_shards_that_include_the_head(tmp_path):
     check_checkpoint(tmp_path, model, head)
 
 
-def test_precedence_of_heads(tmp_path):
-    """The argument takes precedence over the shards, and the shards over a separate file."""
-    model = random_model(*ARCHITECTURES["qwen2"])
-    given_head, shard_head, file_head = (random_head(seed) for seed in (11, 12, 13))
+NAMINGS = {
+    "transformers": lambda name: name,
+    "none": lambda name: name.removeprefix("model."),
+    "pretrained": lambda name: f"pretrained_model.{name}",
+    "text": lambda name: name.replace("model.", "model.language_model.", 1),
+    "pretrained-text": lambda name: "pretrained_model." + name.replace("model.", "model.language_model.", 1),
+}
+
+
+@pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
+@pytest.mark.parametrize("kept", [None, "lm_head.weight", "model.embed_tokens.weight"])
+def test_names_of_tensors(tmp_path, naming, kept):
+    """Prefixes of trainers and multimodal models, rotary buffers of old files, and both names of tied weights."""
+    model = random_model(LlamaForCausalLM, LlamaConfig(**{**TINY, "tie_word_embeddings": kept is not None}))
     model.save_pretrained(tmp_path)
-    save_file(file_head, tmp_path / "value_head.safetensors")
-    save_file(given_head, tmp_path / "given.safetensors")
-    check_checkpoint(tmp_path, model, file_head)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, **shard_head}, tmp_path / "model.safetensors")
-    check_checkpoint(tmp_path, model, shard_head)
-    check_checkpoint(tmp_path, model, given_head, tmp_path / "given.safetensors")
-    check_checkpoint(tmp_path, model, given_head, given_head)
-
-
-@pytest.mark.parametrize("name", ["value_head.bin", "length-head.bin", "length-head.safetensors"])
-def test_heads_with_other_file_names(tmp_path, name):
-    """Heads are found under any file name, next to files without a head; the default name takes precedence."""
-    (model, head), (other, given) = random_pair("qwen2"), (random_head(seed) for seed in (12, 13))
-    model.save_pretrained(tmp_path)
-    save = torch.save if name.endswith(".bin") else save_file
-    save(head, tmp_path / name)
-    torch.save({"v_head.fc.bias": Path("x")}, tmp_path / "training_args.bin")  # torch.load rejects it with weights_only
-    torch.save({"v_head.fc.bias": torch.ones(1), "step": torch.ones(1)}, tmp_path / "a.bin")
-    save_file({"v_heads": torch.ones(1)}, tmp_path / "b.safetensors")
-    (tmp_path / "c.safetensors").write_text("cut off")
-    check_checkpoint(tmp_path, model, head)
-    check_checkpoint(tmp_path, model, head, tmp_path / name)
-    with pytest.raises(ValueError, match=r"training_args\.bin must hold tensors by name, and nothing else"):
-        ValueModel.from_pretrained(tmp_path, tmp_path / "training_args.bin")
-    save_file(other, tmp_path / "another.safetensors")
-    if name == "value_head.bin":
-        check_checkpoint(tmp_path, model, head)
-    else:
-        with pytest.raises(ValueError, match=rf"{tmp_path} must have one .*, got another\.safetensors, {name}"):
-            ValueModel.from_pretrained(tmp_path)
-    save_file(given, tmp_path / "value_head.safetensors")
-    check_checkpoint(tmp_path, model, given)
+    if kept is not None:
+        tensors[kept] = tensors.pop("model.embed_tokens.weight")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file({naming(name): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path, model, random_head(), random_head())
 
 
 def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_cache):
@@ -156,46 +175,6 @@ def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_c
     (adapted / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/no/such"}))
     with pytest.raises(FileNotFoundError, match=r"base_model_name_or_path in .*adapted/.* got '/no/such'"):
         ValueModel.from_pretrained(adapted)
-
-
-def test_backbone_without_prefix(tmp_path):
-    """A backbone saved alone has names without ``model.``; old Llama files contain rotary buffers."""
-    model, head = random_pair("llama")
-    model.model.save_pretrained(tmp_path)
-    model.config.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
-    save_file(tensors, tmp_path / "model.safetensors")
-    check_checkpoint(tmp_path, model, head, head)
-
-
-NAMINGS = {
-    "none": lambda name: name.removeprefix("model."),
-    "pretrained": lambda name: f"pretrained_model.{name}",
-    "text": lambda name: name.replace("model.", "model.language_model.", 1),
-    "pretrained-text": lambda name: "pretrained_model." + name.replace("model.", "model.language_model.", 1),
-}
-
-
-@pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_prefixes_of_names(tmp_path, naming, tied):
-    """Names used by trainers and multimodal models. Tied weights may be stored as the output layer only."""
-    model = random_model(LlamaForCausalLM, LlamaConfig(**{**TINY, "tie_word_embeddings": tied}))
-    model.save_pretrained(tmp_path / "plain")
-    save_file(random_head(), tmp_path / "plain" / "value_head.safetensors")
-    shutil.copytree(tmp_path / "plain", tmp_path / "renamed")
-    tensors = load_file(tmp_path / "plain" / "model.safetensors")
-    if tied:
-        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    assert "lm_head.weight" in tensors
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
-    save_file({naming(name): tensor for name, tensor in tensors.items()}, tmp_path / "renamed" / "model.safetensors")
-    plain, renamed = (ValueModel.from_pretrained(tmp_path / name) for name in ("plain", "renamed"))
-    assert torch.equal(plain.embedding, renamed.embedding)
-    assert all(map(torch.equal, plain.head, renamed.head))
-    for one, other in zip(plain.layers, renamed.layers, strict=True):
-        assert all(x is y is None or torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 def test_from_causal_lm_shares_memory():
@@ -281,8 +260,6 @@ ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
             r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]",
         ),
         (of_rope(rope_type="dynamic", factor=2.0), "rope_type .*got 'dynamic'"),
-        # The configuration layout of transformers 4.57.
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type .*got 'dynamic'"),
         (of_rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1 or absent, got 0.5"),
     ],
 )
@@ -300,29 +277,15 @@ def test_inconsistent_checkpoints_are_rejected(checkpoint, change, message):
         ValueModel.from_pretrained(checkpoint)
 
 
-def test_missing_and_broken_heads(checkpoint):
-    (checkpoint / "value_head.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"missing v_head\.fc\.weight, .*head="):
-        ValueModel.from_pretrained(checkpoint)
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors must be an existing \.safetensors or"):
-        ValueModel.from_pretrained(checkpoint, checkpoint / "nowhere.safetensors")
-    with pytest.raises(ValueError, match=r"unexpected v_head\.extra"):
-        ValueModel.from_pretrained(checkpoint, {**random_head(), "v_head.extra": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"head must hold only v_head\.\* tensors, got .*\(25 in all\)"):
-        ValueModel.from_pretrained(checkpoint, checkpoint / "model.safetensors")
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "value_head.pt"])
-def test_pickles_are_rejected(checkpoint, name):
-    torch.save({}, checkpoint / name)
-    if name == "value_head.pt":
-        with pytest.raises(FileNotFoundError, match=rf"{name} must be an existing \.safetensors or \.bin file"):
-            ValueModel.from_causal_lm(random_model(*ARCHITECTURES["qwen3"]), checkpoint / name)
+@pytest.mark.parametrize("index", [None, {"weight_map": {"a": "pytorch_model.bin"}}])
+def test_pickled_weights_are_rejected(checkpoint, index):
+    torch.save({}, checkpoint / "pytorch_model.bin")
     (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"must hold model\.safetensors .* found {name}; pickled"):
-        ValueModel.from_pretrained(checkpoint)
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(FileNotFoundError, match=rf"{name} must be an existing \.safetensors file"):
+    message = r"must hold model\.safetensors .* found pytorch_model\.bin; pickled"
+    if index is not None:
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+        message = r"pytorch_model\.bin must be an existing \.safetensors file"
+    with pytest.raises(FileNotFoundError, match=message):
         ValueModel.from_pretrained(checkpoint)
 
 
@@ -336,9 +299,8 @@ def test_directory_without_model(tmp_path):
 def test_unsupported_models_and_dtypes():
     with pytest.raises(ValueError, match="model_type must be one of"):
         ValueModel.from_causal_lm(MistralForCausalLM(MistralConfig(**TINY)), random_head())
-    model = random_model(*ARCHITECTURES["llama"])
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got float64"):
-        ValueModel.from_causal_lm(model.double(), random_head())
+        ValueModel.from_causal_lm(random_model(*ARCHITECTURES["llama"]).double(), random_head())
 
 
 def test_untied_embedding_is_required():
@@ -353,23 +315,24 @@ def write_gguf(path: Path, model) -> None:
     """Write the weights of a tiny Qwen2 to a GGUF file, unquantised."""
     import gguf
 
-    config = model.config
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    config, writer = model.config, gguf.GGUFWriter(path, "qwen2")
     writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(config.vocab_size)
+    for add, field in (
+        (writer.add_block_count, "num_hidden_layers"),
+        (writer.add_context_length, "max_position_embeddings"),
+        (writer.add_embedding_length, "hidden_size"),
+        (writer.add_feed_forward_length, "intermediate_size"),
+        (writer.add_head_count, "num_attention_heads"),
+        (writer.add_head_count_kv, "num_key_value_heads"),
+        (writer.add_layer_norm_rms_eps, "rms_norm_eps"),
+        (writer.add_vocab_size, "vocab_size"),
+    ):
+        add(getattr(config, field))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
     writer.close()
 
 

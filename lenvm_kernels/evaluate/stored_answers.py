@@ -1,0 +1,97 @@
+"""The directory of a run: ``answers.jsonl``, which the run appends to, so that an interrupted run can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Answered(Protocol):
+    """A dataclass instance with a key that identifies it among the answers of a plan."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+
+A = TypeVar("A", bound=Answered)
+
+
+class StoredAnswers(Generic[A]):
+    """``answers.jsonl`` of a directory, beside ``plan.json`` with everything that determines its lines.
+
+    Args:
+        folder: the directory. The first answer creates it: a run that fails earlier leaves nothing behind.
+        plan: serialisable as JSON.
+        kind: a dataclass with a property ``key``. A line holds the fields of one instance.
+        command: the command that writes the lines, for error messages.
+
+    Attributes:
+        answers: the answers by key. An incomplete last line, left by a kill, is removed from the file.
+
+    Raises:
+        ValueError: the directory has another plan (the message names the fields that differ), lines without a plan, or
+            a line that does not have the fields of ``kind``.
+    """
+
+    def __init__(self, folder: Path, plan: Mapping[str, Any], kind: type[A], command: str) -> None:
+        self.plan, self.answers = plan, dict[Any, A]()
+        self._plan_file, self._file = folder / "plan.json", folder / "answers.jsonl"
+        if self._plan_file.exists():
+            check_plan(plan, json.loads(self._plan_file.read_text(encoding="utf-8")), folder)
+        elif self._file.exists():
+            raise ValueError(f"--output must hold plan.json beside answers.jsonl, {str(folder)!r} does not")
+        complete, _, rest = (self._file.read_bytes() if self._file.exists() else b"").rpartition(b"\n")
+        for number, line in enumerate(complete.splitlines(), start=1):
+            try:
+                answer = kind(**json.loads(line))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{self._file}, line {number} must be an answer of {command}: {error}") from error
+            self.answers[answer.key] = answer
+        if rest:
+            self.keep(self.answers)
+
+    def add(self, answers: Iterable[A]) -> list[A]:
+        """Append the answers whose keys are not stored yet, and return them."""
+        new = [answer for answer in answers if answer.key not in self.answers]
+        if new and not self._plan_file.exists():
+            self._plan_file.parent.mkdir(parents=True, exist_ok=True)
+            _write(self._plan_file, json.dumps(self.plan, indent=1) + "\n")
+        if new:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write("".join(map(_line, new)))
+        self.answers |= {answer.key: answer for answer in new}
+        return new
+
+    def keep(self, keys: Collection[Hashable]) -> None:
+        """Drop the answers with other keys."""
+        self.answers = {key: self.answers[key] for key in keys}
+        _write(self._file, "".join(map(_line, self.answers.values())))
+
+
+def check_plan(plan: Mapping[str, Any], other: Mapping[str, Any], where: Path) -> None:
+    """Compare a plan with one that was read from JSON.
+
+    Raises:
+        ValueError: the plans differ; the message names the fields.
+    """
+    plan = json.loads(json.dumps(plan))
+    if different := [key for key in sorted({*plan, *other}) if plan.get(key) != other.get(key)]:
+        raise ValueError(
+            f"--output must be a new directory or that of the same plan, {str(where)!r} differs in "
+            f"{', '.join(different)}"
+        )
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file atomically: a kill leaves the old or the new content."""
+    new = file.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, file)
+
+
+def _line(answer: Any) -> str:
+    return json.dumps(asdict(answer), ensure_ascii=False) + "\n"
