@@ -531,9 +531,9 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
         engine.add(slot, prompt, None if slot == 2 else TILT)
     step = engine.guide.step.step
 
-    def keeping(scores, batch, *args, **options):
-        seen.append((batch.states, batch.last_tokens(None).tolist()))
-        return step(scores, batch, *args, **options)
+    def keeping(prepared, *args, **options):
+        seen.append((prepared.batch.states, prepared.batch.last_tokens(None).tolist()))
+        return step(prepared, *args, **options)
 
     monkeypatch.setattr(engine.guide.step, "step", keeping)
 
