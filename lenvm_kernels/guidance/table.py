@@ -152,10 +152,7 @@ class GuidanceTable:
 
     @classmethod
     def from_params(
-        cls,
-        params: Sequence[GuidanceParams | None],
-        eos_token_ids: Sequence[set[int]],
-        device: torch.device | str,
+        cls, params: Sequence[GuidanceParams | None], eos_token_ids: Sequence[set[int]], device: torch.device | str
     ) -> GuidanceTable:
         """Pack requests into a table.
 

@@ -171,7 +171,7 @@ REJECTED_ALONE = [
     ("return_values", "be true or false", [1]),
     ("allow_eos", "be true or false", [1]),
     ("answer_length", "be a finite number >= 0", [-1]),
-    ("hard_limit", "be an integer >= 1 and < 2.14748e+09", [0, 2.5, 2**31 - 1]),
+    ("hard_limit", "be an integer >= 1 and < 2147483647", [0, 2.5, 2**31 - 1]),
     ("hard_limit_grace", "be an integer >= 0 and < 1e+06", [-1]),
     ("landing_tokens", "be an integer >= 1 and < 1e+06", [2.5]),
     ("end_token_ids", "be a list of 1 to 4 token ids", [5, "57", [], [1, 2, 3, 4, 5]]),

@@ -234,11 +234,7 @@ SCENARIOS = [
             eos=[(EOS,), (0,), (EOS,), (EOS,)],
         ),
         [Start("abcd"), Step("abcd", "-G1-", likely={"b": {0: 9.0, 8: 10.0}, "c": {0: 30.0}})],
-        [
-            Grow("a", (0,)),
-            Step("abcd"),
-            Step("abcd", options={"drawn": torch.tensor([0, 7, 7, 0], dtype=torch.int32)}),
-        ],
+        [Grow("a", (0,)), Step("abcd"), Step("abcd", options={"drawn": torch.tensor([0, 7, 7, 0], dtype=torch.int32)})],
         [Step("abcd")],
         max_delta=2,
     ),

@@ -17,8 +17,7 @@ from tests.helpers.watch import PeakMemory, no_read_back
 
 
 @pytest.mark.parametrize(
-    ("options", "padded"),
-    [({}, False), ({}, True), ({"backend": "triton", "max_delta": 7}, False)],
+    ("options", "padded"), [({}, False), ({}, True), ({"backend": "triton", "max_delta": 7}, False)]
 )
 def test_output_is_unchanged_by_drafts(models, options, padded):
     """Requests with several kinds of guidance and without; drafts that are right, partly right, wrong, and absent."""

@@ -158,11 +158,7 @@ def test_nodes_after_an_end_are_not_guided(models):
     parents = [[-1, -1, 0, 1, 2], [-1, 0, -1, 2, 3], [-1, 0, 1, 2, 3]]
     output = step_with(engine, [5, 1, 3], sequences, [1] * 3, EndingModel(), tokens, parents)
     is_guided = (output.candidates.status != Status.UNGUIDED).view(3, 6).tolist()
-    assert is_guided == [
-        [True, True, False, True, False, True],
-        [True, False, False, True, False, False],
-        [True] * 6,
-    ]
+    assert is_guided == [[True, True, False, True, False, True], [True, False, False, True, False, False], [True] * 6]
     # At these nodes two tokens are generated, so the end is forced.
     probs = output.probs.view(3, 6, -1)
     for node in (3, 5):
