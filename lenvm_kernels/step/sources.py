@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,17 @@ EARLY_WITH_VALUES, EARLY_WITHOUT_VALUES = 6.0, 3.0
 # Expected share of a forward's rows in use, out of one delta token and K candidates per request. A request with five
 # of eight candidates uses six of nine rows.
 LIVE_SHARE = 2 / 3
+
+
+class PromptTokens(NamedTuple):
+    """Tokens to compute, as in :meth:`GuidedStep.extend`; ``ends [B]`` are the places after those of each request."""
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    table_rows: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    cached_lens: torch.Tensor
 
 
 class ValueSource(ABC):
@@ -83,18 +94,8 @@ class ValueSource(ABC):
         """Raise unless the source reads images and ``images`` describe ``tokens`` tokens."""
         raise ValueError(checks.NO_IMAGES)
 
-    def extend(  # noqa: B027
-        self,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        table_rows: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        cached_lens: torch.Tensor,
-        begins: Sequence[int],
-        images: ImageTokens | None,
-    ) -> None:
-        """Compute and cache the tokens ``starts`` to ``ends`` of prompts, see :meth:`GuidedStep.extend`."""
+    def extend(self, prompts: PromptTokens, begins: Sequence[int], images: ImageTokens | None) -> None:  # noqa: B027
+        """Compute and cache the tokens of prompts, see :meth:`GuidedStep.extend`."""
 
     def warm_up(self, table_row: int) -> None:  # noqa: B027
         """Compile the kernels of :meth:`extend`; ``table_row`` is the padding row."""
@@ -273,18 +274,9 @@ class ModelValues(ValueSource):
         """See :class:`ValueSource`."""
         checks.check_images(images, tokens, self.value_model)
 
-    def extend(
-        self,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        table_rows: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        cached_lens: torch.Tensor,
-        begins: Sequence[int],
-        images: ImageTokens | None,
-    ) -> None:
+    def extend(self, prompts: PromptTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
         """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""
+        tokens, slots, table_rows, starts, ends, cached_lens = prompts
         config, slot_table = self._state.config, self._state.slots
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=tokens.device)
         for chunk in chunks_of(len(tokens), begins, config.chunk_tokens):
@@ -311,7 +303,7 @@ class ModelValues(ValueSource):
         prompt = torch.zeros(self._state.config.chunk_tokens, dtype=torch.int64, device=self.device)
         for length in self.value_model.sizes_of_every_tile(len(prompt)):
             chunk = prompt[:length]
-            self.extend(chunk, chunk, torch.full_like(prompt[:1], table_row), none, none, none, [0], None)
+            self.extend(PromptTokens(chunk, chunk, torch.full_like(prompt[:1], table_row), none, none, none), [0], None)
 
 
 def value_source(model: ValueModel | LengthProbe | None) -> ValueSource:

@@ -24,7 +24,7 @@ from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import PreparedStep, Sampling, SlotTable, StepBatch, StepConfig
 from lenvm_kernels.step.outputs import StepOutput, lengths_after, lengths_of
-from lenvm_kernels.step.sources import ValueSource
+from lenvm_kernels.step.sources import PromptTokens, ValueSource
 from lenvm_kernels.step.stages import StepView
 from lenvm_kernels.step.tensors import StepState, StepTensors
 from lenvm_kernels.step.warm_up import calls_of_every_kind
@@ -198,7 +198,7 @@ class GuidedStep:
         table = self.table.columns
         needs_model = (table.mode[table_rows] != Mode.UNGUIDED) | table.return_values[table_rows]
         ends = starts + torch.where(needs_model, lens, 0)
-        self.values.extend(tokens, slots, table_rows, starts, ends, cached_lens, begins, images)
+        self.values.extend(PromptTokens(tokens, slots, table_rows, starts, ends, cached_lens), begins, images)
         self._state.history.extend(table_rows, torch.where(needs_model, cached_lens + lens, 0))
 
     @torch.no_grad()
