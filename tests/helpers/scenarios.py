@@ -18,6 +18,7 @@ from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.step import StepBatch
+from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.types import Mode, Status
 from tests.helpers.drafted_steps import paths
 from tests.helpers.drafts import make_drafts
@@ -147,6 +148,7 @@ class Driver:
     """Runs the events of scenarios, and checks each step against the oracle."""
 
     def __init__(self, models, monkeypatch, options, is_padded=False):
+        self.is_padded = is_padded
         self.models, self.options = models, dict(max_delta=16, max_drafts=0, value_stride=1) | options
         self.engine = Engine(*make_step(PaddedValues(models.value) if is_padded else models.value, **options))
         self.seen = watch_forwards(models.value, monkeypatch)
@@ -226,7 +228,8 @@ class Driver:
 
     def forward(self, deltas, expected=None):
         assert self.seen.deltas[-1][: len(deltas)] == deltas, f"computed {self.seen.deltas[-1]}, not {deltas}"
-        assert not any(self.seen.deltas[-1][len(deltas) :]), "padding is computed"
+        size = bucket_of(len(deltas), self.engine.step.max_requests) if self.is_padded else len(deltas)
+        assert self.seen.deltas[-1][len(deltas) :] == [0] * (size - len(deltas)), "padding is computed, or missing"
         assert expected is None or deltas == list(expected), f"computed {deltas}, not {expected}"
 
     def predict(self, event):
@@ -378,7 +381,9 @@ class Driver:
         if options.get("sample", True):
             seeds = torch.tensor([asked.seed for asked in asked_of])
             lengths = torch.tensor([len(sequence) for sequence in sequences])
-            tokens = sample_candidates(candidates, output.probs, seeds, lengths, backend="reference")
+            temperature = torch.as_tensor(filters["temperature"]).expand(len(rows)).contiguous()
+            greedy = dict(temperature=temperature, backend="reference")
+            tokens = sample_candidates(candidates, output.probs, seeds, lengths, **greedy)
             if "drawn" in options:
                 tokens = torch.where(tokens >= 0, tokens, options["drawn"].int())
         assert (output.tokens is None) == (tokens is None)

@@ -70,7 +70,14 @@ SCENARIOS = [
         "requests of all kinds arrive, decode, leave, and others take their rows",
         requests(*GUIDANCE, TILT),
         [Start("abcde"), *[Step("abcde")] * 3, Step("edcba"), Leave("b"), Step("acd"), Leave("a", is_removed=False)],
-        [Start("ab"), Step("badc"), Start("f"), Step("f"), Step("fabcd"), Step("c")],
+        [
+            Start("ab"),
+            Step("badc", options={"temperature": torch.tensor([0.0, 0.7, 0.0, 0.5])}),
+            Start("f"),
+            Step("f"),
+            Step("fabcd"),
+            Step("c"),
+        ],
     ),
     Scenario(
         "every field and filter differs",
@@ -123,11 +130,8 @@ SCENARIOS = [
         requests(*ENDING, eos=[(41, 40), (41,), (42,), (41,), (43, 44)]),
         [Start("abcde")],
         [
-            Step(
-                "abcde",
-                options={"top_k": 2},
-                likely={name: {40: 0.0, 41: -2.0, 42: -4.0, 43: -9.0} for name in "abcde"},
-            )
+            Step("abcde", options=filters, likely={name: {40: 0.0, 41: -2.0, 42: -4.0, 43: -9.0} for name in "abcde"})
+            for filters in ({"top_k": 2}, {"top_k": 0, "min_p": 0.0})
         ],
     ),
     # Pending tokens.
@@ -213,6 +217,7 @@ SCENARIOS = [
         requests(TILT, TILT),
         [Start("ab"), Step("ab"), Extend("a", 0, 0), Step("ab", deltas=(1, 1)), Extend("a", 0, 2)],
         [Step("ab", "GG", deltas=(1, 1)), Extend("b", restarts=True), Step("ab", "GG", deltas=(1, 1))],
+        [Extend("b", 0, 0, restarts=True), Step("ab", "G-", deltas=(1, 0)), Extend("b"), Step("ab", "GG")],
     ),
     # Lengths.
     Scenario(
