@@ -73,7 +73,12 @@ def make_step(kind: str, rows: int, layers: int = 1) -> Callable[[], object]:
     scores, tokens = decode.scores.repeat(1 + DRAFTS, 1), decode.tokens[:, None].repeat(1, 1 + DRAFTS)
     drafts = Drafts(tokens[:, 1:].contiguous(), torch.arange(DRAFTS, dtype=torch.int32).repeat(rows, 1) - 1)
     batch = StepBatch(tokens, decode.rows, decode.lengths, torch.ones_like(decode.lengths))
-    return lambda: decode.step.step(scores, batch, decode.sampling, drafts, verify="same_draws")
+
+    def take_step() -> object:
+        prepared = decode.step.prepare(scores, batch, drafts)
+        return decode.step.step(prepared, decode.sampling, verify="same_draws")
+
+    return take_step
 
 
 def cost_of(kind: str, rows: int, layers: int = 1) -> Cost:

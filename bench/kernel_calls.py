@@ -16,7 +16,7 @@ import bench.ops
 from bench.launches import empty_is_zero
 from bench.models import VOCAB, make_config
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
+from lenvm_kernels.step import EngineSlots, GuidedStep, ModelValues, Sampling, StepBatch, StepConfig
 from lenvm_kernels.values import ValueModel
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
@@ -48,7 +48,7 @@ def value_model_step(name: str, rows: int) -> None:
     """A prompt and two steps of one layer of a value model in bf16. All layers of a model launch the same kernels."""
     config = make_config(name, vocab_size=VOCAB, num_layers=1)
     step = GuidedStep(
-        ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}),
+        ModelValues(ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()})),
         EngineSlots(i32(rows, MAX_LEN), 4 * MAX_LEN),
         StepConfig(vocab_size=VOCAB, max_candidates=MAX_CANDIDATES, backend="triton"),
     )
@@ -57,5 +57,5 @@ def value_model_step(name: str, rows: int) -> None:
     numbers, ones, prompt, probs = i32(rows), torch.ones(rows), i64(16 * rows), torch.zeros(rows, VOCAB)
     step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
     sampling, batch = Sampling(numbers, ones, ones, sample=True), StepBatch(prompt[:rows], prompt[:rows], numbers)
-    step.step(probs, batch, sampling, probs=probs)
-    step.step(bf16(rows, VOCAB), batch, sampling._replace(temperature=ones, is_logits=True))
+    step.step(step.prepare(None, batch), sampling, scores=probs, probs=probs)
+    step.step(step.prepare(bf16(rows, VOCAB), batch), sampling._replace(temperature=ones, is_logits=True))

@@ -25,7 +25,7 @@ from bench.models import DIMENSIONS, PROBE_LAYERS, VOCAB, forward_floor, make_co
 from bench.two_forward import TwoForwardStep
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput, value_source
 from lenvm_kernels.values import LengthProbe, ValueModel
 
 CACHED, MORE_CACHED, TOP_K = 512, 32, 5
@@ -57,7 +57,9 @@ class Decode:
         device = torch.get_default_device()
         slots = PagedSlots(rows, cached + MORE_CACHED, device=device)
         config = StepConfig(vocab_size=vocab_size, **options)
-        self.step = (TwoForwardStep if two_forwards else GuidedStep)(values, slots, config)
+        self.step = (
+            TwoForwardStep(values, slots, config) if two_forwards else GuidedStep(value_source(values), slots, config)
+        )
         guidance = {"target_length": 600} if values is None else {"value_mode": "mul", "value_scale": 0.8}
         for row in range(rows):
             slots.extend(row, cached + MORE_CACHED)
@@ -76,13 +78,13 @@ class Decode:
             prompts = torch.randint(vocab_size, (rows * cached,))
             self.step.extend(prompts, None, self.rows, cached * self.rows, zeros + cached, zeros)
         elif isinstance(values, ValueModel):
-            for layer in (*self.step.cache.keys, *self.step.cache.values):
+            for layer in (*self.step.values.cache.keys, *self.step.values.cache.values):
                 layer.copy_(torch.randn(layer.shape))  # zeros would be faster than real keys and values
             self.step.extend(none, none, self.rows, zeros, zeros, zeros + cached)
 
     def __call__(self, **options: object) -> StepOutput:
         batch = StepBatch(self.tokens, self.rows, self.lengths, states=self.states)
-        output = self.step.step(self.scores, batch, self.sampling, **options)
+        output = self.step.step(self.step.prepare(self.scores, batch), self.sampling, **options)
         self.lengths.copy_(torch.where(self.lengths < self.cached + MORE_CACHED, self.lengths + 1, self.cached + 1))
         return output
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from bench.peers import unfused_head
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import EngineSlots, Sampling, StepBatch, StepConfig
+from lenvm_kernels.step import EngineSlots, PreparedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Mode
 from lenvm_kernels.values import KVCache, ValueModel
 
@@ -227,8 +227,12 @@ class TwoForwardStep:
                 for end in range(cached + chunk, cached + length + chunk, chunk):
                     self._extend([(request, min(end, cached + length))])
 
+    def prepare(self, logits: Tensor | None, batch: StepBatch, drafts: None = None) -> PreparedStep:
+        """As :meth:`GuidedStep.prepare`, without token temperatures, spans and drafts."""
+        return PreparedStep(logits, batch, drafts, None, is_changed=False)
+
     @torch.no_grad()
-    def step(self, scores: Tensor, batch: StepBatch, sampling: Sampling) -> TwoForwardOutput:
+    def step(self, prepared: PreparedStep, sampling: Sampling, *, scores: Tensor | None = None) -> TwoForwardOutput:
         """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, filters as tensors.
 
         Raises:
@@ -236,6 +240,7 @@ class TwoForwardStep:
                 have a target.
             RuntimeError: there are no free slots.
         """
+        batch, scores = prepared.batch, prepared.logits if scores is None else scores
         # The engine's own read of the drawn tokens, from which the fork takes its requests' tokens.
         numbers = torch.stack([x.long() for x in (batch.table_rows, batch.tokens, batch.lengths)], 1).tolist()
         requests = [self.requests.get(row) for row, _, _ in numbers]

@@ -78,7 +78,7 @@ class TwoForwardProcessor(LogitsProcessor):
             for row in self._rows[torch.isin(input_ids[:, -1], self._eos)].tolist():
                 self.step.add_request(row, None, set())  # the answer has ended
         batch = StepBatch(input_ids[:, -1], self._rows, self._lens + generated)
-        return self.step.step(scores, batch, self._sampling).probs.log()
+        return self.step.step(self.step.prepare(scores, batch), self._sampling).probs.log()
 
 
 def ways_of(models: Models, probe: Models, target: int) -> dict[str, Answering]:

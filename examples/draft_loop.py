@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache
 
-from lenvm_kernels import Drafts, GuidedStep, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
+from lenvm_kernels import Drafts, GuidedStep, ModelValues, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
 from lenvm_kernels.loading.models import Models
 
 MAX_DRAFTS, MAX_LEN, PAGE_SIZE = 4, 1024, 16  # drafts per step, tokens per request, slots per page
@@ -77,7 +77,8 @@ def node_logits(request, drafted):
 
 
 slots = PagedSlots(len(REQUESTS), MAX_LEN, page_size=PAGE_SIZE, device=device)
-step = GuidedStep(models.value_model, slots, StepConfig(vocab_size=vocab_size, max_drafts=MAX_DRAFTS))
+config = StepConfig(vocab_size=vocab_size, max_drafts=MAX_DRAFTS)
+step = GuidedStep(ModelValues(models.value_model), slots, config)
 if device == "cuda":
     step.warm_up()
 
@@ -111,8 +112,8 @@ def decode(batch):
     drafts = Drafts(token_ids, parents=int32([range(-1, MAX_DRAFTS - 1)] * len(batch)))
 
     # A draft is accepted if it equals the drawn token. The token drawn after the last accepted draft is also added.
-    told = StepBatch(tokens, table_rows, lengths, new_lens)
-    output = step.step(logits, told, SAMPLING, drafts, verify="same_draws")
+    prepared = step.prepare(logits, StepBatch(tokens, table_rows, lengths, new_lens), drafts)
+    output = step.step(prepared, SAMPLING, verify="same_draws")
 
     verified = zip(output.verified.tokens.tolist(), output.verified.lens.tolist(), strict=True)
     for request, (taken, count) in zip(batch, verified, strict=True):

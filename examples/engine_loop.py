@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from lenvm_kernels import GuidedStep, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
+from lenvm_kernels import GuidedStep, ModelValues, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
 from lenvm_kernels.loading.models import Models
 
 TABLE_ROWS, MAX_LEN, PAGE_SIZE = 2, 1024, 16  # concurrent requests, tokens per request, slots per page
@@ -62,7 +62,7 @@ def base_logits(request):
 
 # PagedSlots is for engines without a slot table.
 slots = PagedSlots(TABLE_ROWS, MAX_LEN, page_size=PAGE_SIZE, device=device)
-step = GuidedStep(value_model, slots, StepConfig(vocab_size=vocab_size))
+step = GuidedStep(ModelValues(value_model), slots, StepConfig(vocab_size=vocab_size))
 if device == "cuda":
     step.warm_up()  # compiles all kernels, and captures a CUDA graph for 1, 2, 4, ... requests
 
@@ -85,18 +85,21 @@ def arrive(table_row, text, guidance, seed):
 def decode(batch):
     """Draw one token for every request of the batch."""
     logits = torch.stack([base_logits(request) for request in batch])
-    # The engine's own draw, for unguided requests and for steps skipped by an entropy threshold.
-    top = (logits / SAMPLING.temperature).topk(SAMPLING.top_k, dim=1)
-    drawn = top.indices.gather(1, torch.multinomial(top.values.softmax(1), 1))[:, 0]
-
     for request in batch:  # room for the last token's keys and values
         slots.extend(request.table_row, len(request.tokens))
     table_rows = int32([request.table_row for request in batch])
     lengths = int32([len(request.tokens) for request in batch])
     last_tokens = int32([request.tokens[-1] for request in batch])
 
-    # Every step: one token for each request of the batch, guided or not.
-    output = step.step(logits, StepBatch(last_tokens, table_rows, lengths), SAMPLING, drawn=drawn)
+    # Every step: token temperatures and limits of spans, before anything else reads the logits.
+    prepared = step.prepare(logits, StepBatch(last_tokens, table_rows, lengths))
+
+    # The engine's own draw, for unguided requests and for steps skipped by an entropy threshold.
+    top = (logits / SAMPLING.temperature).topk(SAMPLING.top_k, dim=1)
+    drawn = top.indices.gather(1, torch.multinomial(top.values.softmax(1), 1))[:, 0]
+
+    # One token for each request of the batch, guided or not.
+    output = step.step(prepared, SAMPLING, drawn=drawn)
 
     for request, token in zip(batch, output.tokens.tolist(), strict=True):
         request.tokens.append(token)

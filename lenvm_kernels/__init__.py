@@ -38,12 +38,17 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.verify_drafts import verify_drafts as verify_drafts
     from lenvm_kernels.paged_slots import OutOfSlots as OutOfSlots
     from lenvm_kernels.paged_slots import PagedSlots as PagedSlots
+    from lenvm_kernels.step import ConstantValues as ConstantValues
     from lenvm_kernels.step import EngineSlots as EngineSlots
     from lenvm_kernels.step import GuidedStep as GuidedStep
+    from lenvm_kernels.step import ModelValues as ModelValues
+    from lenvm_kernels.step import PreparedStep as PreparedStep
+    from lenvm_kernels.step import ProbeValues as ProbeValues
     from lenvm_kernels.step import Sampling as Sampling
     from lenvm_kernels.step import StepBatch as StepBatch
     from lenvm_kernels.step import StepConfig as StepConfig
     from lenvm_kernels.step import StepOutput as StepOutput
+    from lenvm_kernels.step import value_source as value_source
     from lenvm_kernels.step import working_bytes as working_bytes
     from lenvm_kernels.types import Candidates as Candidates
     from lenvm_kernels.types import CandidateTrees as CandidateTrees
@@ -76,7 +81,10 @@ _MODULES = {
     "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
     "ops.gather_requests": "empty_history",
     "paged_slots": "OutOfSlots PagedSlots",
-    "step": "EngineSlots GuidedStep Sampling StepBatch StepConfig StepOutput working_bytes",
+    "step": (
+        "ConstantValues EngineSlots GuidedStep ModelValues PreparedStep ProbeValues Sampling StepBatch StepConfig "
+        "StepOutput value_source working_bytes"
+    ),
     "types": (
         "CandidateTrees Candidates DeltaTokens Drafts EmbeddedTokens GuidanceColumns Mode RaggedLayout "
         "ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"

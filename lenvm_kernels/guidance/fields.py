@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import ge, gt, lt
 from typing import Any
 
 DEFAULT_GAMMA = 0.997  # as in the fork
 MAX_DIVISOR = 1e6  # so that no logit becomes infinite
 MAX_SPAN_ENDS = 4  # sequences that end a span, and also that begin one
 FP32_MAX = (2 - 2**-23) * 2.0**127
+_COMPARISONS = {">": gt, ">=": ge, "<": lt}
 
 _A_TARGET = ("a target: give target_length or target_value as well", "target_length", "target_value", "thinking_budget")
 _A_SPAN = ("end_token_ids, or a thinking_budget", "end_token_ids", "thinking_budget")
@@ -26,30 +28,30 @@ class Field(ABC):
     """A field of a request.
 
     Attributes:
-        name: its name.
+        spellings: its name, and further names that the fork accepts.
         meaning: a sentence without its first capital and full stop.
-        other_names: further names that the fork accepts.
         default: the value of requests without the field, or None.
+        limits: the accepted values, in the fewest words; empty if the meaning states them.
         needs: if not empty, what the field needs, for the error, and then the fields of which one must be given.
         metavar: of its flag. If None, the command line has no flag for the field.
     """
 
-    name: str
+    spellings: str
     meaning: str
-    other_names: tuple[str, ...] = ()
     default: Any = None
+    limits: str = ""
     needs: tuple[str, ...] = ()
     metavar: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """All accepted names, the canonical name first."""
-        return (self.name, *self.other_names)
+        return tuple(self.spellings.split())
 
     @property
-    def limits(self) -> str:
-        """The accepted values for the docs, in the fewest words; empty if the meaning states them."""
-        return ""
+    def name(self) -> str:
+        """The canonical name."""
+        return self.names[0]
 
     @abstractmethod
     def parse(self, given: Any) -> Any:
@@ -66,31 +68,21 @@ class Field(ABC):
 
 @dataclass(frozen=True)
 class Number(Field):
-    """A number within bounds: ``> above``, ``>= least``, ``< below``."""
+    """A finite number within ``limits``: comparisons joined by "and"."""
 
     metavar: str | None = "X"
-    above: float | None = None
-    least: float | None = None
-    below: float | None = None
     is_integer: bool = False
-
-    @property
-    def limits(self) -> str:
-        bounds = ((">", self.above), (">=", self.least), ("<", self.below))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
     def parse(self, given: Any) -> float:
         try:
             number = float("nan") if isinstance(given, bool) else float(given)
         except (TypeError, ValueError, OverflowError):
             number = float("nan")
-        if (
-            not abs(number) <= FP32_MAX  # NaN compares false
-            or (self.above is not None and number <= self.above)
-            or (self.least is not None and number < self.least)
-            or (self.below is not None and number >= self.below)
-            or (self.is_integer and number != int(number))
-        ):
+        is_accepted = abs(number) <= FP32_MAX and not (self.is_integer and number % 1)  # NaN compares false
+        for limit in filter(None, self.limits.split(" and ")):
+            sign, bound = limit.split()
+            is_accepted &= _COMPARISONS[sign](number, float(bound))
+        if not is_accepted:
             kind = "an integer" if self.is_integer else "a finite number"
             raise self.rejected(given, f"be {kind} {self.limits}".rstrip())
         return int(number) if self.is_integer else number
@@ -103,9 +95,8 @@ class Word(Field):
     metavar: str | None = "WORD"
     words: Mapping[str, str]
 
-    @property
-    def limits(self) -> str:
-        return f"one of {', '.join(dict.fromkeys(self.words.values()))}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limits", f"one of {', '.join(dict.fromkeys(self.words.values()))}")
 
     def parse(self, given: Any) -> str:
         word = given.strip().lower() if isinstance(given, str) else ""
@@ -164,7 +155,7 @@ class Divisors(Field):
     def parse(self, given: Any) -> dict[int, float]:
         if not isinstance(given, Mapping):
             raise self.rejected(given, "be a mapping of token id to divisor")
-        return {_digits(self, t): replace(_DIVISOR, name=f"{self.name}[{t}]").parse(x) for t, x in given.items()}
+        return {_digits(self, t): replace(_DIVISOR, spellings=f"{self.name}[{t}]").parse(x) for t, x in given.items()}
 
 
 @dataclass(frozen=True)
@@ -210,71 +201,65 @@ _CONSTRAINTS = _spellings(
     le_near="le_near",
 )
 _Integer = partial(Number, metavar="N", is_integer=True)
-_TOTALS = _spellings(total="total budget", remaining="remaining")
-_DIVISOR = Number("token_temp_divisor", "the divisor of boosted_token_ids", metavar=None, above=0.0, below=MAX_DIVISOR)
+_DIVISOR = Number(
+    "token_temp_divisor", "the divisor of boosted_token_ids", limits=f"> 0 and < {MAX_DIVISOR:g}", metavar=None
+)
 _ALL = (
-    Word("value_mode", "how values reweight the candidates", ("mode",), "mul", words={x: x for x in _MODES}),
+    Word("value_mode mode", "how values reweight the candidates", "mul", words={x: x for x in _MODES}),
     Number(
-        "value_scale",
+        "value_scale scale",
         "strength of the mode; centered_exp, value_bias: < 0 shorter, > 0 longer; other modes: < 1 shorter, > 1 longer",
-        ("scale",),
         1.0,
     ),
     Number(
-        "gamma",
+        "gamma length_gamma",
         "discount that the value model was trained with; turns values into lengths; servers have their own default",
-        ("length_gamma",),
         DEFAULT_GAMMA,
-        above=0.0,
-        below=1.0,
+        "> 0 and < 1",
     ),
-    Number("target_length", "target in tokens; its constraint replaces the mode", least=0.0),
+    Number("target_length", "target in tokens; its constraint replaces the mode", limits=">= 0"),
     Word(
-        "target_length_mode",
+        "target_length_mode length_mode",
         "total, the target counts all new tokens; remaining, at every step those still to come",
-        ("length_mode",),
         "total",
-        words=_TOTALS,
+        words=_spellings(total="total budget", remaining="remaining"),
     ),
-    Number("target_value", "the target as a value; takes precedence over target_length", least=0.0, below=1.0),
+    Number("target_value", "the target as a value; takes precedence over target_length", limits=">= 0 and < 1"),
     Word(
-        "value_constraint",
+        "value_constraint constraint cmp op",
         "how a target binds: eq, nearest candidate; ge, le, longest or shortest candidate; eq_soft, on average; "
         "ge_soft, le_soft, as eq_soft where the average is shorter or longer; near, candidates weighted by "
         "their distance; ge_near, le_near, as near for shorter or longer candidates only",
-        ("constraint", "cmp", "op"),
         "near",
-        _A_TARGET,
+        needs=_A_TARGET,
         words=_CONSTRAINTS,
     ),
     Number(
         "strength",
         "how fast probability falls with the distance that near, ge_near and le_near measure; 0, not at all; default "
         "without a value model 10; a value model may have its own default",
-        (),
         5.0,
-        least=0.0,
+        ">= 0",
     ),
     Number(
         "min_end_prob",
         "probability from which tokens that end the output are candidates despite top_k, top_p and min_p; default with "
         "near, ge_near and le_near 0.0001; lower after sentences and lines and past a total target, higher elsewhere",
-        needs=_A_TARGET,
-        least=0.0,
+        None,
+        ">= 0",
+        _A_TARGET,
     ),
     Number(
         "tolerance",
         "share of the target within which near, ge_near and le_near treat all lengths alike",
-        (),
         0.0,
-        least=0.0,
-        below=1.0,
+        ">= 0 and < 1",
     ),
+    # The bound makes its hard_limit an int32.
     Number(
         "thinking_budget",
         "tokens that a thought may take on average: a target_length with le_near that holds until the thought ends",
-        above=0.0,
-        below=1e9,  # so that its hard_limit is an int32
+        limits="> 0 and < 1e+09",
     ),
     Sequences(
         "end_token_ids",
@@ -288,23 +273,16 @@ _ALL = (
         needs=_A_SPAN,
         least=0,
     ),
-    Switch("allow_eos", "let the sequence end before one of end_token_ids", (), False, _A_SPAN),
-    Number("answer_length", "tokens after the span, subtracted from predicted lengths", (), 0.0, _A_SPAN, least=0.0),
+    Switch("allow_eos", "let the sequence end before one of end_token_ids", False, needs=_A_SPAN),
+    Number("answer_length", "tokens after the span, subtracted from predicted lengths", 0.0, ">= 0", _A_SPAN),
     _Integer(
         "hard_limit",
         "tokens of a span at which the first of end_token_ids is forced; 1.25 times a thinking_budget by default",
+        limits=">= 1 and < 2147483647",
         needs=_A_SPAN,
-        least=1.0,
-        below=2.0**31 - 1,
     ),
     _Integer(
-        "hard_limit_grace",
-        "tokens that the hard_limit waits for the end of a line",
-        (),
-        0,
-        _A_LIMIT,
-        least=0.0,
-        below=1e6,
+        "hard_limit_grace", "tokens that the hard_limit waits for the end of a line", 0, ">= 0 and < 1e+06", _A_LIMIT
     ),
     Text(
         "end_message",
@@ -317,13 +295,12 @@ _ALL = (
         "words or up to 32 token ids that are forced once when target_length leaves just enough for the answer, if "
         "possible at the end of a line; the output then goes on and ends by itself",
     ),
-    _Integer("landing_tokens", "tokens of target_length from the landing on", (), 24, _A_LANDING, least=1.0, below=1e6),
+    _Integer("landing_tokens", "tokens of target_length from the landing on", 24, ">= 1 and < 1e+06", _A_LANDING),
     Number("value_min", "do not reweight steps whose expected value is below this"),
     Number(
-        "value_entropy_threshold",
+        "value_entropy_threshold entropy_threshold",
         "do not reweight steps whose candidates have at most this entropy, in nats",
-        ("entropy_threshold",),
-        least=0.0,
+        limits=">= 0",
     ),
     Divisors(
         "token_temperature_scale",
@@ -332,9 +309,11 @@ _ALL = (
     TokenIds("boosted_token_ids", "the same with one divisor: a list of the token ids"),
     _DIVISOR,
     _Integer(
-        "value_stride", "guide every n-th step of the engine, and any that may end the output", least=1.0, below=1e6
+        "value_stride",
+        "guide every n-th step of the engine, and any that may end the output",
+        limits=">= 1 and < 1e+06",
     ),
-    Switch("return_values", "predict lengths of the prompt and of each token, guided or not", (), False),
+    Switch("return_values", "predict lengths of the prompt and of each token, guided or not", False),
 )
 FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
 
@@ -343,7 +322,7 @@ def markdown() -> str:
     """The table of the docs (``docs/modes-and-parameters.md``)."""
     lines = ["| parameter | other names | meaning | default |", "| --- | --- | --- | --- |"]
     for field in FIELDS.values():
-        others = ", ".join(f"`{name}`" for name in field.other_names)
+        others = ", ".join(f"`{name}`" for name in field.names[1:])
         meaning = "; ".join(filter(None, (field.meaning, field.limits)))
         default = "none" if field.default in (None, ()) else f"`{str(field.default).lower()}`"
         lines.append(f"| `{field.name}` | {others} | {meaning} | {default} |")

@@ -138,17 +138,14 @@ def parse_guidance(
         'NEAR'
     """
     given = _parsed(custom_params)
-    defaults = {
-        "gamma": gamma,
-        "strength": strength if has_values else _STRENGTH_WITHOUT_VALUES,
-        "value_constraint": constraint,
-    }
+    strength = strength if has_values else _STRENGTH_WITHOUT_VALUES
+    defaults = {"gamma": gamma, "strength": strength, "value_constraint": constraint}
     values = {name: field.default for name, field in FIELDS.items()}
     values |= {name: FIELDS[name].parse(default) for name, default in defaults.items() if default is not None}
-    values |= _of_budget(given, thoughts or Thoughts()) | given
+    values |= _budget_fields(given, thoughts or Thoughts()) | given
     for name in ("end_message", "landing"):
         values[name] = _token_ids(name, values[name], thoughts)
-    values |= _of_landing(given, values)
+    values |= _landing_fields(given, values)
     _check_span(values)
 
     target_length, counts_down = values["target_length"], values["target_length_mode"] == "total"
@@ -163,21 +160,21 @@ def parse_guidance(
     for name in ("strength", "tolerance"):
         if name in given and not is_near:
             raise ValueError(f"{name} needs a value_constraint of near, ge_near or le_near")
+    if is_near and values["min_end_prob"] is None:
+        values["min_end_prob"] = _MIN_END_PROB
     scale = values["strength" if is_near else "value_scale"]
-    changed = dict(
+    values |= dict(
         mode=mode,
         scale=scale,
         target_length=target_length,
         counts_down=counts_down and has_target,
         tolerance=min(values["tolerance"] * target_length, FP32_MAX - target_length) if has_target else 0.0,
-        min_end_prob=_MIN_END_PROB if is_near and values["min_end_prob"] is None else values["min_end_prob"],
         least_share=_LEAST_SHARE if has_values and is_near and scale > 0 else 0.0,
         entropy_threshold=values["value_entropy_threshold"],
         token_temperature_scale=_token_divisors(given),
         end_message=values["landing"] or values["end_message"],
     )
-    same = {field.name: values[field.name] for field in fields(GuidanceParams) if field.name in values}
-    params = GuidanceParams(**same | changed)
+    params = GuidanceParams(**{field.name: values[field.name] for field in fields(GuidanceParams)})
     if not has_values:
         check_without_values(params)
     return params
@@ -229,7 +226,7 @@ def _parsed(custom_params: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _of_budget(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
+def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
     """The fields that a ``thinking_budget`` implies."""
     budget = given.get("thinking_budget")
     if budget is None:
@@ -245,7 +242,7 @@ def _of_budget(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
     return implied | dict(end_token_ids=ends, start_token_ids=starts)
 
 
-def _of_landing(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _landing_fields(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a ``landing`` implies."""
     landing, room = values["landing"], values["landing_tokens"]
     if not landing:

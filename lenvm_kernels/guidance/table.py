@@ -114,9 +114,9 @@ class _RowLayout:
 class GuidanceTable:
     """Guidance parameters of ``R`` requests as tensors on one device, indexed by table row.
 
-    Make it from a list of requests (:meth:`from_params`), or empty where requests come and go (:meth:`add_request`,
-    :meth:`remove_request`). Added requests stay on the host until :attr:`columns` is read. Then all of them are copied
-    to the device at once, in the order of the current stream and without a host-device sync.
+    Make it from a list of requests (:meth:`from_params`), or empty where requests come and go (:meth:`add_request`).
+    Added requests stay on the host until :attr:`columns` is read. Then all of them are copied to the device at once, in
+    the order of the current stream and without a host-device sync.
 
     Args:
         rows: R.
@@ -152,10 +152,7 @@ class GuidanceTable:
 
     @classmethod
     def from_params(
-        cls,
-        params: Sequence[GuidanceParams | None],
-        eos_token_ids: Sequence[set[int]],
-        device: torch.device | str,
+        cls, params: Sequence[GuidanceParams | None], eos_token_ids: Sequence[set[int]], device: torch.device | str
     ) -> GuidanceTable:
         """Pack requests into a table.
 
@@ -222,10 +219,6 @@ class GuidanceTable:
         self._staged[table_row] = self._layout.pack(
             params or GuidanceParams(), eos_token_ids, prompt_len=prompt_len, seed=seed, span=span
         )
-
-    def remove_request(self, table_row: int) -> None:
-        """Make a row unguided when its request leaves."""
-        self.add_request(table_row, None, set())
 
     def flush(self) -> None:
         """Copy the added requests to the device, as reading :attr:`columns` does.

@@ -24,7 +24,7 @@ class Graphs:
     """
 
     def __init__(self, score: Callable[[int, int], torch.Tensor], device: torch.device) -> None:
-        self._score, self._device = score, device
+        self.score, self._device = score, device
         self._pool: Any = None  # memory shared by all graphs: only one runs at a time
         self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
@@ -33,7 +33,7 @@ class Graphs:
         sizes = requests, nodes
         if sizes not in self._captured:
             # The first call runs eagerly: a capture launches no kernel and must not compile one.
-            result = self._score(requests, nodes)
+            result = self.score(requests, nodes)
             self._captured[sizes] = self._capture(requests, nodes)
             return result
         graph, result = self._captured[sizes]
@@ -45,5 +45,5 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
-            result = self._score(requests, nodes)
+            result = self.score(requests, nodes)
         return graph, result

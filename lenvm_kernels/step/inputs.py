@@ -9,7 +9,7 @@ import torch
 
 from lenvm_kernels.ops._common import COLUMNS, INT_DTYPES, ceil_div, check_tensor, per_request
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
-from lenvm_kernels.types import Drafts
+from lenvm_kernels.types import Drafts, SpanNodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +122,18 @@ class StepBatch(NamedTuple):
     states: torch.Tensor | None = None
     counts: bool = True
 
-    def checked(self, requests: int | None, device: torch.device) -> StepBatch:
+    def checked(self, max_requests: int, device: torch.device) -> StepBatch:
         """The checked batch, with token ids and rows as int64: kernels are compiled for one dtype.
 
         Raises:
             TypeError, ValueError: naming the field, what came and what is accepted.
         """
         is_many = self.new_lens is not None
-        shape = (requests, None) if is_many else (requests,)
+        shape = (None, None) if is_many else (None,)
         check_tensor("batch.tokens", self.tokens, dtypes=INT_DTYPES, shape=shape, device=device)
         b = self.tokens.shape[0]
+        if not 1 <= b <= max_requests:
+            raise ValueError(f"batch.tokens must be of 1 to max_requests = {max_requests} requests, got {b}")
         check_tensor("batch.table_rows", self.table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
         check_tensor("batch.lengths", self.lengths, dtypes=torch.int32, shape=(b,), device=device)
         if is_many:
@@ -161,6 +163,24 @@ class StepBatch(NamedTuple):
         return torch.cat([tokens[:, None], drafts.token_ids.long()], dim=1).flatten()
 
 
+class PreparedStep(NamedTuple):
+    """A batch that :meth:`GuidedStep.prepare` has checked, for :meth:`GuidedStep.step`.
+
+    Attributes:
+        logits: the logits, changed in place; None if none were passed.
+        batch: the requests.
+        drafts: drafts of the requests, if any.
+        spans: state of the spans at each node. None if no request has a span.
+        is_changed: whether any of the logits may have changed. Known without a host-device sync.
+    """
+
+    logits: torch.Tensor | None
+    batch: StepBatch
+    drafts: Drafts | None
+    spans: SpanNodes | None
+    is_changed: bool
+
+
 class Sampling(NamedTuple):
     """How the next tokens are drawn from a batch's scores.
 
@@ -178,7 +198,7 @@ class Sampling(NamedTuple):
     vocab_mask: torch.Tensor | None = None
     sample: bool = False
 
-    def of_nodes(
+    def per_node(
         self, requests: int, nodes: int, vocab_size: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """``top_k``, ``top_p``, ``min_p`` and ``temperature`` as tensors with one element per node.

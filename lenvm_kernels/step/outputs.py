@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.types import Candidates, ScoredCandidates, VerifiedTokens
+from lenvm_kernels.step.tensors import StepRows
+from lenvm_kernels.types import Candidates, VerifiedTokens
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,14 @@ class StepOutput:
 
 
 def lengths_after(
-    next_tokens: torch.Tensor,
-    table: GuidanceTable,
-    table_rows: torch.Tensor,
-    scored: ScoredCandidates,
-    value_logits: torch.Tensor,
-    wanted: torch.Tensor,
+    next_tokens: torch.Tensor, table: GuidanceTable, rows: StepRows, value_logits: torch.Tensor
 ) -> torch.Tensor:
-    """fp32 ``[B]``: lengths predicted after ``next_tokens``; NaN where not ``wanted`` or the token is not scored."""
-    b, k = value_logits.shape
-    is_scored = torch.arange(k, device=value_logits.device) < scored.counts[:b, None]
-    is_next = is_scored & (scored.token_ids[:b] == next_tokens[:, None])
+    """fp32 ``[B]``: lengths predicted after ``next_tokens``; NaN where none is wanted or the token is not scored."""
+    scored, nodes = rows.scored, rows.nodes
+    is_scored = torch.arange(value_logits.shape[1], device=value_logits.device) < scored.counts[:, None]
+    is_next = is_scored & (scored.token_ids == next_tokens[:, None])
     z = torch.where(is_next, value_logits, 0.0).sum(1)
-    return lengths_of(z, next_tokens, table, table_rows, wanted & is_next.any(1))
+    return lengths_of(z, next_tokens, table, nodes.table_rows, nodes.wants_length & is_next.any(1))
 
 
 def lengths_of(

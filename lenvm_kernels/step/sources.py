@@ -1,4 +1,4 @@
-"""The sources of a guided step's values: a value model, a probe, or none."""
+"""The sources of a guided step's values: :class:`ModelValues`, :class:`ProbeValues` or :class:`ConstantValues`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,36 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
-from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops.candidate_values import num_counters
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
+from lenvm_kernels.step import checks
 from lenvm_kernels.step.graphs import Graphs
-from lenvm_kernels.step.history import History
-from lenvm_kernels.step.inputs import SlotTable, StepConfig
-from lenvm_kernels.step.tensors import StepTensors
+from lenvm_kernels.step.tensors import StepState
 from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
+# Tokens past the target at which outputs end that wait for the end of a sentence, measured with Qwen2.5-Coder-1.5B and
+# SmolLM2 (bench/results/nvidia-h200/real-model).
+EARLY_WITH_VALUES, EARLY_WITHOUT_VALUES = 6.0, 3.0
 # Expected share of a forward's rows in use, out of one delta token and K candidates per request. A request with five
 # of eight candidates uses six of nine rows.
 LIVE_SHARE = 2 / 3
+
+
+class PromptTokens(NamedTuple):
+    """Tokens to compute, as in :meth:`GuidedStep.extend`; ``ends [B]`` are the places after those of each request."""
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    table_rows: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    cached_lens: torch.Tensor
 
 
 class ValueSource(ABC):
@@ -33,10 +45,28 @@ class ValueSource(ABC):
         needs_tokens: whether the source reads tokens, which must then be passed to :meth:`extend` and steps.
         needs_states: number of columns and dtype of the base model's states that each step must be given; None if the
             source reads none.
+        device: device of the source, which must be that of the slot table. If None, any.
+        can_have_graphs: whether CUDA graphs can run the source.
+        early: tokens past the target at which outputs end that wait for the end of a sentence.
+        cache: keys and values of the tokens; None if the source caches none.
     """
 
     needs_tokens = False
     needs_states: tuple[int, torch.dtype] | None = None
+    device: torch.device | None = None
+    can_have_graphs = False
+    early = EARLY_WITH_VALUES
+    cache: KVCache | None = None
+
+    def bind(self, state: StepState) -> None:
+        """Connect the source with its step, whose constructor calls this. A source belongs to one step.
+
+        Raises:
+            ValueError: the source belongs to another step.
+        """
+        if hasattr(self, "_state"):
+            raise ValueError("values must be a source of no other step: make a source for each GuidedStep")
+        self._state = state
 
     @abstractmethod
     def value_logits(
@@ -60,18 +90,12 @@ class ValueSource(ABC):
     def flush(self) -> None:  # noqa: B027
         """Copy to the device the state that :meth:`add_request` has staged."""
 
-    def extend(  # noqa: B027
-        self,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        table_rows: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        cached_lens: torch.Tensor,
-        begins: Sequence[int],
-        images: ImageTokens | None,
-    ) -> None:
-        """Compute and cache the tokens ``starts`` to ``ends`` of prompts, see :meth:`GuidedStep.extend`."""
+    def check_images(self, images: ImageTokens, tokens: int) -> None:
+        """Raise unless the source reads images and ``images`` describe ``tokens`` tokens."""
+        raise ValueError(checks.NO_IMAGES)
+
+    def extend(self, prompts: PromptTokens, begins: Sequence[int], images: ImageTokens | None) -> None:  # noqa: B027
+        """Compute and cache the tokens of prompts, see :meth:`GuidedStep.extend`."""
 
     def warm_up(self, table_row: int) -> None:  # noqa: B027
         """Compile the kernels of :meth:`extend`; ``table_row`` is the padding row."""
@@ -83,17 +107,15 @@ class ConstantValues(ValueSource):
     All candidates of a row have the same value, except those that end the sequence or its span, whose value is 0. So
     ``near``, ``ge_near`` and ``le_near`` keep the probability ratios of all other candidates, except those that end a
     sentence. Ends are suppressed far before the target, and boosted in about the last ``sqrt(2 target)`` tokens.
-
-    Args:
-        table_rows: R, rows of the guidance table.
-        tensors: tensors of the step.
-        device: device of the values.
     """
 
-    def __init__(self, table_rows: int, tensors: StepTensors, device: torch.device) -> None:
-        self._tensors = tensors
-        columns = tensors.scored.token_ids.shape[1]
-        self._of_rows = torch.zeros(table_rows, columns, dtype=torch.float32, device=device)
+    early = EARLY_WITHOUT_VALUES
+
+    def bind(self, state: StepState) -> None:
+        """See :class:`ValueSource`."""
+        super().bind(state)
+        size = len(state.table), state.config.max_candidates
+        self._row_values = torch.zeros(size, dtype=torch.float32, device=state.slots.table.device)
         self._staged: dict[int, float] = {}
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
@@ -110,15 +132,16 @@ class ConstantValues(ValueSource):
         if not self._staged:
             return
         staged = torch.tensor([[*self._staged], [*self._staged.values()]], dtype=torch.float64)
-        staged = (staged.pin_memory() if self._of_rows.is_cuda else staged).to(self._of_rows.device, non_blocking=True)
-        self._of_rows[staged[0].long()] = staged[1, :, None].float()
+        values = self._row_values
+        staged = (staged.pin_memory() if values.is_cuda else staged).to(values.device, non_blocking=True)
+        values[staged[0].long()] = staged[1, :, None].float()
         self._staged.clear()
 
     def value_logits(
         self, requests: int, nodes: int, states: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
-        z = self._of_rows[self._tensors.rows(requests, nodes).nodes.table_rows]
+        z = self._row_values[self._state.tensors.rows(requests, nodes).nodes.table_rows]
         return z, z
 
 
@@ -127,19 +150,18 @@ class ProbeValues(ValueSource):
 
     Args:
         probe: the probe.
-        tensors: tensors of the step.
-        table: guidance of the requests.
-        config: configuration of the step.
     """
 
-    def __init__(self, probe: LengthProbe, tensors: StepTensors, table: GuidanceTable, config: StepConfig) -> None:
-        self._probe, self._tensors, self._table = probe, tensors, table
-        rows, columns = tensors.scored.token_ids.shape
-        self._options: dict[str, Any] = dict(
-            counters=torch.zeros(num_counters(rows, columns), dtype=torch.int32, device=probe.device),
-            backend=config.backend,
-        )
+    def __init__(self, probe: LengthProbe) -> None:
+        self.probe, self.device = probe, probe.device
         self.needs_states: tuple[int, torch.dtype] = (probe.config.state_size, probe.dtype)
+
+    def bind(self, state: StepState) -> None:
+        """See :class:`ValueSource`."""
+        super().bind(state)
+        count = num_counters(*state.tensors.scored.token_ids.shape)
+        counters = torch.zeros(count, dtype=torch.int32, device=self.probe.device)
+        self._options: dict[str, Any] = dict(counters=counters, backend=state.config.backend)
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
         """See :class:`ValueSource`."""
@@ -151,11 +173,11 @@ class ProbeValues(ValueSource):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
         assert states is not None
-        rows = self._tensors.rows(requests, nodes)
-        return self._probe.value_logits(
+        rows = self._state.tensors.rows(requests, nodes)
+        return self.probe.value_logits(
             states,
             rows.scored.token_ids,
-            self._table.columns,
+            self._state.table.columns,
             table_rows=rows.nodes.table_rows,
             generated=rows.nodes.generated,
             **self._options,
@@ -163,15 +185,15 @@ class ProbeValues(ValueSource):
 
     def warm_up(self, table_row: int) -> None:
         """See :class:`ValueSource`."""
-        scored, known = self._tensors.scored.token_ids, self._tensors.rows(1).nodes
+        scored = self._state.tensors.scored.token_ids
         (size, dtype), device = self.needs_states, scored.device
-        for rows in self._probe.rows_of_every_tile(len(scored)):
-            self._probe.value_logits(
+        for rows in self.probe.rows_of_every_tile(len(scored)):
+            self.probe.value_logits(
                 torch.zeros(rows, size, dtype=dtype, device=device),
                 torch.full_like(scored[:rows], -1),
-                self._table.columns,
-                table_rows=torch.full((rows,), table_row, dtype=known.table_rows.dtype, device=device),
-                generated=torch.zeros(rows, dtype=known.generated.dtype, device=device),
+                self._state.table.columns,
+                table_rows=torch.full((rows,), table_row, dtype=torch.int64, device=device),
+                generated=torch.zeros(rows, dtype=torch.int32, device=device),
                 **self._options,
             )
 
@@ -181,32 +203,27 @@ class ModelValues(ValueSource):
 
     Args:
         value_model: the value model.
-        tensors: tensors of the step.
-        history: history of the step.
-        slots, config: as in :class:`GuidedStep`; ``config.graphs`` must be set.
 
     Attributes:
-        cache: :class:`KVCache` of the value model.
+        graphs_class: runs the forward if the step has graphs.
     """
 
     needs_tokens = True
+    graphs_class = Graphs
 
-    def __init__(
-        self,
-        value_model: ValueModel,
-        tensors: StepTensors,
-        history: History,
-        slots: SlotTable,
-        config: StepConfig,
-    ) -> None:
-        self._model, self._tensors, self._history, self._slot_table = value_model, tensors, history, slots.table
-        self._page_size, self._chunk_tokens, self._backend = slots.page_size, config.chunk_tokens, config.backend
-        self.cache = KVCache.of_slots(value_model, slots.num_slots)
-        max_requests, max_delta = len(tensors.requests.positions), config.max_delta
-        self._max_new = 1 + config.max_drafts
-        self._delta = empty_delta(max_requests, max_delta, value_model.device)
-        self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=value_model.device) * max_delta
-        self._graphs = Graphs(self._score, value_model.device) if config.graphs else None
+    def __init__(self, value_model: ValueModel) -> None:
+        self.value_model, self.device = value_model, value_model.device
+        self.can_have_graphs = value_model.device.type == "cuda"
+
+    def bind(self, state: StepState) -> None:
+        """See :class:`ValueSource`."""
+        super().bind(state)
+        config, device = state.config, self.value_model.device
+        self.cache: KVCache = KVCache.of_slots(self.value_model, state.slots.num_slots)
+        max_requests = len(state.tensors.requests.positions)
+        self._delta = empty_delta(max_requests, config.max_delta, device)
+        self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=device) * config.max_delta
+        self._graphs = self.graphs_class(self._score, device) if config.graphs else None
 
     def value_logits(
         self, requests: int, nodes: int, states: torch.Tensor | None = None
@@ -219,16 +236,17 @@ class ModelValues(ValueSource):
         return z, z
 
     def _score(self, requests: int, nodes: int) -> torch.Tensor:
-        rows = self._tensors.rows(requests, nodes)
+        state = self._state
+        rows = state.tensors.rows(requests, nodes)
         trees = rows.trees
         computed = rows.scored if trees is None else trees
-        options: dict[str, Any] = dict(page_size=self._page_size, backend=self._backend)
+        options: dict[str, Any] = dict(page_size=state.slots.page_size, backend=state.config.backend)
         delta = catch_up(
-            self._history.columns,
+            state.history.columns,
             rows.requests,
             computed.counts,
-            self._slot_table,
-            max_new=self._max_new,
+            state.slots.table,
+            max_new=1 + state.config.max_drafts,
             out=DeltaTokens(*(x[:requests] for x in self._delta)),
             **options,
         )
@@ -240,32 +258,28 @@ class ModelValues(ValueSource):
             computed.token_ids,
             computed.counts,
             delta.cached_lens,
-            self._slot_table,
+            state.slots.table,
             rows.requests.table_rows,
             candidate_parents=None if trees is None else trees.parents,
             expected_rows=math.ceil(LIVE_SHARE * requests * (1 + computed.token_ids.shape[1])),
             **options,
         )
-        z = self._model.forward(batch, self.cache, backend=self._backend)
+        z = self.value_model.forward(batch, self.cache, backend=state.config.backend)
         if trees is None:
             return z
         columns = trees.columns.view(requests, -1)
         return z.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0.0).view(requests * nodes, -1)
 
-    def extend(
-        self,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        table_rows: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        cached_lens: torch.Tensor,
-        begins: Sequence[int],
-        images: ImageTokens | None,
-    ) -> None:
+    def check_images(self, images: ImageTokens, tokens: int) -> None:
+        """See :class:`ValueSource`."""
+        checks.check_images(images, tokens, self.value_model)
+
+    def extend(self, prompts: PromptTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
         """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""
+        tokens, slots, table_rows, starts, ends, cached_lens = prompts
+        config, slot_table = self._state.config, self._state.slots
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=tokens.device)
-        for chunk in chunks_of(len(tokens), begins, self._chunk_tokens):
+        for chunk in chunks_of(len(tokens), begins, config.chunk_tokens):
             chunk_starts, chunk_ends = (x.clamp(chunk.start, chunk.stop) for x in (starts, ends))
             batch = RaggedBatch.build(
                 tokens[chunk],
@@ -275,21 +289,28 @@ class ModelValues(ValueSource):
                 no_candidates,
                 torch.zeros_like(starts),
                 cached_lens + chunk_starts - starts,
-                self._slot_table,
+                slot_table.table,
                 table_rows,
-                page_size=self._page_size,
+                page_size=slot_table.page_size,
                 images=None if images is None else images.of_tokens(chunk),
-                backend=self._backend,
+                backend=config.backend,
             )
-            self._model.forward(batch, self.cache, backend=self._backend)
+            self.value_model.forward(batch, self.cache, backend=config.backend)
 
     def warm_up(self, table_row: int) -> None:
         """See :class:`ValueSource`."""
-        none = torch.zeros(1, dtype=torch.int32, device=self._model.device)
-        prompt = torch.zeros(self._chunk_tokens, dtype=torch.int64, device=self._model.device)
-        for length in self._model.sizes_of_every_tile(self._chunk_tokens):
+        none = torch.zeros(1, dtype=torch.int32, device=self.device)
+        prompt = torch.zeros(self._state.config.chunk_tokens, dtype=torch.int64, device=self.device)
+        for length in self.value_model.sizes_of_every_tile(len(prompt)):
             chunk = prompt[:length]
-            self.extend(chunk, chunk, torch.full_like(prompt[:1], table_row), none, none, none, [0], None)
+            self.extend(PromptTokens(chunk, chunk, torch.full_like(prompt[:1], table_row), none, none, none), [0], None)
+
+
+def value_source(model: ValueModel | LengthProbe | None) -> ValueSource:
+    """The source of values of a model that a user has passed; :class:`ConstantValues` without one."""
+    if model is None:
+        return ConstantValues()
+    return ProbeValues(model) if isinstance(model, LengthProbe) else ModelValues(model)
 
 
 def chunks_of(tokens: int, begins: Sequence[int], most: int) -> Iterator[slice]:

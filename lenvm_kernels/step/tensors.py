@@ -1,4 +1,4 @@
-"""The preallocated tensors of a guided step: its operators write them, at fixed addresses for CUDA graphs."""
+"""The state of a guided step, and the preallocated tensors that its operators write, at fixed addresses for graphs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.pack_drafts import empty_trees
 from lenvm_kernels.ops.select_scored import empty_scored
+from lenvm_kernels.step.graphs import bucket_of
+from lenvm_kernels.step.history import History
+from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.types import CandidateTrees, GuidanceColumns, Mode, ScoredCandidates, SpanNodes, StepRequests
 
 
@@ -17,6 +21,7 @@ class StepRows(NamedTuple):
     """The first rows of :class:`StepTensors`.
 
     Attributes:
+        sizes: N requests, and nodes per request.
         requests: state of ``N`` requests.
         nodes: state of their ``N * nodes`` nodes; without drafts, the same as ``requests``.
         scored: candidates to score, per node.
@@ -25,6 +30,7 @@ class StepRows(NamedTuple):
         none_drawn: int32 ``[N * nodes]``; -1.
     """
 
+    sizes: tuple[int, int]
     requests: StepRequests
     nodes: StepRequests
     scored: ScoredCandidates
@@ -96,18 +102,46 @@ class StepTensors:
         """The rows of ``requests`` requests with ``nodes`` nodes each. Cached, because slicing takes microseconds."""
         sizes = requests, nodes
         if sizes not in self._rows:
-            of_requests = StepRequests(*(x[:requests] for x in self.requests))
-            of_nodes = {name: getattr(self._nodes, name)[: requests * nodes] for name in NODE_FIELDS}
+            first_requests = StepRequests(*(x[:requests] for x in self.requests))
+            node_fields = {name: getattr(self._nodes, name)[: requests * nodes] for name in NODE_FIELDS}
             trees = None
             if nodes > 1 and self.trees is not None:
                 trees = CandidateTrees(*(x[:requests] for x in self.trees))
                 trees = trees._replace(columns=self.trees.columns[: requests * nodes])
             self._rows[sizes] = StepRows(
-                of_requests,
-                of_requests if nodes == 1 else of_requests._replace(**of_nodes),
+                sizes,
+                first_requests,
+                first_requests if nodes == 1 else first_requests._replace(**node_fields),
                 ScoredCandidates(*(x[: requests * nodes] for x in self.scored)),
                 trees,
                 self._all_active[:requests],
                 self._none_drawn[: requests * nodes],
             )
         return self._rows[sizes]
+
+
+class StepState(NamedTuple):
+    """The state that a guided step shares with its source of values.
+
+    Attributes:
+        config: configuration of the step, with ``max_requests`` and ``graphs`` resolved.
+        slots: slot table of the requests.
+        table: guidance of the requests.
+        tensors: tensors that the operators of a step write.
+        history: tokens of the requests.
+    """
+
+    config: StepConfig
+    slots: SlotTable
+    table: GuidanceTable
+    tensors: StepTensors
+    history: History
+
+    @property
+    def padding_row(self) -> int:
+        """Table row of the dummy requests that pad a batch to its graph's size."""
+        return len(self.table) - 1
+
+    def padded(self, requests: int) -> int:
+        """The number of requests of the graph that runs a batch."""
+        return bucket_of(requests, self.config.max_requests or 1) if self.config.graphs else requests

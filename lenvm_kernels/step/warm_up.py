@@ -21,8 +21,8 @@ def calls_of_every_kind(
     states: tuple[int, torch.dtype] | None,
     *,
     is_logits: bool,
-) -> Iterator[dict[str, Any]]:
-    """Keyword arguments of :meth:`GuidedStep.step`, with and without each optional one, for dummy requests.
+) -> Iterator[tuple[torch.Tensor, StepBatch, Drafts | None, dict[str, Any]]]:
+    """Scores, batch, drafts and further arguments of :meth:`GuidedStep.step` for dummy requests, in all combinations.
 
     Args:
         config: configuration of the step.
@@ -49,12 +49,17 @@ def calls_of_every_kind(
         scores, probs = (full(0, dtype, rows, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype))
         none, lens = full(-1, torch.int32, size, drafted), full(0, torch.int32, size)
         tokens = full(0, torch.int64, *((size, width) if width > 1 else (size,)))
-        states_of_rows = None if states is None else full(0, states[1], rows, states[0])
-        yield dict(
-            scores=scores,
-            batch=StepBatch(tokens, table_rows, lens, lens if width > 1 else None, states=states_of_rows),
-            sampling=Sampling(0, 1.0, 0.0, 1.0 if has_temperature else None, is_logits, mask, sample=True),
-            drafts=Drafts(none.long(), none) if drafted else None,
-            probs=probs if has_probs else None,
-            verify="same_draws" if drafted else None,
+        row_states = None if states is None else full(0, states[1], rows, states[0])
+        batch = StepBatch(tokens, table_rows, lens, lens if width > 1 else None, states=row_states)
+        drafts = Drafts(none.long(), none) if drafted else None
+        temperature = 1.0 if has_temperature else None
+        yield (
+            scores,
+            batch,
+            drafts,
+            dict(
+                sampling=Sampling(0, 1.0, 0.0, temperature, is_logits, mask, sample=True),
+                probs=probs if has_probs else None,
+                verify="same_draws" if drafted else None,
+            ),
         )

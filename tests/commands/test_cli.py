@@ -129,6 +129,6 @@ def test_every_flag_has_help_with_its_default(lenvm):
     for command in ("generate", "demo", "evaluate"):
         text = " ".join(lenvm(command, "--help")[1].split())
         flags = re.findall(r"(?<!usage: )\[?(--[a-z-]+)", text.split("options:")[0])
-        other_names = {f"--{name.replace('_', '-')}" for field in FIELDS.values() for name in field.other_names}
+        other_names = {f"--{name.replace('_', '-')}" for field in FIELDS.values() for name in field.names[1:]}
         assert len(flags) >= 5
         assert text.count("(default: ") + text.count("; required") == len(set(flags) - {"--help"} - other_names)

@@ -32,7 +32,7 @@ from lenvm_kernels.engines.settings import check_vocabulary
 from lenvm_kernels.engines.sglang import guide as sglang_guide
 from lenvm_kernels.engines.sglang import plugin as sglang_adapter
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, working_bytes
+from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, value_source, working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import KVCache, ValueModel
 from tests.helpers.models import random_model
@@ -607,7 +607,7 @@ def test_engine_draws_rows_that_guidance_may_not(guide, monkeypatch, guidance, v
     if not value_model:
         guide.value_model = None
     slots = EngineSlots(torch.arange(320, dtype=torch.int32).view(5, 64), 320)
-    guide.step = GuidedStep(guide.value_model, slots, StepConfig(vocab_size=VOCAB))
+    guide.step = GuidedStep(value_source(guide.value_model), slots, StepConfig(vocab_size=VOCAB))
     for row, length, asked in zip(rows.tolist(), lengths.tolist(), guidance, strict=True):
         if asked is not None:
             guide.step.add_request(row, parse_guidance(asked), {EOS}, prompt_len=length - 2, seed=row)

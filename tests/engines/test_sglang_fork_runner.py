@@ -630,7 +630,7 @@ def test_value_model_is_loaded_at_start(make, monkeypatch, plain, tmp_path):
     step, slots = engine.runner.step, engine.runner.own.slots
     config = step.config
     assert (config.max_candidates, config.max_requests, config.vocab_size, config.max_delta) == (64, 5, VOCAB, 16)
-    assert step.value_model.dtype == torch.float32 and slots.table.shape == (7, 6) and slots.num_slots == 5 * 96
+    assert step.values.value_model.dtype == torch.float32 and slots.table.shape == (7, 6) and slots.num_slots == 5 * 96
     assert engine.asked_memory == [(("cpu", 0), {"distributed": False, "cpu_group": None})] * 2
     engine.model_runner.tp_group = SimpleNamespace(world_size=2, cpu_group="group")
     engine.model_runner.initialize(0.0)
@@ -640,7 +640,7 @@ def test_value_model_is_loaded_at_start(make, monkeypatch, plain, tmp_path):
         monkeypatch.setenv(f"LENVM_{name}", str(value))
     step = make(lvm_guided_inproc_json_model_override_args='{"architectures": ["X"]}').runner.step
     assert (step.config.max_candidates, step.config.value_stride, step.config.chunk_tokens) == (8, 3, 7)
-    assert step.value_model.dtype == torch.bfloat16
+    assert step.values.value_model.dtype == torch.bfloat16
 
 
 def test_default_gamma_is_that_of_the_value_model(make, plain, tmp_path):
@@ -659,7 +659,11 @@ def test_cache_size_follows_memory_fraction(make, monkeypatch):
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
     monkeypatch.setenv("LENVM_CHUNK_TOKENS", "64")
     runner = make(**sizes, **memory, lvm_guided_inproc_mem_fraction_static=share).runner
-    model, slots, of_step = runner.step.value_model, runner.own.slots.num_slots, dict(max_len=90, vocab_size=VOCAB)
+    model, slots, of_step = (
+        runner.step.values.value_model,
+        runner.own.slots.num_slots,
+        dict(max_len=90, vocab_size=VOCAB),
+    )
     taken = sum(working_bytes(model, requests=30, **of_step, **n) for n in (dict(max_candidates=4), dict(tokens=64)))
     room = share * free - weights - taken
     assert PAGE < slots < 30 * 90

@@ -294,9 +294,9 @@ def test_ended_rows_are_inactive(base, value_model, prompts, monkeypatch):
     processor = make(base, value_model, attention_mask=prompts["attention_mask"], max_new_tokens=4)
     active, step = [], processor._step.step
 
-    def record(scores, batch, *args, **options):
-        active.append(batch.active.tolist())
-        return step(scores, batch, *args, **options)
+    def record(prepared, *args, **options):
+        active.append(prepared.batch.active.tolist())
+        return step(prepared, *args, **options)
 
     monkeypatch.setattr(processor._step, "step", record)
     tokens, scores = prompts["input_ids"], torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -470,7 +470,7 @@ def test_memory_is_reserved_for_scores_of_drafts(value_model):
     """The engine's logits have rows for actual drafts, but a step's scores have rows for the maximum."""
     guide = Engine(value_model, drafts=3).guide
     sizes = dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB, max_delta=MAX_DELTA + 3, max_drafts=3)
-    of_step = guide.settings.working_bytes(guide.step.value_model, **sizes)
+    of_step = guide.settings.working_bytes(guide.step.values.value_model, **sizes)
     assert guide.kept_free.numel() - of_step == SLOTS * (1 + 3) * VOCAB * 4
 
 
@@ -508,7 +508,7 @@ def test_rewrite_by_status():
 
 
 def test_value_model_uses_gamma_of_settings(value_model):
-    assert Engine(value_model, gamma=0.95).guide.step.value_model.lenvm_config.gamma == 0.95
+    assert Engine(value_model, gamma=0.95).guide.step.values.value_model.lenvm_config.gamma == 0.95
 
 
 @pytest.fixture(scope="module")
@@ -531,9 +531,9 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
         engine.add(slot, prompt, None if slot == 2 else TILT)
     step = engine.guide.step.step
 
-    def keeping(scores, batch, *args, **options):
-        seen.append((batch.states, batch.last_tokens(None).tolist()))
-        return step(scores, batch, *args, **options)
+    def keeping(prepared, *args, **options):
+        seen.append((prepared.batch.states, prepared.batch.last_tokens(None).tolist()))
+        return step(prepared, *args, **options)
 
     monkeypatch.setattr(engine.guide.step, "step", keeping)
 

@@ -69,7 +69,7 @@ def test_request_is_written_into_its_row(request_, eos, expected):
     assert_row(table, 0)
     assert_row(table, 1, **dict(seed=-(2**63), prompt_len=9, span_seen=9) | expected)
     assert table.guided.tolist() == [False, "mode" in expected, False]
-    table.remove_request(1)
+    table.add_request(1, None, set())
     assert_row(table, 1)
     packed = GuidanceTable.from_params([None, params, params], [set(), eos, {*range(10, 13)}], "cpu")
     assert packed.columns.mode.tolist() == [0, *[expected.get("mode", 0)] * 2]

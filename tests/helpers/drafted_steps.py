@@ -2,11 +2,10 @@
 
 import torch
 
-from lenvm_kernels.step import StepBatch
 from tests.helpers.drafts import make_drafts
-from tests.helpers.engine import Engine, make_step
+from tests.helpers.engine import MOST_LIKELY, Engine, make_step
 from tests.helpers.models import VOCAB
-from tests.helpers.padded_step import pad
+from tests.helpers.padded_step import PaddedValues
 
 
 class BaseModel:
@@ -36,21 +35,15 @@ def nodes_of(sequences, tokens, parents):
     return [[*s, *drafts[j]] if j < len(drafts) else None for s, drafts, nodes in requests for j in range(nodes)]
 
 
-def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_others=False, tells_ends=True, **options):
+def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_others=False, **options):
     """A step with drafts, after each sequence has grown by ``new[i]`` tokens.
 
-    ``draws_others``: unguided requests get their most likely token. ``tells_ends``: the result of ``limit_spans`` is
-    passed to the step, which otherwise computes it."""
+    ``draws_others``: unguided requests get their most likely token."""
     nodes, drafts = nodes_of(sequences, tokens, parents), make_drafts(tokens, parents)
     scores = torch.stack([torch.zeros(VOCAB) if node is None else base.scores(node) for node in nodes])
-    lengths = engine.tensor([len(s) for s in sequences])
-    batch = StepBatch(engine.told(sequences, new), engine.tensor(rows), lengths, engine.tensor(new))
-    spans = engine.step.limit_spans(scores, batch, drafts)
     options = dict(min_p=0.02, top_p=1.0, temperature=0.8, verify="same_draws") | options
-    if tells_ends:
-        options["spans"] = spans
     if draws_others:
-        options["drawn"] = scores.argmax(1)
+        options["drawn"] = MOST_LIKELY
     return engine.decode(rows, sequences, scores, new=new, drafts=drafts, **options)
 
 
@@ -60,9 +53,7 @@ def run_plain(models, rows, prompts, guidance, count, base, **options):
     sequences = [list(tokens) for tokens in prompts]
     for _ in range(count):
         scores = torch.stack([base.scores(s) for s in sequences])
-        last, lengths = engine.tensor([s[-1] for s in sequences]), engine.tensor([len(s) for s in sequences])
-        engine.step.limit_spans(scores, StepBatch(last, engine.tensor(rows), lengths))
-        output = engine.decode(rows, sequences, scores, min_p=0.02, drawn=scores.argmax(1))
+        output = engine.decode(rows, sequences, scores, min_p=0.02, drawn=MOST_LIKELY)
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
     assert not engine.step.table.columns.faults.any()
     return [s[len(p) : len(p) + count] for s, p in zip(sequences, prompts, strict=True)]
@@ -70,9 +61,8 @@ def run_plain(models, rows, prompts, guidance, count, base, **options):
 
 def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, padded=False, **options):
     """The same with drafts; returns the tokens and the number of steps."""
-    step, slots = make_step(models.value, max_candidates=4, max_drafts=len(parents), **options)
-    if padded:
-        pad(step)
+    values = PaddedValues(models.value) if padded else models.value
+    step, slots = make_step(values, max_candidates=4, max_drafts=len(parents), **options)
     engine = Engine(step, slots).start(rows, prompts, guidance, room=60)
     sequences, new, steps = [list(tokens) for tokens in prompts], [1] * len(rows), 0
     while any(len(s) - len(p) < count for s, p in zip(sequences, prompts, strict=True)):

@@ -5,7 +5,7 @@ import torch
 
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, ValueSource, value_source
 from tests.helpers.models import EOS, VOCAB
 
 GUIDANCE = [
@@ -17,22 +17,31 @@ GUIDANCE = [
 ]
 TILT = GUIDANCE[0]
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20]]
+MOST_LIKELY = "most likely"
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
-def make_step(value_model, *, rows=8, max_len=96, page_size=4, num_pages=None, **options):
-    device = "cpu" if value_model is None else value_model.device
+def make_step(model, *, rows=8, max_len=96, page_size=4, num_pages=None, **options):
+    """A step and its slots; ``model`` is a value model, a probe, None or a :class:`ValueSource`."""
+    values = model if isinstance(model, ValueSource) else value_source(model)
+    device = "cpu" if values.device is None else values.device
     slots = PagedSlots(rows, max_len, page_size=page_size, num_pages=num_pages, device=device)
-    return GuidedStep(value_model, slots, StepConfig(vocab_size=VOCAB, **options)), slots
+    return GuidedStep(values, slots, StepConfig(vocab_size=VOCAB, **options)), slots
 
 
 def take_step(step, scores, tokens, table_rows, lengths, **options):
-    """``GuidedStep.step`` with the fields of its batch and its sampling as keyword arguments."""
+    """Prepare a step and take it; fields of its batch and its sampling are keyword arguments.
+
+    ``drawn`` may be :data:`MOST_LIKELY`, the most likely tokens of the prepared scores."""
     batch, sampling = (
         {field: options.pop(field) for field in kind._fields if field in options} for kind in (StepBatch, Sampling)
     )
-    return step.step(scores, StepBatch(tokens, table_rows, lengths, **batch), Sampling(**sampling), **options)
+    logits, drafts = scores if sampling.get("is_logits") else None, options.pop("drafts", None)
+    prepared = step.prepare(logits, StepBatch(tokens, table_rows, lengths, **batch), drafts)
+    if options.get("drawn") is MOST_LIKELY:
+        options["drawn"] = scores.argmax(1)
+    return step.step(prepared, Sampling(**sampling), scores=scores, **options)
 
 
 class Engine:

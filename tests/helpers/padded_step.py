@@ -1,32 +1,28 @@
-"""The guided step with the padding and buffers of its CUDA graphs, without a GPU."""
-
-from dataclasses import replace
-from types import SimpleNamespace
+"""A value model with the padding and buffers of CUDA graphs, without a GPU."""
 
 import torch
 
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import ModelValues
 from lenvm_kernels.step.graphs import Graphs
 
 
 class PaddedGraphs(Graphs):
-    """Calls the captured function on the inputs that a graph would read."""
+    """Runs the function, and returns its result at a fixed address that the next replay overwrites."""
 
-    def _capture(self, requests, nodes):
-        scored = self._score.__self__._tensors.rows(requests, nodes).scored
-        result = torch.empty(scored.token_ids.shape, device=scored.token_ids.device)
-        return SimpleNamespace(replay=lambda: result.copy_(self._score(requests, nodes))), result
+    def __init__(self, score, device):
+        super().__init__(score, device)
+        self.results = {}
 
-
-def pad(step: GuidedStep) -> None:
-    """Give a step that was constructed without graphs :class:`PaddedGraphs`."""
-    step.values._graphs = PaddedGraphs(step.values._score, step.device)
-    step.config = replace(step.config, graphs=True)
+    def replay(self, requests, nodes):
+        result = self.score(requests, nodes)
+        return self.results.setdefault((requests, nodes), torch.empty_like(result)).copy_(result)
 
 
-class PaddedStep(GuidedStep):
-    """A step with :class:`PaddedGraphs`."""
+class PaddedValues(ModelValues):
+    """Values of a value model whose step pads its batches, as with CUDA graphs."""
 
-    def __init__(self, value_model, slots, config) -> None:
-        super().__init__(value_model, slots, replace(config, graphs=False))
-        pad(self)
+    graphs_class = PaddedGraphs
+
+    def __init__(self, value_model):
+        super().__init__(value_model)
+        self.can_have_graphs = True

@@ -19,12 +19,12 @@ from triton.backends.compiler import GPUTarget
 from bench.launches import intercept_launches, targeting
 from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import EngineSlots, GuidedStep, StepBatch, StepConfig
+from lenvm_kernels.step import EngineSlots, GuidedStep, ModelValues, ProbeValues, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe, ValueModel
 from lenvm_kernels.values.probe import ProbeConfig
 from tests.helpers.engine import take_step
-from tests.helpers.padded_step import PaddedStep
+from tests.helpers.padded_step import PaddedValues
 
 MAX_ROWS = 19
 CHUNK_TOKENS = 64
@@ -88,10 +88,10 @@ def calls(step, rows, vocab):
             "SGLang, prompts": partial(step.predict, prompts),
             "SGLang, verified tokens": partial(step.predict, told),
             "SGLang draws after prompts": guide(x, drawn=i64, sample=True),
-            "SGLang, spans after prompts": partial(step.limit_spans, x, prompts),
-            "SGLang, spans": partial(step.limit_spans, torch.zeros(rows * nodes, vocab), told, drafts),
+            "SGLang, spans after prompts": partial(step.prepare, x, prompts),
+            "SGLang, spans": partial(step.prepare, torch.zeros(rows * nodes, vocab), told, drafts),
             "vLLM without drafts": guide(x, integers=tokens, new_lens=i32, temperature=one, active=active, **logits),
-            "vLLM, spans without drafts": partial(step.limit_spans, x, told),
+            "vLLM, spans without drafts": partial(step.prepare, x, told),
         }
     return {
         "SGLang draws": guide(x, drawn=i64, sample=True),
@@ -107,8 +107,8 @@ def calls(step, rows, vocab):
         "logits in bf16": guide(bf16, temperature=one, sample=True, **logits),
         "padded logits": guide(padded, probs=padded.clone(), **logits),
         "int32 batch": guide(x, rows=numbers.int(), integers=i32, drawn=i32, sample=True),
-        "spans": partial(step.limit_spans, x, prompts),
-        "spans in bf16": partial(step.limit_spans, bf16, StepBatch(i32, numbers.int(), i32)),
+        "spans": partial(step.prepare, x, prompts),
+        "spans in bf16": partial(step.prepare, bf16, StepBatch(i32, numbers.int(), i32)),
     }
 
 
@@ -133,16 +133,16 @@ def serve(vocab):
     tensors = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()}
     report = {}
     for name, kind, options in (
-        ("with graphs", PaddedStep, {}),
-        ("without graphs", GuidedStep, {}),
-        ("with drafts", PaddedStep, {"max_drafts": 3}),
-        ("with a probe", GuidedStep, {}),
+        ("with graphs", PaddedValues, {}),
+        ("without graphs", ModelValues, {}),
+        ("with drafts", PaddedValues, {"max_drafts": 3}),
+        ("with a probe", ProbeValues, {}),
     ):
         model = random_probe(512) if name == "with a probe" else ValueModel(config, tensors)
         keys.clear()
         slots = EngineSlots(torch.zeros(MAX_ROWS, 1024, dtype=torch.int32), 1000)
         options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
-        step = kind(model, slots, StepConfig(**options))
+        step = GuidedStep(kind(model), slots, StepConfig(**options))
         for is_logits in (False, True):
             step.warm_up(is_logits=is_logits, progress=False)
         step.warm_up(torch.bfloat16, progress=False)

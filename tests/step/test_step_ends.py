@@ -52,7 +52,7 @@ def test_guidance_without_value_model_by_end_tokens_only(monkeypatch):
             not_due.append((generated + 1) % 3)
     assert seen > 15 and 0 not in not_due and len(not_due) > 2
     assert not step.table.columns.faults.any()
-    assert step.cache is None and step.value_model is None
+    assert step.values.cache is None and not step.values.needs_tokens
 
 
 def test_draws_without_value_model_are_reproducible():
@@ -66,27 +66,6 @@ def test_draws_without_value_model_are_reproducible():
         alone += run_requests(engine, sequences[i : i + 1], guidance[i : i + 1], 6, seeds=[100 + i])[0]
     together, _ = run_requests(Engine(*make_step(None)), sequences, guidance, 6, rows=[4, 0, 7])
     assert together == alone
-
-
-def test_end_tokens_are_candidates_of_requests_with_target(models):
-    """Each request has its own end tokens and minimum probability, in rows out of order; a reached target ends."""
-    guidance = [
-        {"target_length": 9, "min_end_prob": 0.02},
-        {"target_length": 9, "op": "eq"},
-        {"target_length": 0, "strength": 40},
-        {"value_mode": "mul", "value_scale": 0.8},
-        {"target_length": 9, "op": "eq_soft", "min_end_prob": 0},
-    ]
-    rows, ends = [6, 1, 4, 0, 3], [{41, 40}, {41}, {42}, {41}, {43, 44}]
-    engine = Engine(*make_step(models.value)).start(rows, [[9, 10, 11]] * 5, guidance, eos=ends)
-    probs = torch.zeros(VOCAB)
-    probs[[20, 21, 40, 41, 42, 43]] = torch.tensor([0.5, 0.4, 0.03, 0.01, 0.002, 1e-6])
-    scores = (0.8 * probs.log()).repeat(5, 1)  # at the temperature of Engine.decode
-    output = engine.decode(rows, [[9, 10, 11]] * 5, scores, top_k=2)
-    candidates = [[token for token in row if token >= 0] for row in output.candidates.token_ids.tolist()]
-    assert candidates == [[20, 21, 40], [20, 21], [20, 21, 42], [20, 21], [20, 21, 43]]
-    torch.testing.assert_close(output.candidates.probs[2, 2].item(), 0.002 / probs.sum().item())
-    assert output.probs[2, 2] > 0.99 and output.tokens[2] == 42
 
 
 def scores_of_a_rare_end(rows, prob):

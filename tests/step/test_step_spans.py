@@ -7,8 +7,9 @@ import torch
 
 from lenvm_kernels.guidance import SpanState, parse_guidance
 from lenvm_kernels.step import StepBatch
-from lenvm_kernels.types import SpanNodes, Status
+from lenvm_kernels.types import Status
 from tests.helpers.drafted_steps import BaseModel, run_drafted, run_plain, step_with
+from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import PROMPTS, Engine, make_step
 from tests.helpers.models import EOS, VOCAB
 from tests.helpers.step_models import StepModels
@@ -149,24 +150,15 @@ def test_output_with_spans_is_unchanged_by_drafts(models, options, guidance):
     assert drafted == plain and steps < count * 0.8
 
 
-@pytest.mark.parametrize("tells_ends", [True, False])
-def test_nodes_after_an_end_are_not_guided(models, monkeypatch, tells_ends):
-    """Ends are found along the tree, with the token count of each node. With ``spans`` they are not searched again."""
+def test_nodes_after_an_end_are_not_guided(models):
+    """Ends are found along the tree, with the token count of each node."""
     guidance = [TILT | {"end_token_ids": [END], "hard_limit": 2}, TILT | {"end_token_ids": [7, END]}, TILT]
     engine, sequences = models.start([5, 1, 3], guidance, max_drafts=5, max_candidates=4)
-    step = engine.step
     tokens = [[20, END, 21, 22, 23], [7, 8, 9, END, -1], [END, 7, 8, EOS, 9]]
     parents = [[-1, -1, 0, 1, 2], [-1, 0, -1, 2, 3], [-1, 0, 1, 2, 3]]
-    looked, limit_spans = [], step._limit_spans
-    monkeypatch.setattr(step, "_limit_spans", lambda logits, *args: looked.append(logits) or limit_spans(logits, *args))
-    output = step_with(engine, [5, 1, 3], sequences, [1] * 3, EndingModel(), tokens, parents, tells_ends=tells_ends)
-    assert [logits is None for logits in looked] == [False] + [True] * (not tells_ends)
+    output = step_with(engine, [5, 1, 3], sequences, [1] * 3, EndingModel(), tokens, parents)
     is_guided = (output.candidates.status != Status.UNGUIDED).view(3, 6).tolist()
-    assert is_guided == [
-        [True, True, False, True, False, True],
-        [True, False, False, True, False, False],
-        [True] * 6,
-    ]
+    assert is_guided == [[True, True, False, True, False, True], [True, False, False, True, False, False], [True] * 6]
     # At these nodes two tokens are generated, so the end is forced.
     probs = output.probs.view(3, 6, -1)
     for node in (3, 5):
@@ -186,17 +178,19 @@ def test_step_at_which_a_span_might_end_is_due(models):
     assert status.tolist() == [Status.NOT_DUE, Status.GUIDE, Status.GUIDE, Status.GUIDE]
 
 
-def test_bad_span_nodes_are_rejected_and_steps_without_spans_skip_the_search(models, monkeypatch):
-    engine, _ = models.start([3, 1], [TILT] * 2)
-    rows, lengths = engine.tensor([3, 1]), engine.tensor([len(p) for p in PROMPTS[:2]])
-    logits = torch.zeros(2, VOCAB)
-    assert not engine.step.has_spans
-    assert engine.step.limit_spans(logits, StepBatch(engine.tensor([8, 9]), rows, lengths)) is None and not logits.any()
-    monkeypatch.setattr(engine.step, "_limit_spans", None)
-    engine.decode([3, 1], PROMPTS[:2], logits)
-    generated = torch.zeros(2, dtype=torch.int32)
-    for wrong in (torch.zeros(3, dtype=torch.bool), torch.zeros(2)):
-        with pytest.raises(ValueError, match=r"spans.ended must be bool \[2\] on cpu, got"):
-            engine.decode([3, 1], PROMPTS[:2], logits, spans=SpanNodes(wrong, generated))
-    with pytest.raises(TypeError, match="spans must be SpanNodes, got Tensor"):
-        engine.decode([3, 1], PROMPTS[:2], logits, spans=generated)
+def test_logits_are_changed_only_if_a_request_asks_for_it(models):
+    """Token temperatures or a span, at all nodes of their request alone. Without logits, spans are still followed."""
+    engine, sequences = models.start([3, 1], [TILT] * 2, max_drafts=1)
+    step, logits, drafts = engine.step, torch.ones(4, VOCAB), make_drafts([[5], [END]], [[-1], [-1]])
+    batch = StepBatch(engine.tensor([8, 9]), engine.tensor([3, 1]), engine.tensor([len(s) for s in sequences]))
+    prepared = step.prepare(logits, batch, drafts)
+    assert not prepared.is_changed and prepared.spans is None and (logits == 1).all()
+    step.add_request(3, parse_guidance({"token_temperature_scale": {7: 3.0}}), {EOS})
+    assert step.prepare(logits, batch, drafts).is_changed
+    assert (logits != 1).nonzero().tolist() == [[0, 7], [1, 7]] and logits[0, 7] == 3
+    step.remove_request(3)
+    step.add_request(1, parse_guidance({"end_token_ids": [END]}), {EOS}, prompt_len=len(sequences[1]))
+    for scores in (logits.fill_(1), None):
+        prepared = step.prepare(scores, batch, drafts)
+        assert prepared.is_changed == (scores is not None) and prepared.spans.ended.tolist() == [False] * 3 + [True]
+    assert (logits != 1).nonzero().tolist() == [[2, EOS]]

@@ -20,13 +20,13 @@ from bench.models import make_config, make_model
 from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, StepConfig
+from lenvm_kernels.step import GuidedStep, ModelValues, ProbeValues, StepConfig
 from lenvm_kernels.values import LengthProbe
 from tests.helpers.drafts import random_drafts
 from tests.helpers.engine import Engine, take_step
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.models import TINY, random_model
-from tests.helpers.padded_step import PaddedStep
+from tests.helpers.padded_step import PaddedValues
 from tests.helpers.probes import model_sizes, write_random_probe
 from tests.helpers.races import check_races
 
@@ -98,13 +98,14 @@ REQUESTS = [
 ]
 
 
-def steps(step_class, value_model, width):
+def steps(values_class, model, width):
     """Prompts, then steps of changing subsets of the rows in changing order, with ``width`` drafts per request."""
     generator, rows = torch.Generator().manual_seed(width), len(REQUESTS)
     slots = PagedSlots(rows, 80, page_size=4)
     config = dict(vocab_size=VOCAB, max_candidates=4, max_drafts=width, max_delta=2 + width, chunk_tokens=32)
-    step = step_class(value_model, slots, StepConfig(**config, backend="triton"))
-    engine, is_probe = Engine(step, slots), isinstance(value_model, LengthProbe)
+    values = values_class(model)
+    step = GuidedStep(values, slots, StepConfig(**config, backend="triton"))
+    engine, is_probe = Engine(step, slots), values.needs_states is not None
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for _, length in REQUESTS]
     order = torch.randperm(rows, generator=generator).tolist()
     for row in order:
@@ -121,7 +122,7 @@ def steps(step_class, value_model, width):
         logits = torch.randn(nodes, VOCAB, generator=generator) * 3
         options = {name: torch.full((b,), x) for name, x in dict(top_p=0.98, min_p=1e-3, temperature=0.9).items()}
         if is_probe:
-            options["states"] = torch.randn(nodes, value_model.config.state_size, generator=generator)
+            options["states"] = torch.randn(nodes, values.needs_states[0], generator=generator)
         if width:
             drafts = random_drafts(b, width, seed=number, tokens=VOCAB)
             drafts.token_ids[::2, 0] = logits[:: 1 + width].argmax(dim=1)[::2]  # likely to be drawn
@@ -147,7 +148,7 @@ def steps(step_class, value_model, width):
         else:
             tokens[chosen, 0] = output.tokens.long()
         lengths[chosen] += new_lens[chosen]
-    return [*results, step.table.columns.faults, *([] if is_probe else [step.cache.keys, step.cache.values])]
+    return [*results, step.table.columns.faults, *([] if is_probe else [values.cache.keys, values.cache.values])]
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +164,13 @@ PROBE_KERNELS = {"_candidate_values_kernel"}
 
 
 # A sum over 4096 intermediate columns is split, and a separate kernel adds the parts.
-@pytest.mark.parametrize(("step_class", "width", "columns"), [(GuidedStep, 0, 4096), (PaddedStep, 2, 64)])
-def test_no_races_in_a_step_with_a_value_model(step_class, width, columns):
+@pytest.mark.parametrize(("values_class", "width", "columns"), [(ModelValues, 0, 4096), (PaddedValues, 2, 64)])
+def test_no_races_in_a_step_with_a_value_model(values_class, width, columns):
     sizes = dict(hidden_size=32, intermediate_size=columns, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
     torch.manual_seed(0)  # the model's weights
     config = replace(make_config("Qwen3-1.7B", vocab_size=512, **sizes), qkv_bias=True)
     model = make_model(config, torch.float32, "cpu")
-    launched = set(check_races(lambda: steps(step_class, model, width)))
+    launched = set(check_races(lambda: steps(values_class, model, width)))
     if width:
         assert launched >= {*DRAFT_KERNELS, "_ragged_layout_kernel", "_value_tree_attention_kernel"}
     else:
@@ -178,6 +179,6 @@ def test_no_races_in_a_step_with_a_value_model(step_class, width, columns):
 
 
 def test_no_races_in_a_step_with_a_probe(probe):
-    launched = set(check_races(lambda: steps(GuidedStep, probe, 2)))
+    launched = set(check_races(lambda: steps(ProbeValues, probe, 2)))
     assert launched >= PROBE_KERNELS | {"_ragged_linear_kernel", "_verify_drafts_kernel"}
     assert not launched & {"_embed_tokens_kernel", "_value_tree_attention_kernel", "_value_head_kernel"}

@@ -11,7 +11,7 @@ from bench.two_forward import TwoForwardStep, nearest
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops._common import next_power_of_2
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig
+from lenvm_kernels.step import EngineSlots, GuidedStep, ModelValues, StepConfig
 from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.values import ValueModel, ValueModelConfig
 from tests.helpers.engine import Engine, take_step
@@ -34,10 +34,10 @@ class Both:
         self.device, rows = device, range(len(guidance))
         model = value_model_of(*random_pair(architecture), device=device)
         self.engines = []
-        for cls in (TwoForwardStep, GuidedStep):
+        for cls, values in ((TwoForwardStep, model), (GuidedStep, ModelValues(model))):
             slots = PagedSlots(len(guidance), 48, page_size=4, device=device)
             config = StepConfig(vocab_size=VOCAB, chunk_tokens=6, max_candidates=top_k)
-            self.engines.append(Engine(cls(model, slots, config), slots))
+            self.engines.append(Engine(cls(values, slots, config), slots))
             for row, params in enumerate(guidance):
                 self.engines[-1].admit(row, [0] * 40, params, prompt_len=len(PROMPTS[row]))
             self.engines[-1].prefill(rows, PROMPTS[: len(guidance)])
@@ -68,7 +68,7 @@ def test_values_and_cache_of_both_steps_agree(architecture, device):
         for tokens, token in zip(sequences, ours.tokens.tolist(), strict=True):
             tokens.append(token if token >= 0 else tokens[0])
     assert 30 < compared < 57
-    slots, cache = both.engines[1].slots, both.engines[1].step.cache
+    slots, cache = both.engines[1].slots, both.engines[1].step.values.cache
     for row, request in both.published.requests.items():
         assert request.cached > 9
         places = torch.arange(request.cached, device=device)

@@ -27,8 +27,8 @@ from lenvm_kernels.engines.sglang.drafts import changed_once, drafts_of, leave_o
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.engines.sglang.states import SampledStates
 from lenvm_kernels.guidance import GuidanceParams
-from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepOutput
-from lenvm_kernels.types import Drafts, Mode, SpanNodes
+from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
+from lenvm_kernels.types import Drafts, Mode
 from lenvm_kernels.values import ImageTokens, KVCache, ValueModel
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ class SGLangGuide:
         self._stopwatch = Stopwatch(device)
         self._table_rows: set[int] = set()  # rows of requests in the guidance table
         self._ranks: torch.distributed.ProcessGroup | None = None  # tensor-parallel ranks, if there are several
-        # The batch that the engine is sampling, whether its step has run, and the step's report and spans.
+        # The batch that the engine is sampling, whether its step has run, its prepared step, and the step's report.
         self._sampling: ForwardBatch | None = None
         self._stepped = False
         self._report: StepReport | None = None
-        self._spans: SpanNodes | None = None
+        self._prepared: PreparedStep | None = None
         # With speculative decoding, per table row: the new tokens since the last step, and their number.
         self._grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -104,7 +104,7 @@ class SGLangGuide:
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         self.runner = runner
         self.step = GuidedStep(
-            self.value_model if self.states is None else self.states.probe,
+            value_source(self.value_model if self.states is None else self.states.probe),
             EngineSlots(runner.req_to_token_pool.req_to_token, slots),
             settings.step_config(
                 has_graphs=not cuda_graph_fully_disabled(),
@@ -228,7 +228,7 @@ class SGLangGuide:
     @contextmanager
     def sampling(self, batch: ForwardBatch) -> Iterator[None]:
         """Active while the engine samples the tokens of ``batch``."""
-        self._sampling, self._stepped, self._report, self._spans = batch, False, None, None
+        self._sampling, self._stepped, self._report, self._prepared = batch, False, None, None
         try:
             yield
         finally:
@@ -237,9 +237,10 @@ class SGLangGuide:
     def change_logits(self, logits: torch.Tensor) -> None:
         """Apply token temperatures and limits of spans to the logits that the engine is about to sample from."""
         if self._sampling is not None:
-            self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
-            if self.step.has_spans:
-                self._spans = self.step.limit_spans(logits, last_tokens(self._sampling, len(logits)))
+            self._prepared = self._prepare(self._sampling, logits, len(logits))
+
+    def _prepare(self, batch: ForwardBatch, logits: torch.Tensor | None, requests: int) -> PreparedStep:
+        return self.step.prepare(logits, last_tokens(batch, requests)._replace(states=self._states_of(requests)))
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
         """The next tokens: guided requests draw from their candidates, others keep the engine's ``drawn`` tokens."""
@@ -299,14 +300,14 @@ class SGLangGuide:
         with self._failing_softly(batch):
             wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
             is_prompt = not batch.forward_mode.is_decode()
-            sequences = last_tokens(batch, b)._replace(states=self._states_of(b))
-            table_rows = sequences.table_rows
+            prepared = self._prepare(batch, None, b) if self._prepared is None else self._prepared
+            table_rows = prepared.batch.table_rows
             faults = self.step.table.columns.faults[table_rows] if self.metrics else None
             sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, is_logits=is_logits, sample=sample)
             with self._timed():
                 predicts = wants_values and is_prompt
-                prompt_lengths = self.step.predict(sequences) if predicts and self.reads_tokens else None
-                output = self.step.step(scores, sequences, sampling, drawn=drawn, spans=self._spans)
+                prompt_lengths = self.step.predict(prepared.batch) if predicts and self.reads_tokens else None
+                output = self.step.step(prepared, sampling, scores=scores, drawn=drawn)
                 if predicts and not self.reads_tokens:  # a probe has values of candidates only
                     assert output.remaining_lengths is not None  # values are requested, and a token is drawn
                     prompt_lengths = 1 + output.remaining_lengths
@@ -351,11 +352,11 @@ class SGLangGuide:
         wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
         with changed_once(logits, info, grammar_mask, nodes):
             with self._failing_softly(batch), self._timed():
-                self.step.scale_tokens(logits, table_rows.repeat_interleave(nodes))
+                prepared = self._prepare_nodes(logits, drafts_of(verify_input), table_rows, lengths)
                 if needs_step(batch):
-                    drafts = drafts_of(verify_input)
                     faults = self.step.table.columns.faults[table_rows] if self.metrics else None
-                    output = self._draw_at_nodes(logits, info, drafts, table_rows, lengths)
+                    filters = info.top_ks, info.top_ps, info.min_ps, info.temperatures.flatten()
+                    output = self.step.step(prepared, Sampling(*filters, is_logits=True, sample=True))
             if output is not None and batch.lenvm_reqs:
                 if batch.return_logprob:  # of the unmasked logits
                     logits_output.next_token_logits = logits.clone()
@@ -397,20 +398,13 @@ class SGLangGuide:
             trace_drafts(self.settings.trace, batch, output, verified)
         return verified
 
-    def _draw_at_nodes(
-        self,
-        logits: torch.Tensor,
-        info: SamplingBatchInfo,
-        drafts: Drafts,
-        table_rows: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> StepOutput:
+    def _prepare_nodes(
+        self, logits: torch.Tensor, drafts: Drafts, table_rows: torch.Tensor, lengths: torch.Tensor
+    ) -> PreparedStep:
         assert self._grown_by is not None
         tokens, new_lens = (x[table_rows] for x in self._grown_by)
         batch = StepBatch(tokens, table_rows, lengths, new_lens, states=self._states_of(len(logits)))
-        filters = info.top_ks, info.top_ps, info.min_ps, info.temperatures.flatten()
-        spans = self.step.limit_spans(logits, batch, drafts)
-        return self.step.step(logits, batch, Sampling(*filters, is_logits=True, sample=True), drafts, spans=spans)
+        return self.step.prepare(logits, batch, drafts)
 
     def _states_of(self, rows: int) -> torch.Tensor | None:
         """The states of the base model's last forward; None without a probe."""

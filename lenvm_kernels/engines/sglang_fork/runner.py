@@ -19,7 +19,7 @@ from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings, check_vocab
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.guidance import GuidanceParams
-from lenvm_kernels.step import GuidedStep, Sampling
+from lenvm_kernels.step import GuidedStep, ModelValues, Sampling
 from lenvm_kernels.types import Mode, Status
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class InprocRunner:
         log_memory(logger, settings.value_model, value_model, pages, working)
         self.own = OwnSlots(rows, max_len, num_pages=pages, device=value_model.device)
         self.step = GuidedStep(
-            value_model,
+            ModelValues(value_model),
             self.own.slots,
             settings.step_config(
                 has_graphs=not runner.server_args.disable_cuda_graph,
@@ -133,7 +133,8 @@ class InprocRunner:
             return None
         self._extend([part for part in prompts if part.table_row in guided])
 
-        output = self.step.step(probs, last_tokens(batch, len(reqs)), Sampling(*filters), probs=probs)
+        prepared = self.step.prepare(None, last_tokens(batch, len(reqs)))
+        output = self.step.step(prepared, Sampling(*filters), scores=probs, probs=probs)
         rows = [i for i, req in enumerate(reqs) if self._may_keep_filters(req, guided)]
         if rows:
             at = self.own.to_device(np.array(rows))

@@ -22,7 +22,7 @@ from transformers import (
 from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, value_source
 from lenvm_kernels.step.outputs import lengths_of
 from lenvm_kernels.types import Mode
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
@@ -137,8 +137,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
         self._eos_on_device = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
         self._max_new_tokens, self._prompt_width = max_new_tokens, prompt_width
         self._slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
+        self._value_model = value_model
         self._step = GuidedStep(
-            value_model,
+            value_source(value_model),
             self._slots,
             StepConfig(
                 vocab_size=_vocab_size(model),
@@ -228,10 +229,11 @@ class LenVMLogitsProcessor(LogitsProcessor):
         lengths = self._prompt_lens + generated
         if generated == 0 and self._spans:
             self._begin_spans(tokens.tolist())
-        step.scale_tokens(logits, self._table_rows)
+        if self._needs_steps and generated > 0:
+            self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
         states = None if self._states is None else self._states.take()
         batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active, states=states)
-        spans = step.limit_spans(logits, batch)
+        prepared = step.prepare(logits, batch)
         filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
         probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
         if generated == 0 and (self._needs_steps or self._wants_lengths):
@@ -239,9 +241,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         if generated == 0 and self._wants_lengths:
             self._of_prompts = states if states is not None else step.predict(batch)
         if self._needs_steps:
-            if generated > 0:
-                self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
-            output = step.step(logits, batch, self._sampling, probs=probs, spans=spans)
+            output = step.step(prepared, self._sampling, probs=probs)
             if self._record:
                 self.records.append(StepRecord(output.candidates.token_ids, output.value_logits, output.probs))
         return probs.log().to(scores.device)
@@ -291,8 +291,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     def _images_of(self, tokens: torch.Tensor, first: torch.Tensor) -> ImageTokens | None:
         """Images of prompts ``[B, S]`` that begin at columns ``first``; None if the value model reads text only."""
-        value_model, embeds = self._step.value_model, self._image_embeds
-        if value_model is None or value_model.config.vision is None:
+        value_model, embeds = self._value_model, self._image_embeds
+        if not isinstance(value_model, ValueModel) or value_model.config.vision is None:
             return None
         config = value_model.config
         tokens = tokens.cpu()

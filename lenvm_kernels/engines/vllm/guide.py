@@ -34,7 +34,7 @@ from lenvm_kernels.engines.vllm.report import Predictions, Report
 from lenvm_kernels.engines.vllm.requests import staged_tokens
 from lenvm_kernels.engines.vllm.states import BaseStates, load_probe, runner_of
 from lenvm_kernels.guidance import GuidanceParams
-from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepOutput
+from lenvm_kernels.step import GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.values import KVCache, ValueModel
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Guide:
         pages = None if value_model is None else self._num_pages(vllm_config, value_model, working)
         self.own = OwnSlots(rows, max_len, num_pages=pages, device=self.device)
         self.step = GuidedStep(
-            value_model if probe is None else probe,
+            value_source(value_model if probe is None else probe),
             self.own.slots,
             settings.step_config(
                 has_graphs=not engine.enforce_eager,
@@ -214,11 +214,13 @@ class Guide:
         guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_step}
         if known:
             with self._failing_softly(known):
-                self.step.scale_tokens(logits, ctx.expanded_idx_mapping.long())
                 if guided:
                     self._make_room(guided)
                 if guided:
                     self._guide(logits, ctx, guided)
+                else:  # token temperatures alone
+                    layout = Layout.of_step(ctx, self.drafts, self._places)
+                    self._prepare(logits, ctx, layout, ctx.pos[layout.first_rows].int() + 1, None)
         self._collect()
         return logits
 
@@ -257,7 +259,8 @@ class Guide:
         faults = None if self.report is None else self.step.table.columns.faults[slots]
         with nullcontext() if self.report is None else self.report.timed():
             is_drawn = self._extend(guided, ctx, lengths)
-            output = self._step(logits, ctx, layout, lengths, is_drawn)
+            prepared = self._prepare(logits, ctx, layout, lengths, is_drawn)
+            output = self._step(prepared, ctx)
         temperature = self._sampling[row_slots, :1]
         self.filters.rewritten = rewrite(logits, output, layout.at, temperature, ctx.expanded_idx_mapping)
         if self.report is not None and faults is not None:
@@ -266,40 +269,38 @@ class Guide:
         if self.settings.trace is not None:
             trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, layout.at)
 
-    def _step(
+    def _prepare(
         self,
         logits: torch.Tensor,
         ctx: LogitsContext,
         layout: Layout,
         lengths: torch.Tensor,
         is_drawn: torch.Tensor | None,
-    ) -> StepOutput:
+    ) -> PreparedStep:
+        """Prepare a step on the scores of all nodes, and copy the changed scores to the engine's logits."""
         slots, scores = ctx.idx_mapping.long(), layout.of_nodes(logits)
         states = None if self._states is None else layout.of_nodes(self._states.of_rows(ctx))
-        temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
-        tokens, new_lens, drafts = ctx.input_ids[layout.first_rows], None, layout.drafts(ctx.input_ids)
-        if self.drafts:
-            new_lens = torch.ones_like(lengths)  # if the value source reads no tokens
-            if self.step.values.needs_tokens:
-                new_lens = (lengths - self.step.told_lens(slots)).clamp(0, 1 + self.drafts)
+        tokens, new_lens = ctx.input_ids[layout.first_rows], None
+        if self.drafts:  # which of these tokens are new is not known after a restart
+            new_lens = lengths.clamp(max=1 + self.drafts)
             tokens = self._new_tokens(slots, lengths, new_lens)
-        spans = None
-        if self.step.has_spans:
-            latest, span_tokens = None, tokens
-            if self.drafts:  # which of these tokens are new is not known after a restart
-                latest = lengths.clamp(max=1 + self.drafts)
-                span_tokens = self._new_tokens(slots, lengths, latest)
-            spans = self.step.limit_spans(scores, StepBatch(span_tokens, slots, lengths, latest), drafts)
-            if scores is not logits:
-                logits.copy_(scores[layout.at])
         batch = StepBatch(tokens, slots, lengths, new_lens, is_drawn, states)
+        prepared = self.step.prepare(scores, batch, layout.drafts(ctx.input_ids))
+        if prepared.is_changed and scores is not logits:
+            logits.copy_(scores[layout.at])
+        return prepared
+
+    def _step(self, prepared: PreparedStep, ctx: LogitsContext) -> StepOutput:
+        slots = prepared.batch.table_rows
+        temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
         sampling = Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True)
         predicted = drawn = None
         if self._begun and self.step.values.needs_tokens:
-            predicted = self.step.predict(batch).view(len(slots), -1)[:, 0]
+            predicted = self._predict(prepared.batch)
         elif self._begun:  # a probe values candidates only; the most probable first token represents the prompt
-            drawn = scores.argmax(1)
-        output = self.step.step(scores, batch, sampling, drafts, drawn=drawn, spans=spans)
+            assert prepared.logits is not None
+            drawn = prepared.logits.argmax(1)
+        output = self.step.step(prepared, sampling, drawn=drawn)
         if drawn is not None:
             assert output.remaining_lengths is not None  # self._begun requested them
             predicted = 1 + output.remaining_lengths.view(len(slots), -1)[:, 0]
@@ -308,6 +309,14 @@ class Guide:
             prompts = {slot: int(self.req_states.prompt_len.np[slot]) for slot in self._begun}
             self.predictions.note(prompts, predicted[self.own.to_device(np.array(places))])
         return output
+
+    def _predict(self, batch: StepBatch) -> torch.Tensor:
+        """fp32 ``[B]``; lengths predicted after the first token of each request that the step has not been passed."""
+        if self.drafts:
+            new_lens = (batch.lengths - self.step.told_lens(batch.table_rows)).clamp(0, 1 + self.drafts)
+            tokens = self._new_tokens(batch.table_rows, batch.lengths, new_lens)
+            batch = batch._replace(tokens=tokens, new_lens=new_lens)
+        return self.step.predict(batch).view(len(batch.lengths), -1)[:, 0]
 
     def _extend(self, guided: dict[int, int], ctx: LogitsContext, lengths: torch.Tensor) -> torch.Tensor | None:
         """Compute the prompts of a step: all tokens but the last, and all tokens of chunks that a later step continues.
