@@ -23,7 +23,7 @@ def rounded_once(name, *widened):
         plain = REFERENCES[name](**keywords)
         wide = {
             key: x.double()
-            if torch.is_tensor(x) and x.is_floating_point() and x.itemsize > 1 and (key in widened or not widened)
+            if torch.is_tensor(x) and x.is_floating_point() and (key in widened or not widened)
             else x
             for key, x in keywords.items()
         }
