@@ -21,8 +21,8 @@ KINDS = (JITFunction, InterpretedFunction)
 
 def kernels() -> dict[str, object]:
     """The kernels of all operators, by name."""
-    names = [module.name for module in pkgutil.iter_modules(lenvm_kernels.ops.__path__)]
-    modules = [importlib.import_module(f"lenvm_kernels.ops.{name}") for name in names]
+    names = [module.name for module in pkgutil.walk_packages(lenvm_kernels.ops.__path__, "lenvm_kernels.ops.")]
+    modules = map(importlib.import_module, names)
     functions = [(name, value) for module in modules for name, value in vars(module).items()]
     return {name: value for name, value in functions if name.endswith("_kernel") and isinstance(value, KINDS)}
 
