@@ -36,9 +36,9 @@ DEPENDENCIES = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml"
 NEWEST = [requirement for requirement in re.findall(r'"(.*?)"', DEPENDENCIES) if not requirement.startswith("torch")]
 OLDEST = [re.sub(r">=([\d.]+).*", r"==\1", requirement) for requirement in NEWEST]
 ENVIRONMENTS = {
-    "newest torch": [NEWEST_TORCH, *NEWEST],
-    "oldest": [CPU_TORCH, *OLDEST],
+    "newest torch": [NEWEST_TORCH, *NEWEST],  # the largest begins first
     "newest Triton": [CPU_TORCH, *NEWEST],
+    "oldest": [CPU_TORCH, *OLDEST],
 }
 _installing = threading.Lock()  # an editable installation writes into the tree
 
@@ -63,7 +63,7 @@ def test(name: str, requirements: list[str], python: str = sys.executable) -> st
     try:
         for step in (
             [python, "-m", "venv", folder],
-            [*pip, "install", "--quiet", *requirements, "pytest", "hypothesis", "peft", "gguf"],
+            [*pip, "install", "--quiet", "--no-compile", *requirements, "pytest", "hypothesis", "peft", "gguf"],
             [*pip, "install", "--quiet", "--no-deps", "--editable", "."],
             [folder / "bin/python", *command, *(f"tests/{file}.py" for file in TESTS)],
         ):
