@@ -6,6 +6,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,6 @@ from bench.kernel_calls import operator_calls, operators
 from bench.launches import kernels
 from tests.helpers.interpreter import run_compiling
 
-COPY = "LDGSTS.E.BYPASS.128 [R2], desc[UR14][R4.64]"
-LOOP = ["DEPBAR.LE SB0, 0x2 ", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
-LOOP += [COPY, "@!P0 BRA 0x0", "DEPBAR.LE SB0, 0x0 ", "EXIT"]
 GOOD = codegen.Figures("Qwen2.5-1.5B", "_ragged_linear_kernel 1", 128, 0, 65_536, 8, True, {"HGMMA": 16}, 24, 100)
 ANGLES = dict(kernel="_embed_tokens_kernel 1", tensor_cores={}, spilled=32, fp64=6)
 
@@ -31,12 +29,12 @@ def test_every_kernel_compiles_without_faults():
 
 COMPILING = """
 import hashlib, torch
-from bench.codegen import PARTS
+from bench.codegen import GPUS
 from bench.launches import compiling_for
 from bench.ops.value_tree_attention import make_call
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-sm_90 = PARTS["sm_90"].target
+sm_90 = GPUS["sm_90"].target
 """
 # Each part of a sum is at most one block of products long.
 SHORT_SUM = """
@@ -97,7 +95,7 @@ def test_forms_of_launch_are_calls_of_their_operator():
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "message"),
+    ("subject", "change", "message"),
     [
         ("sm_80", {"spilled": 4}, "4 bytes spilled"),
         ("calls", {"spilled": 64}, None),
@@ -121,10 +119,10 @@ def test_forms_of_launch_are_calls_of_their_operator():
         ("gfx942", {"batch_dependent_sums": True}, "the layout of a sum depends on the number of requests"),
     ],
 )
-def test_each_fault_is_found(part, change, message):
+def test_each_fault_is_found(subject, change, message):
     figure = replace(GOOD, **change)
-    found = [line for line in codegen.faults(part, [figure]) if "launched by none" not in line]
-    assert found == ([f"{part} Qwen2.5-1.5B {figure.kernel}: {message}"] if message else [])
+    found = [line for line in codegen.faults(subject, [figure]) if "launched by none" not in line]
+    assert found == ([f"{subject} Qwen2.5-1.5B {figure.kernel}: {message}"] if message else [])
 
 
 def test_calls_must_launch_every_kernel():
@@ -142,58 +140,50 @@ def test_figures_may_get_ten_percent_worse(figure, passes, fails):
     assert codegen.regressions("sm_90", after[0], before) == []
     (regression,) = codegen.regressions("sm_90", after[1], before)
     assert regression.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
+    for now, known, side in (({}, before, "committed"), (before, {}, "compiled")):
+        (only,) = codegen.regressions("sm_90", now, known)
+        assert only == f"sm_90 Qwen2.5-1.5B _ragged_linear_kernel 1 is {side} only: --update writes the figures"
 
 
-def test_kernels_on_one_side_only_are_named():
-    kernel, figures = next(iter(codegen.compared([GOOD]).items()))
-    for now, before, side in (({}, {kernel: figures}, "committed"), ({kernel: figures}, {}, "compiled")):
-        expected = f"sm_90 {kernel} is {side} only: --update writes the figures"
-        assert codegen.regressions("sm_90", now, before) == [expected]
+COPY, LOAD = "LDGSTS.E.BYPASS.128 [R2], desc[UR14][R4.64]", "LDG.E.U16 R8, desc[UR4][R6.64]"
+LOOP = ["DEPBAR.LE SB0, 0x2 ", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
+LOOP += [COPY, "@!P0 BRA 0x0", "DEPBAR.LE SB0, 0x0 ", "EXIT"]
+FP64 = ["DADD R2, R2, R4", "MUFU.RCP64H R7, R5", "F2F.F64.F32 R2, R0", "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]"]
+AMD = ["\ts_nop", ".LBB0_1:", "\tglobal_load_ushort v1, v[4:5], off", "\ts_cbranch_scc1 .LBB0_1"]
+AMD += ["\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1]", "\ts_branch .LBB0_2", ".LBB0_2:"]
+SHUFFLES = [
+    "SHFL.BFLY PT, R5, R4, 0x10, 0x1f",
+    "FADD R6, R4, R5",  # a sum
+    "SHFL.BFLY PT, R7, R6, 0x8, 0x1f",
+    "@!P1 FFMA.FTZ R8, R2, R3.reuse, R7",  # a product and a sum at once
+    "FFMA R9, R2, R7, R3",  # a multiple of the shuffled number
+    "@P0 FFMA R7, R2, R3, R6",  # writes the register
+    "FFMA R9, R2, R3, R7",  # reads the new value
+]
+COUNTS = {
+    "loop": (LOOP, dict(tensor_cores={"HGMMA": 1}, async_copies=1, loop_instructions=5, waits_for_all=0)),
+    "loop that waits for all": ([LOOP[5], *LOOP[1:]], dict(waits_for_all=1)),
+    "loop around a loop": ([*LOOP[:6], "@P1 BRA 0x0", "EXIT"], dict(waits_for_all=0)),  # a persistent loop may wait
+    "load after the loop": ([*LOOP[:5], LOAD, "EXIT"], dict(loads_16_in_loops=0)),
+    "load in the loop": ([LOOP[0], LOAD, *LOOP[1:]], dict(loads_16_in_loops=1)),
+    "fp64": ([*FP64, "FADD R2, R2, R4", "LDG.E.64 R2, desc[UR4][R6.64]", "MUFU.RCP R7, R5"], dict(fp64=4)),
+    "AMD": (AMD, dict(loads_16_in_loops=1, tensor_cores={"mfma": 1}, loop_instructions=3)),
+    "fused": (SHUFFLES, dict(fused_into_shuffles=1)),
+    "not fused": (SHUFFLES[:2] + SHUFFLES[4:], dict(fused_into_shuffles=0)),
+}
 
 
-def counts(lines):
-    instructions = [(0x10 * i, line) for i, line in enumerate(lines)]
-    return codegen.count_instructions(instructions, codegen.loops_of(instructions))
-
-
-def test_instructions_are_counted():
-    counted = counts(LOOP)
-    assert (counted["tensor_cores"], counted["async_copies"], counted["loop_instructions"]) == ({"HGMMA": 1}, 1, 5)
-    assert counted["waits_for_all"] == 0 and counts([LOOP[0].replace("2", "0"), *LOOP[1:]])["waits_for_all"] == 1
-    assert counts([*LOOP[:6], "@P1 BRA 0x0", "EXIT"])["waits_for_all"] == 0  # a persistent loop around it may wait
-    load = "LDG.E.U16 R8, desc[UR4][R6.64]"
-    assert counts([*LOOP[:5], load, "EXIT"])["loads_16_in_loops"] == 0
-    assert counts([LOOP[0], load, *LOOP[1:]])["loads_16_in_loops"] == 1
-    fp64 = ["DADD R2, R2, R4", "MUFU.RCP64H R7, R5", "F2F.F64.F32 R2, R0", "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]"]
-    assert counts([*fp64, "FADD R2, R2, R4", "LDG.E.64 R2, desc[UR4][R6.64]", "MUFU.RCP R7, R5"])["fp64"] == 4
-
-
-def test_amd_loops_are_found():
-    lines = ["\ts_nop", ".LBB0_1:", "\tglobal_load_ushort v1, v[4:5], off", "\ts_cbranch_scc1 .LBB0_1"]
-    lines += ["\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1]", "\ts_branch .LBB0_2", ".LBB0_2:"]
-    loops = codegen._amd_loops(list(enumerate(lines)))
-    counted = codegen.count_instructions(list(enumerate(lines)), loops)
-    assert loops == [(1, 3)] and counted["loads_16_in_loops"] == 1 and counted["tensor_cores"] == {"mfma": 1}
+@pytest.mark.parametrize("name", COUNTS)
+def test_instructions_are_counted(name):
+    lines, expected = COUNTS[name]
+    counted = codegen.count_instructions([(0x10 * i, line) for i, line in enumerate(lines)])
+    assert counted | expected == counted
 
 
 def test_accesses_before_the_wait_are_counted():
     lines = ["LDC.64 R4, c[0x0][0x210]", "LDG.E R2, [R4.64]", "@!P0 STG.E [R4.64], R2", "CCTL.E.PF2 [R4]", "ACQBULK"]
     assert codegen.accesses_before_wait([*lines, "LDG.E R3, [R4.64]"]) == 2
     assert codegen.accesses_before_wait([*lines[:4], "LDG.E R3, [R4.64]"]) == 3  # no wait
-
-
-def test_products_fused_with_shuffled_numbers_are_counted():
-    lines = [
-        "SHFL.BFLY PT, R5, R4, 0x10, 0x1f",
-        "FADD R6, R4, R5",  # a sum
-        "SHFL.BFLY PT, R7, R6, 0x8, 0x1f",
-        "@!P1 FFMA.FTZ R8, R2, R3.reuse, R7",  # a product and a sum at once
-        "FFMA R9, R2, R7, R3",  # a multiple of the shuffled number
-        "@P0 FFMA R7, R2, R3, R6",  # writes the register
-        "FFMA R9, R2, R3, R7",  # reads the new value
-    ]
-    assert codegen.fused_into_shuffles(lines) == 1
-    assert codegen.fused_into_shuffles(lines[:2] + lines[4:]) == 0
 
 
 def ttgir(layout, shape="64x256", axis=1, combine="arith.addf", more=""):
@@ -225,16 +215,12 @@ MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, instrShape = [16, 128, 16]}>\n"
     ],
 )
 def test_sums_that_depend_on_the_batch(one, other, is_same):
-    class Compiled:
-        def __init__(self, text):
-            self.hash, self.asm = text, {"ttgir": text}
-
-    batches = [[("_kernel", Compiled(text))] for text in (one, other)]
+    batches = [[("_kernel", SimpleNamespace(hash=text, asm={"ttgir": text}))] for text in (one, other)]
     assert codegen.sums_that_differ(batches) == (set() if is_same else {one, other})
 
 
 def test_committed_figures_cover_every_part():
     for entry in json.loads(codegen.RESULTS.read_text()).values():
-        for part in codegen.PARTS:
+        for part in codegen.GPUS:
             assert len(entry["parts"][part]) > 50
             assert all(figures.keys() == codegen.COMPARED.keys() for figures in entry["parts"][part].values())
