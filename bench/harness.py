@@ -1,4 +1,4 @@
-"""Benchmarks of cases and their peers, timed by ``triton.testing``, with a table, a JSON file and a plot.
+"""Benchmarks of cases and their peers, timed by ``triton.testing``, with a table and a JSON file.
 
 A case counts the bytes that it must move and the operations that it must do. Its floor is the larger of bytes / copy
 bandwidth and operations / matmul rate, both measured in the same run on the same device. Times are medians:
@@ -11,7 +11,6 @@ On a CPU ``torch.utils.benchmark`` times the reference on the quick shapes.
 """
 
 import argparse
-import importlib.util
 import json
 import platform
 import sys
@@ -107,8 +106,6 @@ class Benchmark:
             if path:
                 write_json(path, results)
             print(*table(COLUMNS, [row(entry)])[2:], sep="\n", flush=True)
-        if path and importlib.util.find_spec("matplotlib"):
-            plot(results, path.with_suffix(".png"))
         return sum("error" in entry for entry in results["cases"])
 
     def measure(self, device: str, shape: Shape, ceilings: Mapping[str, float]) -> dict[str, Any]:
@@ -221,33 +218,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
 
     lines = [columns, ["---"] * len(columns), *rows]
     return [f"| {' | '.join(map(cell, line))} |" for line in lines]
-
-
-def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Time and floor along each axis that varies numerically around the first case; no file if there is none."""
-    cases = [entry for entry in results["cases"] if "error" not in entry]
-    lines = {}
-    for axis, value in cases[0]["shape"].items() if cases else ():
-        same = [c for c in cases if all(c["shape"][x] == v for x, v in cases[0]["shape"].items() if x != axis)]
-        if type(value) is int and len(same) > 1:
-            lines[axis] = sorted(same, key=lambda entry, axis=axis: entry["shape"][axis])
-    if not lines:
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4 * len(lines), 4), layout="constrained")
-    for panel, (axis, line) in zip(figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True):
-        x = [entry["shape"][axis] for entry in line]
-        for label in ("warm", "cold", "floor"):
-            if all(label in entry for entry in line):
-                panel.plot(x, [entry[label] for entry in line], "o-", label=label)
-        for label in line[0]["peers"]:
-            points = [(v, best(e) * ratios(e)[label]) for v, e in zip(x, line, strict=True) if label in ratios(e)]
-            panel.plot(*zip(*points, strict=True) if points else ((), ()), "x--", label=label)
-        panel.set(xlabel=axis, ylabel="us", yscale="log")
-        panel.legend(fontsize="x-small")
-    figure.suptitle(f"{results['operator']}, {results['device']}, {results['date']}")
-    figure.savefig(path, dpi=110)
 
 
 def environment(device: str) -> dict[str, str]:
