@@ -184,30 +184,18 @@ def best(times: Mapping[str, float]) -> float:
     return times.get("cold") or times["warm"]
 
 
-def ratios(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Peer -> its time / ours."""
-    if "error" in entry:
-        return {}
-    return {label: best(times) / best(entry) for label, times in entry["peers"].items() if "error" not in times}
-
-
-def case_name(shape: Shape) -> str:
-    """``B 64 K 8 V 151936``."""
-    return " ".join(f"{axis} {value}" for axis, value in shape.items())
-
-
 def row(entry: Mapping[str, Any]) -> list[str]:
     """The cells of ``COLUMNS``."""
+    name = " ".join(f"{axis} {value}" for axis, value in entry["shape"].items())  # B 64 K 8 V 151936
     if "error" in entry:
-        return [case_name(entry["shape"]), entry["error"], *[""] * 5]
-    found = {label: f"{ratio:.2f}" for label, ratio in ratios(entry).items()}
+        return [name, entry["error"], *[""] * 5]
+    found = {}
     for label, times in entry["peers"].items():
-        if "error" in times:
-            kind = times["error"].split(":")[0]
-            found[label] = "absent" if kind == "ModuleNotFoundError" else kind
+        kind = times["error"].split(":")[0] if "error" in times else f"{best(times) / best(entry):.2f}"
+        found[label] = "absent" if kind == "ModuleNotFoundError" else kind
     numbers = [f"{entry[key]:.1f}" if key in entry else "" for key in ("warm", "cold")]
     numbers += [f"{entry['spread']:.1%}", f"{entry['floor']:.1f}", f"{entry['floor'] / best(entry):.0%}"]
-    return [case_name(entry["shape"]), *numbers, ", ".join(f"{label} {text}" for label, text in found.items())]
+    return [name, *numbers, ", ".join(f"{label} {text}" for label, text in found.items())]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

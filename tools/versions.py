@@ -1,9 +1,8 @@
 """Run tests with the oldest and newest versions that pyproject.toml admits: ``make versions``.
 
 Each environment is made in ``.venv-versions`` and removed when its tests have ended. Two run side by side. A CPU build
-of torch, which PyPI does not have for Linux on x86-64, comes from where pip is configured to look for it. Python
-versions without such a build run no test: their line in the summary says so, and the sources are compiled and
-type-checked for them.
+of torch, which PyPI does not have for Linux on x86-64, comes from the index that pip is configured with. For Python
+versions without such a build, no test runs: the summary says so, and the sources are compiled and type-checked.
 """
 
 import re
