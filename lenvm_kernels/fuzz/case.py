@@ -6,8 +6,8 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -167,11 +167,13 @@ class Operator:
         rows = min(most, int(2 ** rng.uniform(0, math.log2(most + 1))))
         return Case(self.name, rng.getrandbits(32), tuple(range(rows)), options)
 
-    def setting(self, case: Case) -> AbstractContextManager:
+    @contextmanager
+    def setting(self, case: Case) -> Iterator[None]:
         """Context with the tuning constants of the case."""
-        constants = self.constants.get(case.options.get("constants", ""), {})
-        module = sys.modules[self.function.__module__]
-        return mock.patch.multiple(module, **constants) if constants else nullcontext()
+        with ExitStack() as patches:
+            for name, value in self.constants.get(case.options.get("constants", ""), {}).items():
+                patches.enter_context(mock.patch.object(sys.modules[self.function.__module__], name, value))
+            yield
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
