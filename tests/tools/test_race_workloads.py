@@ -140,11 +140,11 @@ DRAFT_KERNELS = {"_expand_drafts_kernel", "_pack_drafts_kernel", "_verify_drafts
 PROBE_KERNELS = {"_candidate_values_kernel"}
 
 
-@pytest.mark.parametrize(("step_class", "width"), [(GuidedStep, 0), (PaddedStep, 2)])
-def test_no_races_in_a_step_with_a_value_model(monkeypatch, step_class, width):
-    # The sum over 512 intermediate columns is split, and a separate kernel adds the parts.
+# A sum over 512 intermediate columns is split here, and a separate kernel adds the parts.
+@pytest.mark.parametrize(("step_class", "width", "columns"), [(GuidedStep, 0, 512), (PaddedStep, 2, 64)])
+def test_no_races_in_a_step_with_a_value_model(monkeypatch, step_class, width, columns):
     monkeypatch.setattr(sys.modules[ragged_linear.__module__], "SPLIT_FROM", 512)
-    sizes = dict(hidden_size=32, intermediate_size=512, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
+    sizes = dict(hidden_size=32, intermediate_size=columns, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
     torch.manual_seed(0)  # the model's weights
     config = replace(make_config("Qwen3-1.7B", vocab_size=512, **sizes), qkv_bias=True)
     model = make_model(config, torch.float32, "cpu")
