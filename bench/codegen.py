@@ -70,21 +70,21 @@ TOLERANCE = 0.10
 COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "loop_instructions": 1, "async_copies": -1}  # sign if worse
 
 
-class Part(NamedTuple):
+class Gpu(NamedTuple):
     """A GPU as Triton target, and the maximum shared memory of a block in bytes."""
 
     target: GPUTarget
     shared: int
 
 
-PARTS = {
-    "sm_80": Part(GPUTarget("cuda", 80, 32), 163 * 1024),
-    "sm_90": Part(GPUTarget("cuda", 90, 32), 227 * 1024),
-    "sm_100": Part(GPUTarget("cuda", 100, 32), 227 * 1024),
-    "gfx942": Part(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+GPUS = {
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * 1024),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
 CALLS = "calls"
-SUBJECTS = PARTS | {CALLS: PARTS["sm_90"]}
+SUBJECTS = {CALLS: GPUS["sm_90"]} | GPUS  # the longest first, for two processes
 
 
 @dataclass(frozen=True)
@@ -130,33 +130,33 @@ class Figures:
 # --- compilation ---
 
 
-def compile_steps(part: Part) -> list[Figures]:
+def compile_steps(gpu: Gpu) -> list[Figures]:
     """The figures of every kernel in the steps of every value model."""
     figures, described = [], {}
     for model in VALUE_MODELS:
         batches = []
         for rows in BATCHES:
-            with compiling_for(part.target) as compiled:
+            with compiling_for(gpu.target) as compiled:
                 value_model_step(model, rows)
             batches.append(compiled)
         batch_dependent, seen = sums_that_differ(batches), Counter()
         for name, kernel in {kernel.hash: (name, kernel) for name, kernel in chain(*batches)}.values():
             seen[name] += 1
             if kernel.hash not in described:
-                described[kernel.hash] = describe(kernel, part)
+                described[kernel.hash] = describe(kernel, gpu)
             depends = {"batch_dependent_sums": kernel.hash in batch_dependent}
             figures.append(Figures(model, f"{name} {seen[name]}", **described[kernel.hash], **depends))
     return figures
 
 
-def compile_calls(part: Part, once: bool) -> list[Figures]:
+def compile_calls(gpu: Gpu, once: bool) -> list[Figures]:
     """The figures of every kernel of the operators' calls, with ``once`` only of the first call that launches it."""
     figures, seen = [], set()
-    with compiling_for(part.target, once) as compiled:
+    with compiling_for(gpu.target, once) as compiled:
         for call_name, call in operator_calls():
             call()
             new = {kernel.hash: (name, kernel) for name, kernel in compiled if kernel.hash not in seen}
-            figures += [Figures(call_name, name, **describe(kernel, part)) for name, kernel in new.values()]
+            figures += [Figures(call_name, name, **describe(kernel, gpu)) for name, kernel in new.values()]
             seen |= new.keys()
             compiled.clear()
     return figures
@@ -224,22 +224,20 @@ ACCESSES = r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|REDG)\b"  # of global memory, withou
 Line = tuple[int, str]  # an instruction's address and text
 
 
-def describe(kernel: Any, part: Part) -> dict[str, object]:
+def describe(kernel: Any, gpu: Gpu) -> dict[str, object]:
     """The fields of :class:`Figures` that follow from a compiled kernel."""
-    if part.target.backend == "hip":
+    if gpu.target.backend == "hip":
         code = kernel.asm["amdgcn"]
         registers, spilled = (
             int(re.search(rf"\.{key}:\s+(\d+)", code)[1]) for key in ("vgpr_count", "vgpr_spill_count")
         )
         spilled *= 4
         instructions = list(enumerate(code.splitlines()))
-        loops = _amd_loops(instructions)
     else:
-        code = disassemble(kernel, part.target.arch)
+        code = disassemble(kernel, gpu.target.arch)
         registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
         instructions = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
-        loops = loops_of(instructions)
-    overlaps = part is PARTS["sm_90"] and kernel.metadata.launch_pdl
+    overlaps = gpu is GPUS["sm_90"] and kernel.metadata.launch_pdl
     return {
         "registers": registers,
         "spilled": spilled,
@@ -247,7 +245,7 @@ def describe(kernel: Any, part: Part) -> dict[str, object]:
         "warps": kernel.metadata.num_warps,
         "is_half": bool(re.search(r"\*(?:bf|fp)16", str(kernel.src.signature))),  # some arguments are tuples
         "accesses_before_wait": accesses_before_wait([line for _, line in instructions]) if overlaps else 0,
-        **count_instructions(instructions, loops),
+        **count_instructions(instructions),
     }
 
 
@@ -262,21 +260,19 @@ def disassemble(kernel: Any, arch: int) -> str:
 
 
 def loops_of(instructions: list[Line]) -> list[tuple[int, int]]:
-    """First and last address of each loop of NVIDIA's code: the target of a backward branch, and the branch."""
-    branches = ((at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line)) for at, line in instructions)
-    spans = ((int(branch[1], 16), at) for at, branch in branches if branch)
+    """First and last address of each loop: the target of a backward branch, and the branch."""
+    labels = {label[1]: at for at, line in instructions if (label := re.match(r"(\.LBB\w+):", line))}  # AMD's
+    pattern = r"\b(?:BRA\b.*?|s_c?branch\w*\s+)(0x[0-9a-f]+|\.LBB\w+)"
+    branches = ((at, re.search(pattern, line)) for at, line in instructions)
+    spans = (
+        (labels[branch[1]] if branch[1] in labels else int(branch[1], 16), at) for at, branch in branches if branch
+    )
     return [(target, at) for target, at in spans if target < at]
 
 
-def _amd_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
-    labels = {label[1]: at for at, line in instructions if (label := re.match(r"(\.LBB\w+):", line))}
-    branches = ((at, re.search(r"\bs_c?branch\w*\s+(\.LBB\w+)", line)) for at, line in instructions)
-    spans = ((labels[branch[1]], at) for at, branch in branches if branch)
-    return [(target, at) for target, at in spans if target < at]
-
-
-def count_instructions(instructions: list[Line], loops: list[tuple[int, int]]) -> dict[str, Any]:
+def count_instructions(instructions: list[Line]) -> dict[str, Any]:
     """Counts of instructions. Code of a loop around another loop runs once per pass of the inner one: not counted."""
+    loops = loops_of(instructions)
     text = "\n".join(line for _, line in instructions)
     innermost = [
         "\n".join(line for at, line in instructions if first <= at <= last)
@@ -326,15 +322,15 @@ def fused_into_shuffles(lines: list[str]) -> int:
 
 def faults(subject: str, figures: list[Figures]) -> list[str]:
     """Faults 1 to 4 of the module, and kernels that no call launches."""
-    part, found = SUBJECTS[subject], []
-    on_sm_90 = part is PARTS["sm_90"]
+    gpu, found = SUBJECTS[subject], []
+    on_sm_90 = gpu is GPUS["sm_90"]
     for f in figures:
         rows = MATMULS.get(f.name, 0) if f.is_half else 0
         stack, fp64 = (ANGLE_STACK, ANGLE_FP64) if f.name in TAKES_ANGLES else (0, 0)
         is_small = on_sm_90 and rows >= WARP_GROUP_ROWS and f.tensor_cores and "HGMMA" not in f.tensor_cores
         wrong = {
             f"{f.spilled} bytes spilled": f.spilled > (CALLS_SPILL if subject == CALLS else stack),
-            f"{f.shared} bytes of shared memory, the GPU has {part.shared}": f.shared > part.shared,
+            f"{f.shared} bytes of shared memory, the GPU has {gpu.shared}": f.shared > gpu.shared,
             "no tensor cores": rows and not f.tensor_cores,
             f"{', '.join(f.tensor_cores)} but no HGMMA for a tile of {rows} rows": is_small,
             "no asynchronous copies": rows and on_sm_90 and not f.async_copies,
@@ -414,8 +410,8 @@ def main() -> int:
     arguments.add_argument("--compile", choices=SUBJECTS, help=SUPPRESS)  # this process compiles and prints JSON
     args = arguments.parse_args()
     if args.compile:
-        part = SUBJECTS[args.compile]
-        figures = compile_calls(part, args.once) if args.compile == CALLS else compile_steps(part)
+        gpu = SUBJECTS[args.compile]
+        figures = compile_calls(gpu, args.once) if args.compile == CALLS else compile_steps(gpu)
         print(json.dumps([asdict(figure) for figure in figures]))
         return 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:

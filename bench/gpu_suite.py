@@ -11,7 +11,6 @@ benchmark's JSON file has the cases before that. Needs no network. On a CPU the 
 import importlib.util
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -20,13 +19,12 @@ from pathlib import Path
 
 import torch
 
-import bench.ops
 from bench.harness import COLUMNS, parser, row, table
+from bench.ops import NAMES
 
-OPERATORS = sorted(module.name for module in pkgutil.iter_modules(bench.ops.__path__))
 # Time limits in seconds.
 SECONDS = {"tests": 150, "step": 100, "profile": 40, "value_tree_attention": 50, "topk_candidates": 35}
-SECONDS |= {"ragged_linear": 40, "value_head": 25} | {name: 15 for name in OPERATORS if name not in SECONDS}
+SECONDS |= {"ragged_linear": 40, "value_head": 25} | {name: 15 for name in NAMES if name not in SECONDS}
 TESTED = ["tests/ops", "tests/values/test_value_model.py", "tests/step/test_step.py"]
 
 
@@ -38,8 +36,8 @@ def command(part: str, out: Path) -> list[str]:
         return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *workers, *TESTED]
     if part == "profile":
         return [sys.executable, "-m", "bench.step", "--profile"]
-    module = "bench.step" if part == "step" else f"bench.ops.{part}"
-    return [sys.executable, "-m", module, "--json", str(out / f"{part}.json")]
+    benchmark = ["bench.step"] if part == "step" else ["bench.ops", part]
+    return [sys.executable, "-m", *benchmark, "--json", str(out / f"{part}.json")]
 
 
 def run(part: str, out: Path) -> str:

@@ -1,4 +1,4 @@
-"""Benchmarks of cases and their peers, timed by ``triton.testing``, with a table, a JSON file and a plot.
+"""Benchmarks of cases and their peers, timed by ``triton.testing``, with a table and a JSON file.
 
 A case counts the bytes that it must move and the operations that it must do. Its floor is the larger of bytes / copy
 bandwidth and operations / matmul rate, both measured in the same run on the same device. Times are medians:
@@ -11,7 +11,6 @@ On a CPU ``torch.utils.benchmark`` times the reference on the quick shapes.
 """
 
 import argparse
-import importlib.util
 import json
 import platform
 import sys
@@ -45,7 +44,7 @@ class Eager:
 
 
 @dataclass
-class Case:
+class TimedCase:
     """One shape of one operator.
 
     Attributes:
@@ -75,7 +74,7 @@ class Benchmark:
     """
 
     operator: str
-    make_case: Callable[..., Case]
+    make_case: Callable[..., TimedCase]
     production: Shape
     axes: Mapping[str, Sequence[object]] = field(default_factory=dict)
     others: Sequence[Shape] = ()
@@ -87,12 +86,12 @@ class Benchmark:
         points = [{**self.production, **change} for change in (self.quick if quick else ({}, *lines, *self.others))]
         return [point for i, point in enumerate(points) if point not in points[:i]]
 
-    def main(self, description: str | None) -> None:
-        """The command. Exits with 1 if a case of this package failed."""
+    def main(self, description: str | None, argv: Sequence[str] | None = None) -> None:
+        """The command with the arguments ``argv``. Exits with 1 if a case of this package failed."""
         arguments = parser(description)
         arguments.add_argument("--quick", action="store_true", help="a few small shapes; always so on a CPU")
         arguments.add_argument("--json", type=Path, help="also write the results to this file, after each case")
-        args = arguments.parse_args()
+        args = arguments.parse_args(argv)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         sys.exit(self.run(device, self.shapes(quick=args.quick or device == "cpu"), args.json))
 
@@ -107,8 +106,6 @@ class Benchmark:
             if path:
                 write_json(path, results)
             print(*table(COLUMNS, [row(entry)])[2:], sep="\n", flush=True)
-        if path and importlib.util.find_spec("matplotlib"):
-            plot(results, path.with_suffix(".png"))
         return sum("error" in entry for entry in results["cases"])
 
     def measure(self, device: str, shape: Shape, ceilings: Mapping[str, float]) -> dict[str, Any]:
@@ -187,30 +184,18 @@ def best(times: Mapping[str, float]) -> float:
     return times.get("cold") or times["warm"]
 
 
-def ratios(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Peer -> its time / ours."""
-    if "error" in entry:
-        return {}
-    return {label: best(times) / best(entry) for label, times in entry["peers"].items() if "error" not in times}
-
-
-def case_name(shape: Shape) -> str:
-    """``B 64 K 8 V 151936``."""
-    return " ".join(f"{axis} {value}" for axis, value in shape.items())
-
-
 def row(entry: Mapping[str, Any]) -> list[str]:
     """The cells of ``COLUMNS``."""
+    name = " ".join(f"{axis} {value}" for axis, value in entry["shape"].items())  # B 64 K 8 V 151936
     if "error" in entry:
-        return [case_name(entry["shape"]), entry["error"], *[""] * 5]
-    found = {label: f"{ratio:.2f}" for label, ratio in ratios(entry).items()}
+        return [name, entry["error"], *[""] * 5]
+    found = {}
     for label, times in entry["peers"].items():
-        if "error" in times:
-            kind = times["error"].split(":")[0]
-            found[label] = "absent" if kind == "ModuleNotFoundError" else kind
+        kind = times["error"].split(":")[0] if "error" in times else f"{best(times) / best(entry):.2f}"
+        found[label] = "absent" if kind == "ModuleNotFoundError" else kind
     numbers = [f"{entry[key]:.1f}" if key in entry else "" for key in ("warm", "cold")]
     numbers += [f"{entry['spread']:.1%}", f"{entry['floor']:.1f}", f"{entry['floor'] / best(entry):.0%}"]
-    return [case_name(entry["shape"]), *numbers, ", ".join(f"{label} {text}" for label, text in found.items())]
+    return [name, *numbers, ", ".join(f"{label} {text}" for label, text in found.items())]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -221,33 +206,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
 
     lines = [columns, ["---"] * len(columns), *rows]
     return [f"| {' | '.join(map(cell, line))} |" for line in lines]
-
-
-def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Time and floor along each axis that varies numerically around the first case; no file if there is none."""
-    cases = [entry for entry in results["cases"] if "error" not in entry]
-    lines = {}
-    for axis, value in cases[0]["shape"].items() if cases else ():
-        same = [c for c in cases if all(c["shape"][x] == v for x, v in cases[0]["shape"].items() if x != axis)]
-        if type(value) is int and len(same) > 1:
-            lines[axis] = sorted(same, key=lambda entry, axis=axis: entry["shape"][axis])
-    if not lines:
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4 * len(lines), 4), layout="constrained")
-    for panel, (axis, line) in zip(figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True):
-        x = [entry["shape"][axis] for entry in line]
-        for label in ("warm", "cold", "floor"):
-            if all(label in entry for entry in line):
-                panel.plot(x, [entry[label] for entry in line], "o-", label=label)
-        for label in line[0]["peers"]:
-            points = [(v, best(e) * ratios(e)[label]) for v, e in zip(x, line, strict=True) if label in ratios(e)]
-            panel.plot(*zip(*points, strict=True) if points else ((), ()), "x--", label=label)
-        panel.set(xlabel=axis, ylabel="us", yscale="log")
-        panel.legend(fontsize="x-small")
-    figure.suptitle(f"{results['operator']}, {results['device']}, {results['date']}")
-    figure.savefig(path, dpi=110)
 
 
 def environment(device: str) -> dict[str, str]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,8 +36,7 @@ NO_LAUNCH = ("detach", "_unsafe_view", "lift_fresh", "scalar_tensor")
 REPEATS = 20
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Host cost of a step: trace events, torch operators and launches."""
 
     events: int
@@ -120,12 +120,8 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512], help="batch sizes")
     args, lines = arguments.parse_args(), []
     torch.set_num_threads(1)
-    for kind in STEPS:
-        for rows in args.rows:
-            cost = cost_of(kind, rows)
-            lines.append(
-                (kind, rows, f"{1e3 * seconds_of(kind, rows):.2f}", cost.events, cost.operators, cost.launches)
-            )
+    for kind, rows in product(STEPS, args.rows):
+        lines.append((kind, rows, f"{1e3 * seconds_of(kind, rows):.2f}", *cost_of(kind, rows)))
     print(*table(("step", "rows", "CPU ms", "trace events", "torch operators", "launches"), lines), sep="\n")
 
 

@@ -5,16 +5,15 @@ compilation depends on dtypes, sizes and alignments only.
 """
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
 
 import torch
 
-import bench.ops
 from bench.launches import empty_is_zero
 from bench.models import VOCAB, make_config
+from bench.ops import NAMES
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, ModelValues, Sampling, StepBatch, StepConfig
 from lenvm_kernels.values import ValueModel
@@ -27,8 +26,7 @@ bf16, i32, i64 = (partial(torch.zeros, dtype=dtype) for dtype in (torch.bfloat16
 
 def operators() -> dict[str, ModuleType]:
     """The modules of ``bench/ops`` by name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(bench.ops.__path__))
-    return {name: importlib.import_module(f"bench.ops.{name}") for name in names}
+    return {name: importlib.import_module(f"bench.ops.{name}") for name in NAMES}
 
 
 def operator_calls() -> Iterator[tuple[str, Callable[[], object]]]:

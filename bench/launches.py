@@ -5,6 +5,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -21,8 +22,8 @@ KINDS = (JITFunction, InterpretedFunction)
 
 def kernels() -> dict[str, object]:
     """The kernels of all operators, by name."""
-    names = [module.name for module in pkgutil.iter_modules(lenvm_kernels.ops.__path__)]
-    modules = [importlib.import_module(f"lenvm_kernels.ops.{name}") for name in names]
+    names = [module.name for module in pkgutil.walk_packages(lenvm_kernels.ops.__path__, "lenvm_kernels.ops.")]
+    modules = map(importlib.import_module, names)
     functions = [(name, value) for module in modules for name, value in vars(module).items()]
     return {name: value for name, value in functions if name.endswith("_kernel") and isinstance(value, KINDS)}
 
@@ -83,29 +84,16 @@ def without_kernels() -> Iterator[list[str]]:
         yield launches
 
 
-class CompileOnlyDriver:
-    """The part of a Triton driver that compilation needs."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 @contextmanager
 def targeting(target: GPUTarget) -> Iterator[None]:
     """Context in which operators on CPU tensors act as on ``target`` up to the launches. Not with TRITON_INTERPRET."""
-    triton.runtime.driver.set_active(CompileOnlyDriver(target))
+    driver = SimpleNamespace(  # the part of a Triton driver that compilation needs
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("cpu"),
+    )
+    triton.runtime.driver.set_active(driver)
     with kernels_on_cpu("hip" if target.backend == "hip" else f"sm_{target.arch}"), empty_is_zero():
         yield
 

@@ -43,7 +43,7 @@ Request = tuple[str, Body, str]  # kind, body of a chat completion, and the answ
 
 
 @dataclass
-class Report:
+class LoadReport:
     """Numbers of answers by kind, and the server's metrics before and after."""
 
     before: dict[str, float]  # result of :func:`held`
@@ -95,9 +95,9 @@ def quiet(url: str, requests: Sequence[Request]) -> list[Request]:
     return found
 
 
-def run(url: str, requests: Sequence[Request], seconds: float, workers: int, pid: int | None = None) -> Report:
+def run(url: str, requests: Sequence[Request], seconds: float, workers: int, pid: int | None = None) -> LoadReport:
     """Send the ``requests`` of :func:`quiet` in random order by ``workers`` threads, among aborted and wrong ones."""
-    report, lock, end = Report(held(url, pid)), threading.Lock(), time.monotonic() + seconds
+    report, lock, end = LoadReport(held(url, pid)), threading.Lock(), time.monotonic() + seconds
 
     def work(number: int) -> None:
         draws = random.Random(number)

@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-from bench.harness import Benchmark, Case, Eager, captured, nbytes, table
+from bench.harness import Benchmark, Eager, TimedCase, captured, nbytes, table
 from bench.models import DIMENSIONS, PROBE_LAYERS, VOCAB, forward_floor, make_config, make_model, random_probe
 from bench.two_forward import TwoForwardStep
 from lenvm_kernels.guidance import parse_guidance
@@ -127,7 +127,7 @@ def make_case(*, values, B, L, launch, dtype="bfloat16"):
                 return Eager(Decode(source, B, cached=L, vocab_size=vocab, two_forwards=True))
 
         peers = {"two forwards": published}
-    return Case(Eager(guided) if launch == "python" else guided, moved, operations, peers)
+    return TimedCase(Eager(guided) if launch == "python" else guided, moved, operations, peers)
 
 
 # --- the profile ---

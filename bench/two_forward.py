@@ -40,7 +40,7 @@ NEWTON_STEPS = 20
 
 
 @dataclass
-class Request:
+class HostRequest:
     """The host's copy of a guided request; ``cached`` tokens have keys and values."""
 
     row: int
@@ -51,13 +51,13 @@ class Request:
     cached: int = 0
 
 
-class Candidates(NamedTuple):
+class HostCandidates(NamedTuple):
     """Rows with several candidates: lists on the host, and padded ``[rows, K]``, where a probability of 0 pads."""
 
-    single: list[tuple[int, int]]  # row and only token of the other guided rows
+    single: list[list[int]]  # row and only token of the other guided rows
     rows: list[int]
     ids: list[list[int]]
-    host_probs: list[list[float]]
+    probs: list[list[float]]
     padded_probs: Tensor
     padded_ids: Tensor
 
@@ -78,19 +78,19 @@ class TwoForwardOutput(NamedTuple):
 # --- candidates ---
 
 
-def candidates_of(probs: Tensor, requests: Sequence[Request | None], sampling: Sampling) -> Candidates:
+def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], sampling: Sampling) -> HostCandidates:
     """Candidates of the guided rows of ``probs [B, V]``, at least one.
 
     Raises:
         ValueError: a row has no top-k, or only some rows have a target.
     """
-    guided = [i for i, request in enumerate(requests) if request is not None]
-    index = torch.tensor(guided, device=probs.device)
+    guided = [(i, request.params) for i, request in enumerate(requests) if request is not None]
+    index = torch.tensor([i for i, _ in guided], device=probs.device)
     top_k, top_p, min_p = (x.index_select(0, index) for x in (sampling.top_k, sampling.top_p, sampling.min_p))
     if bool(((top_k <= 0) | (top_k >= NO_TOP_K)).any()):
         raise ValueError("every row must have a top_k")
-    targets = {requests[i].params.target_length is not None for i in guided}
-    if len(targets) > 1:
+    has_target = {params.target_length is not None for _, params in guided}
+    if len(has_target) > 1:
         raise ValueError("all rows must have a target, or none")
     top_k = top_k.clamp(max=probs.shape[1])
     most, ids = probs.index_select(0, index).topk(int(top_k.max()), dim=-1)
@@ -99,25 +99,22 @@ def candidates_of(probs: Tensor, requests: Sequence[Request | None], sampling: S
         p = torch.where(p.cumsum(-1) - p <= top_p[:, None], p, 0.0)
     if bool((min_p > 0).any()):
         p = torch.where(p >= (p.amax(-1) * min_p)[:, None], p, 0.0)
-    counts = (p > 0).sum(-1)
-    if bool((counts == 0).any()):
-        p[:, 0] = torch.where(counts == 0, most[:, 0], p[:, 0])
-        counts = (p > 0).sum(-1)
-    single = counts == 1
-    limits = [-1.0 if (x := requests[i].params.entropy_threshold) is None else x for i in guided]
+    if bool((none := (p > 0).sum(-1) == 0).any()):
+        p[:, 0] = torch.where(none, most[:, 0], p[:, 0])
+    single = (p > 0).sum(-1) == 1
+    limits = [-1.0 if params.entropy_threshold is None else params.entropy_threshold for _, params in guided]
     limits, sent = torch.tensor(limits, dtype=torch.float64, device=probs.device), ~single
     if bool((limits >= 0).any()):
         q = p.double() / p.double().sum(-1, keepdim=True).clamp(min=1e-20)
         sent = sent & (-(q * (q + 1e-20).log()).sum(-1) > limits)
-    singles = []
+    only = []
     if bool(single.any()):
-        only, is_single = ids.gather(1, p.argmax(-1, keepdim=True))[:, 0].tolist(), single.tolist()
-        singles = [(i, only[j]) for j, i in enumerate(guided) if is_single[j]]
+        only = torch.stack([index, ids.gather(1, p.argmax(-1, keepdim=True))[:, 0]], 1)[single].tolist()
     p, ids, rows = p[sent], ids[sent], index[sent].tolist()
     # Guidance on the device needs on the host only which candidates there are.
-    host_ids, host_p = ids.cpu(), (p if targets == {True} else p > 0).cpu()
-    ids_of = [host_ids[j][host_p[j] > 0].tolist() for j in range(len(rows))]
-    return Candidates(singles, rows, ids_of, [x[x > 0].tolist() for x in host_p], p, ids)
+    host_ids, host_p = ids.cpu(), (p if has_target == {True} else p > 0).cpu()
+    ids_of = [x[is_candidate].tolist() for x, is_candidate in zip(host_ids, host_p > 0, strict=True)]
+    return HostCandidates(only, rows, ids_of, [x[x > 0].tolist() for x in host_p], p, ids)
 
 
 # --- guidance ---
@@ -188,7 +185,7 @@ class TwoForwardStep:
         self.kv = KVCache.of_slots(value_model, num_slots)
         self.table = torch.zeros(rows, -(-max_len // 8) * 8, dtype=torch.int64, device=self.device)
         self.free = torch.arange(num_slots, device=self.device)
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, HostRequest] = {}
         self._inv_freq = torch.tensor(value_model.config.rope_inv_freq, device=self.device)
         self._head = [x.to(value_model.dtype) for x in value_model.head]
 
@@ -204,7 +201,7 @@ class TwoForwardStep:
             self.retract(table_row, 0)
             del self.requests[table_row]
         if params is not None and params.mode != Mode.UNGUIDED:
-            self.requests[table_row] = Request(table_row, params, eos_token_ids, prompt_len)
+            self.requests[table_row] = HostRequest(table_row, params, eos_token_ids, prompt_len)
 
     def retract(self, row: int, length: int) -> None:
         """Remove all but the first ``length`` tokens of a guided request, and give back their slots."""
@@ -214,6 +211,16 @@ class TwoForwardStep:
             self.free = torch.cat([self.free, self.table[row, length : request.cached]])
             request.cached = length
 
+    def _append(self, row: int, length: int, tokens: list[int]) -> HostRequest:
+        """Store a request's ``tokens`` after its first ``length`` ones."""
+        self.retract(row, length)
+        request = self.requests[row]
+        if len(request.tokens) != length:
+            known = f"has {len(request.tokens)}: extend() them"
+            raise ValueError(f"row {row} must have {length} tokens before these, {known}")
+        request.tokens += tokens
+        return request
+
     @torch.no_grad()
     def extend(self, tokens, slots, table_rows, starts, lens, cached_lens) -> None:
         """Compute and keep keys and values of prompts; arguments as in :meth:`GuidedStep.extend`, ``slots`` unused."""
@@ -221,9 +228,7 @@ class TwoForwardStep:
         batch = torch.stack([x.long() for x in (table_rows, starts, lens, cached_lens)], 1).tolist()
         for row, start, length, cached in batch:
             if row in self.requests and length:
-                self.retract(row, cached)
-                request = self._with_tokens(row, cached)
-                request.tokens += ids[start : start + length]
+                request = self._append(row, cached, ids[start : start + length])
                 for end in range(cached + chunk, cached + length + chunk, chunk):
                     self._extend([(request, min(end, cached + length))])
 
@@ -243,44 +248,32 @@ class TwoForwardStep:
         batch, scores = prepared.batch, prepared.logits if scores is None else scores
         # The engine's own read of the drawn tokens, from which the fork takes its requests' tokens.
         numbers = torch.stack([x.long() for x in (batch.table_rows, batch.tokens, batch.lengths)], 1).tolist()
-        requests = [self.requests.get(row) for row, _, _ in numbers]
-        for request, (row, token, length) in zip(requests, numbers, strict=True):
-            if request is not None:
-                if len(request.tokens) >= length:
-                    self.retract(row, length - 1)
-                self._with_tokens(row, length - 1).tokens.append(token)
+        requests = [
+            self._append(row, length - 1, [token]) if row in self.requests else None for row, token, length in numbers
+        ]
         probs = scores.float()
         if sampling.is_logits:
             scaled = probs if sampling.temperature is None else probs / sampling.temperature[:, None]
             probs = torch.softmax(scaled, dim=-1)
-        if not any(requests):
+        found = candidates_of(probs, requests, sampling) if any(requests) else None
+        if found is None or not (found.rows or found.single):
             return TwoForwardOutput(probs, None, [], [], [])
-        found = candidates_of(probs, requests, sampling)
         for i, ids in zip(found.rows, found.ids, strict=True):
             if len(ids) > self.config.max_candidates:
                 room = f"room is for max_candidates = {self.config.max_candidates}"
                 raise ValueError(f"row {i} has {len(ids)} candidates, {room}")
-        if not found.rows and not found.single:
-            return TwoForwardOutput(probs, None, [], [], [])
-        guided, values = probs.clone(), []
+        guided, logits = probs.clone(), []
         for i, token in found.single:
             guided[i].zero_()
             guided[i, token] = 1.0
         if found.rows:
             sent = [requests[i] for i in found.rows]
             self._extend([(request, len(request.tokens)) for request in sent])
-            values = self._score(sent, found)
+            logits = self._score(sent, found)
             guide = self._guide_on_device if sent[0].params.target_length is None else self._guide_on_host
-            guide(guided, sent, found, values)
+            guide(guided, sent, found, logits)
         drawn = torch.multinomial(guided, 1).view(-1).int() if sampling.sample else None
-        return TwoForwardOutput(guided, drawn, found.rows, found.ids, values)
-
-    def _with_tokens(self, row: int, length: int) -> Request:
-        request = self.requests[row]
-        if len(request.tokens) != length:
-            known = f"has {len(request.tokens)}: extend() them"
-            raise ValueError(f"row {row} must have {length} tokens before these, {known}")
-        return request
+        return TwoForwardOutput(guided, drawn, found.rows, found.ids, logits)
 
     def _guide_on_device(self, guided, sent, found, logits) -> None:
         p, ids = found.padded_probs, found.padded_ids
@@ -297,7 +290,7 @@ class TwoForwardStep:
         guided[rows[:, None].expand_as(ids), ids] = reweighted(p, v, valid, scale)
 
     def _guide_on_host(self, guided, sent, found, logits) -> None:
-        for request, i, ids, p, z in zip(sent, found.rows, found.ids, found.host_probs, logits, strict=True):
+        for request, i, ids, p, z in zip(sent, found.rows, found.ids, found.probs, logits, strict=True):
             v = torch.tensor(z.float().tolist(), dtype=torch.float64).sigmoid().tolist()
             v = [0.0 if token in request.eos_token_ids else value for token, value in zip(ids, v, strict=True)]
             q = nearest(p, v, request.params, len(request.tokens) - request.prompt_len)
@@ -306,23 +299,23 @@ class TwoForwardStep:
 
     # --- the two forwards ---
 
-    def _extend(self, pieces: Sequence[tuple[Request, int]]) -> None:
+    def _extend(self, pieces: Sequence[tuple[HostRequest, int]]) -> None:
         """Extend forward: the tokens of each request that are not cached, up to a length."""
         pieces = [(request, length) for request, length in pieces if length > request.cached]
         if not pieces:
             return
-        requests, lengths = zip(*pieces, strict=True)
-        cached = [request.cached for request in requests]
-        counts = [length - start for length, start in zip(lengths, cached, strict=True)]
+        cached = [request.cached for request, _ in pieces]
+        counts = [length - request.cached for request, length in pieces]
         new = [token for request, length in pieces for token in request.tokens[request.cached : length]]
-        positions = np.concatenate([np.arange(a, b) for a, b in zip(cached, lengths, strict=True)])
-        query, key = (torch.arange(n, device=self.device) for n in (max(counts), max(lengths)))
+        query, key = (torch.arange(n, device=self.device) for n in (max(counts), max(length for _, length in pieces)))
         seen = key <= (torch.tensor(cached, device=self.device)[:, None] + query)[:, :, None]
+        positions = np.concatenate([np.arange(request.cached, length) for request, length in pieces])
+        requests = [request for request, _ in pieces]
         self._forward(requests, counts, torch.tensor(new, device=self.device), positions, seen)
         for request, length in pieces:
             request.cached = length
 
-    def _score(self, requests: Sequence[Request], found: Candidates) -> list[Tensor]:
+    def _score(self, requests: Sequence[HostRequest], found: HostCandidates) -> list[Tensor]:
         """Candidate forward: the value logits of each request's candidates, which see the cached prefix and themselves.
 
         The mask is built per candidate on the host, as in the fork.
@@ -330,10 +323,10 @@ class TwoForwardStep:
         prefixes, counts = [request.cached for request in requests], [len(ids) for ids in found.ids]
         keys = max(n + m for n, m in zip(prefixes, counts, strict=True))
         mask = np.zeros((len(requests), max(counts), keys), dtype=np.bool_)
-        for of_request, prefix, count in zip(mask, prefixes, counts, strict=True):
-            of_request[:count, :prefix] = True
+        for rows, prefix, count in zip(mask, prefixes, counts, strict=True):
+            rows[:count, :prefix] = True
             for j in range(count):
-                of_request[j, prefix + j] = True
+                rows[j, prefix + j] = True
         token_ids, seen = found.padded_ids[found.padded_probs > 0], torch.from_numpy(mask).to(self.device)
         positions = np.repeat(np.array(prefixes, dtype=np.int64), counts)
         logits, slots = self._forward(requests, counts, token_ids, positions, seen)
@@ -345,49 +338,39 @@ class TwoForwardStep:
         if sum(counts) > len(self.free):
             raise RuntimeError(f"{sum(counts)} slots are needed, {len(self.free)} are free")
         slots, self.free = self.free[: sum(counts)], self.free[sum(counts) :]
-        for request, part in zip(requests, slots.split(list(counts)), strict=True):
+        for request, part in zip(requests, slots.split(counts), strict=True):
             self.table[request.row, request.cached : request.cached + len(part)] = part
-        rows = torch.tensor([request.row for request in requests], device=self.device)
-        b, longest, keys = seen.shape
+        model, config, (b, longest, attended) = self.value_model, self.value_model.config, seen.shape
         # The attention's kernels require rows of the mask that begin at multiples of 8 elements. Query heads that share
         # a key head are further queries of it, so that every kernel of the attention applies.
-        padded, groups = -(-keys // 8) * 8, self.value_model.config.num_heads // self.value_model.config.num_kv_heads
-        mask = torch.full((b, longest, padded), -math.inf, dtype=self.value_model.dtype, device=self.device)
-        mask[:, :, :keys].masked_fill_(seen, 0.0)
-        mask = mask.repeat(1, groups, 1)[:, None]
-        places = np.concatenate([i * longest + np.arange(n) for i, n in enumerate(counts)])
+        padded, kv_heads = -(-attended // 8) * 8, config.num_kv_heads
+        mask = torch.full((b, longest, padded), -math.inf, dtype=model.dtype, device=self.device)
+        mask[:, :, :attended].masked_fill_(seen, 0.0)
+        mask = mask.repeat(1, config.num_heads // kv_heads, 1)[:, None]
+        kv_slots = self.table[torch.tensor([request.row for request in requests], device=self.device), :padded]
+        places = np.concatenate([i * longest + np.arange(n) for i, n in enumerate(counts)])  # of the tokens in [B Q]
         positions, places = (torch.from_numpy(x).to(self.device, non_blocking=True) for x in (positions, places))
-        hidden = self._hidden(token_ids, positions, slots, self.table[rows, :padded], mask, places)
-        return unfused_head(hidden, *self._head)(), slots
 
-    def _hidden(self, token_ids, positions, slots, kv_slots, mask, places) -> Tensor:
-        """Hidden states ``[T, H]`` behind the final norm; keys and values go to ``slots``.
-
-        ``kv_slots [B, L]`` are the slots that each request reads, ``places [T]`` the tokens' places in ``[B Q]``.
-        """
-        model, config, b = self.value_model, self.value_model.config, len(mask)
-        longest = mask.shape[2] * config.num_kv_heads // config.num_heads
         width, eps = (config.hidden_size,), config.rms_norm_eps
         hidden = F.embedding(token_ids.clamp(0, config.vocab_size - 1), model.embedding)
         angles = positions[:, None].float() * self._inv_freq  # [T, D/2]
         cos, sin = (x[:, None] * config.rope_scale for x in (angles.cos(), angles.sin()))
-        sizes = [config.num_heads + config.num_kv_heads, config.num_kv_heads]
-        for i, layer in enumerate(model.layers):
+        for layer, keys, values in zip(model.layers, self.kv.keys, self.kv.values, strict=True):
             qkv = F.linear(F.rms_norm(hidden, width, eps=eps), layer.qkv, layer.qkv_bias)
-            qk, v = qkv.unflatten(1, (sum(sizes), config.head_dim)).split(sizes, 1)
+            qk, v = qkv.view(len(hidden), -1, config.head_dim).split([config.num_heads + kv_heads, kv_heads], 1)
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, qk.shape[-1:], eps=eps) * layer.qk_norm
             first, second = qk.float().chunk(2, -1)
             qk = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(v.dtype)
-            q, k = qk.split([config.num_heads, config.num_kv_heads], 1)
-            keys, values = self.kv.keys[i], self.kv.values[i]
-            keys[slots], values[slots] = k, v
+            q, keys[slots] = qk.split([config.num_heads, kv_heads], 1)
+            values[slots] = v
             q = q.new_zeros(b * longest, *q.shape[1:]).index_copy_(0, places, q)
-            q = q.view(b, longest, config.num_kv_heads, -1, config.head_dim).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Q, D]
+            q = q.view(b, longest, kv_heads, -1, config.head_dim).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Q, D]
             cached = (x[kv_slots].transpose(1, 2) for x in (keys, values))
             out = F.scaled_dot_product_attention(q.flatten(2, 3), *cached, attn_mask=mask).view(q.shape)
             out = out.permute(0, 3, 1, 2, 4).flatten(0, 1)[places].flatten(1)
             hidden = hidden + F.linear(out, layer.o, layer.o_bias)
             gate, up = F.linear(F.rms_norm(hidden, width, eps=eps), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-        return F.rms_norm(hidden, width, eps=eps)  # the norm's weight is in the first matrix of the head
+        # The weight of the final norm is in the first matrix of the head.
+        return unfused_head(F.rms_norm(hidden, width, eps=eps), *self._head)(), slots

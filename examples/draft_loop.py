@@ -41,7 +41,7 @@ eos_token_ids = set(models.eos_token_ids)
 
 
 @dataclass
-class Request:
+class DraftedRequest:
     """The engine's state of a request."""
 
     table_row: int
@@ -92,7 +92,7 @@ def arrive(table_row, text, guidance):
     table_rows, prompt = int32([table_row]), int32(tokens[:-1])
     positions = torch.arange(len(prompt), device=device)
     step.extend(prompt, slots.slots(table_rows, positions), table_rows, int32([0]), int32([len(prompt)]), int32([0]))
-    return Request(table_row, len(tokens), tokens)
+    return DraftedRequest(table_row, len(tokens), tokens)
 
 
 def decode(batch):

@@ -1,11 +1,11 @@
-"""What ``mkdocs.yml`` needs beside its plugins: links out of ``docs/``, and docstrings as this package writes them."""
+"""Hooks of ``mkdocs.yml``: links out of ``docs/`` become text, and docstrings get the form that griffe parses."""
 
 import re
 from typing import Any
 
 import griffe
 
-# A link to a file beside docs/: right where the repository is read, and to nowhere in the site.
+# A link to a file outside of docs/ is valid in the repository, but not in the site.
 _LINK_OUT = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[^)]*\)")
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?\.?([^`]+)`")
 
@@ -16,7 +16,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Roles become code, and an ``Example:`` the section that griffe knows as ``Examples:``."""
+    """Replace roles by code, and ``Example:`` by griffe's section ``Examples:``."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

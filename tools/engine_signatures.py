@@ -1,9 +1,9 @@
-"""Record how an engine's functions that the plugins use are called, from its sources.
+"""Record the signatures of the engine functions that the plugins use, from the engine's sources.
 
     python -m tools.engine_signatures vllm 0.33.0 FOLDER
 
-FOLDER has the package: an unpacked wheel, or ``site-packages``. Nothing of it is imported. The version is added to
-``lenvm_kernels/engines/signatures.json``, or replaced there.
+FOLDER contains the package: an unpacked wheel, or ``site-packages``. The package is not imported. The version is added
+to ``lenvm_kernels/engines/signatures.json``, or replaced there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lenvm_kernels.engines.signatures import ANYTHING, FILE, USED, written
 
 
 def signature_in(folder: Path, target: str) -> str | None:
-    """What :func:`lenvm_kernels.engines.signatures.signature_of` would say; None: it is not there."""
+    """The result of :func:`lenvm_kernels.engines.signatures.signature_of`, or None if the target does not exist."""
     module, name = target.split(":")
     file = folder / (module.replace(".", "/") + ".py")
     if not file.exists():
@@ -37,14 +37,14 @@ def signature_in(folder: Path, target: str) -> str | None:
     if name.endswith(".__init__"):
         return ANYTHING
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    of = node.args
-    positional = [*of.posonlyargs, *of.args]
-    first_default = len(positional) - len(of.defaults)
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    first_default = len(positional) - len(arguments.defaults)
     parameters = [(a.arg, Parameter.POSITIONAL_OR_KEYWORD, i >= first_default) for i, a in enumerate(positional)]
-    parameters += [(of.vararg.arg, Parameter.VAR_POSITIONAL, False)] if of.vararg else []
-    named = zip(of.kwonlyargs, of.kw_defaults, strict=True)
+    parameters += [(arguments.vararg.arg, Parameter.VAR_POSITIONAL, False)] if arguments.vararg else []
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     parameters += [(a.arg, Parameter.KEYWORD_ONLY, default is not None) for a, default in named]
-    parameters += [(of.kwarg.arg, Parameter.VAR_KEYWORD, False)] if of.kwarg else []
+    parameters += [(arguments.kwarg.arg, Parameter.VAR_KEYWORD, False)] if arguments.kwarg else []
     return written([parameter for parameter in parameters if parameter[0] not in ("self", "cls")])
 
 
@@ -57,9 +57,9 @@ def main() -> None:
     found = {target: signature_in(args.folder, target) for target in USED[args.engine]}
     if missing := [target for target, signature in found.items() if signature is None]:
         parser.error(f"{args.folder} has no {', '.join(missing)}")
-    of_engines = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
-    of_engines.setdefault(args.engine, {})[args.version] = found
-    FILE.write_text(json.dumps(of_engines, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    signatures = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    signatures.setdefault(args.engine, {})[args.version] = found
+    FILE.write_text(json.dumps(signatures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds sdist and wheel, looks into them, and tries the wheel in an environment that has nothing else of this package.
+# Build sdist and wheel, check their contents, and test the wheel in an environment without the source tree.
 #
 #     tools/smoke_test.sh PYTHON DIST
 #
-# PYTHON has the package `build`, and PyTorch and whatever else the wheel depends on; DIST gets the two files.
+# PYTHON must have the package `build` and the dependencies of the wheel; the two files are written to DIST.
 set -euo pipefail
 python=$(realpath -s "$1")
 root=$(realpath "$(dirname "$0")/..")
@@ -12,7 +12,7 @@ dist=$(realpath "$2")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# From the files that git has or would take: what builds before have left behind is in no wheel.
+# Only tracked and untracked files that git does not ignore, so that leftovers of earlier builds are in no wheel.
 mkdir "$scratch/tree"
 cd "$root"
 git ls-files -z --cached --others --exclude-standard |
@@ -50,7 +50,7 @@ assert any(name.endswith("/LICENSE") for name in wheel)
 print(f"the wheel has {len(got)} files, as the sdist's")
 PY
 
-# The other environment's packages are seen, but nothing that it has installed editably: a path in a .pth brings no .pth.
+# Packages of the other environment are visible, except editable installations: the .pth files of a path are not read.
 "$python" -m venv "$scratch/venv"
 "$scratch/venv/bin/pip" --disable-pip-version-check install --quiet --no-deps --no-index "$dist"/*.whl
 "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \

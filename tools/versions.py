@@ -1,9 +1,8 @@
 """Run tests with the oldest and newest versions that pyproject.toml admits: ``make versions``.
 
 Each environment is made in ``.venv-versions`` and removed when its tests have ended. Two run side by side. A CPU build
-of torch, which PyPI does not have for Linux on x86-64, comes from where pip is configured to look for it. Python
-versions without such a build run no test: their line in the summary says so, and the sources are compiled and
-type-checked for them.
+of torch, which PyPI does not have for Linux on x86-64, comes from the index that pip is configured with. For Python
+versions without such a build, no test runs: the summary says so, and the sources are compiled and type-checked.
 """
 
 import re
@@ -36,9 +35,9 @@ DEPENDENCIES = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml"
 NEWEST = [requirement for requirement in re.findall(r'"(.*?)"', DEPENDENCIES) if not requirement.startswith("torch")]
 OLDEST = [re.sub(r">=([\d.]+).*", r"==\1", requirement) for requirement in NEWEST]
 ENVIRONMENTS = {
-    "newest torch": [NEWEST_TORCH, *NEWEST],
-    "oldest": [CPU_TORCH, *OLDEST],
+    "newest torch": [NEWEST_TORCH, *NEWEST],  # the largest begins first
     "newest Triton": [CPU_TORCH, *NEWEST],
+    "oldest": [CPU_TORCH, *OLDEST],
 }
 _installing = threading.Lock()  # an editable installation writes into the tree
 
@@ -63,7 +62,7 @@ def test(name: str, requirements: list[str], python: str = sys.executable) -> st
     try:
         for step in (
             [python, "-m", "venv", folder],
-            [*pip, "install", "--quiet", *requirements, "pytest", "hypothesis", "peft", "gguf"],
+            [*pip, "install", "--quiet", "--no-compile", *requirements, "pytest", "hypothesis", "peft", "gguf"],
             [*pip, "install", "--quiet", "--no-deps", "--editable", "."],
             [folder / "bin/python", *command, *(f"tests/{file}.py" for file in TESTS)],
         ):

@@ -1,4 +1,4 @@
-"""Time of ``candidate_values``: ``python -m bench.ops.candidate_values``.
+"""Time of ``candidate_values``.
 
 B requests with K candidates each. In a step the table and the weights are cold, and the states' projections are warm.
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import FLOATS, Benchmark, Case, nbytes
+from bench.harness import FLOATS, Benchmark, TimedCase, nbytes
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.candidate_values import candidate_values, num_counters
 
@@ -37,7 +37,7 @@ def make_case(*, B, K, vocab, dtype="bfloat16"):
     token_ids, scale, shift, embedding, *weights = call.args
     rows = token_ids.unique().numel() * embedding[0].nbytes
     operations = 2 * B * K * (weights[0].numel() + weights[2].numel())
-    return Case(call, nbytes(token_ids, scale, shift, weights) + rows + 2 * B * K * 4, operations)
+    return TimedCase(call, nbytes(token_ids, scale, shift, weights) + rows + 2 * B * K * 4, operations)
 
 
 FORMS = {
@@ -51,6 +51,3 @@ FORMS["candidate_values, every size 1"] = dict(B=1, K=1, vocab=1, size=1, output
 PRODUCTION = dict(B=64, K=8, vocab=151_936)
 AXES = dict(B=[1, 8, 256], K=[4, 32], vocab=[49_152])
 BENCHMARK = Benchmark("candidate_values", make_case, PRODUCTION, AXES, quick=[dict(B=1, vocab=49_152), dict(B=8)])
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

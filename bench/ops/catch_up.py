@@ -1,4 +1,4 @@
-"""Time of ``catch_up`` at decode steps: ``python -m bench.ops.catch_up``. One launch and three dependent loads.
+"""Time of ``catch_up`` at decode steps. One launch and three dependent loads.
 
 Every request is guided and lacks ``missing`` of the ``M`` tokens that are held. Pages of 16 slots are in random order.
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
 
@@ -32,7 +32,7 @@ def make_call(*, B, M, R=64, missing=1, length=1000, page_size=16):
 
 def make_case(*, B, M, missing, R):
     call, out = make_call(B=B, M=M, R=R, missing=missing), empty_delta(B, M, torch.get_default_device())
-    return Case(partial(call, out=out), B * (REQUEST_BYTES + missing * TOKEN_BYTES) + nbytes(out))
+    return TimedCase(partial(call, out=out), B * (REQUEST_BYTES + missing * TOKEN_BYTES) + nbytes(out))
 
 
 FORMS = {
@@ -45,6 +45,3 @@ PRODUCTION = dict(B=64, M=16, missing=1, R=257)
 AXES = dict(B=[1, 8, 256], M=[4], missing=[0, 4, 16])
 OTHERS = [dict(B=512, R=4097)]
 BENCHMARK = Benchmark("catch_up", make_case, PRODUCTION, AXES, OTHERS, quick=[{}, dict(B=1)])
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``embed_tokens``: ``python -m bench.ops.embed_tokens``.
+"""Time of ``embed_tokens``.
 
 T token rows of which ``live`` percent exist; the rest is padding. The tokens are distinct, so that no row of the
 embedding is cached. The peer computes the padding too, and no sums of squares.
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bench.harness import Benchmark, Case
+from bench.harness import Benchmark, TimedCase
 from bench.models import DIMENSIONS, VOCAB
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 
@@ -34,7 +34,7 @@ def make_case(*, model, T, live, dtype="bfloat16"):
 
     # Token, position, embedding read and written, sums of squares, cosines and sines.
     row_bytes = 8 + 8 + 2 * embedding[0].nbytes + size // 64 * 4 + 2 * (head_dim // 2) * 4
-    return Case(call, T * live // 100 * row_bytes, peers={"(separate operators)": lambda: separate})
+    return TimedCase(call, T * live // 100 * row_bytes, peers={"(separate operators)": lambda: separate})
 
 
 _SIZES = [("bfloat16", 896, 32), ("bfloat16", 1536, 64), ("bfloat16", 3584, 48), ("float16", 2048, 64)]
@@ -52,6 +52,3 @@ BENCHMARK = Benchmark(
     axes=dict(model=["Qwen2.5-0.5B", "Qwen2.5-7B"], T=[9, 72, 2304, 4608], live=[10, 100]),
     quick=[dict(model="Qwen2.5-0.5B", T=9), dict(model="Qwen2.5-0.5B", T=72)],
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``expand_drafts``: ``python -m bench.ops.expand_drafts``. One launch and one round of loads.
+"""Time of ``expand_drafts``. One launch and one round of loads.
 
 Each request has a chain of ``D`` drafts.
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.types import Drafts
@@ -31,7 +31,7 @@ def make_call(*, B=64, D, index=torch.int64):
 def make_case(*, B, D):
     call = make_call(B=B, D=D)
     out = empty_nodes(call.args[0], D)
-    return Case(partial(call, out=out), B * ROW_BYTES * (2 + D) + nbytes(call.args[1]))
+    return TimedCase(partial(call, out=out), B * ROW_BYTES * (2 + D) + nbytes(call.args[1]))
 
 
 FORMS = {f"expand_drafts D{D}": dict(D=D, index=torch.int32 if D == 1 else torch.int64) for D in (1, 4, 15)}
@@ -40,6 +40,3 @@ FORMS["expand_drafts, every size 1"] = dict(B=1, D=1, index=torch.int32)
 BENCHMARK = Benchmark(
     "expand_drafts", make_case, dict(B=64, D=4), axes=dict(B=[1, 8, 512], D=[1, 15]), quick=[{}, dict(B=1)]
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``gather_requests`` at decode steps: ``python -m bench.ops.gather_requests``. Two dependent loads.
+"""Time of ``gather_requests`` at decode steps. Two dependent loads.
 
 The requests are rows of a table of ``R`` in random order. Each has grown by ``new`` tokens, of which the last 16 are
 held. ``N`` rows are written, as for a graph of N requests.
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
 
@@ -40,7 +40,7 @@ def make_call(*, B=64, N=None, R=64, new=1, held=16, given=()):
 def make_case(*, B, N, R, new):
     call = make_call(B=B, N=N, R=R, new=new, given=[*EVERY, "padding_row", *(["new_lens"] if new > 1 else [])])
     read = B * (REQUEST_BYTES + TABLE_BYTES + HISTORY_BYTES + new * TOKEN_BYTES)
-    return Case(call, read + nbytes(call.keywords["out"]))
+    return TimedCase(call, read + nbytes(call.keywords["out"]))
 
 
 FORMS = {"gather_requests": {}, "gather_requests with every option": dict(given=EVERY)}
@@ -51,6 +51,3 @@ PRODUCTION = dict(B=64, N=64, R=257, new=1)
 AXES = dict(B=[1, 8, 33], N=[128], R=[65, 4097], new=[4, 16])
 OTHERS = [dict(B=512, N=512, R=4097)]
 BENCHMARK = Benchmark("gather_requests", make_case, PRODUCTION, AXES, OTHERS, quick=[{}, dict(B=1)])
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

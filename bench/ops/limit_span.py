@@ -1,4 +1,4 @@
-"""Time of ``limit_span``: ``python -m bench.ops.limit_span``. One launch and a few dependent loads.
+"""Time of ``limit_span``. One launch and a few dependent loads.
 
 Every request has an open span at its limit, a chain of ``D`` drafts (0: none), and two tokens that end the sequence: at
 each node one logit is raised and two are lowered, the most work there can be.
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import FLOATS, Benchmark, Case, nbytes
+from bench.harness import FLOATS, Benchmark, TimedCase, nbytes
 from bench.models import VOCAB
 from bench.ops.expand_drafts import chains
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
@@ -55,7 +55,7 @@ def make_case(*, B, D, dtype):
     call = make_call(B=B, D=D, dtype=dtype)
     # Per node the results, and the changed logits read and written.
     node_bytes = 1 + 4 + 2 * call.args[0].itemsize * (EOS + 1)
-    return Case(call, B * (REQUEST_BYTES + (1 + D) * node_bytes) + nbytes(call.keywords.get("drafts")))
+    return TimedCase(call, B * (REQUEST_BYTES + (1 + D) * node_bytes) + nbytes(call.keywords.get("drafts")))
 
 
 _TABLE = dict(room=(8, 32))
@@ -68,6 +68,3 @@ FORMS["limit_span without lines"] = dict(_TABLE, breaks=False)
 PRODUCTION = dict(B=64, D=0, dtype="float32")
 AXES = dict(B=[1, 8, 512], D=[1, 4, 15], dtype=["bfloat16"])
 BENCHMARK = Benchmark("limit_span", make_case, PRODUCTION, AXES, quick=[{}, dict(B=1, D=4)])
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

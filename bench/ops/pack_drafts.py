@@ -1,4 +1,4 @@
-"""Time of ``pack_drafts``: ``python -m bench.ops.pack_drafts``. One launch, one round of loads and a prefix sum.
+"""Time of ``pack_drafts``. One launch, one round of loads and a prefix sum.
 
 Each request has a chain of ``D`` drafts and ``K`` scored candidates at each node, of which the first is the draft.
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from bench.ops.expand_drafts import chains
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
 from lenvm_kernels.ops.select_scored import empty_scored
@@ -27,7 +27,7 @@ def make_case(*, B, D, K):
     call, out = make_call(B=B, D=D, K=K), empty_trees(B, D, K, torch.get_default_device())
     scored, drafts = call.args
     # Only the first position of each request is read.
-    return Case(partial(call, out=out), nbytes(scored.token_ids, scored.counts, drafts, out) + 4 * B)
+    return TimedCase(partial(call, out=out), nbytes(scored.token_ids, scored.counts, drafts, out) + 4 * B)
 
 
 FORMS = {
@@ -40,6 +40,3 @@ FORMS = {
 PRODUCTION = dict(B=64, D=4, K=8)
 AXES = dict(B=[1, 8, 512], D=[1, 15], K=[1, 64])
 BENCHMARK = Benchmark("pack_drafts", make_case, PRODUCTION, AXES, quick=[{}, dict(B=1)])
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``ragged_layout``: ``python -m bench.ops.ragged_layout``. At decode steps a few dependent loads.
+"""Time of ``ragged_layout``. At decode steps a few dependent loads.
 
 Every request has ``delta`` delta tokens and K candidates.
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from bench.models import VOCAB
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 
@@ -30,7 +30,7 @@ def make_call(*, B=64, K, delta=1, index=torch.int64, is_tree=False):
 
 def make_case(*, B, K, delta):
     call = make_call(B=B, K=K, delta=delta)
-    return Case(call, nbytes(call.args, call()))
+    return TimedCase(call, nbytes(call.args, call()))
 
 
 FORMS = {f"ragged_layout {i} K{K}": dict(K=K, index=i) for i in (torch.int32, torch.int64) for K in (0, 8, 64)}
@@ -42,6 +42,3 @@ PRODUCTION = dict(B=64, K=8, delta=1)
 AXES = dict(B=[1, 8, 512], K=[2, 64])
 OTHERS = [dict(B=1, delta=32_768), dict(B=1, delta=4096), dict(B=64, delta=64)]
 BENCHMARK = Benchmark("ragged_layout", make_case, PRODUCTION, AXES, OTHERS, quick=[{}, dict(B=1)])
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

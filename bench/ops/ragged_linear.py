@@ -1,4 +1,4 @@
-"""Time of ``ragged_linear``, the projections of a layer: ``python -m bench.ops.ragged_linear``.
+"""Time of ``ragged_linear``, the projections of a layer.
 
 ``room`` times as many rows as are live, as in a graph for every candidate that a step can have: 1.5 where five of eight
 slots are filled, 4 in a batch of few candidates. The peers receive the live rows: "(cuBLAS, bare)" computes the matmul
@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from bench.models import DIMENSIONS
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
@@ -65,7 +65,7 @@ def make_case(*, model, layer, rows, room, dtype="bfloat16"):
 
     rivals = {"(cuBLAS, bare)": lambda: lambda: F.linear(x, weight, bias), "cuBLAS and operators": lambda: unfused}
     moved = nbytes(x, weight, bias, residual) + rows * shape["outputs"] * x.itemsize
-    return Case(call, moved, 2 * rows * weight.numel(), peers=rivals)
+    return TimedCase(call, moved, 2 * rows * weight.numel(), peers=rivals)
 
 
 def _forms():
@@ -101,6 +101,3 @@ BENCHMARK = Benchmark(
     others=[*(dict(layer=layer, rows=rows) for layer in ("down", "qkv", "o") for rows in (6, 48, 1280))],
     quick=[dict(model="Qwen2.5-0.5B", layer=layer, rows=6) for layer in ("o", "qkv")],
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

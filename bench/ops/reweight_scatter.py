@@ -1,4 +1,4 @@
-"""Time of ``reweight_scatter``: ``python -m bench.ops.reweight_scatter``. The floor writes ``[B, V]`` once.
+"""Time of ``reweight_scatter``. The floor writes ``[B, V]`` once.
 
 Bandwidth counts bytes read and written, so a kernel that only writes can exceed 100 %. Without ``[B, V]`` (scatter
 False) the time is the latency of the root search.
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import FLOATS, Benchmark, Case, nbytes
+from bench.harness import FLOATS, Benchmark, TimedCase, nbytes
 from bench.models import VOCAB, make_candidates
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -31,7 +31,7 @@ def make_call(*, B=64, K, V=256, dtype="float32", modes=MODES, given=()):
 
 def make_case(*, B, K, V, scatter, dtype):
     call = make_call(B=B, K=K, V=V, dtype=dtype, given=["probs"] if scatter else [])
-    return Case(call, B * K * 4 * 4 + nbytes(call.keywords))  # per candidate id, probability, logit and result
+    return TimedCase(call, B * K * 4 * 4 + nbytes(call.keywords))  # per candidate id, probability, logit and result
 
 
 _EVERY = ("table_rows", "generated", "probs")
@@ -51,6 +51,3 @@ BENCHMARK = Benchmark(
     others=[dict(B=1, scatter=False), dict(B=512, scatter=False)],
     quick=[dict(B=4, V=32_000), dict(B=4, V=32_000, scatter=False)],
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``rope_cache``: ``python -m bench.ops.rope_cache``, one layer of a value model for T tokens.
+"""Time of ``rope_cache``: one layer of a value model for T tokens.
 
 A decode step keeps one row in six (a delta token and five candidates per request), a prompt keeps all. The peer
 receives the kept rows.
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from bench.models import DIMENSIONS
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.reference.rope_cache import rms_norm, rotate
@@ -45,7 +45,7 @@ def make_case(*, model, T, kept, dtype="bfloat16"):
         return q, k, v
 
     moved = 2 * qkv.nbytes + nbytes(cos, sin, slots, weight) + len(rows) * (k_cache[0].nbytes + v_cache[0].nbytes)
-    return Case(call, moved, peers={"separate operators": lambda: separate})
+    return TimedCase(call, moved, peers={"separate operators": lambda: separate})
 
 
 _EVERY = ("qk_norm_weight", "num_rows")
@@ -67,6 +67,3 @@ BENCHMARK = Benchmark(
     others=[dict(T=4096, kept=1), dict(T=32_768, kept=1), dict(model="Qwen3-1.7B", T=4096, kept=1)],
     quick=[dict(model="Qwen2.5-0.5B", T=48), dict(model="Qwen3-1.7B", T=48)],
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``sample_candidates``: ``python -m bench.ops.sample_candidates``. A launch and a chain of loads.
+"""Time of ``sample_candidates``. A launch and a chain of loads.
 
 The peer is the draw from rows of ``[B, V]``, which the operator replaces.
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import Benchmark, TimedCase
 from bench.models import VOCAB, make_candidates
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 
@@ -33,7 +33,7 @@ def make_case(*, B, K, V):
         # As vLLM's sampler, and as torch.multinomial without its checks.
         return lambda: probs.div(noise.exponential_()).argmax(1)
 
-    return Case(call, B * (K * 4 + ROW_BYTES), peers={"draw from [B, V]": dense})
+    return TimedCase(call, B * (K * 4 + ROW_BYTES), peers={"draw from [B, V]": dense})
 
 
 FORMS = {f"sample_candidates K{K} with temperature": dict(K=K) for K in (8, 64)}
@@ -47,6 +47,3 @@ BENCHMARK = Benchmark(
     axes=dict(B=[1, 8, 256, 512], K=[2, 64]),
     quick=[dict(B=4, V=32_000), dict(B=4, V=32_000, K=64)],
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``select_scored`` at decode steps: ``python -m bench.ops.select_scored``. Two dependent loads.
+"""Time of ``select_scored`` at decode steps. Two dependent loads.
 
 Every request has ``K`` candidates and a drawn token, and requests lengths. One in four is guided and not due, but the
 last of its ``E`` end tokens is a candidate, so that its status stays and every call does the same.
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, Status
@@ -42,7 +42,7 @@ def make_case(*, B, K, E):
     call = make_call(B=B, K=K, E=E, given=["drawn", "sample", "out"])
     candidates, out = call.args[0], call.keywords["out"]
     guided = int((candidates.status == Status.GUIDE).sum())  # their table row and end tokens are read too
-    return Case(call, B * ROW_BYTES + guided * (8 + 4 * E) + nbytes(candidates.token_ids, out))
+    return TimedCase(call, B * ROW_BYTES + guided * (8 + 4 * E) + nbytes(candidates.token_ids, out))
 
 
 FORMS = {f"select_scored K{K}": dict(K=K) for K in (8, 64)}
@@ -52,6 +52,3 @@ FORMS["select_scored, every size 1"] = dict(B=1, K=1, E=1, given=["drawn"])
 PRODUCTION = dict(B=64, K=8, E=8)
 AXES = dict(B=[1, 8, 512], K=[1, 64], E=[1, 64])
 BENCHMARK = Benchmark("select_scored", make_case, PRODUCTION, AXES, quick=[{}, dict(B=1)])
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``topk_candidates``: ``python -m bench.ops.topk_candidates``. The floor reads the scores once.
+"""Time of ``topk_candidates``. The floor reads the scores once.
 
 The 39 MB of B = 64 in fp32 fit the L2 cache of an H200: the cold time is the one to compare with the floor.
 FlashInfer's sampler and vLLM's filter do another part of an engine's work on the same scores.
@@ -10,7 +10,7 @@ import torch
 import triton
 
 from bench import peers
-from bench.harness import FLOATS, Benchmark, Case
+from bench.harness import FLOATS, Benchmark, TimedCase
 from bench.models import VOCAB
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 
@@ -55,7 +55,7 @@ def make_case(*, B, k, V, dtype):
     if dtype == "float32":
         rivals["FlashInfer sampling"] = partial(peers.flashinfer_sample, scores, *filters)
         rivals["vLLM Qrita + copy"] = partial(peers.vllm_filter, scores, *filters)
-    return Case(call, scores.nbytes, peers=rivals)
+    return TimedCase(call, scores.nbytes, peers=rivals)
 
 
 FORMS = {
@@ -73,6 +73,3 @@ BENCHMARK = Benchmark(
     others=[dict(B=512, k=64, V=262_144)],
     quick=[dict(B=4, V=32_000), dict(B=4, V=32_000, dtype="bfloat16")],
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -1,4 +1,4 @@
-"""Time of ``value_head`` for M candidates: ``python -m bench.ops.value_head``.
+"""Time of ``value_head`` for M candidates.
 
 The peer has no gather and no norm. ``in_step`` is the call of a step: with a gather, and a norm whose factor comes from
 the sums of squares that the last layer has stored. In a step the weights are cold and the hidden states warm.
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from bench import peers
-from bench.harness import FLOATS, Benchmark, Case, nbytes
+from bench.harness import FLOATS, Benchmark, TimedCase, nbytes
 from bench.models import DIMENSIONS
 from lenvm_kernels.ops.value_head import num_counters, value_head
 from lenvm_kernels.reference._common import sums_of_squares
@@ -35,7 +35,7 @@ def make_case(*, model, M, in_step, dtype="bfloat16"):
     call = make_call(size=size, M=M, dtype=dtype, given=("counters", *(of_step if in_step else ())))
     options = [call.keywords.get(name) for name in of_step]
     rivals = {} if in_step else {"cuBLAS + SiLU + GEMV": partial(peers.unfused_head, *call.args)}
-    return Case(call, nbytes(call.args, options) + M * 4, 2 * M * size * (size + 1), peers=rivals)
+    return TimedCase(call, nbytes(call.args, options) + M * 4, 2 * M * size * (size + 1), peers=rivals)
 
 
 _OF_STEP = ("token_rows", "targets", "counters", "square_sums")
@@ -60,6 +60,3 @@ BENCHMARK = Benchmark(
     axes=dict(in_step=[True], M=[5, 40, 1280, 2560], model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B"]),
     quick=[dict(model="Qwen2.5-0.5B", M=5), dict(model="Qwen2.5-0.5B", M=5, in_step=True)],
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

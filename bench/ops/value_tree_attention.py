@@ -1,4 +1,4 @@
-"""Time of ``value_tree_attention``, one layer: ``python -m bench.ops.value_tree_attention``.
+"""Time of ``value_tree_attention``, one layer.
 
 B requests with L cached tokens in scattered slots, ``delta`` new ones and a ``tree`` of candidates: branches, or
 branches x levels. Plan and counters are prepared, as in the layers of a step. The floor reads cached keys and values
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from bench import peers
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from bench.models import DIMENSIONS
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_attention, value_tree_attention
 
@@ -67,7 +67,7 @@ def make_case(*, model, B, L, delta, tree, dtype="bfloat16"):
         if levels == 1 and (is_production or label != "FlexAttention")
     }
     run = partial(call, plan=plan, counters=counters, out=out)
-    return Case(run, moved, 4 * head_dim * heads * B * pairs, peers=rivals)
+    return TimedCase(run, moved, 4 * head_dim * heads * B * pairs, peers=rivals)
 
 
 _HEADS = {
@@ -100,6 +100,3 @@ BENCHMARK = Benchmark(
     others=[*(dict(B=B, L=512) for B in (1, 512)), dict(B=1, L=0, delta=2048), dict(B=4, L=8192, delta=512)],
     quick=[dict(model="Qwen2.5-0.5B", B=2, L=512), dict(model="Qwen2.5-0.5B", B=2, L=512, tree="8x4")],
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

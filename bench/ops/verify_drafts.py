@@ -1,4 +1,4 @@
-"""Time of ``verify_drafts``: ``python -m bench.ops.verify_drafts``. As many dependent loads as nodes.
+"""Time of ``verify_drafts``. As many dependent loads as nodes.
 
 Each request has a chain of ``D`` drafts, all of which were drawn: the longest path.
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Benchmark, Case, nbytes
+from bench.harness import Benchmark, TimedCase, nbytes
 from bench.ops.expand_drafts import chains
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 
@@ -20,7 +20,7 @@ def make_call(*, B=64, D, index=torch.int64):
 
 def make_case(*, B, D):
     call = make_call(B=B, D=D)
-    return Case(call, nbytes(call.args) + 4 * B * (2 * (1 + D) + 1))
+    return TimedCase(call, nbytes(call.args) + 4 * B * (2 * (1 + D) + 1))
 
 
 FORMS = {f"verify_drafts D{D}": dict(D=D, index=torch.int32 if D == 1 else torch.int64) for D in (1, 4, 15)}
@@ -29,6 +29,3 @@ FORMS["verify_drafts, every size 1"] = dict(B=1, D=1, index=torch.int32)
 BENCHMARK = Benchmark(
     "verify_drafts", make_case, dict(B=64, D=4), axes=dict(B=[1, 8, 512], D=[1, 15]), quick=[{}, dict(B=1)]
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main(__doc__)

@@ -7,10 +7,11 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -64,12 +65,11 @@ class Case:
             rows = range(fields["rows"]) if isinstance(fields["rows"], int) else map(int, fields["rows"])
             case = cls(fields["op"], int(fields["seed"]), tuple(rows), fields["options"])
             accepted = operators[case.op].options
-            values = {name: case.options[name] for name in accepted}
+            wrong = [name for name, values in accepted.items() if case.options[name] not in values]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"a case must be a line of JSON that a failure has printed, got {line!r}") from error
-        for name, value in values.items():
-            if value not in accepted[name]:
-                raise ValueError(f"{name} of {case.op} must be of {accepted[name]}, got {value!r}")
+        for name in wrong:
+            raise ValueError(f"{name} of {case.op} must be of {accepted[name]}, got {case.options[name]!r}")
         return case
 
 
@@ -169,17 +169,11 @@ class Operator:
 
     @contextmanager
     def setting(self, case: Case) -> Iterator[None]:
-        """Set the tuning constants of the case, and restore them afterwards."""
-        module = sys.modules[self.function.__module__]
-        changed = self.constants.get(case.options.get("constants", ""), {})
-        before = {name: getattr(module, name) for name in changed}
-        try:
-            for name, value in changed.items():
-                setattr(module, name, value)
+        """Context with the tuning constants of the case."""
+        with ExitStack() as patches:
+            for name, value in self.constants.get(case.options.get("constants", ""), {}).items():
+                patches.enter_context(mock.patch.object(sys.modules[self.function.__module__], name, value))
             yield
-        finally:
-            for name, value in before.items():
-                setattr(module, name, value)
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
@@ -194,9 +188,8 @@ def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) 
     if not isinstance(tensor, Tensor):
         raise WrongResult(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
-        wanted, got = (
-            f"{str(d).removeprefix('torch.')} {list(s)}" for d, s in ((dtype, shape), (tensor.dtype, tensor.shape))
-        )
+        forms = (dtype, shape), (tensor.dtype, tensor.shape)
+        wanted, got = (f"{str(d).removeprefix('torch.')} {list(s)}" for d, s in forms)
         raise WrongResult(f"{name} must be {wanted}, got {got}")
     return tensor
 
@@ -213,14 +206,13 @@ def differs(what: str, actual: Tensor, expected: Tensor, owners: Tensor | None =
     return Difference(what, _any_of_item(wrong), actual, expected, owners)
 
 
+Tolerance = tuple[float, float | Tensor]  # relative, absolute
+
+
 def beyond(
-    what: str,
-    actual: Tensor,
-    expected: Tensor,
-    tolerance: tuple[float, float | Tensor],
-    owners: Tensor | None = None,
+    what: str, actual: Tensor, expected: Tensor, tolerance: Tolerance, owners: Tensor | None = None
 ) -> Difference:
-    """Find items outside the (relative, absolute) tolerance; NaN equals NaN, and an infinity equals only itself."""
+    """Find items outside the tolerance; NaN equals NaN, and an infinity equals only itself."""
     relative, absolute = tolerance
     actual, expected = actual.double(), expected.double()
     near = (actual - expected).abs() <= absolute + relative * expected.abs()

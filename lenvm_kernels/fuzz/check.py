@@ -81,8 +81,10 @@ def _check(case, operator, function, device, other_batches) -> Failure | None:
     whole = operator.outputs(given, result)
     for what, rows in other_orders(case):
         other = operator.inputs(replace(case, rows=rows), device)
+        common = torch.tensor(min(case.rows, rows, key=len), device=device)
         for expected, actual in zip(whole, operator.outputs(other, operator.run(other, function)), strict=True):
-            difference = _in_both(case.rows, rows, expected, actual)
+            (wanted, owners), (got, _) = _items(case.rows, common, expected), _items(rows, common, actual)
+            difference = differs(expected.name, got, wanted, owners)
             if difference.wrong.any():
                 return _failure(case, f"{difference.what} differs {what}", difference)
     return None
@@ -116,22 +118,13 @@ def other_orders(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "alone", (case.rows[int(draws.integers("alone", 1, low=0, high=len(case.rows) - 1))],)
 
 
-def _items(rows: tuple[int, ...], output: Output) -> tuple[Tensor, Tensor]:
-    """(ascending ids of the rows that own items, items in that order)."""
-    ids = torch.tensor(rows, device=output.values.device)
+def _items(rows: tuple[int, ...], common: Tensor, output: Output) -> tuple[Tensor, Tensor]:
+    """Items of the rows with ids ``common``, sorted by id, and the index in the batch of the row that owns each."""
+    ids = torch.tensor(rows, device=common.device)
     owners = torch.arange(len(rows), device=ids.device) if output.owners is None else output.owners
-    owned = owners >= 0
-    item_ids, order = ids[owners[owned]].sort(stable=True)
-    return item_ids, output.values[owned][order]
-
-
-def _in_both(rows: tuple[int, ...], other_rows: tuple[int, ...], expected: Output, actual: Output) -> Difference:
-    """Compare the items of the rows in both batches. Owners are indices in the first batch."""
-    (expected_ids, expected_items), (actual_ids, actual_items) = _items(rows, expected), _items(other_rows, actual)
-    common_expected, common_actual = torch.isin(expected_ids, actual_ids), torch.isin(actual_ids, expected_ids)
-    ids, order = torch.tensor(rows, device=expected_ids.device).sort()
-    places = order[torch.searchsorted(ids, expected_ids[common_expected])]
-    return differs(expected.name, actual_items[common_actual], expected_items[common_expected], places)
+    chosen = (owners >= 0) & torch.isin(ids[owners], common)
+    order = ids[owners[chosen]].argsort(stable=True)
+    return output.values[chosen][order], owners[chosen][order]
 
 
 def _failure(case: Case, problem: str, difference: Difference) -> Failure:

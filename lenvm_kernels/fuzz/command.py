@@ -30,38 +30,26 @@ def add(commands: Any) -> None:
         epilog="example: lenvm fuzz --seconds 300 --against mykernels:reweight_scatter --json fuzz.json",
     )
     parser.set_defaults(run=run_command)
-    add = parser.add_argument
+    add, length = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--ops", nargs="+", choices=OPERATORS, metavar="OP", help=f"of {', '.join(OPERATORS)} (default: all)")
-    length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=positive(float), metavar="S", help="how long to draw cases (default: 60)")
     length.add_argument("--cases", type=positive(int), metavar="N", help="how many cases to draw")
     length.add_argument("--replay", metavar="LINE", help="run one case: the line of JSON that a failure ends with")
-    add(
-        "--seed",
-        type=seed_of,
-        default=0,
-        metavar="N",
-        help="the same seed and --cases draw the same cases (default: 0)",
-    )
+    seeds = "the same seed and --cases draw the same cases (default: 0)"
+    add("--seed", type=seed_of, default=0, metavar="N", help=seeds)
     add("--device", choices=("cuda", "cpu"), help="(default: cuda where there is one)")
-    add(
-        "--against",
-        metavar="MODULE:FUNCTION",
-        help="a function with the signature of one operator, to be tested in place of its kernels. The operator is the "
-        "one of that name, or that of --ops; the working directory is searched for the module",
+    against = (
+        "a function with the signature of one operator, to be tested in place of its kernels. The operator is the "
     )
-    add(
-        "--only",
-        nargs="+",
-        metavar="OPTION=VALUE",
-        help="draw no other values of these options; an option may be given several times (default: draw all)",
+    against += "one of that name, or that of --ops; the working directory is searched for the module"
+    add("--against", metavar="MODULE:FUNCTION", help=against)
+    only = "draw no other values of these options; an option may be given several times (default: draw all)"
+    add("--only", nargs="+", default=[], metavar="OPTION=VALUE", help=only)
+    reference = (
+        "compare with the reference only (default: also with the same rows in other batches, bit by bit, which a "
     )
-    add(
-        "--reference-only",
-        action="store_true",
-        help="compare with the reference only (default: also with the same rows in other batches, bit by bit, which a "
-        "function made of PyTorch's matmuls cannot pass)",
-    )
+    reference += "function made of PyTorch's matmuls cannot pass)"
+    add("--reference-only", action="store_true", help=reference)
     add("--json", type=Path, metavar="FILE", help="also write all numbers here (default: not written)")
 
 
@@ -84,17 +72,18 @@ def run_command(args: argparse.Namespace) -> int:
         function, ops = None, args.ops or ([*OPERATORS] if replayed is None else [replayed.op])
         if args.against is not None:
             function, ops = _function_of(args.against, ops)
-        chosen = _restricted([operators()[name] for name in ops], args.only or [])
+        chosen = _restricted([operators()[name] for name in ops], args.only)
 
-    if replayed is None:
-        seconds = args.seconds or (60.0 if args.cases is None else None)
-        cases = run.drawn(chosen, seed=args.seed, cases=args.cases, seconds=seconds, interpreted=device == "cpu")
-    else:
-        cases = iter([replayed])
+    seconds = args.seconds or (60.0 if args.cases is None else None)
+    cases = run.drawn(chosen, seed=args.seed, cases=args.cases, seconds=seconds, interpreted=device == "cpu")
     test = partial(check, function=function, device=device, other_batches=not args.reference_only)
-    tallies, interrupted = run.fuzz(cases, test, report=lambda line: print(line, file=sys.stderr, flush=True))
-    for line in run.text(tallies):
-        print(line)
+    tallies: dict[str, run.Tally] = {}
+    interrupted = False
+    try:
+        run.fuzz(cases if replayed is None else [replayed], test, tallies)
+    except KeyboardInterrupt:
+        interrupted = True
+    print("\n".join(run.text(tallies)))
     numbers = run.as_json(tallies, device)
     with usage_errors():
         if args.json is not None:
@@ -104,19 +93,20 @@ def run_command(args: argparse.Namespace) -> int:
 
 def _restricted(chosen: list[Operator], pairs: list[str]) -> list[Operator]:
     """The operators, with options restricted to the values in ``--only``."""
-    options = [dict(operator.options) for operator in chosen]
-    known = dict.fromkeys(name for accepted in options for name in accepted)
+    known, restricted = dict.fromkeys(name for operator in chosen for name in operator.options), []
     for pair in pairs:
-        name, sign, _ = pair.partition("=")
-        if not sign or name not in known:
+        if "=" not in pair or pair.partition("=")[0] not in known:
             raise ValueError(f"--only must be OPTION=VALUE with an option of {', '.join(known)}, got {pair!r}")
-    for operator, accepted in zip(chosen, options, strict=True):
-        for name in {pair.partition("=")[0] for pair in pairs} & accepted.keys():
-            accepted[name] = [value for value in accepted[name] if f"{name}={value}" in pairs]
-            if not accepted[name]:
-                known_values = ", ".join(map(str, operator.options[name]))
-                raise ValueError(f"--only: {name} of {operator.name} must be of {known_values}, got {' '.join(pairs)}")
-    return [replace(operator, options=accepted) for operator, accepted in zip(chosen, options, strict=True)]
+    names = {pair.partition("=")[0] for pair in pairs}
+    for operator in chosen:
+        options = dict(operator.options)
+        for name in names & options.keys():
+            options[name] = [value for value in options[name] if f"{name}={value}" in pairs]
+            if not options[name]:
+                accepted = ", ".join(map(str, operator.options[name]))
+                raise ValueError(f"--only: {name} of {operator.name} must be of {accepted}, got {' '.join(pairs)}")
+        restricted.append(replace(operator, options=options))
+    return restricted
 
 
 def _function_of(name: str, ops: list[str]) -> tuple[Callable, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,36 +41,25 @@ def drawn(
         yield operators[number % len(operators)].draw(random.Random(f"{seed} {number}"), interpreted=interpreted)
 
 
-def fuzz(
-    cases: Iterable[Case], test: Callable[[Case], Failure | None], report: Callable[[str], None]
-) -> tuple[dict[str, Tally], bool]:
-    """Check cases; returns the tally of each operator, and whether the run was interrupted.
+def fuzz(cases: Iterable[Case], test: Callable[[Case], Failure | None], tallies: dict[str, Tally]) -> None:
+    """Check cases with ``test``, which returns the failure of a case, if any; new problems are printed to stderr.
 
-    Args:
-        cases: the cases.
-        test: returns the failure of a case, if any; see :func:`lenvm_kernels.fuzz.check.check`.
-        report: called with a line for each new problem when it is found.
+    ``tallies`` gets the tally of each operator, which is complete if the run is interrupted.
     """
-    tallies: dict[str, Tally] = {}
-    try:
-        for case in cases:
-            tally, start = tallies.setdefault(case.op, Tally()), time.monotonic()
-            failure = test(case)
-            tally.cases, tally.rows = tally.cases + 1, tally.rows + len(case.rows)
-            tally.seconds += time.monotonic() - start
-            if failure is None:
-                continue
-            problem, is_lost = failure.problem, failure.problem == LOST
-            tally.times[problem] = tally.times.get(problem, 0) + 1
-            if problem not in tally.failures:
-                report(f"FAILED {case.op}: {problem}")
-                tally.failures[problem] = failure
-                tally.failures[problem] = failure if is_lost else with_fewer_rows(failure, test)
-            if is_lost:
-                break
-    except KeyboardInterrupt:
-        return tallies, True
-    return tallies, False
+    for case in cases:
+        tally, start = tallies.setdefault(case.op, Tally()), time.monotonic()
+        failure = test(case)
+        tally.cases, tally.rows = tally.cases + 1, tally.rows + len(case.rows)
+        tally.seconds += time.monotonic() - start
+        if failure is None:
+            continue
+        tally.times[failure.problem] = tally.times.get(failure.problem, 0) + 1
+        if failure.problem not in tally.failures:
+            print(f"FAILED {case.op}: {failure.problem}", file=sys.stderr, flush=True)
+            tally.failures[failure.problem] = failure
+            if failure.problem == LOST:
+                return
+            tally.failures[failure.problem] = with_fewer_rows(failure, test)
 
 
 def text(tallies: dict[str, Tally]) -> Iterator[str]:

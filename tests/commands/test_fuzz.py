@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -56,34 +57,35 @@ def test_correct_function_passes(fuzz, name):
     assert code == 0 and not err, out
 
 
-def test_kernels_pass(fuzz):
-    code, out, _ = fuzz("--ops", "sample_candidates", "verify_drafts", "--cases", 4)
-    assert code == 0, out
+# Arguments, exit code, and a pattern that the output matches.
+RUNS = {
+    "kernels": ("--ops sample_candidates verify_drafts --cases 4", 0, r"verify_drafts +2 "),
+    "other batches": (f"--against {FAULTS}:odd.topk_candidates --cases 6", 1, "differs in another order"),
+    "reference only": (f"--against {FAULTS}:odd.topk_candidates --cases 6 --reference-only", 0, "candidates +6 "),
+    "chosen options": (
+        f"--against {FAULTS}:nan.value_head --cases 6 --only dtype=bfloat16 size=80 size=96",
+        1,
+        '"size": (80|96), .*"dtype": "bfloat16"',
+    ),
+    "exception": (
+        f"--ops value_head --against {FAULTS}:fails --cases 3",
+        1,
+        r"RuntimeError \(3 of 3 .*\n  out of luck",
+    ),
+    "wrong dtype": (
+        f"--ops value_head --against {FAULTS}:halves --cases 3",
+        1,
+        r"wrong type, dtype or shape \(3 of 3 cases\)\n  logits must be float32 \[1\], got float16 \[1\]\n",
+    ),
+    "no time": ("--seconds 1e-9", 0, r"^operator .*failures\n$"),
+}
 
 
-def test_reference_only_ignores_other_batches(fuzz):
-    odd = ("--against", f"{FAULTS}:odd.topk_candidates", "--cases", 6)
-    assert fuzz(*odd)[0] == 1
-    assert fuzz(*odd, "--reference-only")[0] == 0
-
-
-def test_only_restricts_options(fuzz):
-    chosen = ("--only", "dtype=bfloat16", "size=80", "size=96")
-    code, out, _ = fuzz("--against", f"{FAULTS}:nan.value_head", "--cases", 6, *chosen)
-    options = Case.from_line(out.splitlines()[-1], operators()).options
-    assert code == 1 and options["dtype"] == "bfloat16" and options["size"] in (80, 96)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("fails", "raised RuntimeError (3 of 3 cases)\n  out of luck\n"),
-        ("halves", "wrong type, dtype or shape (3 of 3 cases)\n  logits must be float32 [1], got float16 [1]\n"),
-    ],
-)
-def test_exceptions_and_wrong_results_are_failures(fuzz, fault, message):
-    code, out, _ = fuzz("--ops", "value_head", "--against", f"{FAULTS}:{fault}", "--cases", 3)
-    assert code == 1 and message in out
+@pytest.mark.parametrize("name", RUNS)
+def test_output_and_exit_code(fuzz, name):
+    arguments, code, pattern = RUNS[name]
+    found, out, _ = fuzz(*arguments.split())
+    assert found == code and re.search(pattern, out), out
 
 
 def test_seed_and_number_of_cases_determine_a_run(fuzz):
@@ -98,11 +100,6 @@ def test_seed_and_number_of_cases_determine_a_run(fuzz):
         return report
 
     assert run(3) == run(3) != run(4)
-
-
-def test_seconds_end_a_run(fuzz):
-    code, out, _ = fuzz("--seconds", "1e-9")
-    assert code == 0 and len(out.splitlines()) == 1
 
 
 def test_command_enables_the_interpreter(tmp_path):
@@ -133,27 +130,22 @@ def test_draws_of_a_row_are_the_same_in_any_batch():
     assert places != sorted(places) and len(set(places)) == 6 and set(places) < set(range(9))
 
 
-# Arguments that index rows of other tensors.
+# Arguments that index rows of other tensors, and options with which they do.
 INDICES = {
-    **dict.fromkeys(("limit_span", "gather_requests"), lambda given: given.arguments["table_rows"]),
-    **dict.fromkeys(("select_scored", "catch_up"), lambda given: given.arguments["requests"].table_rows),
-    "expand_drafts": lambda given: given.arguments["drafts"].parents.flatten(),
-    "embed_tokens": lambda given: given.arguments["token_ids"],
-    "reweight_scatter": lambda given: given.table_rows,
-    "value_head": lambda given: given.arguments["token_rows"],
-    "rope_cache": lambda given: given.arguments["slots"],
-    "ragged_layout": lambda given: given.arguments["delta_starts"],
-    "value_tree_attention": lambda call: call.inputs.table_rows,
-}
-SIZES = {
-    "expand_drafts": {"drafts": 9, "parents": "tree"},
-    "value_head": {"token_rows": "int64"},
-    "ragged_layout": {"longest": 70},
+    **dict.fromkeys(("limit_span", "gather_requests"), (lambda given: given.arguments["table_rows"], {})),
+    **dict.fromkeys(("select_scored", "catch_up"), (lambda given: given.arguments["requests"].table_rows, {})),
+    "expand_drafts": (lambda given: given.arguments["drafts"].parents.flatten(), {"drafts": 9, "parents": "tree"}),
+    "embed_tokens": (lambda given: given.arguments["token_ids"], {}),
+    "reweight_scatter": (lambda given: given.table_rows, {}),
+    "value_head": (lambda given: given.arguments["token_rows"], {"token_rows": "int64"}),
+    "rope_cache": (lambda given: given.arguments["slots"], {}),
+    "ragged_layout": (lambda given: given.arguments["delta_starts"], {"longest": 70}),
+    "value_tree_attention": (lambda call: call.inputs.table_rows, {}),
 }
 
 
 @pytest.mark.parametrize("name", INDICES)
 def test_indices_are_not_sorted(name):
-    case = simplest(name, 12, seed=1, **SIZES.get(name, {}))
-    steps = INDICES[name](operators()[name].inputs(case, torch.device("cpu"))).long().diff()
+    indices, options = INDICES[name]
+    steps = indices(operators()[name].inputs(simplest(name, 12, seed=1, **options), torch.device("cpu"))).long().diff()
     assert (steps > 0).any() and (steps < 0).any()

@@ -22,9 +22,7 @@ def rounded_once(name, *widened):
         keywords = inspect.signature(operators()[name].function).bind(*arguments, **keywords).arguments
         plain = REFERENCES[name](**keywords)
         wide = {
-            key: x.double()
-            if torch.is_tensor(x) and x.is_floating_point() and x.itemsize > 1 and (key in widened or not widened)
-            else x
+            key: x.double() if torch.is_tensor(x) and x.is_floating_point() and (key in widened or not widened) else x
             for key, x in keywords.items()
         }
         return tree_map(lambda x, like: x.to(like.dtype), REFERENCES[name](**wide), plain)

@@ -31,16 +31,18 @@ import numpy as np
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 # In a checked launch a pointer argument is its number times this spacing, with offsets of up to 2^43 bytes either way.
 # An address thus identifies the argument from which it was computed.
 _ARGUMENT_SPACING = 1 << 44
-_FRESH = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
+_FRESH = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided")}
 _FRESH |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
-_IR = interpreter._ir
-_ACQUIRES = (_IR.MEM_SEMANTIC.ACQUIRE, _IR.MEM_SEMANTIC.ACQUIRE_RELEASE)
-_RELEASES = (_IR.MEM_SEMANTIC.RELEASE, _IR.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_SEMANTIC = interpreter._ir.MEM_SEMANTIC
+_ACQUIRES = (_SEMANTIC.ACQUIRE, _SEMANTIC.ACQUIRE_RELEASE)
+_RELEASES = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
+Handle = interpreter.TensorHandle
 
 
 class _FreshMemory(TorchDispatchMode):
@@ -53,26 +55,24 @@ class _FreshMemory(TorchDispatchMode):
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function.overloadpacket in _FRESH:
-            if result.device.type == "cpu" and result.numel():
-                storage = result.untyped_storage()
-                ctypes.memset(storage.data_ptr(), self.garbage, storage.nbytes())
-                elements = storage.nbytes() // result.itemsize
-                self.tensors[storage.data_ptr()] = result, torch.zeros(elements, dtype=torch.bool)
-        elif function._schema.is_mutable:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if function.overloadpacket not in _FRESH:
             for i, argument in enumerate(function._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    target = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
-                    for tensor in target if isinstance(target, (list, tuple)) else [target]:
-                        if isinstance(tensor, torch.Tensor):
-                            self._mark(tensor)
+                    for tensor in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                        self._mark(tensor)
+        elif result.device.type == "cpu" and result.numel():
+            storage = result.untyped_storage()
+            ctypes.memset(storage.data_ptr(), self.garbage, storage.nbytes())
+            self.tensors[storage.data_ptr()] = result, torch.zeros(storage.nbytes() // result.itemsize, dtype=bool)
         return result
 
-    def _mark(self, tensor: torch.Tensor) -> None:
-        fresh, written = self.tensors.get(tensor.untyped_storage().data_ptr(), (None, None))
-        if fresh is None:
+    def _mark(self, tensor: torch.Tensor | None) -> None:
+        """Mark the elements of a written tensor; all of its memory, if it has another dtype than its memory had."""
+        if tensor is None or (address := tensor.untyped_storage().data_ptr()) not in self.tensors:
             return
+        fresh, written = self.tensors[address]
         if tensor.itemsize == fresh.itemsize:
             written = written.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         written.fill_(True)
@@ -84,18 +84,6 @@ class _FreshMemory(TorchDispatchMode):
 
 
 @dataclass(eq=False)
-class _Access:
-    """One load, store or atomic update of one program."""
-
-    kind: str
-    where: str
-    program: "_Program"
-    interval: int  # number of the program's barriers before the access
-    seen: dict["_Program", int]  # ``_Program.seen`` at the access
-    epoch: int | None = None  # number of the program's first release that publishes the access
-
-
-@dataclass(eq=False)
 class _Program:
     """A program of a launch, and the accesses of other programs that happen before its next access.
 
@@ -103,11 +91,10 @@ class _Program:
     only a barrier orders accesses of other threads before it. A later acquire on the same address sees all of them.
     """
 
-    index: tuple[int, int, int]
-    interval: int = 0
+    interval: int = 0  # number of barriers
     releases: int = 0
     seen: dict["_Program", int] = field(default_factory=dict)  # number of releases seen per other program
-    unpublished: list[_Access] = field(default_factory=list)  # since the last barrier
+    unpublished: list["_Access"] = field(default_factory=list)  # since the last barrier
 
     def barrier(self) -> None:
         self.interval += 1
@@ -115,21 +102,34 @@ class _Program:
             access.epoch = self.releases
         self.unpublished = []
 
-    def synchronise(self, published: dict["_Program", int], acquires: bool, releases: bool) -> None:
+    def synchronise(self, published: dict["_Program", int], semantic: object) -> None:
         """Make an atomic update of an address; ``published`` are the releases made there."""
-        if acquires:
+        if semantic in _ACQUIRES:
             self.seen = {p: max(self.seen.get(p, 0), published.get(p, 0)) for p in self.seen | published}
-        if releases:
+        if semantic in _RELEASES:
             self.releases += 1
             for program, count in {**self.seen, self: self.releases}.items():
                 published[program] = max(published.get(program, 0), count)
 
 
-def _ordered(first: _Access, second: _Access) -> bool:
-    """Whether ``first``, which the interpreter ran first, also happens before ``second`` on a GPU."""
-    if first.program is second.program:
-        return first.interval < second.interval
-    return second.seen.get(first.program, 0) > first.epoch
+@dataclass(eq=False)
+class _Access:
+    """One load, store or atomic update of one program."""
+
+    kind: str
+    where: str
+    addresses: np.ndarray  # sorted, without duplicates
+    size: int  # bytes at each address
+    program: _Program
+    interval: int  # ``_Program.interval`` at the access
+    seen: dict[_Program, int]  # ``_Program.seen`` at the access
+    epoch: int | None = None  # number of the program's first release that publishes the access
+
+    def happens_before(self, other: "_Access") -> bool:
+        """Whether this access, which the interpreter made first, also happens before ``other`` on a GPU."""
+        if self.program is other.program:
+            return self.interval < other.interval
+        return other.seen.get(self.program, 0) > self.epoch
 
 
 def _is_element(tensor: torch.Tensor, offsets: np.ndarray, size: int) -> np.ndarray:
@@ -154,29 +154,22 @@ class LaunchChecker:
     Attributes:
         conflicts: descriptions with kernel and lines, without duplicates.
         launches: number of launches by name of the kernel.
-
-    Raises:
-        ValueError: ``order`` is none of these.
     """
 
     def __init__(self, order: str = "forward", garbage: int = 0xA5) -> None:
-        if order not in ("forward", "reverse", "random"):
-            raise ValueError(f"order must be forward, reverse or random, got {order!r}")
         self.order, self._random = order, random.Random(0)
         self.conflicts: list[str] = []
         self.launches: Counter[str] = Counter()
         self._memory = _FreshMemory(garbage)
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._program: _Program | None = None
 
     def __enter__(self) -> "LaunchChecker":
-        self._context = self._patched_interpreter()
-        self._context.__enter__()
-        self._memory.__enter__()
+        with ExitStack() as context:
+            context.enter_context(self._patched_interpreter())
+            context.enter_context(self._memory)
+            self._context = context.pop_all()
         return self
 
     def __exit__(self, *exception) -> None:
-        self._memory.__exit__(*exception)
         self._context.__exit__(*exception)
 
     @contextmanager
@@ -197,31 +190,34 @@ class LaunchChecker:
             return atomic_rmw(self, operation, ptr, value, mask, semantic, scope)
 
         def checked_cas(self, ptr, compared, value, semantic, scope):
-            mask = interpreter.TensorHandle(np.ones_like(ptr.data, dtype=bool), interpreter.tl.int1)
+            mask = Handle(np.ones_like(ptr.data, dtype=bool), interpreter.tl.int1)
             ptr, mask = checker._access("atomic update", ptr, mask, semantic=semantic)
             if not mask.data.all():  # it has no mask to skip the access
                 raise RuntimeError(checker.conflicts[-1])
             return atomic_cas(self, ptr, compared, value, semantic, scope)
 
-        replaced = [
-            (builder, "create_masked_load", checked_load),
-            (builder, "create_masked_store", checked_store),
-            (builder, "create_atomic_rmw", checked_rmw),
-            (builder, "create_atomic_cas", checked_cas),
-            (builder, "create_barrier", lambda _: checker._program.barrier()),
-            (interpreter.GridExecutor, "__call__", lambda executor, *args, **kwargs: self._run(executor, args, kwargs)),
-        ]
-        with ExitStack() as patches:
-            for patched in replaced:
-                patches.enter_context(mock.patch.object(*patched))
+        with (
+            mock.patch.multiple(
+                builder,
+                create_masked_load=checked_load,
+                create_masked_store=checked_store,
+                create_atomic_rmw=checked_rmw,
+                create_atomic_cas=checked_cas,
+                create_barrier=lambda _: checker._program.barrier(),
+            ),
+            mock.patch.object(
+                interpreter.GridExecutor, "__call__", lambda executor, *a, **k: self._run(executor, a, k)
+            ),
+        ):
             yield
 
     def _run(self, executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> None:
         """Run a launch, in place of the interpreter's own loop over programs."""
-        self._kernel = executor.fn.__name__
+        self._kernel, parameters = executor.fn.__name__, inspect.signature(executor.fn).parameters
         self.launches[self._kernel] += 1
-        self._tensors, self._accesses, self._published = [], [], {}
-        parameters = inspect.signature(executor.fn).parameters
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._accesses: list[_Access] = []
+        self._published: dict[int, dict[_Program, int]] = {}  # by address of an atomic update
         scope = interpreter._patch_lang(executor.fn)
         try:
             bound = inspect.getcallargs(executor.fn, *args, **{k: v for k, v in kwargs.items() if k in parameters})
@@ -235,7 +231,7 @@ class LaunchChecker:
             elif self.order == "random":
                 self._random.shuffle(indices)
             for index in indices:
-                self._program = _Program(index)
+                self._program = _Program()
                 interpreter.interpreter_builder.set_grid_idx(*index)
                 executor.fn(**arguments)
                 self._program.barrier()  # at the end, because later accesses publish nothing
@@ -263,8 +259,7 @@ class LaunchChecker:
     def _line(self) -> str:
         """The current line, in the kernel or in a function that it calls."""
         frame = sys._getframe(2)
-        package = triton.__path__[0]
-        while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(package):
+        while frame.f_code.co_filename.startswith((__file__, triton.__path__[0])):
             frame = frame.f_back
         return f"line {frame.f_lineno}"
 
@@ -285,13 +280,11 @@ class LaunchChecker:
             offsets = virtual[lanes] - number * _ARGUMENT_SPACING
             valid = _is_element(tensor, offsets, size)
             if not valid.all():
-                shape = tuple(tensor.shape)
-                self._report(f"the {kind} in {where} is out of bounds of {name}, shape {shape}")
+                self._report(f"the {kind} in {where} is out of bounds of {name}, shape {tuple(tensor.shape)}")
             inside[lanes] = valid
             real[lanes] = tensor.data_ptr() + offsets
-            written = self._memory.written(tensor)
-            if written is not None:
-                elements = (real[lanes][valid] - tensor.untyped_storage().data_ptr()) // tensor.itemsize
+            if (written := self._memory.written(tensor)) is not None:
+                elements = offsets[valid] // tensor.itemsize + tensor.storage_offset()
                 if kind != "store" and not written[elements].all():
                     self._report(f"the {kind} in {where} reads {name}, which nothing has written")
                 if kind != "load":
@@ -300,51 +293,41 @@ class LaunchChecker:
         unique = np.unique(addresses)
         if kind == "store" and unique.size < addresses.size:
             values = np.broadcast_to(value, virtual.shape)[inside]
-            different = np.unique(np.rec.fromarrays([addresses, values.view(f"u{values.itemsize}")])).size
-            if different > unique.size:
+            if np.unique(np.rec.fromarrays([addresses, values.view(f"u{values.itemsize}")])).size > unique.size:
                 self._report(f"the store in {where} writes different values to the same bytes")
-        if semantic in _ACQUIRES + _RELEASES:
+        if semantic is not None:
             for address in unique.tolist():
-                published = self._published.setdefault(address, {})
-                self._program.synchronise(published, semantic in _ACQUIRES, semantic in _RELEASES)
+                self._program.synchronise(self._published.setdefault(address, {}), semantic)
         if unique.size:
-            access = _Access(kind, where, self._program, self._program.interval, self._program.seen)
-            self._program.unpublished.append(access)
-            self._accesses.append((access, unique, size))
-        handle = interpreter.TensorHandle
-        return handle(real.astype(np.uint64), ptrs.dtype), handle(inside, mask.dtype)
+            program = self._program
+            self._accesses.append(_Access(kind, where, unique, size, program, program.interval, program.seen))
+            program.unpublished.append(self._accesses[-1])
+        return Handle(real.astype(np.uint64), ptrs.dtype), Handle(inside, mask.dtype)
 
     def _compare(self) -> None:
         """Report unordered accesses of the launch to the same bytes."""
-        changed = [addresses for access, addresses, _ in self._accesses if access.kind != "load"]
+        changed = [access.addresses for access in self._accesses if access.kind != "load"]
         if not changed:
             return
         # In units of the smallest access. Bytes that are only loaded, the majority, are skipped.
-        unit = min(size for _, _, size in self._accesses)
+        unit = min(access.size for access in self._accesses)
         blocks = np.unique(np.concatenate(changed) // 8)
-        units, accesses = [], []
-        for number, (_, addresses, size) in enumerate(self._accesses):
-            places = np.searchsorted(blocks, addresses // 8).clip(max=len(blocks) - 1)
-            near = addresses[blocks[places] == addresses // 8]
-            units.append((near[:, None] // unit + np.arange(size // unit)).ravel())
-            accesses.append(np.full(units[-1].size, number))
-        units, accesses = np.concatenate(units), np.concatenate(accesses)
+        units = []
+        for access in self._accesses:
+            places = np.searchsorted(blocks, access.addresses // 8).clip(max=len(blocks) - 1)
+            near = access.addresses[blocks[places] == access.addresses // 8]
+            units.append((near[:, None] // unit + np.arange(access.size // unit)).ravel())
+        numbers, units = np.repeat(np.arange(len(units)), [x.size for x in units]), np.concatenate(units)
         order = np.argsort(units, kind="stable")  # per unit, in the order of execution
-        units, accesses = units[order], accesses[order]
-        groups = np.split(accesses, np.nonzero(np.diff(units))[0] + 1)
+        groups = np.split(numbers[order], np.nonzero(np.diff(units[order]))[0] + 1)
         for group in {tuple(group) for group in groups if len(group) > 1}:
-            for first, second in combinations((self._accesses[number][0] for number in group), 2):
-                self._compare_two(first, second)
-
-    def _compare_two(self, first: _Access, second: _Access) -> None:
-        kinds = {first.kind, second.kind}
-        if (len(kinds) == 1 and "store" not in kinds) or _ordered(first, second):
-            return
-        what = f"{first.kind} in {first.where} and {second.kind} in {second.where}"
-        if first.program is second.program:
-            self._report(f"{what} touch the same bytes with no barrier between")
-        else:
-            self._report(f"{what} touch the same bytes from two programs")
+            for first, second in combinations((self._accesses[number] for number in group), 2):
+                kinds = {first.kind, second.kind}
+                if kinds in ({"load"}, {"atomic update"}) or first.happens_before(second):
+                    continue
+                how = "with no barrier between" if first.program is second.program else "from two programs"
+                what = f"{first.kind} in {first.where} and {second.kind} in {second.where}"
+                self._report(f"{what} touch the same bytes {how}")
 
 
 # As floats, the garbage is a small number, a large one, and a NaN.
@@ -366,7 +349,6 @@ def check_races(workload: Callable[[], Sequence[torch.Tensor]]) -> Counter[str]:
             results = [result.detach().clone() for result in workload()]
         assert not checker.conflicts, "\n".join(checker.conflicts)
         expected = results if expected is None else expected
-        assert len(results) == len(expected)
         for number, (actual, wanted) in enumerate(zip(results, expected, strict=True)):
             same = torch.equal(*(x.flatten().view(torch.uint8) for x in (actual, wanted)))
             assert same, f"result {number} changes with the order of the programs ({order}), or with garbage in memory"

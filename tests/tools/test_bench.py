@@ -1,8 +1,8 @@
 """The benchmark harness and the GPU suite on a CPU: every case runs, and an error discards no other results."""
 
+import importlib
 import inspect
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import gpu_suite, harness, step
-from bench.harness import Benchmark, Case, Eager
+from bench.harness import Benchmark, Eager, TimedCase
 from bench.kernel_calls import operators
 
 CEILINGS = {"bandwidth": 1e12, "matmul_rate": 1e15}
@@ -35,18 +35,17 @@ def test_shapes_are_arguments_of_the_case(name):
 
 @pytest.mark.parametrize("name", operators())
 def test_quick_cases_run(name):
-    benchmark = BENCHMARKS[name]
-    for shape in benchmark.shapes(quick=True):
-        case = benchmark.make_case(**shape)
+    for shape in BENCHMARKS[name].shapes(quick=True):
+        case = BENCHMARKS[name].make_case(**shape)
         case.run()
         assert case.bytes > 0
 
 
-def test_step_runs_with_each_source_of_values():
-    for values in ("none", "probe 7B"):
-        case = step.make_case(values=values, B=2, L=8, launch="python")
-        case.run.run()
-        assert isinstance(case.run, Eager) and case.bytes > 0
+@pytest.mark.parametrize("values", ["none", "probe 7B"])
+def test_step_runs_with_each_source_of_values(values):
+    case = step.make_case(values=values, B=2, L=8, launch="python")
+    case.run.run()
+    assert isinstance(case.run, Eager) and case.bytes > 0
 
 
 def times(warm, **more):
@@ -57,48 +56,33 @@ def fail():
     raise RuntimeError("no\n memory")
 
 
-def absent():
-    import nopeer  # noqa: F401
-
-
-@pytest.fixture
-def results(monkeypatch, tmp_path):
-    """The JSON results of three cases, one of which fails, and their path. A case's ``run`` returns its times."""
+def test_results_of_cases_peers_and_errors(monkeypatch, tmp_path):
+    """Three cases, one of which fails. A case's ``run`` returns its times."""
     monkeypatch.setattr(harness, "measure", lambda run, device: run())
     monkeypatch.setattr(harness, "measure_ceilings", lambda device: CEILINGS)
 
     def make_case(B):
-        if B == 2:
-            fail()
-        peers = {"slow": lambda: times(9.0, cold=40.0), "broken": fail, "nopeer": absent}
-        return Case(times(4.0 * B, cold=5.0 * B), 2_000_000, 10_000_000 * B, peers)
+        peers = {
+            "slow": lambda: times(9.0, cold=40.0),
+            "broken": fail,
+            "nopeer": lambda: importlib.import_module("nopeer"),
+        }
+        return TimedCase(fail() if B == 2 else times(4.0 * B, cold=5.0 * B), 2_000_000, 10_000_000 * B, peers)
 
     path = tmp_path / "made_up.json"
     assert Benchmark("made_up", make_case, {"B": 1}).run("cpu", [{"B": B} for B in (1, 2, 4)], path) == 1
-    return json.loads(path.read_text()), path
-
-
-def test_results_of_cases_peers_and_errors(results, capsys):
-    found, path = results
+    found = json.loads(path.read_text())
     first, failed, last = found["cases"]
     assert failed == {"shape": {"B": 2}, "peers": {}, "error": "RuntimeError: no memory"}
     assert (first["floor"], last["floor"]) == (2.0, pytest.approx(2.0)) and first["peers"]["slow"]["cold"] == 40.0
-    assert harness.row(first) == [
-        "B 1",
-        "4.0",
-        "5.0",
-        "1.0%",
-        "2.0",
-        "40%",
-        "slow 8.00, broken RuntimeError, nopeer absent",
-    ]
+    ratios = "slow 8.00, broken RuntimeError, nopeer absent"
+    assert harness.row(first) == ["B 1", "4.0", "5.0", "1.0%", "2.0", "40%", ratios]
     assert harness.row(failed)[:2] == ["B 2", "RuntimeError: no memory"]
     assert found["bandwidth"] == 1e12 and found["torch"] == torch.__version__ and found["command"].startswith("python")
-    assert path.with_suffix(".png").stat().st_size > 1000
 
 
 def test_floor_is_the_larger_of_bytes_and_operations():
-    case = Case(lambda: None, 2_000_000, 10_000_000_000)
+    case = TimedCase(lambda: None, 2_000_000, 10_000_000_000)
     entry = Benchmark("made_up", lambda B: case, {"B": 1}).measure("cpu", {"B": 1}, CEILINGS)
     assert entry["floor"] == pytest.approx(10.0) and entry["warm"] > 0 and "cold" not in entry
 
@@ -113,24 +97,22 @@ def test_profile_of_replays():
     assert step.kernels_of(events) == [("_a", 1, 10, 10.0, 3, 32, 1024), ("_b", 1, 2, 2.0, 85, 32, 1024)]
 
 
-def test_suite_of_parts(monkeypatch, tmp_path, capsys):
+def test_suite_of_parts(monkeypatch, tmp_path):
     """One part succeeds, one fails and one runs out of time; the summary lists all three."""
-    commands = {
-        "select_scored": gpu_suite.command("select_scored", tmp_path),
-        "tests": ["-c", "print('boom'); exit(3)"],
-    }
-    commands["profile"] = ["-c", "import time; print('begun', flush=True); time.sleep(60)"]
-    scripts = {
-        part: command if part == "select_scored" else [sys.executable, *command] for part, command in commands.items()
-    }
-    monkeypatch.setattr(gpu_suite, "command", lambda part, out: scripts[part])
-    monkeypatch.setitem(gpu_suite.SECONDS, "profile", 5)
-    monkeypatch.setitem(gpu_suite.SECONDS, "select_scored", 120)
-    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(tmp_path), "--only", *scripts])
+    scripts = {"tests": "print('boom'); exit(3)", "profile": "import time; print('begun', flush=True); time.sleep(60)"}
+    commands = {part: [sys.executable, "-c", script] for part, script in scripts.items()}
+    commands["select_scored"] = gpu_suite.command("select_scored", tmp_path)
+    monkeypatch.setattr(gpu_suite, "command", lambda part, out: commands[part])
+    monkeypatch.setattr(gpu_suite, "SECONDS", {"tests": 60, "profile": 5, "select_scored": 120})
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(tmp_path)])
     assert gpu_suite.main() == 1
     text = (tmp_path / "summary.md").read_text()
     assert "| tests | failed with exit status 3 | boom |" in text and "| profile | ended after 5 s | begun |" in text
     assert "| select_scored | done | " in text and "| B 64 K 8 E 8 | " in text
+    log = (tmp_path / "select_scored.txt").read_text().splitlines()
+    assert log[0].startswith("select_scored on ") and log[1].startswith("| case | warm us |")
+    shapes = [case["shape"] for case in json.loads((tmp_path / "select_scored.json").read_text())["cases"]]
+    assert shapes == BENCHMARKS["select_scored"].shapes(quick=not torch.cuda.is_available())
 
 
 def test_parts_of_the_suite_are_commands():
@@ -138,12 +120,4 @@ def test_parts_of_the_suite_are_commands():
     assert sum(gpu_suite.SECONDS.values()) <= 660
     tests = [word for word in gpu_suite.command("tests", Path()) if word.startswith("tests/")]
     assert "tests/ops" in tests and all(Path(path).exists() for path in tests)
-    assert "bench.ops.select_scored" in gpu_suite.command("select_scored", Path())
-
-
-def test_benchmark_is_a_command(tmp_path):
-    path = tmp_path / "r.json"
-    command = [sys.executable, "-m", "bench.ops.verify_drafts", "--quick", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[1].startswith("| case | warm us |")
-    assert [case["shape"]["B"] for case in json.loads(path.read_text())["cases"]] == [64, 1]
+    assert "select_scored" in gpu_suite.command("select_scored", Path())

@@ -6,17 +6,17 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import codegen
 from bench.kernel_calls import operator_calls, operators
 from bench.launches import kernels
+from lenvm_kernels import ops
 from tests.helpers.interpreter import run_compiling
 
-COPY = "LDGSTS.E.BYPASS.128 [R2], desc[UR14][R4.64]"
-LOOP = ["DEPBAR.LE SB0, 0x2 ", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
-LOOP += [COPY, "@!P0 BRA 0x0", "DEPBAR.LE SB0, 0x0 ", "EXIT"]
 GOOD = codegen.Figures("Qwen2.5-1.5B", "_ragged_linear_kernel 1", 128, 0, 65_536, 8, True, {"HGMMA": 16}, 24, 100)
 ANGLES = dict(kernel="_embed_tokens_kernel 1", tensor_cores={}, spilled=32, fp64=6)
 
@@ -29,63 +29,63 @@ def test_every_kernel_compiles_without_faults():
         assert sum(f" {kernel} " in line for line in lines) == 1
 
 
+# Compiles for sm_90 in one process, without Triton's interpreter.
 COMPILING = """
-import hashlib, torch
-from bench.codegen import PARTS
+import json, re, torch
+from bench.codegen import GPUS
 from bench.launches import compiling_for
 from bench.ops.value_tree_attention import make_call
-from lenvm_kernels.ops import ragged_linear as ops
+from lenvm_kernels.ops import ragged_linear as linear
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-sm_90 = PARTS["sm_90"].target
-"""
-# Each part of a sum is at most one block of products long.
-SHORT_SUM = """
-ops.SPLIT_FROM = 128
-for tile in ops.TILES:
-    ops.choose_tile = lambda *_: tile
-    with compiling_for(sm_90) as compiled:
-        ops.ragged_linear(torch.zeros(300, 320).half(), torch.zeros(100, 320).half(), backend="triton")
-    print(*(kernel.metadata.shared for _, kernel in compiled))
-"""
-# Attention over a cache with a slot stride of 128 elements, then of an odd number.
-SLOTS_APART = """
+
+def compiled(call, *arguments, **options):
+    with compiling_for(GPUS["sm_90"].target) as kernels:
+        call(*arguments, **options, backend="triton")
+    return kernels
+
+# Types of asynchronous copies of attention over a cache with a slot stride of 128 elements, and of 129.
+copies = {}
 for apart in (128, 129):
     call = make_call(heads=(12, 2, 64), page_size=16, dtype="bfloat16")
     caches = [x.new_zeros(len(x), apart)[:, :128].unflatten(1, (2, 64)) for x in call.args[3:5]]
-    with compiling_for(sm_90) as compiled:
-        call.func(*call.args[:3], *caches, *call.args[5:], **call.keywords, backend="triton")
-    print("apart", apart, *(kernel.asm["ttgir"] for _, kernel in compiled))
-"""
-# Candidates of one row and of several; rows are contiguous, or have a larger stride.
-ROWS_APART = """
+    kernels = dict(compiled(call.func, *call.args[:3], *caches, *call.args[5:], **call.keywords))
+    ttgir = kernels["_value_tree_attention_kernel"].asm["ttgir"]
+    copies[apart] = re.findall(r"async_copy_global_to_local .*tensor<\\w+x!tt.ptr<(\\w+)>", ttgir)
+# Code for candidates of one row and of several; rows are contiguous, or have a larger stride.
+scans = set()
 for vocab, apart in ((50_257, 50_304), (50_304, 50_320)):
     for rows in (1, 3):
         for scores in (torch.zeros(rows, vocab), torch.zeros(rows, apart)[:, :vocab]):
             for mask in (None, torch.zeros(rows, apart, dtype=torch.int32)[:, : -(-vocab // 32)]):
-                with compiling_for(sm_90) as compiled:
-                    topk_candidates(scores, top_k=5, top_p=1.0, min_p=0.0, vocab_mask=mask, backend="triton")
-                (kernel,) = (kernel for name, kernel in compiled if name == "_scan_kernel")
-                print(vocab, mask is None, hashlib.md5(kernel.asm["ptx"].encode()).hexdigest(), sep=",")
+                kernels = compiled(topk_candidates, scores, top_k=5, top_p=1.0, min_p=0.0, vocab_mask=mask)
+                scans.add((vocab, mask is None, dict(kernels)["_scan_kernel"].asm["ptx"]))
+# Shared memory of each tile where a part of a sum is at most one block of products long.
+linear.SPLIT_FROM, shared = 128, []
+for tile in linear.TILES:
+    linear.choose_tile = lambda *_: tile
+    kernels = compiled(linear.ragged_linear, torch.zeros(300, 320).half(), torch.zeros(100, 320).half())
+    shared += [kernel.metadata.shared for _, kernel in kernels]
+print(json.dumps(dict(copies=copies, scans=len(scans), shared=shared)))
 """
 
 
-def test_short_sum_fits_shared_memory():
+@pytest.fixture(scope="module")
+def compiled():
+    return json.loads(run_compiling("-c", COMPILING))
+
+
+def test_short_sum_fits_shared_memory(compiled):
     """Without a separate loop, the sum would be pipelined with the loop over tiles."""
-    needed = [int(shared) for shared in run_compiling("-c", COMPILING + SHORT_SUM).split()]
-    assert len(needed) > 4 and max(needed) <= 227 * 1024
+    assert len(compiled["shared"]) > 4 and max(compiled["shared"]) <= 227 * 1024
 
 
-def test_no_copy_is_wider_than_a_stride_allows():
+def test_no_copy_is_wider_than_a_stride_allows(compiled):
     """Triton 3.6 assumed that a slot, the sum of a page's start and an offset, is a multiple of the page size."""
-    even, odd = run_compiling("-c", COMPILING + SLOTS_APART).split("apart 129", 1)
-    for text, types in ((even, {"bf16"}), (odd, set())):
-        assert text.count("tt.func public @_value_tree_attention_kernel") == 1
-        assert set(re.findall(r"async_copy_global_to_local .*tensor<\w+x!tt.ptr<(\w+)>", text)) == types
+    assert set(compiled["copies"]["128"]) == {"bf16"} and compiled["copies"]["129"] == []
 
 
-def test_row_stride_does_not_change_the_order_of_sums():
-    hashes = run_compiling("-c", COMPILING + ROWS_APART).split()
-    assert len(hashes) == 16 and len(set(hashes)) == 4
+def test_row_stride_does_not_change_the_order_of_sums(compiled):
+    assert compiled["scans"] == 4  # per size of the vocabulary, with and without a mask
 
 
 def test_forms_of_launch_are_calls_of_their_operator():
@@ -97,7 +97,7 @@ def test_forms_of_launch_are_calls_of_their_operator():
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "message"),
+    ("subject", "change", "message"),
     [
         ("sm_80", {"spilled": 4}, "4 bytes spilled"),
         ("calls", {"spilled": 64}, None),
@@ -121,15 +121,17 @@ def test_forms_of_launch_are_calls_of_their_operator():
         ("gfx942", {"batch_dependent_sums": True}, "the layout of a sum depends on the number of requests"),
     ],
 )
-def test_each_fault_is_found(part, change, message):
+def test_each_fault_is_found(subject, change, message):
     figure = replace(GOOD, **change)
-    found = [line for line in codegen.faults(part, [figure]) if "launched by none" not in line]
-    assert found == ([f"{part} Qwen2.5-1.5B {figure.kernel}: {message}"] if message else [])
+    found = [line for line in codegen.faults(subject, [figure]) if "launched by none" not in line]
+    assert found == ([f"{subject} Qwen2.5-1.5B {figure.kernel}: {message}"] if message else [])
 
 
 def test_calls_must_launch_every_kernel():
+    sources = "".join(file.read_text() for file in Path(ops.__path__[0]).rglob("*.py"))
+    assert set(kernels()) == set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
     every = [replace(GOOD, kernel=name) for name in kernels()]
-    assert len(every) >= 15 and codegen.faults("calls", every) == []
+    assert codegen.faults("calls", every) == []
     assert codegen.faults("calls", every[1:]) == [f"calls: {every[0].kernel} is launched by none of them"]
 
 
@@ -142,58 +144,50 @@ def test_figures_may_get_ten_percent_worse(figure, passes, fails):
     assert codegen.regressions("sm_90", after[0], before) == []
     (regression,) = codegen.regressions("sm_90", after[1], before)
     assert regression.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
+    for now, known, side in (({}, before, "committed"), (before, {}, "compiled")):
+        (only,) = codegen.regressions("sm_90", now, known)
+        assert only == f"sm_90 Qwen2.5-1.5B _ragged_linear_kernel 1 is {side} only: --update writes the figures"
 
 
-def test_kernels_on_one_side_only_are_named():
-    kernel, figures = next(iter(codegen.compared([GOOD]).items()))
-    for now, before, side in (({}, {kernel: figures}, "committed"), ({kernel: figures}, {}, "compiled")):
-        expected = f"sm_90 {kernel} is {side} only: --update writes the figures"
-        assert codegen.regressions("sm_90", now, before) == [expected]
+COPY, LOAD = "LDGSTS.E.BYPASS.128 [R2], desc[UR14][R4.64]", "LDG.E.U16 R8, desc[UR4][R6.64]"
+LOOP = ["DEPBAR.LE SB0, 0x2 ", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
+LOOP += [COPY, "@!P0 BRA 0x0", "DEPBAR.LE SB0, 0x0 ", "EXIT"]
+FP64 = ["DADD R2, R2, R4", "MUFU.RCP64H R7, R5", "F2F.F64.F32 R2, R0", "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]"]
+AMD = ["\ts_nop", ".LBB0_1:", "\tglobal_load_ushort v1, v[4:5], off", "\ts_cbranch_scc1 .LBB0_1"]
+AMD += ["\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1]", "\ts_branch .LBB0_2", ".LBB0_2:"]
+SHUFFLES = [
+    "SHFL.BFLY PT, R5, R4, 0x10, 0x1f",
+    "FADD R6, R4, R5",  # a sum
+    "SHFL.BFLY PT, R7, R6, 0x8, 0x1f",
+    "@!P1 FFMA.FTZ R8, R2, R3.reuse, R7",  # a product and a sum at once
+    "FFMA R9, R2, R7, R3",  # a multiple of the shuffled number
+    "@P0 FFMA R7, R2, R3, R6",  # writes the register
+    "FFMA R9, R2, R3, R7",  # reads the new value
+]
+COUNTS = {
+    "loop": (LOOP, dict(tensor_cores={"HGMMA": 1}, async_copies=1, loop_instructions=5, waits_for_all=0)),
+    "loop that waits for all": ([LOOP[5], *LOOP[1:]], dict(waits_for_all=1)),
+    "loop around a loop": ([*LOOP[:6], "@P1 BRA 0x0", "EXIT"], dict(waits_for_all=0)),  # a persistent loop may wait
+    "load after the loop": ([*LOOP[:5], LOAD, "EXIT"], dict(loads_16_in_loops=0)),
+    "load in the loop": ([LOOP[0], LOAD, *LOOP[1:]], dict(loads_16_in_loops=1)),
+    "fp64": ([*FP64, "FADD R2, R2, R4", "LDG.E.64 R2, desc[UR4][R6.64]", "MUFU.RCP R7, R5"], dict(fp64=4)),
+    "AMD": (AMD, dict(loads_16_in_loops=1, tensor_cores={"mfma": 1}, loop_instructions=3)),
+    "fused": (SHUFFLES, dict(fused_into_shuffles=1)),
+    "not fused": (SHUFFLES[:2] + SHUFFLES[4:], dict(fused_into_shuffles=0)),
+}
 
 
-def counts(lines):
-    instructions = [(0x10 * i, line) for i, line in enumerate(lines)]
-    return codegen.count_instructions(instructions, codegen.loops_of(instructions))
-
-
-def test_instructions_are_counted():
-    counted = counts(LOOP)
-    assert (counted["tensor_cores"], counted["async_copies"], counted["loop_instructions"]) == ({"HGMMA": 1}, 1, 5)
-    assert counted["waits_for_all"] == 0 and counts([LOOP[0].replace("2", "0"), *LOOP[1:]])["waits_for_all"] == 1
-    assert counts([*LOOP[:6], "@P1 BRA 0x0", "EXIT"])["waits_for_all"] == 0  # a persistent loop around it may wait
-    load = "LDG.E.U16 R8, desc[UR4][R6.64]"
-    assert counts([*LOOP[:5], load, "EXIT"])["loads_16_in_loops"] == 0
-    assert counts([LOOP[0], load, *LOOP[1:]])["loads_16_in_loops"] == 1
-    fp64 = ["DADD R2, R2, R4", "MUFU.RCP64H R7, R5", "F2F.F64.F32 R2, R0", "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]"]
-    assert counts([*fp64, "FADD R2, R2, R4", "LDG.E.64 R2, desc[UR4][R6.64]", "MUFU.RCP R7, R5"])["fp64"] == 4
-
-
-def test_amd_loops_are_found():
-    lines = ["\ts_nop", ".LBB0_1:", "\tglobal_load_ushort v1, v[4:5], off", "\ts_cbranch_scc1 .LBB0_1"]
-    lines += ["\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1]", "\ts_branch .LBB0_2", ".LBB0_2:"]
-    loops = codegen._amd_loops(list(enumerate(lines)))
-    counted = codegen.count_instructions(list(enumerate(lines)), loops)
-    assert loops == [(1, 3)] and counted["loads_16_in_loops"] == 1 and counted["tensor_cores"] == {"mfma": 1}
+@pytest.mark.parametrize("name", COUNTS)
+def test_instructions_are_counted(name):
+    lines, expected = COUNTS[name]
+    counted = codegen.count_instructions([(0x10 * i, line) for i, line in enumerate(lines)])
+    assert counted | expected == counted
 
 
 def test_accesses_before_the_wait_are_counted():
     lines = ["LDC.64 R4, c[0x0][0x210]", "LDG.E R2, [R4.64]", "@!P0 STG.E [R4.64], R2", "CCTL.E.PF2 [R4]", "ACQBULK"]
     assert codegen.accesses_before_wait([*lines, "LDG.E R3, [R4.64]"]) == 2
     assert codegen.accesses_before_wait([*lines[:4], "LDG.E R3, [R4.64]"]) == 3  # no wait
-
-
-def test_products_fused_with_shuffled_numbers_are_counted():
-    lines = [
-        "SHFL.BFLY PT, R5, R4, 0x10, 0x1f",
-        "FADD R6, R4, R5",  # a sum
-        "SHFL.BFLY PT, R7, R6, 0x8, 0x1f",
-        "@!P1 FFMA.FTZ R8, R2, R3.reuse, R7",  # a product and a sum at once
-        "FFMA R9, R2, R7, R3",  # a multiple of the shuffled number
-        "@P0 FFMA R7, R2, R3, R6",  # writes the register
-        "FFMA R9, R2, R3, R7",  # reads the new value
-    ]
-    assert codegen.fused_into_shuffles(lines) == 1
-    assert codegen.fused_into_shuffles(lines[:2] + lines[4:]) == 0
 
 
 def ttgir(layout, shape="64x256", axis=1, combine="arith.addf", more=""):
@@ -225,16 +219,12 @@ MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, instrShape = [16, 128, 16]}>\n"
     ],
 )
 def test_sums_that_depend_on_the_batch(one, other, is_same):
-    class Compiled:
-        def __init__(self, text):
-            self.hash, self.asm = text, {"ttgir": text}
-
-    batches = [[("_kernel", Compiled(text))] for text in (one, other)]
+    batches = [[("_kernel", SimpleNamespace(hash=text, asm={"ttgir": text}))] for text in (one, other)]
     assert codegen.sums_that_differ(batches) == (set() if is_same else {one, other})
 
 
 def test_committed_figures_cover_every_part():
     for entry in json.loads(codegen.RESULTS.read_text()).values():
-        for part in codegen.PARTS:
+        for part in codegen.GPUS:
             assert len(entry["parts"][part]) > 50
             assert all(figures.keys() == codegen.COMPARED.keys() for figures in entry["parts"][part].values())

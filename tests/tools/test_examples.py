@@ -67,41 +67,39 @@ def test_transformers_generate(run, checkpoints):
     assert [int(length) for _, _, length, _ in answers[4:]] == ends
 
 
-def test_engine_loop(run, checkpoints):
-    """More requests than rows in the table: all are answered, and all rows and slots are released."""
-    names, text = run("engine_loop", *checkpoints, "--max-new-tokens", 12)
-    answers = ANSWER.findall(text)
-    assert sorted((prompt, guidance) for guidance, prompt, _, _ in answers) == sorted(
-        (prompt, str(guidance)) for prompt, guidance in names["REQUESTS"]
-    )
-    assert all(1 <= int(length) <= 12 for _, _, length, _ in answers)
-    assert len(names["REQUESTS"]) > names["TABLE_ROWS"]
+def assert_all_released(names):
+    """No row of the guidance table and no slot is in use, and no step had a fault."""
     step, slots = names["step"], names["slots"]
     assert not step.table.guided.any() and step.table.columns.faults.sum() == 0
     assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
 
 
+def test_engine_loop(run, checkpoints):
+    """More requests than rows in the table: all are answered."""
+    names, text = run("engine_loop", *checkpoints, "--max-new-tokens", 12)
+    answers = ANSWER.findall(text)
+    requests = [(prompt, str(guidance)) for prompt, guidance in names["REQUESTS"]]
+    assert sorted((prompt, guidance) for guidance, prompt, _, _ in answers) == sorted(requests)
+    assert all(1 <= int(length) <= 12 for _, _, length, _ in answers) and len(requests) > names["TABLE_ROWS"]
+    assert_all_released(names)
+
+
 def test_draft_loop(run, checkpoints, tmp_path):
-    """The same text as without drafts in fewer steps; all rows and slots are released."""
-    sure = tmp_path / "base"  # with peaked scores, so that it repeats itself
-    shutil.copytree(checkpoints[1], sure)
-    model = AutoModelForCausalLM.from_pretrained(sure)
-    model.model.norm.weight.data *= 4
-    model.save_pretrained(sure)
-    checkpoints = "--model", sure, *checkpoints[2:]
-    answers = {}
+    """The same text as without drafts, in fewer steps."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[1])
+    model.model.norm.weight.data *= 4  # peaked scores, so that the model repeats itself
+    shutil.copytree(checkpoints[1], tmp_path / "base")
+    model.save_pretrained(tmp_path / "base")
+    answers = []
     for option in ([], ["--no-drafts"]):
-        names, text = run("draft_loop", *checkpoints, "--max-new-tokens", 40, *option)
+        names, text = run("draft_loop", "--model", tmp_path / "base", *checkpoints[2:], "--max-new-tokens", 40, *option)
         printed = re.findall(r"(\{.*\})\n(.*)\n  (\d+) tokens in (\d+) steps: (.*)\n\n", text)
         assert [(prompt, guidance) for guidance, prompt, *_ in printed] == [(p, str(g)) for p, g in names["REQUESTS"]]
-        answers[bool(option)] = [request.tokens[: names["end"](request)] for request in names["requests"]]
-        steps = sum(int(count) for _, _, _, count, _ in printed)
-        drawn = sum(int(count) for _, _, count, _, _ in printed)
+        answers.append([request.tokens[: names["end"](request)] for request in names["requests"]])
+        drawn, steps = (sum(int(line[column]) for line in printed) for column in (2, 3))
         assert (steps == drawn) if option else (steps < drawn)
-        step, slots = names["step"], names["slots"]
-        assert not step.table.guided.any() and step.table.columns.faults.sum() == 0
-        assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
-    assert answers[True] == answers[False]
+        assert_all_released(names)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("setting", [{"dtype": "float32"}, {"dtype": "bfloat16", "token_rows": "int32", "size": 100}])

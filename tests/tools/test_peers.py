@@ -8,30 +8,19 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from bench import peers, ways
+from lenvm_kernels.fuzz.ops.value_tree_attention import make_inputs
 from lenvm_kernels.reference.topk_candidates import topk_candidates
 from lenvm_kernels.reference.value_head import value_head
 from lenvm_kernels.reference.value_tree_attention import value_tree_attention
 
-# (cached, delta, candidates) of each request.
-RAGGED, EQUAL = [(5, 1, 5), (70, 3, 0), (0, 0, 2), (9, 0, 3), (0, 4, 1)], [(11, 2, 3)] * 3
+# Numbers of cached tokens, delta tokens and candidates, per request.
+RAGGED, EQUAL = ([5, 70, 0, 9, 0], [1, 3, 0, 0, 4], [5, 0, 2, 3, 1]), ([11] * 3, [2] * 3, [3] * 3)
 
 
 def make_tree(requests):
-    """Requests with cached tokens scattered over the cache, and with unordered rows of the slot table."""
-    torch.manual_seed(0)
-    cached, delta, candidates = (torch.tensor(column, dtype=torch.int32) for column in zip(*requests, strict=True))
-    new, slots = delta + candidates, int(cached.sum()) + 7
-    rows, table = torch.randperm(len(requests) + 2)[: len(requests)], torch.full((len(requests) + 2, 80), -1)
-    for row, place in zip(rows, torch.randperm(slots).split([*cached.tolist(), 7]), strict=False):
-        table[row, : len(place)] = place
-    q, tensors = (
-        torch.randn(int(new.sum()), 6, 16),
-        [torch.randn(n, 2, 16) for n in (*[int(new.sum())] * 2, slots, slots)],
-    )
-    return peers.Tree(q, *tensors, table.int(), rows, cached, F.pad(new.cumsum(0), (1, 0)).int(), candidates)
+    return peers.Tree(*list(vars(make_inputs(*requests, q_heads=6, kv_heads=2, head_dim=16)).values())[:10])
 
 
 def attend(q, k, v, visible):

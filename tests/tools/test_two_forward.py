@@ -5,26 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from torch.nn import functional as F
 
-from bench.two_forward import TwoForwardStep, nearest
+from bench.two_forward import HostRequest, TwoForwardStep, candidates_of, nearest
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops._common import next_power_of_2
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import EngineSlots, GuidedStep, ModelValues, StepConfig
+from lenvm_kernels.step import GuidedStep, ModelValues, Sampling, StepConfig
 from lenvm_kernels.types import Mode, Status
-from lenvm_kernels.values import ValueModel, ValueModelConfig
-from tests.helpers.engine import Engine, take_step
-from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_pair, value_model_of
+from tests.helpers.engine import Engine
+from tests.helpers.models import ARCHITECTURES, VOCAB, random_pair, value_model_of
 
 ATOL = 2e-5  # on value logits, keys and values of O(1), fp32 against fp32
 FORK_ATOL = 1e-3  # on probabilities, because of the fork's stopping rule
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20], [3, 4, 5]]
 TILT = {"mode": "mul", "value_scale": 0.9}
-
-
-def golden(name):
-    return [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / f"{name}.jsonl").open()]
 
 
 class Both:
@@ -89,13 +83,14 @@ def test_guided_probabilities(guidance, device):
 def test_requests_return_their_slots(device):
     """Slots of candidates and of removed requests return to the pool; drawn tokens are candidates."""
     both = Both([TILT] * 3, device)
-    published, free = both.published, len(both.published.free)
+    published, free, scores = both.published, len(both.published.free), torch.randn(3, VOCAB, device=device)
     theirs, _, _ = both.decode(PROMPTS[:3], 1)
     assert len(published.free) == free - 3
     assert all(token in ids for token, ids in zip(theirs.tokens.tolist(), theirs.candidate_ids, strict=True))
     published.add_request(1, None, set())
-    scores = torch.randn(3, VOCAB, device=device)
     assert both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores).rows == [0, 2]
+    only = both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores, top_k=1)
+    assert only.rows == [] and torch.equal(only.probs[[0, 2]], F.one_hot(scores.argmax(1), VOCAB)[[0, 2]].float())
     for row in (0, 2):
         published.add_request(row, None, set())
     assert sorted(published.free.tolist()) == list(range(published.kv.keys.shape[1]))
@@ -120,35 +115,26 @@ def test_bad_input_is_rejected_by_name(guidance, longer, filters, message, devic
         Both(guidance, device, top_k=4).decode([[*PROMPTS[0], *longer], PROMPTS[1]], 0, **filters)
 
 
+def golden(name):
+    return [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / f"{name}.jsonl").open()]
+
+
 def test_golden_guidance():
-    compared = 0
-    for pair in golden("guidance"):
-        params = parse_guidance(pair["params"])
-        if params.mode == Mode.EQ:
-            ends = torch.tensor([token in pair["eos"] for token in pair["token_ids"]])
-            v = torch.tensor(pair["value_logits"], dtype=torch.float64).sigmoid().masked_fill(ends, 0.0)
-            found = nearest(pair["probs"], v.tolist(), params, pair["generated"])
-            assert found == pytest.approx(pair["expected"], rel=0, abs=1e-6), pair
-            compared += 1
-    assert compared > 9
+    pairs = [(pair, parse_guidance(pair["params"])) for pair in golden("guidance")]
+    pairs = [(pair, params) for pair, params in pairs if params.mode == Mode.EQ]
+    assert len(pairs) > 9
+    for pair, params in pairs:
+        ends = torch.tensor([token in pair["eos"] for token in pair["token_ids"]])
+        v = torch.tensor(pair["value_logits"], dtype=torch.float64).sigmoid().masked_fill(ends, 0.0)
+        found = nearest(pair["probs"], v.tolist(), params, pair["generated"])
+        assert found == pytest.approx(pair["expected"], rel=0, abs=1e-6), pair
 
 
 def test_golden_candidates(device):
-    i32 = dict(dtype=torch.int32, device=device)
     for pair in golden("candidates"):
-        sizes = {**TINY, "vocab_size": pair["vocab"], "num_hidden_layers": 1}
-        shapes = ValueModelConfig.from_hf(Qwen3Config(**sizes, head_dim=16))
-        tensors = {name: torch.zeros(shape) for name, shape in shapes.tensor_shapes().items()}
-        config = StepConfig(vocab_size=pair["vocab"], max_candidates=next_power_of_2(max(pair["top_k"], 1)))
-        step = TwoForwardStep(ValueModel(shapes, tensors, device=device), EngineSlots(torch.zeros(1, 8), 8), config)
-        step.add_request(0, parse_guidance({"value_scale": 0.9, "entropy_threshold": pair["entropy_threshold"]}), set())
-        filters = dict(top_k=torch.tensor([pair["top_k"]], **i32))
-        filters |= {name: torch.tensor([pair[name]], device=device) for name in ("top_p", "min_p")}
-        probs, numbers = torch.tensor([pair["probs"]], device=device), [torch.tensor([x], **i32) for x in (1, 0, 1)]
-        output, expected = take_step(step, probs, *numbers, **filters), pair["expected"]
-        if expected["kind"] == "skip":
-            assert output.rows == [] and torch.equal(output.probs, probs)
-        elif expected["kind"] == "single":
-            assert output.rows == [] and output.probs.nonzero().tolist() == [[0, expected["ids"][0]]]
-        else:
-            assert output.candidate_ids == [expected["ids"]]
+        params = parse_guidance({"value_scale": 0.9, "entropy_threshold": pair["entropy_threshold"]})
+        filters = torch.tensor([pair["top_k"]]), torch.tensor([pair["top_p"]]), torch.tensor([pair["min_p"]])
+        probs, sampling = torch.tensor([pair["probs"]], device=device), Sampling(*(x.to(device) for x in filters))
+        found, expected = candidates_of(probs, [HostRequest(0, params, set(), 0)], sampling), pair["expected"]
+        assert found.ids == ([expected["ids"]] if expected["kind"] == "guide" else []), pair
+        assert found.single == ([[0, expected["ids"][0]]] if expected["kind"] == "single" else []), pair
