@@ -4,14 +4,13 @@ A draw depends only on the request's seed, the position and the distribution at 
 drawn in its place, the draw at its own node is valid too, and so on. The text is the same as without drafts.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.verify_drafts import verify_drafts as _reference
 from lenvm_kernels.types import Drafts, VerifiedTokens
 
@@ -81,6 +80,12 @@ def _launch(out: VerifiedTokens, drawn: Tensor, drafts: Drafts) -> None:
     )
 
 
+_SPEC = Spec("""
+    drafts: Drafts
+    drawn: int32 [B * (1 + D)]
+""")
+
+
 def verify_drafts(
     drawn: Tensor,  # int32 [B * (1 + D)]
     drafts: Drafts,  # [B, D]
@@ -109,15 +114,7 @@ def verify_drafts(
         VerifiedTokens(tokens=tensor([[ 5,  6,  8, -1]], dtype=torch.int32), lens=tensor([3], dtype=torch.int32), \
 nodes=tensor([[ 0,  1,  2, -1]], dtype=torch.int32))
     """
-    check_drafts(drafts, None, None)
-    backend = resolve_backend(backend, "drawn", drawn)
-    (rows, width), device = drafts.token_ids.shape, drafts.token_ids.device
-    check_tensor("drawn", drawn, dtypes=torch.int32, shape=(rows * (1 + width),), device=device)
-    verified = VerifiedTokens(
-        *(
-            torch.empty(shape, dtype=torch.int32, device=device)
-            for shape in ((rows, 1 + width), (rows,), (rows, 1 + width))
-        )
-    )
+    backend, sizes = _SPEC.check(backend, drafts, drawn)
+    verified = empty(VerifiedTokens, drawn.device, sizes)
     _launch(backend, verified, drawn, drafts)
     return verified

@@ -18,13 +18,13 @@ from lenvm_kernels.guidance.spans import SpanState
 from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops._common import resolve_backend
 from lenvm_kernels.ops.expand_drafts import expand_drafts
-from lenvm_kernels.ops.gather_requests import gather_requests_unchecked
+from lenvm_kernels.ops.gather_requests import gather_requests
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
-from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
-from lenvm_kernels.ops.select_scored import select_scored_unchecked
-from lenvm_kernels.ops.topk_candidates import topk_candidates_unchecked
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.select_scored import select_scored
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.step import checks
@@ -336,7 +336,7 @@ class GuidedStep:
         wants_lengths = bool(self._value_rows) and (sampling.sample or drawn is not None)
         value_logits = z.masked_fill(scored.alone[:rows, None], 0.0) if wants_lengths else z
         with profiler_range("reweight"):
-            guided_probs = reweight_scatter_unchecked(
+            guided_probs = reweight_scatter(
                 candidates,
                 value_logits,
                 self.table.columns,
@@ -345,17 +345,19 @@ class GuidedStep:
                 text_breaks=config.text_breaks,
                 probs=probs,
                 backend=backend,
+                validate=False,
             )
         with profiler_range("sample"):
             next_tokens = drawn
             if sampling.sample:
-                next_tokens = sample_candidates_unchecked(
+                next_tokens = sample_candidates(
                     candidates,
                     guided_probs,
                     known.seeds,
                     scored.positions[:rows],
                     temperature=filters[3],
                     backend=backend,
+                    validate=False,
                 )
                 if drawn is not None:
                     next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
@@ -395,7 +397,7 @@ class GuidedStep:
         if drafts is not None and spans is not None:
             apply_spans(known, spans, table)
         top_k, top_p, min_p, temperature = filters
-        candidates = topk_candidates_unchecked(
+        candidates = topk_candidates(
             scores,
             top_k=top_k,
             top_p=top_p,
@@ -415,8 +417,9 @@ class GuidedStep:
             last_tokens=None if config.text_breaks is None else batch.last_tokens(drafts),
             table_rows=known.table_rows,
             backend=backend,
+            validate=False,
         )
-        select_scored_unchecked(
+        select_scored(
             candidates,
             requests,
             table.ending_token_ids,
@@ -426,6 +429,7 @@ class GuidedStep:
             step=self._history.columns.step,
             out=padded.scored,
             backend=backend,
+            validate=False,
         )
         if not batch.counts:
             self._history.columns.uncounted.add_(1)
@@ -510,7 +514,7 @@ class GuidedStep:
         """The state of the requests, padded to the number of requests of their graph."""
         b = batch.tokens.shape[0]
         rows = bucket_of(b, self.max_requests) if self.config.graphs else b
-        return gather_requests_unchecked(
+        return gather_requests(
             self.table.columns,
             batch.tokens,
             batch.table_rows,
@@ -521,4 +525,5 @@ class GuidedStep:
             padding_row=self._padding_row,
             out=self._tensors.rows(rows).requests,
             backend=backend,
+            validate=False,
         )

@@ -374,8 +374,8 @@ def test_non_finite_temperatures_break_the_row(device, backend):
 GOOD = dict(scores=torch.zeros(2, 40), top_k=0, top_p=1.0, min_p=0.0, is_logits=True)
 PER_REQUEST, NO_ENDS, OF_ONE = torch.zeros(2), torch.zeros(1, 0).int(), {"min_end_prob": torch.zeros(1)}
 ERRORS = [
-    ("scores must have between 1 and 262144 columns, got 0", {"scores": torch.zeros(2, 0)}),
-    ("scores must have between 1 and 262144 columns, got 262145", {"scores": torch.zeros(2, 262_145)}),
+    ("scores must have 1 to 262144 columns, got 0", {"scores": torch.zeros(2, 0)}),
+    ("scores must have 1 to 262144 columns, got 262145", {"scores": torch.zeros(2, 262_145)}),
     *((f"max_candidates must be a power of two up to 64, got {n}", {"max_candidates": n}) for n in (0, 12, 128)),
     *((f"top_k must be an int32, got {n}", {"top_k": n}) for n in (2**31, -(2**31) - 1)),
     ("due_length and generated must be given together, with end_token_ids", {"due_length": PER_REQUEST}),

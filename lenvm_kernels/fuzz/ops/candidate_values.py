@@ -139,5 +139,5 @@ OPERATOR = named_operator(
         **dict.fromkeys(("fc_bias", "bins_bias"), "bfloat16"),
         "counters": "rows",
     },
-    reads={"table": ops._Table._fields},
+    reads={"table": ops.ProbeColumns._fields},
 )

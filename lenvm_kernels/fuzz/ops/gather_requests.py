@@ -118,6 +118,6 @@ OPERATOR = exact_operator(
         "tokens": "columns apart",
         "history.tokens": "columns",
     }
-    | {f"table.{name}": "strided" for name in ops._Table._fields},
-    reads={"table": ops._Table._fields},
+    | {f"table.{name}": "strided" for name in ops.GatheredColumns._fields},
+    reads={"table": ops.GatheredColumns._fields},
 )

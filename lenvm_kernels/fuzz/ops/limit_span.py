@@ -137,9 +137,9 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
 def _apart(table: GuidanceColumns) -> GuidanceColumns:
     """The columns that are read, each with its own storage and stride."""
     read = {}
-    for i, name in enumerate(ops._Table._fields):
+    for i, name in enumerate(ops.SpanColumns._fields):
         column = getattr(table, name)
-        if name in ops._LISTS:
+        if name in ops.LISTS:
             read[name] = torch.nn.functional.pad(column, (0, 1), value=3)[:, : column.shape[1]]
         else:
             read[name] = torch.cat([column[:, None], *[torch.ones_like(column)[:, None]] * i], dim=1)[:, 0]
@@ -155,7 +155,7 @@ def owners(given: Inputs) -> dict[str, Tensor]:
         "ended": of_nodes,
         "generated": of_nodes,
         "logits": of_nodes,
-        **dict.fromkeys(ops._WRITTEN, owners_in_table(table_rows, len(table.span_ended))),
+        **dict.fromkeys(ops.WRITTEN, owners_in_table(table_rows, len(table.span_ended))),
     }
 
 
@@ -167,7 +167,7 @@ OPERATOR = exact_operator(
         "ended": (torch.bool, owners(given)["ended"].shape),
         "generated": (torch.int32, owners(given)["ended"].shape),
     },
-    writes=(*(f"table.{name}" for name in ops._WRITTEN), "logits"),
+    writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
     owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
@@ -179,6 +179,6 @@ OPERATOR = exact_operator(
         "drafts.parents": "apart",
         "text_breaks": "rows",
     }
-    | {f"table.{name}": "columns apart" if name in ops._LISTS else "strided" for name in ops._Table._fields},
-    reads={"table": ops._Table._fields},
+    | {f"table.{name}": "columns apart" if name in ops.LISTS else "strided" for name in ops.SpanColumns._fields},
+    reads={"table": ops.SpanColumns._fields},
 )

@@ -438,5 +438,5 @@ OPERATOR = Operator(
         "text_breaks": "rows",
         "probs": "float32 bfloat16 float16 float64 columns apart",
     },
-    reads={"candidates": ("token_ids", "probs", "status", "lost_mass"), "table": ops._Table._fields},
+    reads={"candidates": ("token_ids", "probs", "status", "lost_mass"), "table": ops.ReweightColumns._fields},
 )
