@@ -20,7 +20,6 @@ Parentheses list the fields that are read, if not all are. A shape applies to al
 fp32 fields on the reference.
 """
 
-import functools
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, get_type_hints
@@ -58,7 +57,7 @@ class _Rule(NamedTuple):
     argument: int  # index of the argument
     field: str  # field of the argument, or empty
     is_optional: bool
-    dtypes: dict[str, tuple[torch.dtype, ...]]  # by backend
+    dtypes: tuple[torch.dtype, ...]
     like: int  # index of the argument whose dtype is accepted, or -1; if it has 16 bits, ``dtypes`` are accepted too
     dims: tuple[str, ...]  # name or expression of each size
     expressions: tuple[tuple[str, Size], ...]  # the dims that are expressions
@@ -80,7 +79,7 @@ class Spec:
     """Checks of an operator's arguments, see the module's docstring."""
 
     def __init__(self, text: str) -> None:
-        self._rules: list[_Rule] = []
+        self._rules: dict[str, list[_Rule]] = {backend: [] for backend in FLOATS}
         self._kinds: list[_Kind] = []
         self._places: dict[str, int] = {}
         for line in text.strip().splitlines():
@@ -98,7 +97,7 @@ class Spec:
         wanted = f"the {dtype} of {producer}" if producer else dtype
         self._kinds.append(_Kind(name, argument, bool(optional), kind, wanted))
         for field in fields.split(", ") if fields else kind._fields:
-            declared, own_shape = field_forms(kind)[field]
+            declared, own_shape = FIELD_FORMS[kind][field]
             word = "single" if "single" in flags and declared is torch.float32 else str(declared).removeprefix("torch.")
             layout = flags.replace("single", "")
             if "," in own_shape:  # rows of a list are contiguous
@@ -112,13 +111,14 @@ class Spec:
         if dtype.startswith("="):
             other, _, own = dtype[1:].partition("|")
             like = self._places[other]
-        dtypes = _DTYPES.get(own) or dict.fromkeys(FLOATS, (getattr(torch, own),) if own else ())
         sizes = list(enumerate(shape.split(", ")))
         limits = tuple((i, *_limit(size)) for i, size in sizes if size[-1] == "+" or "=" in size)
         dims = tuple(f"{name}.{i}" if size == "*" else _unlimited(size) for i, size in sizes)
         expressions = tuple((dim, expression(dim)) for dim in dims if not re.fullmatch(r"\w*[A-Za-z]\w*(\.\w+)*", dim))
-        rule = _Rule(name, argument, field, is_optional, dtypes, like, dims, expressions, limits, layout.strip())
-        self._rules.append(rule)
+        for backend, rules in self._rules.items():
+            dtypes = _DTYPES[own][backend] if own in _DTYPES else (getattr(torch, own),) if own else ()
+            form = (dtypes, like, dims, expressions, limits, layout.strip())
+            rules.append(_Rule(name, argument, field, is_optional, *form))
 
     def check(
         self, backend: str, *arguments: Any, device: torch.device | None = None, sizes: Mapping[str, int] = _NONE
@@ -138,42 +138,42 @@ class Spec:
             TypeError: an argument is no tensor or named tuple.
             ValueError: any other violation. The message contains the argument, and the accepted and the actual values.
         """
-        sizes = dict(sizes)
         for name, argument, is_optional, kind, wanted in self._kinds:
             x = arguments[argument]
             if not isinstance(x, kind) and not (x is None and is_optional):
                 raise TypeError(f"{name} must be {wanted}, got {type(x).__name__}")
-        is_first = True
-        for rule in self._rules:
+        first = self._rules["reference"][0]
+        x = getattr(arguments[0], first.field) if first.field else arguments[0]
+        backend = resolve_backend(backend, first.name, x)
+        if device is None and isinstance(x, Tensor):
+            device = x.device
+        bound = dict(sizes)
+        for rule in self._rules[backend]:
             name, argument, field, is_optional, dtypes, like, dims, expressions, limits, layout = rule
-            x = arguments[argument]
+            x = getattr(arguments[argument], field, None) if field else arguments[argument]
             if x is None and is_optional:
                 continue
-            if field:
-                x = getattr(x, field)
-            if is_first:
-                backend, is_first = resolve_backend(backend, name, x), False
-            accepted = dtypes[backend] if like < 0 else (arguments[like].dtype,)
-            if dtypes and like >= 0 and accepted[0].itemsize == 2:
-                accepted += dtypes[backend]
+            if like >= 0:
+                dtype = arguments[like].dtype
+                dtypes = (dtype, *dtypes) if dtype.itemsize == 2 else (dtype,)
             for dim, size_of in expressions:
-                sizes[dim] = size_of(sizes)
+                bound[dim] = size_of(bound)
             # A step without a CUDA graph checks a thousand tensors, so the message is only built on failure.
-            known, is_right = len(sizes), isinstance(x, Tensor) and x.dtype in accepted and x.dim() == len(dims)
-            if is_right:
-                for dim, size in zip(dims, x.shape, strict=True):
-                    is_right = is_right and sizes.setdefault(dim, size) == size
-            if not is_right or (device is not None and x.device != device) or (not layout and x.stride(-1) != 1):
-                shape = tuple(map(dict(list(sizes.items())[:known]).get, dims))
-                check_tensor(name, x, dtypes=accepted, shape=shape, device=device, unit_stride=not layout)
+            wanted = tuple(map(bound.get, dims))
+            is_right = isinstance(x, Tensor) and x.dtype in dtypes and x.device == device
+            if is_right and x.shape != wanted:
+                is_right = None in wanted and x.dim() == len(dims)
+                for dim, size in zip(dims, x.shape, strict=False):
+                    is_right = is_right and bound.setdefault(dim, size) == size
+            if not is_right or not (layout or x.stride(-1) == 1):
+                check_tensor(name, x, dtypes=dtypes, shape=wanted, device=device, unit_stride=not layout)
             if layout == "contiguous" and not x.is_contiguous():
                 raise ValueError(f"{name} must be contiguous, got strides {tuple(x.stride())}")
-            for i, wanted, accepts in limits:
+            for i, accepted, accepts in limits:
                 if not accepts(x.shape[i]):
                     part = "element" if len(dims) == 1 else ("row", "column")[i]
-                    raise ValueError(f"{name} must have {wanted.format(part=part, size=x.shape[i])}")
-            device = x.device
-        return backend, sizes
+                    raise ValueError(f"{name} must have {accepted.format(part=part, size=x.shape[i])}")
+        return backend, bound
 
 
 def _unlimited(size: str) -> str:
@@ -190,7 +190,6 @@ def _limit(size: str) -> tuple[str, Callable[[int], bool]]:
     return f"{least} to {most} {{part}}s, got {{size}}", lambda n: least <= n <= most
 
 
-@functools.cache
 def expression(text: str) -> Size:
     """The function that computes a size such as ``N * (1 + D)`` from sizes by name."""
     body = re.sub(r"[A-Za-z_]\w*", r'sizes["\g<0>"]', text)
@@ -198,36 +197,37 @@ def expression(text: str) -> Size:
     return eval(compile(f"lambda sizes: {body}", __file__, "eval"))
 
 
-@functools.cache
-def field_forms(kind: type) -> dict[str, tuple[Any, str]]:
-    """Dtype, or the word for several, and shape of each field of a named tuple of :mod:`lenvm_kernels.types`."""
+def _forms(kind: type) -> dict[str, tuple[Any, str]]:
+    """Dtype (or the word for several) and shape of each annotated field of a named tuple."""
     forms: dict[str, tuple[Any, str]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        (form,) = hint.__metadata__
+        form = getattr(hint, "__metadata__", [""])[0]
         if isinstance(form, types.Column):
             forms[name] = form.dtype, "R, *" if form.is_list else "R"
-        else:
+        elif form:
             dtype, _, shape = form.partition(" ")
             forms[name] = dtype if dtype in _DTYPES else getattr(torch, dtype), shape[1:-1]
     return forms
 
 
-@functools.cache
-def _sizes_of_fields(kind: type) -> list[tuple[str, torch.dtype, list[Size]]]:
-    return [
-        (name, dtype, [expression(_unlimited(size)) for size in shape.split(", ")])
-        for name, (dtype, shape) in field_forms(kind).items()
-    ]
+# Of all named tuples of types.py. Computed here, because torch.compile does not trace it.
+FIELD_FORMS: dict[Any, dict[str, tuple[Any, str]]] = {
+    kind: _forms(kind) for kind in vars(types).values() if isinstance(kind, type) and hasattr(kind, "_fields")
+}
+_SIZES = {
+    kind: {name: [expression(_unlimited(size)) for size in shape.split(", ")] for name, (_, shape) in forms.items()}
+    for kind, forms in FIELD_FORMS.items()
+    if kind is not types.GuidanceColumns
+}
 
 
 def empty(kind: Any, device: torch.device, sizes: dict[str, int], without: Collection[str] = ()) -> Any:
     """A named tuple of uninitialized tensors, with the dtypes and shapes declared in :mod:`lenvm_kernels.types`.
 
     Fields of ``without`` get their defaults."""
-    return kind(
-        **{
-            name: torch.empty([size_of(sizes) for size_of in shape], dtype=dtype, device=device)
-            for name, dtype, shape in _sizes_of_fields(kind)
-            if name not in without
-        }
-    )
+    fields = {}
+    for name, shape in _SIZES[kind].items():
+        if name not in without:
+            shape_of_field = [size_of(sizes) for size_of in shape]
+            fields[name] = torch.empty(shape_of_field, dtype=FIELD_FORMS[kind][name][0], device=device)
+    return kind(**fields)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lenvm_kernels.ops._common import ceil_div, next_power_of_2
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._spec import Spec, field_forms
+from lenvm_kernels.ops._spec import FIELD_FORMS, Spec
 from lenvm_kernels.reference.expand_drafts import expand_drafts as _reference
 from lenvm_kernels.types import Drafts, StepRequests
 
@@ -34,7 +34,7 @@ class DraftNodes(NamedTuple):
     due: Tensor
 
 
-NODE_FIELDS = {name: field_forms(StepRequests)[name][0] for name in DraftNodes._fields}
+NODE_FIELDS = {name: FIELD_FORMS[StepRequests][name][0] for name in DraftNodes._fields}
 
 
 # Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
