@@ -65,6 +65,11 @@ def row_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.stride(0)
 
 
+def with_row_stride(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    """A tensor and its row stride, which follow each other in the parameters of kernels."""
+    return tensor, 0 if tensor is None else tensor.stride(0)
+
+
 def row_strides(columns: Any) -> Any:
     """The row stride of each tensor of a named tuple, as a tuple of the same type, so that kernels share the names."""
     return type(columns)(*(x.stride(0) for x in columns))

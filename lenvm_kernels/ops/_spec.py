@@ -139,18 +139,18 @@ class Spec:
             ValueError: any other violation. The message contains the argument, and the accepted and the actual values.
         """
         for name, argument, is_optional, kind, wanted in self._kinds:
-            x = arguments[argument]
-            if not isinstance(x, kind) and not (x is None and is_optional):
-                raise TypeError(f"{name} must be {wanted}, got {type(x).__name__}")
+            fields = arguments[argument]
+            if not isinstance(fields, kind) and not (fields is None and is_optional):
+                raise TypeError(f"{name} must be {wanted}, got {type(fields).__name__}")
         first = self._rules["reference"][0]
-        x = getattr(arguments[0], first.field) if first.field else arguments[0]
-        backend = resolve_backend(backend, first.name, x)
-        if device is None and isinstance(x, Tensor):
-            device = x.device
+        first_tensor = getattr(arguments[0], first.field) if first.field else arguments[0]
+        backend = resolve_backend(backend, first.name, first_tensor)
+        if device is None and isinstance(first_tensor, Tensor):
+            device = first_tensor.device
         bound = dict(sizes)
         for rule in self._rules[backend]:
             name, argument, field, is_optional, dtypes, like, dims, expressions, limits, layout = rule
-            x = getattr(arguments[argument], field, None) if field else arguments[argument]
+            x: Any = getattr(arguments[argument], field, None) if field else arguments[argument]
             if x is None and is_optional:
                 continue
             if like >= 0:
@@ -159,14 +159,14 @@ class Spec:
             for dim, size_of in expressions:
                 bound[dim] = size_of(bound)
             # A step without a CUDA graph checks a thousand tensors, so the message is only built on failure.
-            wanted = tuple(map(bound.get, dims))
+            shape = tuple(map(bound.get, dims))
             is_right = isinstance(x, Tensor) and x.dtype in dtypes and x.device == device
-            if is_right and x.shape != wanted:
-                is_right = None in wanted and x.dim() == len(dims)
+            if is_right and x.shape != shape:
+                is_right = None in shape and x.dim() == len(dims)
                 for dim, size in zip(dims, x.shape, strict=False):
                     is_right = is_right and bound.setdefault(dim, size) == size
             if not is_right or not (layout or x.stride(-1) == 1):
-                check_tensor(name, x, dtypes=dtypes, shape=wanted, device=device, unit_stride=not layout)
+                check_tensor(name, x, dtypes=dtypes, shape=shape, device=device, unit_stride=not layout)
             if layout == "contiguous" and not x.is_contiguous():
                 raise ValueError(f"{name} must be contiguous, got strides {tuple(x.stride())}")
             for i, accepted, accepts in limits:

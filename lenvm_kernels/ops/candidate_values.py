@@ -271,35 +271,26 @@ def _launch(
     column_blocks, row_blocks = ceil_div(outputs, BLOCK_N), num_counters(rows, columns)
     bins = bins_weight.shape[0]
     block_bins = max(16, triton.next_power_of_2(bins))
+    partial = torch.empty(column_blocks, rows * columns, block_bins, dtype=torch.float32, device=device)
+    if counters is None:
+        counters = torch.zeros(row_blocks, dtype=torch.int32, device=device)
+    inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
+    weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
+    columns_read = (table, row_strides(table), table_rows, generated)
+    sizes = dict(K=columns, D=size, E=outputs, N=bins, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_BINS=block_bins)
     _candidate_values_kernel[(column_blocks, row_blocks)](
         *out,
-        torch.empty(column_blocks, rows * columns, block_bins, dtype=torch.float32, device=device),
-        torch.zeros(row_blocks, dtype=torch.int32, device=device) if counters is None else counters,
-        token_ids,
-        token_ids.stride(0),
-        scale,
-        scale.stride(0),
-        shift,
-        shift.stride(0),
-        embedding,
-        embedding.stride(0),
-        ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges),
+        partial,
+        counters,
+        *inputs,
+        weights,
         fc_weight.stride(0),
         bins_weight.stride(0),
-        table,
-        row_strides(table),
-        table_rows,
-        generated,
+        *columns_read,
         rows,
         embedding.shape[0],
-        K=columns,
-        D=size,
-        E=outputs,
-        N=bins,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        **sizes,
         BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
-        BLOCK_BINS=block_bins,
         num_warps=NUM_WARPS,
         num_stages=STAGES,
         enable_fp_fusion=False,

@@ -85,21 +85,10 @@ def _launch(
     rows, columns = out.token_ids.shape
     if rows == 0:
         return
+    tensors = (out, requests, history.tokens, history.cached_lens, counts, slot_table, slot_table.stride(0))
+    sizes = dict(M=columns, COLUMNS=next_power_of_2(columns), REQUESTS=REQUESTS)
     _catch_up_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        requests,
-        history.tokens,
-        history.cached_lens,
-        counts,
-        slot_table,
-        slot_table.stride(0),
-        rows,
-        M=columns,
-        MAX_NEW=max_new,
-        COLUMNS=next_power_of_2(columns),
-        PAGE_SIZE=page_size,
-        REQUESTS=REQUESTS,
-        num_warps=1,
+        *tensors, rows, **sizes, MAX_NEW=max_new, PAGE_SIZE=page_size, num_warps=1
     )
 
 

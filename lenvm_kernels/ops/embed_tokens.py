@@ -100,21 +100,11 @@ def _launch(
     if tokens == 0:
         return
     half = inv_freq.shape[0]
-    _embed_tokens_kernel[(tokens,)](
-        EmbedTensors(*out, token_ids, positions, embedding, inv_freq),
-        embedding.stride(0),
-        num_rows,
-        rope_scale,
-        tokens,
-        embedding.shape[0],
-        H=size,
-        HALF=half,
-        GROUP=SQUARES_GROUP,
-        BLOCK_H=min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H),
-        BLOCK_HALF=next_power_of_2(half),
-        num_warps=NUM_WARPS,
-        **overlapping(),
-    )
+    tensors = EmbedTensors(*out, token_ids, positions, embedding, inv_freq)
+    block_h = min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H)
+    sizes = dict(H=size, HALF=half, GROUP=SQUARES_GROUP, BLOCK_H=block_h, BLOCK_HALF=next_power_of_2(half))
+    arguments = (tensors, embedding.stride(0), num_rows, rope_scale, tokens, embedding.shape[0])
+    _embed_tokens_kernel[(tokens,)](*arguments, **sizes, num_warps=NUM_WARPS, **overlapping())
 
 
 _SPEC = Spec("""

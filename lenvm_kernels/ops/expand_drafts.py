@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, with_row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import FIELD_FORMS, Spec
 from lenvm_kernels.reference.expand_drafts import expand_drafts as _reference
@@ -96,20 +96,9 @@ def _launch(out: DraftNodes, requests: DraftNodes, drafts: Drafts) -> None:
     (count, columns), rows = drafts.token_ids.shape, requests.positions.shape[0]
     if rows == 0:
         return
-    _expand_drafts_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        requests,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.parents,
-        drafts.parents.stride(0),
-        count,
-        rows,
-        D=columns,
-        NODES=next_power_of_2(columns + 1),
-        REQUESTS=REQUESTS,
-        num_warps=1,
-    )
+    trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
+    sizes = dict(D=columns, NODES=next_power_of_2(columns + 1), REQUESTS=REQUESTS)
+    _expand_drafts_kernel[(ceil_div(rows, REQUESTS),)](out, requests, *trees, count, rows, **sizes, num_warps=1)
 
 
 def empty_nodes(requests: StepRequests, drafts: int) -> StepRequests:

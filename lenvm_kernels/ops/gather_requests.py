@@ -47,13 +47,7 @@ class GatheredColumns(NamedTuple):
 # arguments only, not to pointers in a tuple.)
 @triton.jit(
     do_not_specialize=["stride_tokens_request", "B", "N", "padding_row"],
-    do_not_specialize_on_alignment=[
-        "tokens_ptr",
-        "new_lens_ptr",
-        "table_rows_ptr",
-        "lengths_ptr",
-        "active_ptr",
-    ],
+    do_not_specialize_on_alignment=["tokens_ptr", "new_lens_ptr", "table_rows_ptr", "lengths_ptr", "active_ptr"],
 )
 def _gather_requests_kernel(
     requests,  # StepRequests, written
@@ -148,24 +142,11 @@ def _launch(
     if rows == 0:
         return
     new = 1 if tokens.dim() == 1 else tokens.shape[1]
+    held = 1 if history is None else history.tokens.shape[1]
+    state = (out, table, row_strides(table), history)
+    batch = (tokens, tokens.stride(0), new_lens, table_rows, lengths, active, tokens.shape[0])
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        table,
-        row_strides(table),
-        history,
-        tokens,
-        tokens.stride(0),
-        new_lens,
-        table_rows,
-        lengths,
-        active,
-        tokens.shape[0],
-        rows,
-        padding_row,
-        NEW=new,
-        HELD=1 if history is None else history.tokens.shape[1],
-        REQUESTS=REQUESTS,
-        num_warps=1,
+        *state, *batch, rows, padding_row, NEW=new, HELD=held, REQUESTS=REQUESTS, num_warps=1
     )
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_stride, row_strides, select_columns
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, select_columns, with_row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.limit_span import EXCLUDED, FORCED
@@ -293,39 +293,21 @@ def _launch(
         return
     draft_ids, draft_parents = (None, None) if drafts is None else drafts
     columns = 0 if draft_ids is None else draft_ids.shape[1]
+    trees = (*with_row_stride(draft_ids), *with_row_stride(draft_parents))
+    results = (*out, *with_row_stride(logits), table, row_strides(table))
+    batch = (tokens, tokens.stride(0), new_lens, table_rows, lengths)
+    vocab, known = 0 if logits is None else logits.shape[1], 0 if text_breaks is None else text_breaks.shape[0]
+    eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
+    blocks = {
+        "EOS": next_power_of_2(eos),
+        "SPAN_ENDS": next_power_of_2(ends),
+        "PATTERNS": next_power_of_2(patterns),
+        "CLOSING": next_power_of_2(closing),
+        "NODES": next_power_of_2(columns + 1),
+    }
+    sizes = dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS)
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        out.ended,
-        out.generated,
-        logits,
-        row_stride(logits),
-        table,
-        row_strides(table),
-        tokens,
-        tokens.stride(0),
-        new_lens,
-        table_rows,
-        lengths,
-        draft_ids,
-        row_stride(draft_ids),
-        draft_parents,
-        row_stride(draft_parents),
-        text_breaks,
-        requests,
-        0 if logits is None else logits.shape[1],
-        0 if text_breaks is None else text_breaks.shape[0],
-        NEW=new,
-        E=table.eos_token_ids.shape[1],
-        S=table.span_end_token_ids.shape[1],
-        P=table.span_token_ids.shape[1],
-        C=table.closing_token_ids.shape[1],
-        EOS=next_power_of_2(table.eos_token_ids.shape[1]),
-        SPAN_ENDS=next_power_of_2(table.span_end_token_ids.shape[1]),
-        PATTERNS=next_power_of_2(table.span_token_ids.shape[1]),
-        CLOSING=next_power_of_2(table.closing_token_ids.shape[1]),
-        D=columns,
-        NODES=next_power_of_2(columns + 1),
-        REQUESTS=REQUESTS,
-        num_warps=1,
+        *results, *batch, *trees, text_breaks, requests, vocab, known, **sizes, **blocks, num_warps=1
     )
 
 

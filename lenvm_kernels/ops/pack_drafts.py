@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lenvm_kernels.ops._common import next_power_of_2
+from lenvm_kernels.ops._common import next_power_of_2, with_row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.pack_drafts import pack_drafts as _reference
@@ -88,21 +88,10 @@ def _launch(out: CandidateTrees, scored: ScoredCandidates, drafts: Drafts) -> No
     if rows == 0:
         return
     nodes = next_power_of_2(width + 1)
-    _pack_drafts_kernel[(rows,)](
-        out,
-        scored.token_ids,
-        scored.counts,
-        scored.positions,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.parents,
-        drafts.parents.stride(0),
-        count,
-        D=width,
-        K=columns,
-        NODES=nodes,
-        num_warps=max(1, min(8, nodes * columns // 64)),
-    )
+    trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
+    tensors = (out, scored.token_ids, scored.counts, scored.positions, *trees)
+    warps = max(1, min(8, nodes * columns // 64))
+    _pack_drafts_kernel[(rows,)](*tensors, count, D=width, K=columns, NODES=nodes, num_warps=warps)
 
 
 def tree_columns(drafts: int, candidates: int) -> int:

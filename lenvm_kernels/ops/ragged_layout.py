@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import next_power_of_2, overlapping, row_stride
+from lenvm_kernels.ops._common import next_power_of_2, overlapping, with_row_stride
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -163,25 +163,11 @@ def _launch(
     candidate_parents: Tensor | None,
 ) -> None:
     (requests, columns), deltas = candidate_ids.shape, delta_ids.shape[0]
+    delta = (delta_ids, delta_slots, delta_starts, delta_lens)
+    candidates = (*with_row_stride(candidate_ids), candidate_lens, cached_lens, *with_row_stride(candidate_parents))
+    sizes = dict(K=columns, COLUMNS=next_power_of_2(max(columns, 1)), TILE=TILE)
     _ragged_layout_kernel[(requests,)](
-        out,
-        delta_ids,
-        delta_slots,
-        delta_starts,
-        delta_lens,
-        candidate_ids,
-        candidate_ids.stride(0),
-        candidate_lens,
-        cached_lens,
-        candidate_parents,
-        row_stride(candidate_parents),
-        requests,
-        deltas,
-        K=columns,
-        COLUMNS=next_power_of_2(max(columns, 1)),
-        TILE=TILE,
-        num_warps=NUM_WARPS,
-        **overlapping(),
+        out, *delta, *candidates, requests, deltas, **sizes, num_warps=NUM_WARPS, **overlapping()
     )
 
 

@@ -181,16 +181,17 @@ def _launch(
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
     by_slot = (*k_cache.stride()[:2], *v_cache.stride()[:2])
+    tensors = RopeTensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight)
+    by_row = (qkv.stride(0), cos.stride(0), sin.stride(0), row_stride(qk_norm_weight))
+    heads = dict(Q_HEADS=num_heads, KV_HEADS=kv_heads, BLOCK_Q_HEADS=block_q_heads)
     _rope_cache_kernel[(tokens,)](
-        RopeTensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
-        RopeStrides._make((*by_slot, qkv.stride(0), cos.stride(0), sin.stride(0), row_stride(qk_norm_weight))),
+        tensors,
+        RopeStrides._make((*by_slot, *by_row)),
         num_rows,
         norm_eps,
         num_slots,
-        Q_HEADS=num_heads,
-        KV_HEADS=kv_heads,
+        **heads,
         HALF=head_dim // 2,
-        BLOCK_Q_HEADS=block_q_heads,
         BLOCK_KV_HEADS=next_power_of_2(kv_heads),
         BLOCK_HALF=block_half,
         num_warps=min(max(warps, 1), MAX_WARPS),

@@ -97,19 +97,8 @@ def _launch(
     requests, columns = guided_probs.shape
     if requests == 0:
         return
-    _sample_candidates_kernel[(ceil_div(requests, TILE),)](
-        out,
-        candidates,
-        guided_probs,
-        guided_probs.stride(0),
-        seeds,
-        positions,
-        temperature,
-        requests,
-        K=columns,
-        REQUESTS=TILE,
-        num_warps=1,
-    )
+    tensors = (out, candidates, guided_probs, guided_probs.stride(0), seeds, positions, temperature)
+    _sample_candidates_kernel[(ceil_div(requests, TILE),)](*tensors, requests, K=columns, REQUESTS=TILE, num_warps=1)
 
 
 _SPEC = Spec("""

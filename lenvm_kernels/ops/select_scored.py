@@ -105,27 +105,13 @@ def _launch(
     rows, columns = out.token_ids.shape
     if rows == 0:
         return
+    listed = (candidates.token_ids, candidates.counts, candidates.status)
+    state = (requests.positions, requests.table_rows, requests.wants_length, requests.due)
+    ends = (eos_token_ids, eos_token_ids.stride(0))
+    sizes = dict(K=columns, E=eos_token_ids.shape[1], SCORE_ALL=score_all, REQUESTS=REQUESTS)
+    count = candidates.token_ids.shape[0]
     _select_scored_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        candidates.token_ids,
-        candidates.counts,
-        candidates.status,
-        requests.positions,
-        requests.table_rows,
-        requests.wants_length,
-        requests.due,
-        eos_token_ids,
-        eos_token_ids.stride(0),
-        drawn,
-        step,
-        int(sample),
-        candidates.token_ids.shape[0],
-        rows,
-        K=columns,
-        E=eos_token_ids.shape[1],
-        SCORE_ALL=score_all,
-        REQUESTS=REQUESTS,
-        num_warps=1,
+        out, *listed, *state, *ends, drawn, step, int(sample), count, rows, **sizes, num_warps=1
     )
 
 

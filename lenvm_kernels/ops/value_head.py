@@ -26,7 +26,7 @@ from lenvm_kernels.ops._common import (
     check_norm_eps,
     fitting_stages,
     overlapping,
-    row_stride,
+    with_row_stride,
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
@@ -200,20 +200,20 @@ def _launch(
         stages = STAGES_FEW_WIDE if is_wide else STAGES_FEW
     block_m, block_n = BLOCK_M_FEW if is_few else BLOCK_M, BLOCK_N_WIDE if is_wide else BLOCK_N
     column_blocks, row_blocks = ceil_div(size, block_n), ceil_div(outputs, block_m)
+    partial = torch.empty(column_blocks, outputs, dtype=torch.float32, device=device)
+    if counters is None:
+        counters = torch.zeros(row_blocks, dtype=torch.int32, device=device)
+    norm = (norm_weight, norm_eps, *with_row_stride(square_sums))
+    head = (HeadWeights(fc_weight, fc_bias, summary_weight, summary_bias), fc_weight.stride(0))
     _value_head_kernel[(column_blocks, row_blocks)](
         out,
-        torch.empty(column_blocks, outputs, dtype=torch.float32, device=device),
-        torch.zeros(row_blocks, dtype=torch.int32, device=device) if counters is None else counters,
-        hidden,
-        hidden.stride(0),
+        partial,
+        counters,
+        *with_row_stride(hidden),
         token_rows,
         targets,
-        norm_weight,
-        norm_eps,
-        square_sums,
-        row_stride(square_sums),
-        HeadWeights(fc_weight, fc_bias, summary_weight, summary_bias),
-        fc_weight.stride(0),
+        *norm,
+        *head,
         outputs,
         tokens,
         H=size,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, with_row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.verify_drafts import verify_drafts as _reference
@@ -65,19 +65,9 @@ def _launch(out: VerifiedTokens, drawn: Tensor, drafts: Drafts) -> None:
     rows, columns = drafts.token_ids.shape
     if rows == 0:
         return
-    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        drawn,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.parents,
-        drafts.parents.stride(0),
-        rows,
-        D=columns,
-        NODES=next_power_of_2(columns + 1),
-        REQUESTS=REQUESTS,
-        num_warps=1,
-    )
+    trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
+    sizes = dict(D=columns, NODES=next_power_of_2(columns + 1), REQUESTS=REQUESTS)
+    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](out, drawn, *trees, rows, **sizes, num_warps=1)
 
 
 _SPEC = Spec("""

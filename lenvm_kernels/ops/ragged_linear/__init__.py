@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import architecture, ceil_div, check_norm_eps, fitting_stages, overlapping, row_stride
+from lenvm_kernels.ops._common import (
+    architecture,
+    ceil_div,
+    check_norm_eps,
+    fitting_stages,
+    overlapping,
+    row_stride,
+    with_row_stride,
+)
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -266,18 +274,9 @@ def _launch(
 
     if norm_eps is not None and square_sums is None:
         square_sums = torch.empty(*square_sums_shape(tokens, size), dtype=torch.float32, device=x.device)
+        arguments = (square_sums, square_sums.stride(0), x, x.stride(0), num_rows, tokens)
         _square_sums_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
-            square_sums,
-            square_sums.stride(0),
-            x,
-            x.stride(0),
-            num_rows,
-            tokens,
-            K=size,
-            ROWS=NORM_ROWS,
-            BLOCK_K=NORM_BLOCK_K,
-            enable_fp_fusion=False,  # as below, for bitwise identical sums
-            **overlapping(),
+            *arguments, K=size, ROWS=NORM_ROWS, BLOCK_K=NORM_BLOCK_K, enable_fp_fusion=False, **overlapping()
         )
     partial = None
     if splits > 1:
@@ -286,15 +285,15 @@ def _launch(
         LinearTensors(out, x, weight, bias, residual, partial),
         LinearStrides(x.stride(0), row_stride(residual)),
         num_rows,
-        square_sums,
-        row_stride(square_sums),
-        square_sums_out,
-        row_stride(square_sums_out),
-    )
-    _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
-        *operands,
+        *with_row_stride(square_sums),
+        *with_row_stride(square_sums_out),
         norm_eps,
         tokens,
+    )
+    # The compiler might fuse different products and additions in different tiles.
+    options = dict(enable_fp_fusion=False, **overlapping())
+    _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
+        *operands,
         K=size,
         N=outputs,
         SWIGLU=swiglu,
@@ -307,25 +306,13 @@ def _launch(
         BLOCK_K=block_k,
         num_warps=tile.num_warps,
         num_stages=fitting_stages(tile.num_stages),
-        # The compiler might fuse different products and additions in different tiles.
-        enable_fp_fusion=False,
-        **overlapping(),
+        **options,
     )
     if splits > 1:
         pieces = ceil_div(tokens, ADD_ROWS) * ceil_div(outputs, ADD_COLUMNS)
-        _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](
-            *operands,
-            norm_eps,
-            tokens,
-            K=size,
-            N=outputs,
-            SPLITS=splits,
-            ROWS=ADD_ROWS,
-            COLUMNS=ADD_COLUMNS,
-            num_warps=ADD_WARPS_HIP if architecture() == "hip" else ADD_WARPS,
-            enable_fp_fusion=False,
-            **overlapping(),
-        )
+        sizes = dict(K=size, N=outputs, SPLITS=splits, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS)
+        warps = ADD_WARPS_HIP if architecture() == "hip" else ADD_WARPS
+        _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](*operands, **sizes, num_warps=warps, **options)
 
 
 _SPEC = Spec("""

@@ -69,22 +69,9 @@ def _reweight_kernel(
 ):
     request = (tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS))[:, None].to(tl.int64)
     valid = request < B
-    table_row, _, _, result, counted = _reweight(
-        request,
-        valid,
-        candidates,
-        value_logits_ptr,
-        stride_value_logits_request,
-        table,
-        stride,
-        table_rows_ptr,
-        generated_ptr,
-        text_breaks_ptr,
-        S,
-        E,
-        K,
-        MAX_STEPS,
-    )
+    inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
+    options = (table_rows_ptr, generated_ptr, text_breaks_ptr, S, E)
+    table_row, _, _, result, counted = _reweight(request, valid, *inputs, *options, K, MAX_STEPS)
     tl.store(out_ptr + request * K + tl.arange(0, K)[None, :], result, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
@@ -130,22 +117,9 @@ def _reweight_scatter_kernel(
     here = (token >= start) & (token < start + SLICE)
     if (slice_id == 0) | (written & (tl.max(here.to(tl.int32), axis=0) > 0)):
         tile = request + tl.zeros([1, 1], tl.int64)
-        table_rows, tokens, active, result, counted = _reweight(
-            tile,
-            tile >= 0,
-            candidates,
-            value_logits_ptr,
-            stride_value_logits_request,
-            table,
-            stride,
-            table_rows_ptr,
-            generated_ptr,
-            text_breaks_ptr,
-            S,
-            E,
-            K,
-            MAX_STEPS,
-        )
+        inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
+        options = (table_rows_ptr, generated_ptr, text_breaks_ptr, S, E)
+        table_rows, tokens, active, result, counted = _reweight(tile, tile >= 0, *inputs, *options, K, MAX_STEPS)
         if slice_id == 0:
             tl.store(out_ptr + tile * K + tl.arange(0, K)[None, :], result)
             tl.atomic_add(table.faults + table_rows * stride.faults, 1, mask=counted)
@@ -168,35 +142,18 @@ def _launch(
     requests, columns = out.shape
     if requests == 0:
         return
-    arguments = (
-        candidates,
-        value_logits,
-        value_logits.stride(0),
-        table,
-        row_strides(table),
-        table_rows,
-        generated,
-        text_breaks,
-        0 if text_breaks is None else text_breaks.shape[0],
-        table.ending_token_ids.shape[1],
-    )
+    inputs = (candidates, value_logits, value_logits.stride(0), table, row_strides(table))
+    sentences = 0 if text_breaks is None else text_breaks.shape[0]
+    options = (table_rows, generated, text_breaks, sentences, table.ending_token_ids.shape[1])
     if probs is None:
         tile_requests = max(1, TILE // columns)
         _reweight_kernel[(ceil_div(requests, tile_requests),)](
-            out, *arguments, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
+            out, *inputs, *options, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
         )
     else:
-        vocab = probs.shape[1]
+        dense, vocab = (probs, probs.stride(0)), probs.shape[1]
         _reweight_scatter_kernel[(requests, ceil_div(vocab, SLICE))](
-            out,
-            probs,
-            probs.stride(0),
-            *arguments,
-            vocab,
-            K=columns,
-            SLICE=SLICE,
-            num_warps=4,
-            enable_fp_fusion=False,
+            out, *dense, *inputs, *options, vocab, K=columns, SLICE=SLICE, num_warps=4, enable_fp_fusion=False
         )
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, ceil_div, next_power_of_2, per_request, row_stride
+from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, ceil_div, next_power_of_2, per_request, with_row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.topk_candidates.filter import _exponent_scale, _filter_kernel, _load_scores
@@ -72,9 +72,8 @@ def _scan_kernel(
     scale, _, _ = _exponent_scale(temperature_ptr, request)
     tile = tl.program_id(1) * PROGRAM_TILES + tl.arange(0, PROGRAM_TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    x = _load_scores(
-        scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, token < V, IS_LOGITS
-    )
+    scores = (scores_ptr, stride_scores_request, mask_ptr, stride_mask_request)
+    x = _load_scores(*scores, request, token, token < V, IS_LOGITS)
     # NaN and +inf propagate to the sum: a sum that is not finite marks the request as broken.
     best = tl.max(x, axis=1)
     if IS_LOGITS:
@@ -113,7 +112,7 @@ def _launch(
     tiles = ceil_div(vocab, TILE)
     tile_max = torch.empty(requests, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(requests, tiles, dtype=torch.float32, device=device)
-    inputs = (scores, scores.stride(0), vocab_mask, row_stride(vocab_mask), vocab)
+    inputs = (scores, scores.stride(0), *with_row_stride(vocab_mask), vocab)
     ends = 1 if end_token_ids is None else end_token_ids.shape[1]
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(requests, ceil_div(tiles, program_tiles))](
@@ -129,27 +128,18 @@ def _launch(
         PROGRAM_TILES=program_tiles,
         num_warps=4,
     )
+    columns = [x for c in (end_token_ids, min_end_prob, least_share, due_length) for x in with_row_stride(c)]
+    sentences = 0 if text_breaks is None else text_breaks.shape[0]
+    of_requests = (guided, temperature, top_k, top_p, min_p, entropy_threshold)
     _filter_kernel[(requests,)](
         out,
         tile_max,
         tile_sum,
-        guided,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        entropy_threshold,
-        end_token_ids,
-        row_stride(end_token_ids),
-        min_end_prob,
-        row_stride(min_end_prob),
-        least_share,
-        row_stride(least_share),
-        due_length,
-        row_stride(due_length),
+        *of_requests,
+        *columns,
         generated,
         text_breaks,
-        0 if text_breaks is None else text_breaks.shape[0],
+        sentences,
         last_tokens,
         table_rows,
         *inputs,
