@@ -21,8 +21,7 @@ from lenvm_kernels.types import DeltaTokens, StepHistory, StepRequests
 REQUESTS = 4
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["N", "stride_slot_table_row"],
     do_not_specialize_on_alignment=["counts_ptr", "slot_table_ptr"],

@@ -37,8 +37,7 @@ class DraftNodes(NamedTuple):
 NODE_FIELDS = {name: FIELD_FORMS[StepRequests][name][0] for name in DraftNodes._fields}
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_ids_request", "stride_parents_request", "B", "N"],
     do_not_specialize_on_alignment=["draft_ids_ptr", "draft_parents_ptr"],

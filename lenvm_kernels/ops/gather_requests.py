@@ -43,8 +43,7 @@ class GatheredColumns(NamedTuple):
     faults: Tensor  # written
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_tokens_request", "B", "N", "padding_row"],
     do_not_specialize_on_alignment=["tokens_ptr", "new_lens_ptr", "table_rows_ptr", "lengths_ptr", "active_ptr"],

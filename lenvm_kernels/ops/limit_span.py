@@ -106,8 +106,7 @@ def _after(
     return SpanState(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=[
         "stride_logits_row",

@@ -18,8 +18,7 @@ from lenvm_kernels.reference.pack_drafts import pack_drafts as _reference
 from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
     do_not_specialize_on_alignment=["draft_ids_ptr", "draft_parents_ptr"],

@@ -53,8 +53,7 @@ def _earlier(parent, column):
     return tl.where((parent >= 0) & (parent < column), parent, -1).to(tl.int64)
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_candidate_ids_request", "stride_parents_request", "B", "D"],
     do_not_specialize_on_alignment=[

@@ -281,7 +281,8 @@ def rope_cache(
     _REST.check(backend, qkv, v_cache, cos, sin, slots, qk_norm_weight, num_rows, sizes=sizes)
     check_norm_eps(norm_eps)
     heads = num_heads, kv_heads, kv_heads
-    out = _Rotated(*(qkv.new_empty(qkv.shape[0], n, head_dim) for n in heads))
+    dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
+    out = _Rotated(*(torch.empty(tokens, n, head_dim, dtype=dtype, device=device) for n in heads))
     operands = (qkv, cos, sin, slots, k_cache, v_cache, num_heads, qk_norm_weight, float(norm_eps), num_rows)
     _launch(backend, out, *operands)
     return out.q, out.k, out.v

@@ -25,8 +25,7 @@ _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGL
 _NOT_DUE = tl.constexpr(int(Status.NOT_DUE))
 
 
-# Callers pass a slice, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass a slice, whose alignment must not trigger a recompilation.
 @triton.jit(do_not_specialize=["sample", "stride_eos_row", "B", "N"], do_not_specialize_on_alignment=["drawn_ptr"])
 def _select_scored_kernel(
     scored,  # ScoredCandidates, written

@@ -18,8 +18,7 @@ from lenvm_kernels.types import Drafts, VerifiedTokens
 REQUESTS = 8
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
     do_not_specialize_on_alignment=["drawn_ptr", "draft_ids_ptr", "draft_parents_ptr"],

@@ -405,7 +405,7 @@ def ragged_linear(
     elif isinstance(expected_rows, bool) or not isinstance(expected_rows, int) or expected_rows < 0:
         raise ValueError(f"expected_rows must be an int of at least 0 or None, got {expected_rows!r}")
 
-    out = x.new_empty(tokens, outputs)
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     norm_eps = None if norm_eps is None else float(norm_eps)
     operands = (out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out)
     _launch(backend, *operands, expected_rows)

@@ -215,6 +215,7 @@ def plan_attention(
     check_int("total_tokens", total_tokens, 0, 2**31 - 1)
     check_int("max_len", max_len, 0, 2**31 - 1)
     check_int("group", group, 1, BLOCK_M.value)
-    plan = cached_lens.new_empty(plan_shape(total_tokens, sizes["B"], group, max_len))
+    shape = plan_shape(total_tokens, sizes["B"], group, max_len)
+    plan = torch.empty(shape, dtype=torch.int32, device=table_rows.device)
     _launch_plan(backend, plan, table_rows, cached_lens, q_offsets, candidate_lens, group)
     return plan
