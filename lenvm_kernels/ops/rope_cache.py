@@ -15,6 +15,7 @@ result is bitwise identical in any batch. All loads precede all stores, so that 
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,5 +1,6 @@
 """Work list of :mod:`lenvm_kernels.ops.value_tree_attention`: query tiles, and the splits of keys for each."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
