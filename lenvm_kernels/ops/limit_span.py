@@ -374,6 +374,7 @@ def limit_span(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
+        >>> import torch
         >>> from lenvm_kernels import GuidanceTable, parse_guidance
         >>> params = parse_guidance({"target_length": 5, "end_token_ids": [2], "hard_limit": 9})
         >>> table = GuidanceTable.from_params([params], [{0}], "cpu").columns

@@ -98,6 +98,7 @@ def verify_drafts(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
+        >>> import torch
         >>> chain = Drafts(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 1]], dtype=torch.int32))
         >>> verify_drafts(torch.tensor([5, 6, 8, 9], dtype=torch.int32), chain)
         VerifiedTokens(tokens=tensor([[ 5,  6,  8, -1]], dtype=torch.int32), lens=tensor([3], dtype=torch.int32), \
