@@ -1,4 +1,7 @@
-"""Named tuples of tensors that operators exchange. Kernels take them as arguments unchanged."""
+"""Named tuples of tensors that operators exchange. Kernels take them as arguments unchanged.
+
+Annotations declare dtypes and shapes (:mod:`lenvm_kernels.ops._spec`); operators check and allocate fields by them.
+"""
 
 from enum import IntEnum, IntFlag
 from math import inf, nan
@@ -65,11 +68,11 @@ class Candidates(NamedTuple):
             is not finite.
     """
 
-    token_ids: Tensor
-    probs: Tensor
-    counts: Tensor
-    status: Tensor
-    lost_mass: Tensor
+    token_ids: Annotated[Tensor, "int32 [B, K=2**n]"]
+    probs: Annotated[Tensor, "float32 [B, K]"]
+    counts: Annotated[Tensor, "int32 [B]"]
+    status: Annotated[Tensor, "int8 [B]"]
+    lost_mass: Annotated[Tensor, "float32 [B]"]
 
     @property
     def broken(self) -> Tensor:
@@ -94,14 +97,14 @@ class RaggedLayout(NamedTuple):
         parents: int32 ``[T]``; the row of a candidate's parent, -1 for all other rows. None if no candidate has one.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    q_offsets: Tensor
-    candidate_rows: Tensor
-    head_rows: Tensor
-    head_targets: Tensor
-    parents: Tensor | None = None
+    token_ids: Annotated[Tensor, "int64 [T]"]
+    positions: Annotated[Tensor, "int64 [T]"]
+    slots: Annotated[Tensor, "int64 [T]"]
+    q_offsets: Annotated[Tensor, "int32 [B + 1]"]
+    candidate_rows: Annotated[Tensor, "int64 [B, K]"]
+    head_rows: Annotated[Tensor, "int64 [B * K]"]
+    head_targets: Annotated[Tensor, "int64 [B * K]"]
+    parents: Annotated[Tensor | None, "int32 [T]"] = None
 
 
 class EmbeddedTokens(NamedTuple):
@@ -129,8 +132,8 @@ class SpanNodes(NamedTuple):
             0 for missing nodes.
     """
 
-    ended: Tensor
-    generated: Tensor
+    ended: Annotated[Tensor, "bool [B * (1 + D)]"]
+    generated: Annotated[Tensor, "int32 [B * (1 + D)]"]
 
 
 class StepRequests(NamedTuple):
@@ -148,15 +151,15 @@ class StepRequests(NamedTuple):
         cached_lens: int32 ``[N]``; tokens of the sequence in the value model's cache; 0 in padding.
     """
 
-    positions: Tensor
-    table_rows: Tensor
-    guided: Tensor
-    wants_length: Tensor
-    entropy_threshold: Tensor
-    generated: Tensor
-    seeds: Tensor
-    due: Tensor
-    cached_lens: Tensor
+    positions: Annotated[Tensor, "int32 [N]"]
+    table_rows: Annotated[Tensor, "int64 [N]"]
+    guided: Annotated[Tensor, "bool [N]"]
+    wants_length: Annotated[Tensor, "bool [N]"]
+    entropy_threshold: Annotated[Tensor, "float32 [N]"]
+    generated: Annotated[Tensor, "int32 [N]"]
+    seeds: Annotated[Tensor, "int64 [N]"]
+    due: Annotated[Tensor, "bool [N]"]
+    cached_lens: Annotated[Tensor, "int32 [N]"]
 
 
 class StepHistory(NamedTuple):
@@ -170,11 +173,11 @@ class StepHistory(NamedTuple):
         cached_lens: int32 ``[R]``; tokens of the sequence in the value model's cache.
     """
 
-    step: Tensor
-    uncounted: Tensor
-    tokens: Tensor
-    told_lens: Tensor
-    cached_lens: Tensor
+    step: Annotated[Tensor, "int64 [1]"]
+    uncounted: Annotated[Tensor, "int64 [1]"]
+    tokens: Annotated[Tensor, "int32 [R, M]"]
+    told_lens: Annotated[Tensor, "int32 [R]"]
+    cached_lens: Annotated[Tensor, "int32 [R]"]
 
 
 class ScoredCandidates(NamedTuple):
@@ -187,10 +190,10 @@ class ScoredCandidates(NamedTuple):
         alone: bool ``[N]``; only the next token is scored, to predict its length. Nothing is reweighted.
     """
 
-    token_ids: Tensor
-    counts: Tensor
-    positions: Tensor
-    alone: Tensor
+    token_ids: Annotated[Tensor, "int32 [N, K=2**n]"]
+    counts: Annotated[Tensor, "int32 [N]"]
+    positions: Annotated[Tensor, "int32 [N]"]
+    alone: Annotated[Tensor, "bool [N]"]
 
 
 class Drafts(NamedTuple):
@@ -205,8 +208,8 @@ class Drafts(NamedTuple):
             follows the last token of the sequence.
     """
 
-    token_ids: Tensor
-    parents: Tensor
+    token_ids: Annotated[Tensor, "int [B, D+]"]
+    parents: Annotated[Tensor, "int32 [B, D]"]
 
 
 class CandidateTrees(NamedTuple):
@@ -222,11 +225,11 @@ class CandidateTrees(NamedTuple):
         columns: int64 ``[N * (1 + D), K]``; the column of each scored candidate of each node, -1 for other candidates.
     """
 
-    token_ids: Tensor
-    parents: Tensor
-    counts: Tensor
-    positions: Tensor
-    columns: Tensor
+    token_ids: Annotated[Tensor, "int32 [N, C]"]
+    parents: Annotated[Tensor, "int32 [N, C]"]
+    counts: Annotated[Tensor, "int32 [N]"]
+    positions: Annotated[Tensor, "int32 [N]"]
+    columns: Annotated[Tensor, "int64 [N * (1 + D), K]"]
 
 
 class VerifiedTokens(NamedTuple):
@@ -238,9 +241,9 @@ class VerifiedTokens(NamedTuple):
         nodes: int32 ``[B, 1 + D]``; the node at which each token was drawn, then -1.
     """
 
-    tokens: Tensor
-    lens: Tensor
-    nodes: Tensor
+    tokens: Annotated[Tensor, "int32 [B, 1 + D]"]
+    lens: Annotated[Tensor, "int32 [B]"]
+    nodes: Annotated[Tensor, "int32 [B, 1 + D]"]
 
 
 class DeltaTokens(NamedTuple):
@@ -253,10 +256,10 @@ class DeltaTokens(NamedTuple):
         cached_lens: int32 ``[N]``; number of tokens before them, all of which are cached.
     """
 
-    token_ids: Tensor
-    slots: Tensor
-    lens: Tensor
-    cached_lens: Tensor
+    token_ids: Annotated[Tensor, "int64 [N, M]"]
+    slots: Annotated[Tensor, "int64 [N, M]"]
+    lens: Annotated[Tensor, "int32 [N]"]
+    cached_lens: Annotated[Tensor, "int32 [N]"]
 
 
 class Column(NamedTuple):

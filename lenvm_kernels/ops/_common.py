@@ -1,12 +1,15 @@
 """Functions shared by all operators: backend selection, launch options and argument checks."""
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lenvm_kernels.types import GuidanceColumns
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
@@ -62,9 +65,19 @@ def row_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.stride(0)
 
 
+def with_row_stride(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    """A tensor and its row stride, which follow each other in the parameters of kernels."""
+    return tensor, 0 if tensor is None else tensor.stride(0)
+
+
 def row_strides(columns: Any) -> Any:
     """The row stride of each tensor of a named tuple, as a tuple of the same type, so that kernels share the names."""
     return type(columns)(*(x.stride(0) for x in columns))
+
+
+def select_columns(kind: Any, table: GuidanceColumns) -> Any:
+    """The columns of a guidance table that a kernel accesses, as the named tuple ``kind``."""
+    return kind._make([getattr(table, name) for name in kind._fields])
 
 
 # Set by bench.codegen to compile for a GPU that is not present.
@@ -160,10 +173,25 @@ def _fits(sizes: torch.Size, shape: tuple[int | None, ...]) -> bool:
     return True
 
 
-def check_page_size(page_size: int) -> None:
-    """Raise ValueError unless ``page_size`` is an int of at least 1."""
-    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-        raise ValueError(f"page_size must be an int of at least 1, got {page_size!r}")
+def check_int(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise TypeError or ValueError unless ``value`` is an int from ``least`` to ``most``."""
+    wanted = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def check_norm_eps(value: object, accepted: str = "a positive number") -> None:
+    """Raise ValueError unless ``value`` is a positive finite number."""
+    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"norm_eps must be {accepted}, got {value!r}")
+
+
+def check_counters(counters: Tensor | None, least: int) -> None:
+    """Raise ValueError unless there are ``least`` counters. None is accepted."""
+    if counters is not None and counters.shape[0] < least:
+        raise ValueError(f"counters must be at least {least}, got {counters.shape[0]}")
 
 
 def check_fields(

@@ -14,19 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    FLOATS,
-    INT_DTYPES,
-    SINGLES,
-    ceil_div,
-    check_fields,
-    check_tensor,
-    overlapping,
-    resolve_backend,
-    row_strides,
-)
+from lenvm_kernels.ops._common import ceil_div, check_counters, overlapping, row_strides, select_columns
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import (
     _GE_NEAR,
     _LE_NEAR,
@@ -62,7 +53,7 @@ _SHORTEST, _LARGEST_STRENGTH = tl.constexpr(SHORTEST), tl.constexpr(LARGEST_STRE
 _NO_LOGIT = tl.constexpr(-(2.0**126))
 
 
-class _Head(NamedTuple):
+class ProbeWeights(NamedTuple):
     """The weights, whose addresses are the same in every launch."""
 
     fc_weight: Any  # [E, D]
@@ -72,8 +63,8 @@ class _Head(NamedTuple):
     bin_edges: Any  # [N + 1]
 
 
-class _Table(NamedTuple):
-    """Columns of the guidance table that the kernel reads, ``[R]`` each."""
+class ProbeColumns(NamedTuple):
+    """Columns of the guidance table that the kernel reads."""
 
     mode: Tensor
     scale: Tensor
@@ -89,10 +80,6 @@ class _Logits(NamedTuple):
 
     value_logits: Tensor  # [B, K]
     mean_logits: Tensor  # [B, K]
-
-
-def _columns_read(table: GuidanceColumns) -> _Table:
-    return _Table._make(getattr(table, name) for name in _Table._fields)
 
 
 @triton.jit
@@ -116,7 +103,7 @@ def _log_sum_exp(x):
 def _standing_for(
     bin_logits,  # [BLOCK_M, BLOCK_BINS]
     bin_edges_ptr,  # [N + 1]
-    table,  # _Table
+    table,  # ProbeColumns
     stride,  # its strides
     table_row,  # [BLOCK_M]
     generated,
@@ -188,10 +175,10 @@ def _candidate_values_kernel(
     stride_shift_row,
     embedding_ptr,  # [V, D]
     stride_embedding_token,
-    head,  # _Head
+    head,  # ProbeWeights
     stride_fc_weight_out,
     stride_bins_weight_bin,
-    table,  # _Table
+    table,  # ProbeColumns
     stride,  # its strides
     table_rows_ptr,  # [B]
     generated_ptr,  # [B]
@@ -274,7 +261,7 @@ def _launch(
     bins_weight: Tensor,
     bins_bias: Tensor,
     bin_edges: Tensor,
-    table: _Table,
+    table: ProbeColumns,
     table_rows: Tensor,
     generated: Tensor,
 ) -> None:
@@ -284,35 +271,26 @@ def _launch(
     column_blocks, row_blocks = ceil_div(outputs, BLOCK_N), num_counters(rows, columns)
     bins = bins_weight.shape[0]
     block_bins = max(16, triton.next_power_of_2(bins))
+    partial = torch.empty(column_blocks, rows * columns, block_bins, dtype=torch.float32, device=device)
+    if counters is None:
+        counters = torch.zeros(row_blocks, dtype=torch.int32, device=device)
+    inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
+    weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
+    columns_read = (table, row_strides(table), table_rows, generated)
+    sizes = dict(K=columns, D=size, E=outputs, N=bins, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_BINS=block_bins)
     _candidate_values_kernel[(column_blocks, row_blocks)](
         *out,
-        torch.empty(column_blocks, rows * columns, block_bins, dtype=torch.float32, device=device),
-        torch.zeros(row_blocks, dtype=torch.int32, device=device) if counters is None else counters,
-        token_ids,
-        token_ids.stride(0),
-        scale,
-        scale.stride(0),
-        shift,
-        shift.stride(0),
-        embedding,
-        embedding.stride(0),
-        _Head(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges),
+        partial,
+        counters,
+        *inputs,
+        weights,
         fc_weight.stride(0),
         bins_weight.stride(0),
-        table,
-        row_strides(table),
-        table_rows,
-        generated,
+        *columns_read,
         rows,
         embedding.shape[0],
-        K=columns,
-        D=size,
-        E=outputs,
-        N=bins,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        **sizes,
         BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
-        BLOCK_BINS=block_bins,
         num_warps=NUM_WARPS,
         num_stages=STAGES,
         enable_fp_fusion=False,
@@ -323,6 +301,23 @@ def _launch(
 def num_counters(rows: int, columns: int) -> int:
     """Number of counters that :func:`candidate_values` needs for B rows and K columns: ``ceil(B K / 16)``."""
     return ceil_div(rows * columns, BLOCK_M)
+
+
+_SPEC = Spec(f"""
+    token_ids: int [B, K]
+    embedding: float [V, D+]
+    scale: =embedding|float32 [B, D]
+    shift: =embedding|float32 [B, D]
+    fc_weight: =embedding [E+, D]
+    fc_bias: =embedding|float32 [E]
+    bins_weight: =embedding [N=1..{MAX_BINS}, E]
+    bins_bias: =embedding|float32 [N]
+    bin_edges: single [N + 1]
+    table: GuidanceColumns ({", ".join(ProbeColumns._fields)}) strided single
+    table_rows: int [B]
+    generated: int32 [B]
+    counters?: int32 [*]
+""")
 
 
 def candidate_values(
@@ -395,43 +390,11 @@ def candidate_values(
         >>> mean_logits.sigmoid()  # after token 0 the end follows, after token 1 more than that
         tensor([[0.1002, 0.6690]])
     """
-    backend = resolve_backend(backend, "token_ids", token_ids)
-    check_tensor("embedding", embedding, dtypes=FLOATS[backend], shape=(None, None))
-    dtype, device, size = embedding.dtype, embedding.device, embedding.shape[1]
-    if size == 0:
-        raise ValueError(f"embedding must have at least one column, got shape {list(embedding.shape)}")
-    vector_dtypes = (dtype,) if dtype in (torch.float32, torch.float64) else (dtype, torch.float32)
-    check_tensor("token_ids", token_ids, dtypes=INT_DTYPES, shape=(None, None), device=device)
-    rows, columns = token_ids.shape
-    for name, x in (("scale", scale), ("shift", shift)):
-        check_tensor(name, x, dtypes=vector_dtypes, shape=(rows, size), device=device)
-    check_tensor("fc_weight", fc_weight, dtypes=dtype, shape=(None, size), device=device)
-    outputs = fc_weight.shape[0]
-    if outputs == 0:
-        raise ValueError(f"fc_weight must have at least one row, got shape {list(fc_weight.shape)}")
-    check_tensor("fc_bias", fc_bias, dtypes=vector_dtypes, shape=(outputs,), device=device)
-    check_tensor("bins_weight", bins_weight, dtypes=dtype, shape=(None, outputs), device=device)
-    bins = bins_weight.shape[0]
-    if not 1 <= bins <= MAX_BINS:
-        raise ValueError(f"bins_weight must have 1 to {MAX_BINS} rows, got {bins}")
-    check_tensor("bins_bias", bins_bias, dtypes=vector_dtypes, shape=(bins,), device=device)
-    singles = SINGLES[backend]
-    check_tensor("bin_edges", bin_edges, dtypes=singles, shape=(bins + 1,), device=device)
-    if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
-    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
-    columns_read = _columns_read(table)
-    column_dtypes: Any = (torch.int32, *[singles] * 4, torch.bool, singles)
-    of_table = table.mode.shape[0], device
-    check_fields("table", _Table._fields, columns_read, column_dtypes, *of_table, unit_stride=False)
-    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(rows,), device=device)
-    check_tensor("generated", generated, dtypes=torch.int32, shape=(rows,), device=device)
-    if counters is not None:
-        check_tensor("counters", counters, dtypes=torch.int32, shape=(None,), device=device)
-        if counters.shape[0] < num_counters(rows, columns):
-            raise ValueError(f"counters must be at least {num_counters(rows, columns)}, got {counters.shape[0]}")
-    logits = torch.empty(2, rows, columns, dtype=compute_dtype(embedding), device=device)
-    out = _Logits(*logits.unbind(0))
     head = (fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
-    _launch(backend, out, counters, token_ids, scale, shift, embedding, *head, columns_read, table_rows, generated)
+    arguments = (token_ids, embedding, scale, shift, *head, table, table_rows, generated, counters)
+    backend, sizes = _SPEC.check(backend, *arguments)
+    check_counters(counters, num_counters(sizes["B"], sizes["K"]))
+    logits = torch.empty(2, *token_ids.shape, dtype=compute_dtype(embedding), device=token_ids.device)
+    out, columns = _Logits(*logits.unbind(0)), select_columns(ProbeColumns, table)
+    _launch(backend, out, counters, token_ids, scale, shift, embedding, *head, columns, table_rows, generated)
     return out.value_logits, out.mean_logits

@@ -10,15 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    ceil_div,
-    check_fields,
-    check_page_size,
-    check_tensor,
-    next_power_of_2,
-    resolve_backend,
-)
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.ops.gather_requests import check_history
 from lenvm_kernels.reference.catch_up import catch_up as _reference
 from lenvm_kernels.types import DeltaTokens, StepHistory, StepRequests
@@ -27,8 +21,7 @@ from lenvm_kernels.types import DeltaTokens, StepHistory, StepRequests
 REQUESTS = 4
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["N", "stride_slot_table_row"],
     do_not_specialize_on_alignment=["counts_ptr", "slot_table_ptr"],
@@ -91,31 +84,25 @@ def _launch(
     rows, columns = out.token_ids.shape
     if rows == 0:
         return
+    tensors = (out, requests, history.tokens, history.cached_lens, counts, slot_table, slot_table.stride(0))
+    sizes = dict(M=columns, COLUMNS=next_power_of_2(columns), REQUESTS=REQUESTS)
     _catch_up_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        requests,
-        history.tokens,
-        history.cached_lens,
-        counts,
-        slot_table,
-        slot_table.stride(0),
-        rows,
-        M=columns,
-        MAX_NEW=max_new,
-        COLUMNS=next_power_of_2(columns),
-        PAGE_SIZE=page_size,
-        REQUESTS=REQUESTS,
-        num_warps=1,
+        *tensors, rows, **sizes, MAX_NEW=max_new, PAGE_SIZE=page_size, num_warps=1
     )
-
-
-_DTYPES = (torch.int64, torch.int64, torch.int32, torch.int32)
 
 
 def empty_delta(rows: int, max_delta: int, device: torch.device) -> DeltaTokens:
     """Result tensors for :func:`catch_up`."""
-    shapes = ((rows, max_delta), (rows, max_delta), (rows,), (rows,))
-    return DeltaTokens(*map(lambda s, d: torch.empty(s, dtype=d, device=device), shapes, _DTYPES))
+    return empty(DeltaTokens, device, {"N": rows, "M": max_delta})
+
+
+_SPEC = Spec("""
+    counts: int32 [N]
+    requests: StepRequests of gather_requests (positions, table_rows, guided, wants_length, cached_lens)
+    history: StepHistory (tokens, told_lens, cached_lens)
+    slot_table: int32 [*, *]
+    out?: DeltaTokens contiguous
+""")
 
 
 def catch_up(
@@ -165,43 +152,14 @@ def catch_up(
         0 [[0, 0, 0, 0]] [[-1, -1, -1, -1]]
         3 [[11, 12, 13, 0]] [[7, 5, 6, -1]]
     """
-    if not isinstance(history, StepHistory):
-        raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
-    if not isinstance(requests, StepRequests):
-        raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
-    backend = resolve_backend(backend, "counts", counts)
-    device = check_tensor("counts", counts, dtypes=torch.int32, shape=(None,)).device
-    rows = counts.shape[0]
-    for name, dtype in _REQUEST_DTYPES.items():
-        check_tensor(f"requests.{name}", getattr(requests, name), dtypes=dtype, shape=(rows,), device=device)
-    check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
-    check_tensor("history.tokens", history.tokens, dtypes=torch.int32, shape=(None, None), device=device)
-    table_rows, columns = history.tokens.shape
-    check_history(history, table_rows, device)
-    if slot_table.shape[0] < table_rows - 1:  # the last row may be the one of dummy requests
-        raise ValueError(f"slot_table must have at least {table_rows - 1} rows, got {slot_table.shape[0]}")
-    check_page_size(page_size)
-    if isinstance(max_new, bool) or not isinstance(max_new, int) or max_new < 1:
-        raise ValueError(f"max_new must be an int of at least 1, got {max_new!r}")
+    backend, sizes = _SPEC.check(backend, counts, requests, history, slot_table, out)
+    check_history(history)
+    if slot_table.shape[0] < sizes["R"] - 1:  # the last row may be the one of dummy requests
+        raise ValueError(f"slot_table must have at least {sizes['R'] - 1} rows, got {slot_table.shape[0]}")
+    for name, value in (("page_size", page_size), ("max_new", max_new)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
     if out is None:
-        out = empty_delta(rows, columns, device)
-    if not isinstance(out, DeltaTokens):
-        raise TypeError(f"out must be DeltaTokens, got {type(out).__name__}")
-    for name in ("token_ids", "slots"):
-        x = check_tensor(f"out.{name}", getattr(out, name), dtypes=torch.int64, shape=(rows, columns), device=device)
-        if not x.is_contiguous():
-            raise ValueError(f"out.{name} must be contiguous, got strides {tuple(x.stride())}")
-    check_fields("out", DeltaTokens._fields[2:], out[2:], _DTYPES[2:], rows, device)
-
+        out = empty_delta(sizes["N"], sizes["M"], counts.device)
     _launch(backend, out, history, requests, counts, slot_table, page_size, max_new)
     return out
-
-
-# Dtypes of the fields of StepRequests that are read.
-_REQUEST_DTYPES = {
-    "positions": torch.int32,
-    "table_rows": torch.int64,
-    "guided": torch.bool,
-    "wants_length": torch.bool,
-    "cached_lens": torch.int32,
-}

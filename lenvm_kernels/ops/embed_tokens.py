@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOATS, ceil_div, check_tensor, next_power_of_2, overlapping, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.embed_tokens import embed_tokens as _reference
 from lenvm_kernels.types import EmbeddedTokens
@@ -29,7 +30,7 @@ MAX_BLOCK_H = 4096
 NUM_WARPS = 4
 
 
-class _Tensors(NamedTuple):
+class EmbedTensors(NamedTuple):
     hidden: Any  # [T, H]
     square_sums: Any  # fp32 [ceil(H / 64), T]
     cos: Any  # fp32 [T, D / 2]
@@ -42,7 +43,7 @@ class _Tensors(NamedTuple):
 
 @triton.jit(do_not_specialize=["T", "vocab_size"], do_not_specialize_on_alignment=["num_rows_ptr"])
 def _embed_tokens_kernel(
-    ptr,  # _Tensors
+    ptr,  # EmbedTensors
     stride_embedding_row,
     num_rows_ptr,  # int32 [1] or None
     rope_scale,
@@ -99,21 +100,20 @@ def _launch(
     if tokens == 0:
         return
     half = inv_freq.shape[0]
-    _embed_tokens_kernel[(tokens,)](
-        _Tensors(*out, token_ids, positions, embedding, inv_freq),
-        embedding.stride(0),
-        num_rows,
-        rope_scale,
-        tokens,
-        embedding.shape[0],
-        H=size,
-        HALF=half,
-        GROUP=SQUARES_GROUP,
-        BLOCK_H=min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H),
-        BLOCK_HALF=next_power_of_2(half),
-        num_warps=NUM_WARPS,
-        **overlapping(),
-    )
+    tensors = EmbedTensors(*out, token_ids, positions, embedding, inv_freq)
+    block_h = min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H)
+    sizes = dict(H=size, HALF=half, GROUP=SQUARES_GROUP, BLOCK_H=block_h, BLOCK_HALF=next_power_of_2(half))
+    arguments = (tensors, embedding.stride(0), num_rows, rope_scale, tokens, embedding.shape[0])
+    _embed_tokens_kernel[(tokens,)](*arguments, **sizes, num_warps=NUM_WARPS, **overlapping())
+
+
+_SPEC = Spec("""
+    token_ids: int64 [T]
+    positions: int64 [T]
+    embedding: float [V, H]
+    inv_freq: float32 [half+]
+    num_rows?: int32 [1]
+""")
 
 
 def embed_tokens(
@@ -160,31 +160,17 @@ def embed_tokens(
         tensor([[1.0000],
                 [0.5403]])
     """
-    backend = resolve_backend(backend, "token_ids", token_ids)
-    device = check_tensor("token_ids", token_ids, dtypes=torch.int64, shape=(None,)).device
-    tokens = token_ids.shape[0]
-    check_tensor("positions", positions, dtypes=torch.int64, shape=(tokens,), device=device)
-    check_tensor("embedding", embedding, dtypes=FLOATS[backend], shape=(None, None), device=device)
-    size = embedding.shape[1]
+    backend, sizes = _SPEC.check(backend, token_ids, positions, embedding, inv_freq, num_rows)
+    tokens, size, half, device = sizes["T"], sizes["H"], sizes["half"], token_ids.device
     if embedding.numel() == 0:
         raise ValueError(f"embedding must have at least one row and column, got shape {list(embedding.shape)}")
-    check_tensor("inv_freq", inv_freq, dtypes=torch.float32, shape=(None,), device=device)
-    if inv_freq.shape[0] == 0:
-        raise ValueError("inv_freq must have at least one element, got none")
     if isinstance(rope_scale, bool) or not isinstance(rope_scale, (int, float)):
         raise TypeError(f"rope_scale must be a number, got {type(rope_scale).__name__}")
-    if num_rows is not None:
-        check_tensor("num_rows", num_rows, dtypes=torch.int32, shape=(1,), device=device)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    half = inv_freq.shape[0]
     embedded = EmbeddedTokens(
-        hidden=empty(tokens, size, dtype=embedding.dtype),
-        square_sums=empty(ceil_div(size, SQUARES_GROUP), tokens, dtype=compute_dtype(embedding)),
-        cos=empty(tokens, half),
-        sin=empty(tokens, half),
+        hidden=torch.empty(tokens, size, dtype=embedding.dtype, device=device),
+        square_sums=torch.empty(ceil_div(size, SQUARES_GROUP), tokens, dtype=compute_dtype(embedding), device=device),
+        cos=torch.empty(tokens, half, dtype=torch.float32, device=device),
+        sin=torch.empty(tokens, half, dtype=torch.float32, device=device),
     )
     _launch(backend, embedded, token_ids, positions, embedding, inv_freq, float(rope_scale), num_rows)
     return embedded

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import INT_DTYPES, ceil_div, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, with_row_stride
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import FIELD_FORMS, Spec
 from lenvm_kernels.reference.expand_drafts import expand_drafts as _reference
 from lenvm_kernels.types import Drafts, StepRequests
 
@@ -20,7 +21,7 @@ from lenvm_kernels.types import Drafts, StepRequests
 REQUESTS = 8
 
 
-class _Nodes(NamedTuple):
+class DraftNodes(NamedTuple):
     """The per-node fields of :class:`StepRequests`."""
 
     positions: Tensor
@@ -33,19 +34,17 @@ class _Nodes(NamedTuple):
     due: Tensor
 
 
-_DTYPES = (torch.int32, torch.int64, torch.bool, torch.bool, torch.float32, torch.int32, torch.int64, torch.bool)
-NODE_FIELDS = dict(zip(_Nodes._fields, _DTYPES, strict=True))
+NODE_FIELDS = {name: FIELD_FORMS[StepRequests][name][0] for name in DraftNodes._fields}
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_ids_request", "stride_parents_request", "B", "N"],
     do_not_specialize_on_alignment=["draft_ids_ptr", "draft_parents_ptr"],
 )
 def _expand_drafts_kernel(
-    nodes,  # _Nodes, written
-    requests,  # _Nodes
+    nodes,  # DraftNodes, written
+    requests,  # DraftNodes
     draft_ids_ptr,  # [B, D]
     stride_ids_request,
     draft_parents_ptr,  # int32 [B, D]
@@ -92,24 +91,13 @@ def _expand_drafts_kernel(
 
 
 @operator(reference=_reference)
-def _launch(out: _Nodes, requests: _Nodes, drafts: Drafts) -> None:
+def _launch(out: DraftNodes, requests: DraftNodes, drafts: Drafts) -> None:
     (count, columns), rows = drafts.token_ids.shape, requests.positions.shape[0]
     if rows == 0:
         return
-    _expand_drafts_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        requests,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.parents,
-        drafts.parents.stride(0),
-        count,
-        rows,
-        D=columns,
-        NODES=next_power_of_2(columns + 1),
-        REQUESTS=REQUESTS,
-        num_warps=1,
-    )
+    trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
+    sizes = dict(D=columns, NODES=next_power_of_2(columns + 1), REQUESTS=REQUESTS)
+    _expand_drafts_kernel[(ceil_div(rows, REQUESTS),)](out, requests, *trees, count, rows, **sizes, num_warps=1)
 
 
 def empty_nodes(requests: StepRequests, drafts: int) -> StepRequests:
@@ -118,17 +106,17 @@ def empty_nodes(requests: StepRequests, drafts: int) -> StepRequests:
     return requests._replace(**{name: torch.empty(rows, dtype=d, device=device) for name, d in NODE_FIELDS.items()})
 
 
-def check_drafts(drafts: Drafts, requests: int | None, device: torch.device | None) -> None:
-    """Raise TypeError or ValueError, naming the field, unless ``drafts`` are valid. ``requests`` None: any number."""
-    if not isinstance(drafts, Drafts):
-        raise TypeError(f"drafts must be Drafts, got {type(drafts).__name__}")
-    shape = (requests, None)
-    token_ids = check_tensor("drafts.token_ids", drafts.token_ids, dtypes=INT_DTYPES, shape=shape, device=device)
-    if token_ids.shape[1] == 0:
-        raise ValueError("drafts.token_ids must have at least one column, got none")
-    check_tensor(
-        "drafts.parents", drafts.parents, dtypes=torch.int32, shape=tuple(token_ids.shape), device=token_ids.device
-    )
+_DRAFTS = Spec("drafts: Drafts")
+_SPEC = Spec(f"""
+    drafts: Drafts
+    requests: StepRequests of gather_requests ({", ".join(NODE_FIELDS)})
+""")
+_OUT = Spec(f"out: StepRequests ({', '.join(NODE_FIELDS)}) [N * (1 + D)]")
+
+
+def check_drafts(drafts: Drafts, requests: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError, naming the field, unless ``drafts`` are valid for ``requests`` requests."""
+    _DRAFTS.check("auto", drafts, device=device, sizes={"B": requests})
 
 
 def expand_drafts(
@@ -164,22 +152,13 @@ def expand_drafts(
         >>> expand_drafts(requests, chain_and_branch).positions
         tensor([3, 4, 5, 4], dtype=torch.int32)
     """
-    if not isinstance(requests, StepRequests):
-        raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
-    check_drafts(drafts, None, None)
-    backend = resolve_backend(backend, "drafts.token_ids", drafts.token_ids)
-    (count, columns), device = drafts.token_ids.shape, drafts.token_ids.device
-    rows = check_tensor("requests.positions", requests.positions, dtypes=torch.int32, shape=(None,)).shape[0]
+    backend, sizes = _SPEC.check(backend, drafts, requests)
+    count, rows = sizes["B"], sizes["N"]
     if rows < count:
         raise ValueError(f"requests must have a row for each of the {count} requests with drafts, got {rows}")
     if out is None:
-        out = empty_nodes(requests, columns)
-    if not isinstance(out, StepRequests):
-        raise TypeError(f"out must be StepRequests, got {type(out).__name__}")
-    for name, dtype in NODE_FIELDS.items():
-        check_tensor(f"requests.{name}", getattr(requests, name), dtypes=dtype, shape=(rows,), device=device)
-        shape = (rows * (1 + columns),)
-        check_tensor(f"out.{name}", getattr(out, name), dtypes=dtype, shape=shape, device=device)
-    written, read = (_Nodes(*(getattr(x, name) for name in NODE_FIELDS)) for x in (out, requests))
+        out = empty_nodes(requests, sizes["D"])
+    _OUT.check(backend, out, device=drafts.token_ids.device, sizes=sizes)
+    written, read = (DraftNodes(*(getattr(x, name) for name in NODE_FIELDS)) for x in (out, requests))
     _launch(backend, written, read, drafts)
     return out

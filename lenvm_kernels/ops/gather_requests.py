@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, resolve_backend, row_strides
+from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.gather_requests import gather_requests as _reference
-from lenvm_kernels.types import GUIDANCE_COLUMNS, GuidanceColumns, Mode, StepHistory, StepRequests
+from lenvm_kernels.types import GuidanceColumns, Mode, StepHistory, StepRequests
 
 # Requests per program: one per thread of a warp.
 REQUESTS = 32
@@ -28,49 +29,28 @@ REQUESTS = 32
 _UNGUIDED = tl.constexpr(int(Mode.UNGUIDED))
 
 
-class _Table(NamedTuple):
+class GatheredColumns(NamedTuple):
     """The columns of a guidance table that the kernel accesses."""
 
-    mode: Tensor  # int32 [R]
-    return_values: Tensor  # bool [R]
-    entropy_threshold: Tensor  # fp32 [R]
-    prompt_len: Tensor  # int32 [R]
-    seed: Tensor  # int64 [R]
-    value_stride: Tensor  # int32 [R]
-    span_ended: Tensor  # bool [R]
-    span_start_bits: Tensor  # int32 [R]
-    faults: Tensor  # int32 [R], written
+    mode: Tensor
+    return_values: Tensor
+    entropy_threshold: Tensor
+    prompt_len: Tensor
+    seed: Tensor
+    value_stride: Tensor
+    span_ended: Tensor
+    span_start_bits: Tensor
+    faults: Tensor  # written
 
 
-# Dtypes of the fields of StepRequests, in order.
-_DTYPES = (
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.bool,
-    torch.float32,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.int32,
-)
-
-
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_tokens_request", "B", "N", "padding_row"],
-    do_not_specialize_on_alignment=[
-        "tokens_ptr",
-        "new_lens_ptr",
-        "table_rows_ptr",
-        "lengths_ptr",
-        "active_ptr",
-    ],
+    do_not_specialize_on_alignment=["tokens_ptr", "new_lens_ptr", "table_rows_ptr", "lengths_ptr", "active_ptr"],
 )
 def _gather_requests_kernel(
     requests,  # StepRequests, written
-    table,  # _Table
+    table,  # GatheredColumns
     stride,  # its strides
     history,  # StepHistory, read and written, or None
     tokens_ptr,  # int64 [B, NEW]
@@ -148,7 +128,7 @@ _WRITTEN = ["table.faults", *(f"history.{name}" for name in StepHistory._fields)
 @operator(reference=_reference, mutates=_WRITTEN)
 def _launch(
     out: StepRequests,
-    table: _Table,
+    table: GatheredColumns,
     tokens: Tensor,
     table_rows: Tensor,
     lengths: Tensor,
@@ -161,34 +141,17 @@ def _launch(
     if rows == 0:
         return
     new = 1 if tokens.dim() == 1 else tokens.shape[1]
+    held = 1 if history is None else history.tokens.shape[1]
+    state = (out, table, row_strides(table), history)
+    batch = (tokens, tokens.stride(0), new_lens, table_rows, lengths, active, tokens.shape[0])
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        table,
-        row_strides(table),
-        history,
-        tokens,
-        tokens.stride(0),
-        new_lens,
-        table_rows,
-        lengths,
-        active,
-        tokens.shape[0],
-        rows,
-        padding_row,
-        NEW=new,
-        HELD=1 if history is None else history.tokens.shape[1],
-        REQUESTS=REQUESTS,
-        num_warps=1,
+        *state, *batch, rows, padding_row, NEW=new, HELD=held, REQUESTS=REQUESTS, num_warps=1
     )
-
-
-def _columns_read(table: GuidanceColumns) -> _Table:
-    return _Table._make(getattr(table, name) for name in _Table._fields)
 
 
 def empty_requests(rows: int, device: torch.device) -> StepRequests:
     """Result tensors for :func:`gather_requests`."""
-    return StepRequests(*(torch.empty(rows, dtype=dtype, device=device) for dtype in _DTYPES))
+    return empty(StepRequests, device, {"N": rows})
 
 
 def empty_history(table_rows: int, max_delta: int, device: torch.device) -> StepHistory:
@@ -199,17 +162,31 @@ def empty_history(table_rows: int, max_delta: int, device: torch.device) -> Step
         max_delta: M, tokens held per sequence.
         device: device of the tensors.
     """
+    history = empty(StepHistory, device, {"R": table_rows, "M": max_delta})
+    for x in history:
+        x.zero_()
+    history.step.fill_(1)
+    return history
 
-    def full(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
 
-    return StepHistory(
-        step=full(1, 1, dtype=torch.int64),
-        uncounted=full(0, 1, dtype=torch.int64),
-        tokens=full(0, table_rows, max_delta),
-        told_lens=full(0, table_rows),
-        cached_lens=full(0, table_rows),
-    )
+def check_history(history: StepHistory) -> None:
+    """Raise ValueError unless ``history.tokens`` is contiguous and has a column."""
+    if not history.tokens.is_contiguous() or history.tokens.shape[1] == 0:
+        came = f"{list(history.tokens.shape)} with strides {history.tokens.stride()}"
+        raise ValueError(f"history.tokens must be contiguous and have a column, got {came}")
+
+
+_TEXT = f"""
+    tokens: int64 [B, NEW+]
+    table_rows: int64 [B]
+    lengths: int32 [B]
+    new_lens?: int32 [B]
+    active?: bool [B]
+    table: GuidanceColumns ({", ".join(GatheredColumns._fields)}) strided
+    history?: StepHistory
+    out?: StepRequests contiguous
+"""
+_SPEC, _SPEC_OF_ONE_TOKEN = Spec(_TEXT), Spec(_TEXT.replace("[B, NEW+]", "[B]"))
 
 
 def gather_requests(
@@ -224,6 +201,7 @@ def gather_requests(
     padding_row: int = 0,
     out: StepRequests | None = None,  # [N]
     backend: str = "auto",
+    validate: bool = True,
 ) -> StepRequests:  # [N]
     """Gather the per-request inputs of a step, and update the history.
 
@@ -245,6 +223,7 @@ def gather_requests(
         padding_row: table row of dummy requests.
         out: contiguous result tensors to reuse, of ``N >= B`` rows (:func:`empty_requests`). If ``None``, ``B`` rows.
         backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
         The :class:`StepRequests`.
@@ -262,88 +241,22 @@ def gather_requests(
         >>> requests.guided, requests.generated
         (tensor([False,  True]), tensor([4, 2], dtype=torch.int32))
     """
-    backend = resolve_backend(backend, "tokens", tokens)
-    is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
-    device = check_tensor("tokens", tokens, dtypes=torch.int64, shape=(None, None) if is_many else (None,)).device
-    count = tokens.shape[0]
-    if is_many and tokens.shape[1] == 0:
-        raise ValueError("tokens must have at least one column, got none")
-    if is_many and new_lens is None:
-        raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
-    if new_lens is not None:
-        check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(count,), device=device)
-    check_tensor("table_rows", table_rows, dtypes=torch.int64, shape=(count,), device=device)
-    check_tensor("lengths", lengths, dtypes=torch.int32, shape=(count,), device=device)
-    if active is not None:
-        check_tensor("active", active, dtypes=torch.bool, shape=(count,), device=device)
-    if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
-    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
-    table_size = table.mode.shape[0]
-    dtypes = [GUIDANCE_COLUMNS[name].dtype for name in _Table._fields]
-    check_fields("table", _Table._fields, _columns_read(table), dtypes, table_size, device, unit_stride=False)
-    if history is not None:
-        if not isinstance(history, StepHistory):
-            raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
-        for name in ("step", "uncounted"):
-            check_tensor(f"history.{name}", getattr(history, name), dtypes=torch.int64, shape=(1,), device=device)
-        check_history(history, table_size, device)
-    if isinstance(padding_row, bool) or not isinstance(padding_row, int):
-        raise TypeError(f"padding_row must be an int, got {type(padding_row).__name__}")
-    if not 0 <= padding_row < table_size:
-        raise ValueError(f"padding_row must be in [0, {table_size}), got {padding_row}")
+    if validate:
+        is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
+        spec = _SPEC if is_many else _SPEC_OF_ONE_TOKEN
+        backend, sizes = spec.check(backend, tokens, table_rows, lengths, new_lens, active, table, history, out)
+        if is_many and new_lens is None:
+            raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
+        if history is not None:
+            check_history(history)
+        if isinstance(padding_row, bool) or not isinstance(padding_row, int):
+            raise TypeError(f"padding_row must be an int, got {type(padding_row).__name__}")
+        if not 0 <= padding_row < sizes["R"]:
+            raise ValueError(f"padding_row must be in [0, {sizes['R']}), got {padding_row}")
+        if sizes.get("N", sizes["B"]) < sizes["B"]:
+            raise ValueError(f"out must have a row for each of the {sizes['B']} requests, got {sizes['N']}")
     if out is None:
-        out = empty_requests(count, device)
-    if not isinstance(out, StepRequests):
-        raise TypeError(f"out must be StepRequests, got {type(out).__name__}")
-    rows = check_tensor("out.positions", out.positions, dtypes=torch.int32, shape=(None,), device=device).shape[0]
-    if rows < count:
-        raise ValueError(f"out must have a row for each of the {count} requests, got {rows}")
-    check_fields("out", StepRequests._fields, out, _DTYPES, rows, device)
-
-    return gather_requests_unchecked(
-        table,
-        tokens,
-        table_rows,
-        lengths,
-        new_lens=new_lens,
-        active=active,
-        history=history,
-        padding_row=padding_row,
-        out=out,
-        backend=backend,
-    )
-
-
-def check_history(history: StepHistory, table_rows: int, device: torch.device) -> None:
-    """Check the per-sequence fields of a history.
-
-    Raises:
-        TypeError, ValueError: a field is invalid; the message names it, the value and what is accepted.
-    """
-    shape = (table_rows, None)
-    check_tensor("history.tokens", history.tokens, dtypes=torch.int32, shape=shape, device=device)
-    if not history.tokens.is_contiguous() or history.tokens.shape[1] == 0:
-        came = f"{list(history.tokens.shape)} with strides {history.tokens.stride()}"
-        raise ValueError(f"history.tokens must be contiguous and have a column, got {came}")
-    for name in ("told_lens", "cached_lens"):
-        lens = getattr(history, name)
-        check_tensor(f"history.{name}", lens, dtypes=torch.int32, shape=(table_rows,), device=device)
-
-
-def gather_requests_unchecked(
-    table: GuidanceColumns,
-    tokens: Tensor,
-    table_rows: Tensor,
-    lengths: Tensor,
-    *,
-    new_lens: Tensor | None,
-    active: Tensor | None,
-    history: StepHistory | None,
-    padding_row: int,
-    out: StepRequests,
-    backend: str,
-) -> StepRequests:
-    """:func:`gather_requests` without argument checks, for a resolved backend."""
-    _launch(backend, out, _columns_read(table), tokens, table_rows, lengths, new_lens, active, history, padding_row)
+        out = empty_requests(tokens.shape[0], tokens.device)
+    columns = select_columns(GatheredColumns, table)
+    _launch(backend, out, columns, tokens, table_rows, lengths, new_lens, active, history, padding_row)
     return out

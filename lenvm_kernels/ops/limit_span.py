@@ -9,26 +9,16 @@ and the only token that a grammar allows stays selectable.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    FLOATS,
-    ceil_div,
-    check_fields,
-    check_tensor,
-    next_power_of_2,
-    resolve_backend,
-    row_stride,
-    row_strides,
-)
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, select_columns, with_row_stride
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.limit_span import EXCLUDED, FORCED
 from lenvm_kernels.reference.limit_span import limit_span as _reference
-from lenvm_kernels.types import GUIDANCE_COLUMNS, Drafts, GuidanceColumns, SpanNodes, TextBreak
+from lenvm_kernels.types import Drafts, GuidanceColumns, SpanNodes, TextBreak
 
 # Requests per program. With four drafts each, a thread of the one warp has two nodes.
 REQUESTS = 8
@@ -37,32 +27,32 @@ _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
 _LINE = tl.constexpr(int(TextBreak.LINE))
 
 
-class _Table(NamedTuple):
+class SpanColumns(NamedTuple):
     """The columns of a guidance table that the kernel accesses."""
 
-    eos_token_ids: Tensor  # int32 [R, E]
-    span_end_token_ids: Tensor  # int32 [R, S]
-    span_token_ids: Tensor  # int32 [R, P]
-    closing_token_ids: Tensor  # int32 [R, C]
-    span_first_bits: Tensor  # int32 [R]
-    span_end_bits: Tensor  # int32 [R]
-    span_start_bits: Tensor  # int32 [R]
-    hard_limit: Tensor  # int32 [R]
-    hard_limit_grace: Tensor  # int32 [R]
-    allows_eos: Tensor  # bool [R]
+    eos_token_ids: Tensor
+    span_end_token_ids: Tensor
+    span_token_ids: Tensor
+    closing_token_ids: Tensor
+    span_first_bits: Tensor
+    span_end_bits: Tensor
+    span_start_bits: Tensor
+    hard_limit: Tensor
+    hard_limit_grace: Tensor
+    allows_eos: Tensor
     # Read and written.
-    prompt_len: Tensor  # int32 [R]
-    span_ended: Tensor  # bool [R]
-    span_seen: Tensor  # int32 [R]
-    span_match: Tensor  # int32 [R]
-    closing_from: Tensor  # int32 [R]
+    prompt_len: Tensor
+    span_ended: Tensor
+    span_seen: Tensor
+    span_match: Tensor
+    closing_from: Tensor
 
 
 # The columns that are lists, and the columns that are written.
-_LISTS, _WRITTEN = _Table._fields[:4], _Table._fields[-5:]
+LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-5:]
 
 
-class _Span(NamedTuple):
+class SpanState(NamedTuple):
     """Span state of requests, ``[REQUESTS]`` each."""
 
     ended: Any
@@ -91,7 +81,7 @@ def _of(column_ptr, stride, table_row, exists):
 
 @triton.jit
 def _after(
-    span,  # _Span
+    span,  # SpanState
     token,
     place,  # length of the sequence with the token
     is_told,
@@ -113,11 +103,10 @@ def _after(
         is_known = is_told & (token >= 0) & (token < rules.W)
         is_due = is_due | ((tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0) & _LINE) != 0)
     closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
-    return _Span(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
+    return SpanState(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=[
         "stride_logits_row",
@@ -144,7 +133,7 @@ def _limit_span_kernel(
     generated_ptr,  # int32 [B * (1 + D)], written
     logits_ptr,  # [B * (1 + D), V], changed, or None
     stride_logits_row,
-    table,  # _Table
+    table,  # SpanColumns
     stride,  # its strides
     tokens_ptr,  # int64 [B, NEW]
     stride_tokens_request,
@@ -203,7 +192,7 @@ def _limit_span_kernel(
     tl.debug_barrier()  # reads precede the overwrites, here and below
 
     rules = _Rules(patterns, first_bits, end_bits, start_bits, hard_limit, grace, text_breaks_ptr, W)
-    span = _Span(ended != 0, begin, match, closing_from)
+    span = SpanState(ended != 0, begin, match, closing_from)
     for i in range(NEW):
         place = length - new_len + i + 1
         is_told = has_span & (i < new_len) & (place > 0)
@@ -220,10 +209,8 @@ def _limit_span_kernel(
     is_root = node == 0
     depth, node_ended = tl.zeros([REQUESTS, NODES], tl.int32), is_root & span.ended[:, None]
     node_begin = tl.where(is_root, span.begin[:, None], 0)
-    node_match, node_closing = (
-        tl.where(is_root, span.match[:, None], 0),
-        tl.where(is_root, span.closing_from[:, None], 0),
-    )
+    node_match = tl.where(is_root, span.match[:, None], 0)
+    node_closing = tl.where(is_root, span.closing_from[:, None], 0)
     is_draft, count = exists, tl.zeros([REQUESTS], tl.int32)
     if draft_ids_ptr is not None:
         for j in range(D):
@@ -233,7 +220,7 @@ def _limit_span_kernel(
             count += is_draft.to(tl.int32)
             parent = tl.where((parent >= 0) & (parent < j), parent, -1)
             is_parent = node == (parent + 1)[:, None]
-            behind = _Span(
+            behind = SpanState(
                 tl.max(tl.where(is_parent, node_ended.to(tl.int32), 0), axis=1) > 0,
                 tl.sum(tl.where(is_parent, node_begin, 0), axis=1),
                 tl.sum(tl.where(is_parent, node_match, 0), axis=1),
@@ -288,11 +275,11 @@ def _limit_span_kernel(
             tl.store(excluded_ptr, (y.to(tl.float32) - _EXCLUDED).to(y.dtype), mask=is_lowered)
 
 
-@operator(reference=_reference, mutates=["logits", *(f"table.{name}" for name in _WRITTEN)])
+@operator(reference=_reference, mutates=["logits", *(f"table.{name}" for name in WRITTEN)])
 def _launch(
     out: SpanNodes,
     logits: Tensor | None,
-    table: _Table,
+    table: SpanColumns,
     tokens: Tensor,
     table_rows: Tensor,
     lengths: Tensor,
@@ -305,40 +292,34 @@ def _launch(
         return
     draft_ids, draft_parents = (None, None) if drafts is None else drafts
     columns = 0 if draft_ids is None else draft_ids.shape[1]
+    trees = (*with_row_stride(draft_ids), *with_row_stride(draft_parents))
+    results = (*out, *with_row_stride(logits), table, row_strides(table))
+    batch = (tokens, tokens.stride(0), new_lens, table_rows, lengths)
+    vocab, known = 0 if logits is None else logits.shape[1], 0 if text_breaks is None else text_breaks.shape[0]
+    eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
+    blocks = {
+        "EOS": next_power_of_2(eos),
+        "SPAN_ENDS": next_power_of_2(ends),
+        "PATTERNS": next_power_of_2(patterns),
+        "CLOSING": next_power_of_2(closing),
+        "NODES": next_power_of_2(columns + 1),
+    }
+    sizes = dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS)
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        out.ended,
-        out.generated,
-        logits,
-        row_stride(logits),
-        table,
-        row_strides(table),
-        tokens,
-        tokens.stride(0),
-        new_lens,
-        table_rows,
-        lengths,
-        draft_ids,
-        row_stride(draft_ids),
-        draft_parents,
-        row_stride(draft_parents),
-        text_breaks,
-        requests,
-        0 if logits is None else logits.shape[1],
-        0 if text_breaks is None else text_breaks.shape[0],
-        NEW=new,
-        E=table.eos_token_ids.shape[1],
-        S=table.span_end_token_ids.shape[1],
-        P=table.span_token_ids.shape[1],
-        C=table.closing_token_ids.shape[1],
-        EOS=next_power_of_2(table.eos_token_ids.shape[1]),
-        SPAN_ENDS=next_power_of_2(table.span_end_token_ids.shape[1]),
-        PATTERNS=next_power_of_2(table.span_token_ids.shape[1]),
-        CLOSING=next_power_of_2(table.closing_token_ids.shape[1]),
-        D=columns,
-        NODES=next_power_of_2(columns + 1),
-        REQUESTS=REQUESTS,
-        num_warps=1,
+        *results, *batch, *trees, text_breaks, requests, vocab, known, **sizes, **blocks, num_warps=1
     )
+
+
+_SPEC = Spec(f"""
+    tokens: int64 [B, NEW+]
+    drafts?: Drafts
+    logits?: float [B * (1 + D), V]
+    table: GuidanceColumns ({", ".join(SpanColumns._fields)}) strided
+    table_rows: int64 [B]
+    lengths: int32 [B]
+    new_lens?: int32 [B]
+    text_breaks?: int8 [W]
+""")
 
 
 def limit_span(
@@ -393,6 +374,7 @@ def limit_span(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
+        >>> import torch
         >>> from lenvm_kernels import GuidanceTable, parse_guidance
         >>> params = parse_guidance({"target_length": 5, "end_token_ids": [2], "hard_limit": 9})
         >>> table = GuidanceTable.from_params([params], [{0}], "cpu").columns
@@ -402,35 +384,15 @@ def limit_span(
         >>> logits  # the sequence cannot end
         tensor([[-10000.,      0.,      0.,      0.]])
     """
-    backend = resolve_backend(backend, "tokens", tokens)
-    check_tensor("tokens", tokens, dtypes=torch.int64, shape=(None, None))
-    (requests, new), device = tokens.shape, tokens.device
-    if new == 0:
-        raise ValueError("tokens must have at least one column, got none")
-    if drafts is not None:
-        check_drafts(drafts, requests, device)
-    nodes = 1 if drafts is None else 1 + drafts.token_ids.shape[1]
-    if logits is not None:
-        check_tensor("logits", logits, dtypes=FLOATS[backend], shape=(requests * nodes, None), device=device)
-    if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
-    columns = _Table._make(getattr(table, name) for name in _Table._fields)
-    size = check_tensor("table.eos_token_ids", columns[0], dtypes=torch.int32, shape=(None, None)).shape[0]
-    for name, column in zip(_LISTS, columns[: len(_LISTS)], strict=True):
-        check_tensor(f"table.{name}", column, dtypes=torch.int32, shape=(size, None), device=device)
-        if column.shape[1] == 0:
+    without_drafts = {"D": 0} if drafts is None else {}
+    arguments = (tokens, drafts, logits, table, table_rows, lengths, new_lens, text_breaks)
+    backend, sizes = _SPEC.check(backend, *arguments, sizes=without_drafts)
+    for name in LISTS:
+        if getattr(table, name).shape[1] == 0:
             raise ValueError(f"table.{name} must have at least one column, got none")
-    numbers = _Table._fields[len(_LISTS) :]
-    dtypes = [GUIDANCE_COLUMNS[name].dtype for name in numbers]
-    check_fields("table", numbers, columns[len(_LISTS) :], dtypes, size, device, unit_stride=False)
-    check_tensor("table_rows", table_rows, dtypes=torch.int64, shape=(requests,), device=device)
-    check_tensor("lengths", lengths, dtypes=torch.int32, shape=(requests,), device=device)
-    if new_lens is not None:
-        check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(requests,), device=device)
-    elif new != 1:
-        raise ValueError(f"new_lens must be given with tokens of several columns, got {new} columns")
-    if text_breaks is not None:
-        check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=device)
-    found = SpanNodes(*(torch.empty(requests * nodes, dtype=x, device=device) for x in (torch.bool, torch.int32)))
-    _launch(backend, found, logits, columns, tokens, table_rows, lengths, new_lens, drafts, text_breaks)
-    return found
+    if new_lens is None and sizes["NEW"] != 1:
+        raise ValueError(f"new_lens must be given with tokens of several columns, got {sizes['NEW']} columns")
+    nodes = empty(SpanNodes, tokens.device, sizes)
+    columns = select_columns(SpanColumns, table)
+    _launch(backend, nodes, logits, columns, tokens, table_rows, lengths, new_lens, drafts, text_breaks)
+    return nodes

@@ -11,25 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    MAX_CANDIDATES,
-    check_fields,
-    check_tensor,
-    next_power_of_2,
-    resolve_backend,
-)
+from lenvm_kernels.ops._common import next_power_of_2, with_row_stride
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.pack_drafts import pack_drafts as _reference
 from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates
 
-# Dtypes of the fields of CandidateTrees, in order.
-_DTYPES = (torch.int32, torch.int32, torch.int32, torch.int32, torch.int64)
 
-
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
     do_not_specialize_on_alignment=["draft_ids_ptr", "draft_parents_ptr"],
@@ -98,21 +87,10 @@ def _launch(out: CandidateTrees, scored: ScoredCandidates, drafts: Drafts) -> No
     if rows == 0:
         return
     nodes = next_power_of_2(width + 1)
-    _pack_drafts_kernel[(rows,)](
-        out,
-        scored.token_ids,
-        scored.counts,
-        scored.positions,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.parents,
-        drafts.parents.stride(0),
-        count,
-        D=width,
-        K=columns,
-        NODES=nodes,
-        num_warps=max(1, min(8, nodes * columns // 64)),
-    )
+    trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
+    tensors = (out, scored.token_ids, scored.counts, scored.positions, *trees)
+    warps = max(1, min(8, nodes * columns // 64))
+    _pack_drafts_kernel[(rows,)](*tensors, count, D=width, K=columns, NODES=nodes, num_warps=warps)
 
 
 def tree_columns(drafts: int, candidates: int) -> int:
@@ -122,9 +100,18 @@ def tree_columns(drafts: int, candidates: int) -> int:
 
 def empty_trees(rows: int, drafts: int, candidates: int, device: torch.device) -> CandidateTrees:
     """Result tensors for :func:`pack_drafts`, for ``rows`` requests."""
-    columns = tree_columns(drafts, candidates)
-    shapes = ((rows, columns), (rows, columns), (rows,), (rows,), (rows * (1 + drafts), candidates))
-    return CandidateTrees(*map(lambda s, d: torch.empty(s, dtype=d, device=device), shapes, _DTYPES))
+    return empty(CandidateTrees, device, _sizes_of_trees(rows, drafts, candidates))
+
+
+def _sizes_of_trees(rows: int, drafts: int, candidates: int) -> dict[str, int]:
+    return {"N": rows, "D": drafts, "K": candidates, "C": tree_columns(drafts, candidates)}
+
+
+_SPEC = Spec("""
+    scored: ScoredCandidates of select_scored (token_ids, counts, positions) contiguous
+    drafts: Drafts
+""")
+_OUT = Spec("out: CandidateTrees contiguous")
 
 
 def pack_drafts(
@@ -162,33 +149,15 @@ def pack_drafts(
         (tensor([3], dtype=torch.int32), tensor([[ 1,  0],
                 [ 2, -1]]))
     """
-    if not isinstance(scored, ScoredCandidates):
-        raise TypeError(f"scored must be the ScoredCandidates of select_scored, got {type(scored).__name__}")
-    check_drafts(drafts, None, None)
-    backend = resolve_backend(backend, "scored.token_ids", scored.token_ids)
-    token_ids = check_tensor("scored.token_ids", scored.token_ids, dtypes=torch.int32, shape=(None, None))
-    (nodes, columns), device = token_ids.shape, token_ids.device
-    if columns not in COLUMNS:
-        raise ValueError(f"scored.token_ids must have a power of two up to {MAX_CANDIDATES} columns, got {columns}")
-    if not token_ids.is_contiguous():
-        raise ValueError(f"scored.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
-    check_fields("scored", ("counts", "positions"), scored[1:3], (torch.int32,) * 2, nodes, device)
-    count, width = drafts.token_ids.shape
-    check_drafts(drafts, count, device)
+    backend, sizes = _SPEC.check(backend, scored, drafts)
+    nodes, columns, count, width = (sizes[name] for name in ("N", "K", "B", "D"))
     rows, rest = divmod(nodes, 1 + width)
     if rest or rows < count:
         raise ValueError(
             f"scored must have 1 + {width} rows a request for at least the {count} requests with drafts, got {nodes}"
         )
     if out is None:
-        out = empty_trees(rows, width, columns, device)
-    if not isinstance(out, CandidateTrees):
-        raise TypeError(f"out must be CandidateTrees, got {type(out).__name__}")
-    shape = (rows, tree_columns(width, columns))
-    shapes = (shape, shape, (rows,), (rows,), (nodes, columns))
-    for name, dtype, wanted in zip(CandidateTrees._fields, _DTYPES, shapes, strict=True):
-        tensor = check_tensor(f"out.{name}", getattr(out, name), dtypes=dtype, shape=wanted, device=device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"out.{name} must be contiguous, got strides {tuple(tensor.stride())}")
+        out = empty_trees(rows, width, columns, drafts.parents.device)
+    _OUT.check(backend, out, device=drafts.parents.device, sizes=_sizes_of_trees(rows, width, columns))
     _launch(backend, out, scored, drafts)
     return out

@@ -10,21 +10,14 @@ padding columns map to separate places after the last candidate, so that one sca
 share of the -1 at the end of ``head_rows``.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    INT_DTYPES,
-    check_tensor,
-    next_power_of_2,
-    overlapping,
-    resolve_backend,
-    row_stride,
-)
+from lenvm_kernels.ops._common import next_power_of_2, overlapping, with_row_stride
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.ragged_layout import ragged_layout as _reference
 from lenvm_kernels.types import RaggedLayout
 
@@ -60,8 +53,7 @@ def _earlier(parent, column):
     return tl.where((parent >= 0) & (parent < column), parent, -1).to(tl.int64)
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_candidate_ids_request", "stride_parents_request", "B", "D"],
     do_not_specialize_on_alignment=[
@@ -170,26 +162,24 @@ def _launch(
     candidate_parents: Tensor | None,
 ) -> None:
     (requests, columns), deltas = candidate_ids.shape, delta_ids.shape[0]
+    delta = (delta_ids, delta_slots, delta_starts, delta_lens)
+    candidates = (*with_row_stride(candidate_ids), candidate_lens, cached_lens, *with_row_stride(candidate_parents))
+    sizes = dict(K=columns, COLUMNS=next_power_of_2(max(columns, 1)), TILE=TILE)
     _ragged_layout_kernel[(requests,)](
-        out,
-        delta_ids,
-        delta_slots,
-        delta_starts,
-        delta_lens,
-        candidate_ids,
-        candidate_ids.stride(0),
-        candidate_lens,
-        cached_lens,
-        candidate_parents,
-        row_stride(candidate_parents),
-        requests,
-        deltas,
-        K=columns,
-        COLUMNS=next_power_of_2(max(columns, 1)),
-        TILE=TILE,
-        num_warps=NUM_WARPS,
-        **overlapping(),
+        out, *delta, *candidates, requests, deltas, **sizes, num_warps=NUM_WARPS, **overlapping()
     )
+
+
+_SPEC = Spec("""
+    delta_ids: int [D]
+    candidate_ids: int [B+, K]
+    delta_slots: int [D]
+    delta_starts: int32 [B]
+    delta_lens: int32 [B]
+    candidate_lens: int32 [B]
+    cached_lens: int32 [B]
+    candidate_parents?: int32 [B, K]
+""")
 
 
 def ragged_layout(
@@ -247,37 +237,11 @@ def ragged_layout(
         >>> layout.head_targets
         tensor([0, 1, 2, 3])
     """
-    backend = resolve_backend(backend, "delta_ids", delta_ids)
-    device = check_tensor("delta_ids", delta_ids, dtypes=INT_DTYPES, shape=(None,)).device
-    check_tensor("delta_slots", delta_slots, dtypes=INT_DTYPES, shape=delta_ids.shape, device=device)
-    check_tensor("candidate_ids", candidate_ids, dtypes=INT_DTYPES, shape=(None, None), device=device)
-    requests = candidate_ids.shape[0]
-    if requests == 0:
-        raise ValueError("candidate_ids must have a row for each request, at least one, got none")
-    check_tensor("delta_starts", delta_starts, dtypes=torch.int32, shape=(requests,), device=device)
-    check_tensor("delta_lens", delta_lens, dtypes=torch.int32, shape=(requests,), device=device)
-    check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(requests,), device=device)
-    check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(requests,), device=device)
-    if candidate_parents is not None:
-        shape = tuple(candidate_ids.shape)
-        check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=shape, device=device)
-
-    columns, deltas = candidate_ids.shape[1], delta_ids.shape[0]
-    rows = deltas + requests * columns
-
-    def empty(*shape, dtype=torch.int64):
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    layout = RaggedLayout(
-        token_ids=empty(rows),
-        positions=empty(rows),
-        slots=empty(rows),
-        q_offsets=empty(requests + 1, dtype=torch.int32),
-        candidate_rows=empty(requests, columns),
-        head_rows=empty(requests * columns),
-        head_targets=empty(requests * columns),
-        parents=None if candidate_parents is None else empty(rows, dtype=torch.int32),
-    )
-    delta = (delta_ids, delta_slots, delta_starts, delta_lens)
-    _launch(backend, layout, *delta, candidate_ids, candidate_lens, cached_lens, candidate_parents)
+    delta = (delta_slots, delta_starts, delta_lens)
+    lens = (candidate_lens, cached_lens, candidate_parents)
+    backend, sizes = _SPEC.check(backend, delta_ids, candidate_ids, *delta, *lens)
+    sizes["T"] = sizes["D"] + sizes["B"] * sizes["K"]
+    without = ("parents",) if candidate_parents is None else ()
+    layout = empty(RaggedLayout, delta_ids.device, sizes, without)
+    _launch(backend, layout, delta_ids, *delta, candidate_ids, *lens)
     return layout

@@ -13,7 +13,6 @@ A program processes one token with all its heads. Its result does not depend on 
 result is bitwise identical in any batch. All loads precede all stores, so that a program waits for memory once.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    FLOATS,
-    INT_DTYPES,
-    check_tensor,
-    next_power_of_2,
-    overlapping,
-    resolve_backend,
-    row_stride,
-)
+from lenvm_kernels.ops._common import check_int, check_norm_eps, next_power_of_2, overlapping, row_stride
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
 # Elements of each half of the queries per thread: 16 bytes of bf16, the widest load. With Qwen3-1.7B's 16 heads of 128,
@@ -76,7 +68,7 @@ def _rotate(halves, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-class _Tensors(NamedTuple):
+class RopeTensors(NamedTuple):
     q: Any  # [T, Hq, D]
     k: Any  # [T, Hkv, D]
     v: Any  # [T, Hkv, D]
@@ -89,7 +81,7 @@ class _Tensors(NamedTuple):
     norm_weight: Any  # [Hq + Hkv, D] or None
 
 
-class _Strides(NamedTuple):
+class RopeStrides(NamedTuple):
     k_cache_slot: int
     k_cache_head: int
     v_cache_slot: int
@@ -105,8 +97,8 @@ class _Strides(NamedTuple):
     do_not_specialize_on_alignment=["num_rows_ptr"],
 )
 def _rope_cache_kernel(
-    ptr,  # _Tensors
-    stride,  # _Strides
+    ptr,  # RopeTensors
+    stride,  # RopeStrides
     num_rows_ptr,  # int32 [1] or None
     norm_eps,
     num_slots,  # S
@@ -190,21 +182,37 @@ def _launch(
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
     by_slot = (*k_cache.stride()[:2], *v_cache.stride()[:2])
+    tensors = RopeTensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight)
+    by_row = (qkv.stride(0), cos.stride(0), sin.stride(0), row_stride(qk_norm_weight))
+    heads = dict(Q_HEADS=num_heads, KV_HEADS=kv_heads, BLOCK_Q_HEADS=block_q_heads)
     _rope_cache_kernel[(tokens,)](
-        _Tensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
-        _Strides._make((*by_slot, qkv.stride(0), cos.stride(0), sin.stride(0), row_stride(qk_norm_weight))),
+        tensors,
+        RopeStrides._make((*by_slot, *by_row)),
         num_rows,
         norm_eps,
         num_slots,
-        Q_HEADS=num_heads,
-        KV_HEADS=kv_heads,
+        **heads,
         HALF=head_dim // 2,
-        BLOCK_Q_HEADS=block_q_heads,
         BLOCK_KV_HEADS=next_power_of_2(kv_heads),
         BLOCK_HALF=block_half,
         num_warps=min(max(warps, 1), MAX_WARPS),
         **overlapping(),
     )
+
+
+_SPEC = Spec("""
+    qkv: float [T, *]
+    k_cache: =qkv [S, Hkv, D]
+""")
+_REST = Spec("""
+    qkv: float [T, (Hq + 2 * Hkv) * D]
+    v_cache: =qkv [S, Hkv, D]
+    cos: float32 [T, D // 2]
+    sin: float32 [T, D // 2]
+    slots: int [T]
+    qk_norm_weight?: =qkv [Hq + Hkv, D]
+    num_rows?: int32 [1]
+""")
 
 
 def rope_cache(
@@ -263,34 +271,18 @@ def rope_cache(
         >>> k_cache[2], v_cache[2]
         (tensor([[-5.,  4.]]), tensor([[6., 7.]]))
     """
-    backend = resolve_backend(backend, "qkv", qkv)
-    check_tensor("qkv", qkv, dtypes=FLOATS[backend], shape=(None, None))
-    dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
-    check_tensor("k_cache", k_cache, dtypes=dtype, shape=(None, None, None), device=device)
-    kv_heads, head_dim = k_cache.shape[1:]
+    backend, sizes = _SPEC.check(backend, qkv, k_cache)
+    kv_heads, head_dim = sizes["Hkv"], sizes["D"]
     if kv_heads == 0 or head_dim == 0 or head_dim % 2:
         raise ValueError(
             f"k_cache must have at least one head and an even last dimension, got shape {list(k_cache.shape)}"
         )
-    check_tensor("v_cache", v_cache, dtypes=k_cache.dtype, shape=k_cache.shape, device=device)
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int):
-        raise TypeError(f"num_heads must be an int of at least 1, got {type(num_heads).__name__}")
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be an int of at least 1, got {num_heads}")
-    check_tensor("qkv", qkv, dtypes=dtype, shape=(None, (num_heads + 2 * kv_heads) * head_dim))
-    check_tensor("cos", cos, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
-    check_tensor("sin", sin, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
-    check_tensor("slots", slots, dtypes=INT_DTYPES, shape=(tokens,), device=device)
-    if qk_norm_weight is not None:
-        check_tensor(
-            "qk_norm_weight", qk_norm_weight, dtypes=dtype, shape=(num_heads + kv_heads, head_dim), device=device
-        )
-    if not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf:
-        raise ValueError(f"norm_eps must be a positive number, got {norm_eps!r}")
-    if num_rows is not None:
-        check_tensor("num_rows", num_rows, dtypes=torch.int32, shape=(1,), device=device)
-
+    check_int("num_heads", num_heads, 1)
+    sizes["Hq"] = num_heads
+    _REST.check(backend, qkv, v_cache, cos, sin, slots, qk_norm_weight, num_rows, sizes=sizes)
+    check_norm_eps(norm_eps)
     heads = num_heads, kv_heads, kv_heads
+    dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
     out = _Rotated(*(torch.empty(tokens, n, head_dim, dtype=dtype, device=device) for n in heads))
     operands = (qkv, cos, sin, slots, k_cache, v_cache, num_heads, qk_norm_weight, float(norm_eps), num_rows)
     _launch(backend, out, *operands)

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, INT_DTYPES, SINGLES, ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference.sample_candidates import sample_candidates as _reference
 from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
 from lenvm_kernels.types import Candidates, Status
@@ -96,19 +97,17 @@ def _launch(
     requests, columns = guided_probs.shape
     if requests == 0:
         return
-    _sample_candidates_kernel[(ceil_div(requests, TILE),)](
-        out,
-        candidates,
-        guided_probs,
-        guided_probs.stride(0),
-        seeds,
-        positions,
-        temperature,
-        requests,
-        K=columns,
-        REQUESTS=TILE,
-        num_warps=1,
-    )
+    tensors = (out, candidates, guided_probs, guided_probs.stride(0), seeds, positions, temperature)
+    _sample_candidates_kernel[(ceil_div(requests, TILE),)](*tensors, requests, K=columns, REQUESTS=TILE, num_warps=1)
+
+
+_SPEC = Spec("""
+    guided_probs: single [B, K=2**n]
+    candidates: Candidates of topk_candidates (token_ids, status) contiguous
+    seeds: int64 [B]
+    positions: int [B]
+    temperature?: float32 [B]
+""")
 
 
 def sample_candidates(
@@ -119,6 +118,7 @@ def sample_candidates(
     *,
     temperature: Tensor | None = None,  # fp32 [B]
     backend: str = "auto",
+    validate: bool = True,
 ) -> Tensor:  # int32 [B]
     """Draw each request's next token from its guided candidates, with ``guided_probs`` as their weights.
 
@@ -139,6 +139,7 @@ def sample_candidates(
         temperature: fp32 ``[B]``. Requests below 1e-6 take the most probable candidate, the first one of a tie. It does
             not scale ``guided_probs``, which already include it. If None, no request is greedy.
         backend: ``auto``, ``triton`` or ``reference``.
+        validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
         Tokens, int32 ``[B]``; -1 for requests without a positive probability, and for requests whose status is neither
@@ -155,38 +156,8 @@ def sample_candidates(
         >>> [sample_candidates(candidates, guided_probs, seeds, torch.tensor([i])).item() for i in range(8)]
         [2, 2, 0, 2, 2, 2, 2, 2]
     """
-    backend = resolve_backend(backend, "guided_probs", guided_probs)
-    check_tensor("guided_probs", guided_probs, dtypes=SINGLES[backend], shape=(None, None))
-    (requests, columns), device = guided_probs.shape, guided_probs.device
-    if not isinstance(candidates, Candidates):
-        raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
-    if columns not in COLUMNS:
-        raise ValueError(f"guided_probs must have a power of two up to {COLUMNS[-1]} columns, got {columns}")
-    token_ids, status = candidates.token_ids, candidates.status
-    check_tensor("candidates.token_ids", token_ids, dtypes=torch.int32, shape=(requests, columns), device=device)
-    if not token_ids.is_contiguous():
-        raise ValueError(f"candidates.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
-    check_tensor("candidates.status", status, dtypes=torch.int8, shape=(requests,), device=device)
-    check_tensor("seeds", seeds, dtypes=torch.int64, shape=(requests,), device=device)
-    check_tensor("positions", positions, dtypes=INT_DTYPES, shape=(requests,), device=device)
-    if temperature is not None:
-        check_tensor("temperature", temperature, dtypes=torch.float32, shape=(requests,), device=device)
-
-    return sample_candidates_unchecked(
-        candidates, guided_probs, seeds, positions, temperature=temperature, backend=backend
-    )
-
-
-def sample_candidates_unchecked(
-    candidates: Candidates,
-    guided_probs: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    *,
-    temperature: Tensor | None,
-    backend: str,
-) -> Tensor:
-    """:func:`sample_candidates` without argument checks, for a resolved backend."""
+    if validate:
+        backend, _ = _SPEC.check(backend, guided_probs, candidates, seeds, positions, temperature)
     tokens = torch.empty(guided_probs.shape[0], dtype=torch.int32, device=guided_probs.device)
     _launch(backend, tokens, candidates, guided_probs, seeds, positions, temperature)
     return tokens

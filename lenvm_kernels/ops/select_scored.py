@@ -7,20 +7,17 @@ part. If predicted lengths are requested without reweighting, only the next toke
 Rows beyond the requests have nothing to score, so that a CUDA graph captured for a larger batch can run.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, ceil_div, check_fields, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.select_scored import select_scored as _reference
 from lenvm_kernels.types import Candidates, ScoredCandidates, Status, StepRequests
 
-# Dtypes of the fields of ScoredCandidates, in order.
-_DTYPES = (torch.int32, torch.int32, torch.int32, torch.bool)
 # Requests per program: one per thread of a warp.
 REQUESTS = 32
 
@@ -28,8 +25,7 @@ _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGL
 _NOT_DUE = tl.constexpr(int(Status.NOT_DUE))
 
 
-# Callers pass a slice, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass a slice, whose alignment must not trigger a recompilation.
 @triton.jit(do_not_specialize=["sample", "stride_eos_row", "B", "N"], do_not_specialize_on_alignment=["drawn_ptr"])
 def _select_scored_kernel(
     scored,  # ScoredCandidates, written
@@ -108,37 +104,29 @@ def _launch(
     rows, columns = out.token_ids.shape
     if rows == 0:
         return
+    listed = (candidates.token_ids, candidates.counts, candidates.status)
+    state = (requests.positions, requests.table_rows, requests.wants_length, requests.due)
+    ends = (eos_token_ids, eos_token_ids.stride(0))
+    sizes = dict(K=columns, E=eos_token_ids.shape[1], SCORE_ALL=score_all, REQUESTS=REQUESTS)
+    count = candidates.token_ids.shape[0]
     _select_scored_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        candidates.token_ids,
-        candidates.counts,
-        candidates.status,
-        requests.positions,
-        requests.table_rows,
-        requests.wants_length,
-        requests.due,
-        eos_token_ids,
-        eos_token_ids.stride(0),
-        drawn,
-        step,
-        int(sample),
-        candidates.token_ids.shape[0],
-        rows,
-        K=columns,
-        E=eos_token_ids.shape[1],
-        SCORE_ALL=score_all,
-        REQUESTS=REQUESTS,
-        num_warps=1,
+        out, *listed, *state, *ends, drawn, step, int(sample), count, rows, **sizes, num_warps=1
     )
 
 
 def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandidates:
     """Result tensors for :func:`select_scored`."""
-    token_ids, *others = _DTYPES
-    return ScoredCandidates(
-        torch.empty(rows, columns, dtype=token_ids, device=device),
-        *(torch.empty(rows, dtype=dtype, device=device) for dtype in others),
-    )
+    return empty(ScoredCandidates, device, {"N": rows, "K": columns})
+
+
+_SPEC = Spec("""
+    candidates: Candidates of topk_candidates (token_ids, counts, status) contiguous
+    requests: StepRequests of gather_requests (due, wants_length, positions, table_rows)
+    eos_token_ids: int32 [R, E]
+    drawn?: int32 [B]
+    step?: int64 [1]
+""")
+_OUT = Spec("out: ScoredCandidates contiguous")
 
 
 def select_scored(
@@ -152,6 +140,7 @@ def select_scored(
     step: Tensor | None = None,  # int64 [1]
     out: ScoredCandidates | None = None,  # [N, K]
     backend: str = "auto",
+    validate: bool = True,
 ) -> ScoredCandidates:  # [N, K]
     """Decide which candidates the value model scores in a step.
 
@@ -168,6 +157,7 @@ def select_scored(
         step: int64 [1]; :attr:`StepHistory.step`, incremented if there is a row. If ``None``, no history is kept.
         out: contiguous result tensors to reuse, of ``N`` rows. If ``None``, they are allocated.
         backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
         The :class:`ScoredCandidates`.
@@ -191,56 +181,13 @@ def select_scored(
         >>> scored.counts, scored.alone
         (tensor([2, 1], dtype=torch.int32), tensor([False,  True]))
     """
-    if not isinstance(candidates, Candidates):
-        raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
-    if not isinstance(requests, StepRequests):
-        raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
-    backend = resolve_backend(backend, "candidates.token_ids", candidates.token_ids)
-    token_ids = check_tensor("candidates.token_ids", candidates.token_ids, dtypes=torch.int32, shape=(None, None))
-    (count, columns), device = token_ids.shape, token_ids.device
-    if columns not in COLUMNS:
-        raise ValueError(f"candidates.token_ids must have a power of two up to {MAX_CANDIDATES} columns, got {columns}")
-    if not token_ids.is_contiguous():
-        raise ValueError(f"candidates.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
-    check_tensor("candidates.counts", candidates.counts, dtypes=torch.int32, shape=(count,), device=device)
-    check_tensor("candidates.status", candidates.status, dtypes=torch.int8, shape=(count,), device=device)
-    check_tensor("requests.due", requests.due, dtypes=torch.bool, shape=(None,), device=device)
-    rows = requests.due.shape[0]
-    if rows < count:
-        raise ValueError(f"requests must have a row for each of the {count} requests, got {rows}")
-    check_tensor("requests.wants_length", requests.wants_length, dtypes=torch.bool, shape=(rows,), device=device)
-    check_tensor("requests.positions", requests.positions, dtypes=torch.int32, shape=(rows,), device=device)
-    check_tensor("requests.table_rows", requests.table_rows, dtypes=torch.int64, shape=(rows,), device=device)
-    check_tensor("eos_token_ids", eos_token_ids, dtypes=torch.int32, shape=(None, None), device=device)
-    if drawn is not None:
-        check_tensor("drawn", drawn, dtypes=torch.int32, shape=(count,), device=device)
-    if step is not None:
-        check_tensor("step", step, dtypes=torch.int64, shape=(1,), device=device)
+    if validate:
+        backend, sizes = _SPEC.check(backend, candidates, requests, eos_token_ids, drawn, step)
+        if sizes["N"] < sizes["B"]:
+            raise ValueError(f"requests must have a row for each of the {sizes['B']} requests, got {sizes['N']}")
     if out is None:
-        out = empty_scored(rows, columns, device)
-    if not isinstance(out, ScoredCandidates):
-        raise TypeError(f"out must be ScoredCandidates, got {type(out).__name__}")
-    check_tensor("out.token_ids", out.token_ids, dtypes=torch.int32, shape=(rows, columns), device=device)
-    check_fields("out", ScoredCandidates._fields[1:], out[1:], _DTYPES[1:], rows, device)
-    if not out.token_ids.is_contiguous():
-        raise ValueError(f"out.token_ids must be contiguous, got strides {tuple(out.token_ids.stride())}")
-
-    options: dict[str, Any] = dict(drawn=drawn, sample=sample, score_all=score_all, step=step, out=out, backend=backend)
-    return select_scored_unchecked(candidates, requests, eos_token_ids, **options)
-
-
-def select_scored_unchecked(
-    candidates: Candidates,
-    requests: StepRequests,
-    eos_token_ids: Tensor,
-    *,
-    drawn: Tensor | None,
-    sample: bool,
-    score_all: bool,
-    step: Tensor | None,
-    out: ScoredCandidates,
-    backend: str,
-) -> ScoredCandidates:
-    """:func:`select_scored` without argument checks, for a resolved backend."""
+        out = empty_scored(requests.due.shape[0], candidates.token_ids.shape[1], requests.due.device)
+    if validate:
+        _OUT.check(backend, out, device=candidates.token_ids.device, sizes=sizes)
     _launch(backend, out, candidates, requests, eos_token_ids, drawn, sample, score_all, step)
     return out

@@ -12,7 +12,6 @@ The sums of squares are passed in, or computed beside the matmul. The norm's wei
 twice). If both are passed in, the loop is a plain matmul.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import (
-    FLOATS,
-    INT_DTYPES,
-    SINGLES,
     architecture,
     ceil_div,
-    check_tensor,
+    check_counters,
+    check_norm_eps,
     fitting_stages,
     overlapping,
-    resolve_backend,
-    row_stride,
+    with_row_stride,
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.value_head import value_head as _reference
 
@@ -68,7 +65,7 @@ NUM_WARPS, NUM_WARPS_FEW = 8, 4
 _FP16_SCALE = tl.constexpr(2.0**-6)
 
 
-class _Head(NamedTuple):
+class HeadWeights(NamedTuple):
     """The weights, whose addresses are the same in every launch."""
 
     fc_weight: Any  # [H, H]
@@ -111,7 +108,7 @@ def _value_head_kernel(
     norm_eps,
     square_sums_ptr,  # [ceil(H / SQUARES_GROUP), T] or None
     stride_square_sums_group,
-    head,  # _Head
+    head,  # HeadWeights
     stride_fc_weight_out,
     M,
     T,
@@ -203,20 +200,20 @@ def _launch(
         stages = STAGES_FEW_WIDE if is_wide else STAGES_FEW
     block_m, block_n = BLOCK_M_FEW if is_few else BLOCK_M, BLOCK_N_WIDE if is_wide else BLOCK_N
     column_blocks, row_blocks = ceil_div(size, block_n), ceil_div(outputs, block_m)
+    partial = torch.empty(column_blocks, outputs, dtype=torch.float32, device=device)
+    if counters is None:
+        counters = torch.zeros(row_blocks, dtype=torch.int32, device=device)
+    norm = (norm_weight, norm_eps, *with_row_stride(square_sums))
+    head = (HeadWeights(fc_weight, fc_bias, summary_weight, summary_bias), fc_weight.stride(0))
     _value_head_kernel[(column_blocks, row_blocks)](
         out,
-        torch.empty(column_blocks, outputs, dtype=torch.float32, device=device),
-        torch.zeros(row_blocks, dtype=torch.int32, device=device) if counters is None else counters,
-        hidden,
-        hidden.stride(0),
+        partial,
+        counters,
+        *with_row_stride(hidden),
         token_rows,
         targets,
-        norm_weight,
-        norm_eps,
-        square_sums,
-        row_stride(square_sums),
-        _Head(fc_weight, fc_bias, summary_weight, summary_bias),
-        fc_weight.stride(0),
+        *norm,
+        *head,
         outputs,
         tokens,
         H=size,
@@ -230,6 +227,20 @@ def _launch(
         enable_fp_fusion=False,
         **overlapping(),
     )
+
+
+_SPEC = Spec("""
+    hidden: float [T, H+]
+    fc_weight: =hidden [H, H]
+    fc_bias: =hidden|float32 [H]
+    summary_weight: =hidden|float32 [1, H]
+    summary_bias: =hidden|float32 [1]
+    token_rows?: int [M]
+    norm_weight?: =hidden|float32 [H]
+    targets?: int [M]
+    square_sums?: single [(H + 63) // 64, T]
+    counters?: int32 [*]
+""")
 
 
 def value_head(
@@ -286,36 +297,13 @@ def value_head(
         >>> value_head(hidden, weight, torch.zeros(64), torch.ones(1, 64), torch.ones(1), token_rows=rows)
         tensor([47.7878,  0.0000])
     """
-    backend = resolve_backend(backend, "hidden", hidden)
-    check_tensor("hidden", hidden, dtypes=FLOATS[backend], shape=(None, None))
-    dtype, device, (tokens, size) = hidden.dtype, hidden.device, hidden.shape
-    if size == 0:
-        raise ValueError(f"hidden must have at least one column, got shape {list(hidden.shape)}")
-    vector_dtypes = (dtype,) if dtype in (torch.float32, torch.float64) else (dtype, torch.float32)
-    check_tensor("fc_weight", fc_weight, dtypes=dtype, shape=(size, size), device=device)
-    check_tensor("fc_bias", fc_bias, dtypes=vector_dtypes, shape=(size,), device=device)
-    check_tensor("summary_weight", summary_weight, dtypes=vector_dtypes, shape=(1, size), device=device)
-    check_tensor("summary_bias", summary_bias, dtypes=vector_dtypes, shape=(1,), device=device)
-    if token_rows is not None:
-        check_tensor("token_rows", token_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
-    if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, dtypes=vector_dtypes, shape=(size,), device=device)
-    if square_sums is not None:
-        groups = ceil_div(size, SQUARES_GROUP)
-        check_tensor("square_sums", square_sums, dtypes=SINGLES[backend], shape=(groups, tokens), device=device)
-    if not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf:
-        raise ValueError(f"norm_eps must be a positive number, got {norm_eps!r}")
-
-    outputs = tokens if token_rows is None else token_rows.shape[0]
-    if targets is not None:
-        check_tensor("targets", targets, dtypes=INT_DTYPES, shape=(outputs,), device=device)
-    if counters is not None:
-        check_tensor("counters", counters, dtypes=torch.int32, shape=(None,), device=device)
-        if counters.shape[0] < num_counters(outputs):
-            raise ValueError(f"counters must be at least {num_counters(outputs)}, got {counters.shape[0]}")
-
-    logits = torch.empty(outputs, dtype=compute_dtype(hidden), device=device)
     head = (fc_weight, fc_bias, summary_weight, summary_bias)
+    without_rows = {"M": hidden.shape[0]} if token_rows is None and isinstance(hidden, Tensor) else {}
+    arguments = (hidden, *head, token_rows, norm_weight, targets, square_sums, counters)
+    backend, sizes = _SPEC.check(backend, *arguments, sizes=without_rows)
+    check_norm_eps(norm_eps)
+    check_counters(counters, num_counters(sizes["M"]))
+    logits = torch.empty(sizes["M"], dtype=compute_dtype(hidden), device=hidden.device)
     norm = (norm_weight, float(norm_eps))
     _launch(backend, logits, counters, hidden, *head, token_rows, *norm, targets, square_sums)
     return logits

@@ -4,14 +4,13 @@ A draw depends only on the request's seed, the position and the distribution at 
 drawn in its place, the draw at its own node is valid too, and so on. The text is the same as without drafts.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, with_row_stride
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.verify_drafts import verify_drafts as _reference
 from lenvm_kernels.types import Drafts, VerifiedTokens
 
@@ -19,8 +18,7 @@ from lenvm_kernels.types import Drafts, VerifiedTokens
 REQUESTS = 8
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation. (Triton applies this option to plain pointer
-# arguments only, not to pointers in a tuple.)
+# Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
     do_not_specialize_on_alignment=["drawn_ptr", "draft_ids_ptr", "draft_parents_ptr"],
@@ -66,19 +64,15 @@ def _launch(out: VerifiedTokens, drawn: Tensor, drafts: Drafts) -> None:
     rows, columns = drafts.token_ids.shape
     if rows == 0:
         return
-    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](
-        out,
-        drawn,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.parents,
-        drafts.parents.stride(0),
-        rows,
-        D=columns,
-        NODES=next_power_of_2(columns + 1),
-        REQUESTS=REQUESTS,
-        num_warps=1,
-    )
+    trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
+    sizes = dict(D=columns, NODES=next_power_of_2(columns + 1), REQUESTS=REQUESTS)
+    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](out, drawn, *trees, rows, **sizes, num_warps=1)
+
+
+_SPEC = Spec("""
+    drafts: Drafts
+    drawn: int32 [B * (1 + D)]
+""")
 
 
 def verify_drafts(
@@ -104,20 +98,13 @@ def verify_drafts(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
+        >>> import torch
         >>> chain = Drafts(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 1]], dtype=torch.int32))
         >>> verify_drafts(torch.tensor([5, 6, 8, 9], dtype=torch.int32), chain)
         VerifiedTokens(tokens=tensor([[ 5,  6,  8, -1]], dtype=torch.int32), lens=tensor([3], dtype=torch.int32), \
 nodes=tensor([[ 0,  1,  2, -1]], dtype=torch.int32))
     """
-    check_drafts(drafts, None, None)
-    backend = resolve_backend(backend, "drawn", drawn)
-    (rows, width), device = drafts.token_ids.shape, drafts.token_ids.device
-    check_tensor("drawn", drawn, dtypes=torch.int32, shape=(rows * (1 + width),), device=device)
-    verified = VerifiedTokens(
-        *(
-            torch.empty(shape, dtype=torch.int32, device=device)
-            for shape in ((rows, 1 + width), (rows,), (rows, 1 + width))
-        )
-    )
+    backend, sizes = _SPEC.check(backend, drafts, drawn)
+    verified = empty(VerifiedTokens, drawn.device, sizes)
     _launch(backend, verified, drawn, drafts)
     return verified

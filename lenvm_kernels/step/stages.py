@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 
 from lenvm_kernels.ops.expand_drafts import expand_drafts
-from lenvm_kernels.ops.gather_requests import gather_requests_unchecked
+from lenvm_kernels.ops.gather_requests import gather_requests
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
-from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
-from lenvm_kernels.ops.select_scored import select_scored_unchecked
-from lenvm_kernels.ops.topk_candidates import topk_candidates_unchecked
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.select_scored import select_scored
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step.inputs import PreparedStep, Sampling, StepBatch
 from lenvm_kernels.step.tensors import StepRows, StepState, apply_spans
 from lenvm_kernels.types import Candidates, Drafts, SpanNodes, StepRequests
@@ -66,7 +66,7 @@ def limit_spans(state: StepState, logits: torch.Tensor | None, batch: StepBatch,
 def gather(state: StepState, batch: StepBatch, backend: str) -> StepRequests:
     """The state of the requests, padded to the number of requests of their graph."""
     requests = batch.tokens.shape[0]
-    return gather_requests_unchecked(
+    return gather_requests(
         state.table.columns,
         batch.tokens,
         batch.table_rows,
@@ -77,6 +77,7 @@ def gather(state: StepState, batch: StepBatch, backend: str) -> StepRequests:
         padding_row=state.padding_row,
         out=state.tensors.rows(state.padded(requests)).requests,
         backend=backend,
+        validate=False,
     )
 
 
@@ -95,7 +96,7 @@ def choose(state: StepState, view: StepView) -> Candidates:
     config, table, nodes = state.config, state.table.columns, view.rows.nodes
     _, batch, drafts, _, _ = view.prepared
     top_k, top_p, min_p, temperature = view.filters
-    candidates = topk_candidates_unchecked(
+    candidates = topk_candidates(
         view.scores,
         top_k=top_k,
         top_p=top_p,
@@ -115,8 +116,9 @@ def choose(state: StepState, view: StepView) -> Candidates:
         last_tokens=None if config.text_breaks is None else batch.last_tokens(drafts),
         table_rows=nodes.table_rows,
         backend=view.backend,
+        validate=False,
     )
-    select_scored_unchecked(
+    select_scored(
         candidates,
         view.padded.nodes,
         table.ending_token_ids,
@@ -126,6 +128,7 @@ def choose(state: StepState, view: StepView) -> Candidates:
         step=state.history.columns.step,
         out=view.padded.scored,
         backend=view.backend,
+        validate=False,
     )
     if not batch.counts:
         state.history.columns.uncounted.add_(1)
@@ -138,7 +141,7 @@ def reweight(
     state: StepState, view: StepView, candidates: Candidates, value_logits: torch.Tensor, probs: torch.Tensor | None
 ) -> torch.Tensor:
     """fp32 ``[B, K]``: the guided probabilities of the candidates, which are also written to ``probs``."""
-    return reweight_scatter_unchecked(
+    return reweight_scatter(
         candidates,
         value_logits,
         state.table.columns,
@@ -147,6 +150,7 @@ def reweight(
         text_breaks=state.config.text_breaks,
         probs=probs,
         backend=view.backend,
+        validate=False,
     )
 
 
@@ -154,12 +158,13 @@ def draw(view: StepView, candidates: Candidates, guided_probs: torch.Tensor) -> 
     """int32 ``[B]``: the next token of each node, from its candidates or from ``drawn``; None without both."""
     if not view.sampling.sample:
         return view.drawn
-    tokens = sample_candidates_unchecked(
+    tokens = sample_candidates(
         candidates,
         guided_probs,
         view.rows.nodes.seeds,
         view.rows.scored.positions,
         temperature=view.filters[3],
         backend=view.backend,
+        validate=False,
     )
     return tokens if view.drawn is None else torch.where(tokens >= 0, tokens, view.drawn)

@@ -45,7 +45,7 @@ HEADS = "q must have a multiple of the heads of k_new, got"
 # Three requests with every optional tensor; the changed arguments, and the message.
 ERRORS = {
     "topk_candidates": [
-        *(({"scores": size(1, n)}, f"scores must have between 1 and 262144 columns, got {n}") for n in (0, 262_145)),
+        *(({"scores": size(1, n)}, f"scores must have 1 to 262144 columns, got {n}") for n in (0, 262_145)),
         *each("max_candidates", (0, 12, 128), "max_candidates must be a power of two up to 64, got {}"),
         *each("top_k", (2**31, -(2**31) - 1), "top_k must be an int32, got {}"),
         ({"top_k": 5.0}, "top_k must be an integer or a tensor .*, got float"),
@@ -126,7 +126,7 @@ ERRORS = {
         ({"out.token_ids": size(0, 1)}, r"out.token_ids must be int32 \[\d, \d+\] on cpu, got int32 \[1, "),
     ],
     "ragged_layout": [
-        ({"candidate_ids": size(0, 0)}, "candidate_ids must have a row for each request, at least one, got none"),
+        ({"candidate_ids": size(0, 0)}, "candidate_ids must have at least one row, got none"),
     ],
     "embed_tokens": [
         ({"embedding": size(0, 0)}, r"embedding must have at least one row and column, got shape \[0, "),

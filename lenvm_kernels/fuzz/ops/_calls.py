@@ -17,7 +17,7 @@ Form = tuple[torch.dtype, Sequence[int]]  # dtype and shape of a returned tensor
 
 
 @dataclass(frozen=True)
-class Inputs:
+class NamedInputs:
     """Arguments by name, and the number of rows. Items of a tensor beyond that number belong to no row."""
 
     arguments: dict[str, Any]
@@ -25,7 +25,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Result:
+class NamedResult:
     """Tensors that a call returned or wrote, and the storage around written tensors, which must stay unchanged."""
 
     tensors: dict[str, Tensor]
@@ -35,13 +35,13 @@ class Result:
 def named_operator(
     function: Callable,
     *,
-    returns: Callable[[Inputs], Mapping[str, Form]],
-    compare: Callable[[Any, Result], list[Difference]] | None = None,
+    returns: Callable[[NamedInputs], Mapping[str, Form]] | None = None,
+    compare: Callable[[Any, NamedResult], list[Difference]] | None = None,
     writes: Sequence[str] = (),
-    owners: Callable[[Inputs], Mapping[str, Tensor]] = lambda given: {},
+    owners: Callable[[NamedInputs], Mapping[str, Tensor]] = lambda given: {},
     moved: Collection[str] = (),
-    unwritten: Callable[[Inputs], Collection[str]] = lambda given: (),
-    outputs: Callable[[Any, Result], list[Output]] | None = None,
+    unwritten: Callable[[NamedInputs], Collection[str]] = lambda given: (),
+    outputs: Callable[[Any, NamedResult], list[Output]] | None = None,
     **described: Any,
 ) -> Operator:
     """Describe an operator whose results have names.
@@ -49,7 +49,7 @@ def named_operator(
     Args:
         function: the public function.
         returns: dtype and shape of each returned tensor by name: fields of a named tuple, items of a tuple, or the only
-            tensor.
+            tensor. If None, those of the reference, for a named tuple.
         compare: as in :class:`Operator`. If None, the result must be bitwise identical to the reference's.
         writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
         owners: index in the batch of the row that each item of a tensor belongs to, or -1 for no row; by tensor name,
@@ -60,10 +60,12 @@ def named_operator(
         described: other attributes of :class:`Operator`.
     """
 
-    def run(given: Inputs, function: Callable) -> Result:
+    def run(given: NamedInputs, function: Callable) -> NamedResult:
         arguments, written = with_copies(given.arguments, writes)
-        returned, wanted = function(**arguments), returns(given)
-        found = {}
+        returned = function(**arguments)
+        wanted = {} if returns is None else returns(given)
+        found = returned._asdict() if returns is None else {}
+        found = {name: x for name, x in found.items() if x is not None}
         items = dict(zip(wanted, returned, strict=False)) if type(returned) is tuple else {}
         for name, (dtype, shape) in wanted.items():
             x = returned if len(wanted) == 1 else items.get(name, getattr(returned, name, None))
@@ -71,23 +73,26 @@ def named_operator(
         found |= {name: x for name, x in written.items() if not name.startswith("out.")}
         for name in unwritten(given):
             del found[name]
-        return Result(found, {name.removeprefix("out."): memory_of(x) for name, x in written.items()})
+        return NamedResult(found, {name.removeprefix("out."): memory_of(x) for name, x in written.items()})
 
-    def owners_of(given: Inputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def owners_of(given: NamedInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         known = owners(given)
         return {
             name: known.get(name, known.get(name.partition(".")[0], owners_of_rows(x, given.rows)))
             for name, x in tensors.items()
         }
 
-    def all_tensors(given: Inputs, result: Result) -> list[Output]:
+    def all_tensors(given: NamedInputs, result: NamedResult) -> list[Output]:
         owned = owners_of(given, result.tensors)
         return [Output(name, x, owned[name]) for name, x in result.tensors.items() if name not in moved]
 
-    def compare_bits(given: Inputs, result: Result) -> list[Difference]:
+    def compare_bits(given: NamedInputs, result: NamedResult) -> list[Difference]:
         expected = operator.expected(given)
         owned = owners_of(given, expected.tensors)
-        found = [differs(name, result.tensors[name], x, owned[name]) for name, x in expected.tensors.items()]
+        found = []
+        for name, x in expected.tensors.items():
+            actual = expect(name, result.tensors.get(name), dtype=x.dtype, shape=x.shape)
+            found.append(differs(name, actual, x, owned[name]))
         return found + [unchanged_around(name, result.around[name], x) for name, x in expected.around.items()]
 
     operator = Operator(
@@ -144,8 +149,3 @@ def owners_in_table(table_rows: Tensor, size: int) -> Tensor:
     owners = torch.full((size,), -1, device=table_rows.device)
     owners[table_rows] = torch.arange(len(table_rows), device=owners.device)
     return owners
-
-
-def forms(tensors: Any) -> dict[str, Form]:
-    """Dtypes and shapes of the fields of a named tuple of tensors that are not None."""
-    return {name: (x.dtype, x.shape) for name, x in tensors._asdict().items() if x is not None}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, beyond, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Inputs, Result, named_operator
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, named_operator
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
@@ -39,7 +39,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     names = ("size", "outputs", "bins", "columns", "vocab", "row_padding")
     size, outputs, bins, columns, vocab, row_padding = (options[name] for name in names)
@@ -92,10 +92,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
             poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf]).to(arguments[name].dtype)
             is_poisoned = draws.chance(f"poisoned {name}", rows, of=0.1)
             arguments[name][:, -1] = torch.where(is_poisoned, poison, arguments[name][:, -1])
-    return Inputs(arguments, len(rows))
+    return NamedInputs(arguments, len(rows))
 
 
-def compare(given: Inputs, result: Result) -> list[Difference]:
+def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     tolerance = TOLERANCE["candidate_values"][given.arguments["embedding"].dtype]
     expected = exact(**given.arguments)
     return [beyond(name, result.tensors[name], x, tolerance) for name, x in zip(NAMES, expected, strict=True)]
@@ -139,5 +139,5 @@ OPERATOR = named_operator(
         **dict.fromkeys(("fc_bias", "bins_bias"), "bfloat16"),
         "counters": "rows",
     },
-    reads={"table": ops._Table._fields},
+    reads={"table": ops.ProbeColumns._fields},
 )

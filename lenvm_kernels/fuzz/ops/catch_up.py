@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator, forms, owners_in_table
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
@@ -26,7 +26,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count, held, page_size = len(rows), options["held"], options["page_size"]
     total = count + options["padding"]
@@ -65,15 +65,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments |= dict(page_size=page_size, max_new=options["max_new"])
     if options["out"]:
         arguments["out"] = to_fill(empty_delta(total, held, device), in_slices=options["slices"])
-    return Inputs(arguments, count)
+    return NamedInputs(arguments, count)
 
 
-def returns(given: Inputs) -> dict[str, Form]:
-    rows, held = len(given.arguments["counts"]), given.arguments["history"].tokens.shape[1]
-    return forms(empty_delta(rows, held, torch.device("cpu")))
-
-
-def owners(given: Inputs) -> dict[str, Tensor]:
+def owners(given: NamedInputs) -> dict[str, Tensor]:
     history, table_rows = given.arguments["history"], given.arguments["requests"].table_rows[: given.rows]
     of_table = owners_in_table(table_rows, len(history.cached_lens))
     nobody = torch.full((1,), -1, device=of_table.device)
@@ -84,7 +79,6 @@ OPERATOR = exact_operator(
     catch_up,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
     writes=("history", "out"),
     owners=owners,
     row_size=lambda options: 4 * options["held"] + LONGEST,

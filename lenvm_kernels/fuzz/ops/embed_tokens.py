@@ -4,16 +4,14 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect
-from lenvm_kernels.fuzz.ops._calls import Inputs
+from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, differs, dtype_of
+from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.reference._common import SQUARES_GROUP
-from lenvm_kernels.types import EmbeddedTokens
 
 OPTIONS: dict[str, list[Any]] = {
     "size": [64, 1, 63, 130, 576, 1030, 2112],
@@ -31,7 +29,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": {"MAX_BLOCK_H": 128}}  # several blocks
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
     rows, vocab, half = case.rows_and(options["rows_not_there"]), options["vocab"], options["half"]
     magnitude = draws.choose("magnitude", vocab, 1, values=[0.02, 1.0, 30.0])
@@ -55,59 +53,47 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["slices"]:
         for name in arguments.keys() - {"embedding"}:
             arguments[name] = slice_of_longer(arguments[name])
-    return Inputs(arguments | {"rope_scale": options["rope_scale"]}, there)
+    return NamedInputs(arguments | {"rope_scale": options["rope_scale"]}, there)
 
 
-def run(given: Inputs, function) -> EmbeddedTokens:
-    embedded = function(**given.arguments)
-    tokens, (_, size) = len(given.arguments["token_ids"]), given.arguments["embedding"].shape
-    half = len(given.arguments["inv_freq"])
-    for name, dtype, shape in (
-        ("hidden", given.arguments["embedding"].dtype, [tokens, size]),
-        ("square_sums", torch.float32, [ceil_div(size, SQUARES_GROUP), tokens]),
-        ("cos", torch.float32, [tokens, half]),
-        ("sin", torch.float32, [tokens, half]),
-    ):
-        expect(name, getattr(embedded, name, None), dtype=dtype, shape=shape)
-    return embedded
+def returns(given: NamedInputs) -> dict[str, Form]:
+    embedding, half = given.arguments["embedding"], len(given.arguments["inv_freq"])
+    tokens, size = len(given.arguments["token_ids"]), embedding.shape[1]
+    return {
+        "hidden": (embedding.dtype, [tokens, size]),
+        "square_sums": (torch.float32, [ceil_div(size, SQUARES_GROUP), tokens]),
+        "cos": (torch.float32, [tokens, half]),
+        "sin": (torch.float32, [tokens, half]),
+    }
 
 
-def _by_token(given: Inputs, embedded: EmbeddedTokens) -> dict[str, Tensor]:
+def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
     """The results by token, without absent tokens."""
-    by_token = embedded._replace(square_sums=embedded.square_sums.T)._asdict()
-    return {name: x[: given.rows] for name, x in by_token.items()}
+    by_token = result.tensors | {"square_sums": result.tensors["square_sums"].T}
+    return [Output(name, x[: given.rows]) for name, x in by_token.items()]
 
 
-def outputs(given: Inputs, embedded: EmbeddedTokens) -> list[Output]:
-    return [Output(name, x) for name, x in _by_token(given, embedded).items()]
-
-
-def compare(given: Inputs, embedded: EmbeddedTokens) -> list[Difference]:
-    actual, expected = (_by_token(given, x) for x in (embedded, _reference(given)))
-    dtype = embedded.hidden.dtype
+def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+    """With the reference in fp64, except for the angles, which are defined in fp32."""
+    arguments, rows = given.arguments, given.rows
+    dtype = arguments["embedding"].dtype
+    embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")
+    angles = (arguments["positions"][:rows, None].float() * arguments["inv_freq"]).double()
+    scale = arguments["rope_scale"]
+    expected = (embedded.hidden[:rows], embedded.square_sums.T[:rows], angles.cos() * scale, angles.sin() * scale)
+    hidden, *others = zip(outputs(given, result), expected, strict=True)
+    tolerance = TOLERANCE["embed_tokens"][dtype]
     return [
-        differs("hidden", actual["hidden"], expected["hidden"].to(dtype)),
-        *(
-            beyond(name, actual[name], expected[name], TOLERANCE["embed_tokens"][dtype])
-            for name in ("square_sums", "cos", "sin")
-        ),
+        differs("hidden", hidden[0].values, hidden[1].to(dtype)),
+        *(beyond(output.name, output.values, x, tolerance) for output, x in others),
     ]
 
 
-def _reference(given: Inputs) -> EmbeddedTokens:
-    """The reference in fp64, except for the angles, which are defined in fp32."""
-    arguments = given.arguments
-    embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")
-    angles = (arguments["positions"][: given.rows, None].float() * arguments["inv_freq"]).double()
-    scale = arguments["rope_scale"]
-    return embedded._replace(cos=angles.cos() * scale, sin=angles.sin() * scale)
-
-
-OPERATOR = Operator(
-    function=embed_tokens,
+OPERATOR = named_operator(
+    embed_tokens,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
+    returns=returns,
     outputs=outputs,
     compare=compare,
     most_rows=8192,

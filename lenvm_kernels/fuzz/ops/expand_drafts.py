@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator
 from lenvm_kernels.fuzz.ops._inputs import fill, results_to_fill, slice_of_longer
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
@@ -75,7 +75,7 @@ def owners_of_nodes(requests: int, drafts: int, count: int, device: torch.device
     return owners.repeat_interleave(1 + drafts)
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws = case.options, case.draws(device)
     rows = case.rows_and(options["padding"])
     requests = empty_requests(len(rows), device)
@@ -99,23 +99,18 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         nodes = empty_nodes(requests, options["drafts"])
         fields = results_to_fill([getattr(nodes, name) for name in NODE_FIELDS], in_slices=options["slices"])
         arguments["out"] = nodes._replace(**dict(zip(NODE_FIELDS, fields, strict=True)))
-    return Inputs(arguments, len(case.rows))
+    return NamedInputs(arguments, len(case.rows))
 
 
-def owners(given: Inputs) -> dict[str, Tensor]:
+def owners(given: NamedInputs) -> dict[str, Tensor]:
     drafts, positions = given.arguments["drafts"].token_ids.shape[1], given.arguments["requests"].positions
     return dict.fromkeys(NODE_FIELDS, owners_of_nodes(len(positions), drafts, given.rows, positions.device))
-
-
-def returns(given: Inputs) -> dict[str, Form]:
-    return {name: (dtype, owners(given)[name].shape) for name, dtype in NODE_FIELDS.items()}
 
 
 OPERATOR = exact_operator(
     expand_drafts,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
     writes=("out",),
     owners=owners,
     row_size=lambda options: 20 * options["drafts"],

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator, forms, owners_in_table
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import gather_requests as ops
@@ -34,7 +34,7 @@ def _strided(x: Tensor, more: int) -> Tensor:
     return torch.cat([x[:, None], torch.ones_like(x)[:, None].expand(-1, more)], dim=1)[:, 0]
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count = len(rows)
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
@@ -86,16 +86,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["padding"] != "no out":
         out = empty_requests(count + int(options["padding"]), device)
         arguments["out"] = to_fill(out, in_slices=options["slices"])
-    return Inputs(arguments, count)
+    return NamedInputs(arguments, count)
 
 
-def returns(given: Inputs) -> dict[str, Form]:
-    out = given.arguments.get("out")
-    rows = given.rows if out is None else len(out.positions)
-    return forms(empty_requests(rows, torch.device("cpu")))
-
-
-def owners(given: Inputs) -> dict[str, Tensor]:
+def owners(given: NamedInputs) -> dict[str, Tensor]:
     table, table_rows = given.arguments["table"], given.arguments["table_rows"]
     of_table = owners_in_table(table_rows, len(table.faults))
     nobody = torch.full((1,), -1, device=of_table.device)
@@ -106,7 +100,6 @@ OPERATOR = exact_operator(
     ops.gather_requests,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
     writes=("table.faults", "history", "out"),
     owners=owners,
     moved=("table_rows",),
@@ -118,6 +111,6 @@ OPERATOR = exact_operator(
         "tokens": "columns apart",
         "history.tokens": "columns",
     }
-    | {f"table.{name}": "strided" for name in ops._Table._fields},
-    reads={"table": ops._Table._fields},
+    | {f"table.{name}": "strided" for name in ops.GatheredColumns._fields},
+    reads={"table": ops.GatheredColumns._fields},
 )

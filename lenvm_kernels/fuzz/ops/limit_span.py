@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import Inputs, exact_operator, owners_in_table
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, draw_drafts
 from lenvm_kernels.guidance import GuidanceTable
@@ -43,7 +43,7 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count, vocab, width = len(rows), options["vocab"], options["drafts"]
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
@@ -78,7 +78,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["text_breaks"] = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3]).to(
             torch.int8
         )
-    return Inputs(arguments, count)
+    return NamedInputs(arguments, count)
 
 
 def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
@@ -137,16 +137,16 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
 def _apart(table: GuidanceColumns) -> GuidanceColumns:
     """The columns that are read, each with its own storage and stride."""
     read = {}
-    for i, name in enumerate(ops._Table._fields):
+    for i, name in enumerate(ops.SpanColumns._fields):
         column = getattr(table, name)
-        if name in ops._LISTS:
+        if name in ops.LISTS:
             read[name] = torch.nn.functional.pad(column, (0, 1), value=3)[:, : column.shape[1]]
         else:
             read[name] = torch.cat([column[:, None], *[torch.ones_like(column)[:, None]] * i], dim=1)[:, 0]
     return table._replace(**read)
 
 
-def owners(given: Inputs) -> dict[str, Tensor]:
+def owners(given: NamedInputs) -> dict[str, Tensor]:
     table, table_rows, drafts = (given.arguments.get(name) for name in ("table", "table_rows", "drafts"))
     assert table is not None and table_rows is not None
     of_nodes = torch.arange(given.rows, device=table_rows.device)
@@ -155,7 +155,7 @@ def owners(given: Inputs) -> dict[str, Tensor]:
         "ended": of_nodes,
         "generated": of_nodes,
         "logits": of_nodes,
-        **dict.fromkeys(ops._WRITTEN, owners_in_table(table_rows, len(table.span_ended))),
+        **dict.fromkeys(ops.WRITTEN, owners_in_table(table_rows, len(table.span_ended))),
     }
 
 
@@ -167,7 +167,7 @@ OPERATOR = exact_operator(
         "ended": (torch.bool, owners(given)["ended"].shape),
         "generated": (torch.int32, owners(given)["ended"].shape),
     },
-    writes=(*(f"table.{name}" for name in ops._WRITTEN), "logits"),
+    writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
     owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
@@ -179,6 +179,6 @@ OPERATOR = exact_operator(
         "drafts.parents": "apart",
         "text_breaks": "rows",
     }
-    | {f"table.{name}": "columns apart" if name in ops._LISTS else "strided" for name in ops._Table._fields},
-    reads={"table": ops._Table._fields},
+    | {f"table.{name}": "columns apart" if name in ops.LISTS else "strided" for name in ops.SpanColumns._fields},
+    reads={"table": ops.SpanColumns._fields},
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator, forms
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator
 from lenvm_kernels.fuzz.ops._inputs import slice_of_longer, to_fill
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
@@ -19,7 +19,7 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 }
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws = case.options, case.draws(device)
     rows, columns, nodes = case.rows_and(options["padding"]), options["columns"], 1 + options["drafts"]
     count = len(case.rows)
@@ -44,20 +44,16 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["padding"] != "no out":
         out = empty_trees(len(rows), options["drafts"], columns, device)
         arguments["out"] = to_fill(out, in_slices=options["slices"])
-    return Inputs(arguments, count)
+    return NamedInputs(arguments, count)
 
 
-def _sizes(given: Inputs) -> tuple[int, int, int]:
+def _sizes(given: NamedInputs) -> tuple[int, int, int]:
     """Requests (including those beyond the batch), drafts, and candidates per node."""
     (nodes, columns), drafts = given.arguments["scored"].token_ids.shape, given.arguments["drafts"].token_ids.shape[1]
     return nodes // (1 + drafts), drafts, columns
 
 
-def returns(given: Inputs) -> dict[str, Form]:
-    return forms(empty_trees(*_sizes(given), torch.device("cpu")))
-
-
-def owners(given: Inputs) -> dict[str, Tensor]:
+def owners(given: NamedInputs) -> dict[str, Tensor]:
     requests, drafts, _ = _sizes(given)
     return {"columns": owners_of_nodes(requests, drafts, given.rows, given.arguments["scored"].counts.device)}
 
@@ -66,7 +62,6 @@ OPERATOR = exact_operator(
     pack_drafts,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
     writes=("out",),
     owners=owners,
     row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),

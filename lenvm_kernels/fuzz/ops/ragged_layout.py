@@ -7,10 +7,9 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Output
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import Inputs, Result, exact_operator, forms
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, exact_operator
 from lenvm_kernels.fuzz.ops.expand_drafts import apart, draw_parents
 from lenvm_kernels.ops.ragged_layout import ragged_layout
-from lenvm_kernels.types import RaggedLayout
 
 OPTIONS: dict[str, list[Any]] = {
     "columns": [0, 1, 2, 7, 8, 17],
@@ -29,7 +28,7 @@ def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
     return draws.integers(name, rows, *shape, low=1, high=2**31 - 1)
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     """Deltas in any order, with unreferenced tokens before, between and after. Tokens and slots are distinct, so that
     any misplaced one is detected."""
     options, draws, count = case.options, case.draws(device), len(case.rows)
@@ -69,11 +68,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments["cached_lens"] += torch.where(far, 2**31 - 100_200, 0).int()
     if options["parents"] != "none":  # with another row stride than the candidates
         arguments["candidate_parents"] = apart(draw_parents(draws, options["parents"], rows, columns), 2)
-    return Inputs(arguments, count)
-
-
-def _reference(given: Inputs) -> RaggedLayout:
-    return ragged_layout(**given.arguments, backend="reference")
+    return NamedInputs(arguments, count)
 
 
 def owners_of_tokens(rows: Tensor, q_offsets: Tensor) -> Tensor:
@@ -83,8 +78,8 @@ def owners_of_tokens(rows: Tensor, q_offsets: Tensor) -> Tensor:
     return owner.masked_fill(owner >= len(q_offsets) - 1, -1)
 
 
-def owners(given: Inputs) -> dict[str, Tensor]:
-    layout = _reference(given)
+def owners(given: NamedInputs) -> dict[str, Tensor]:
+    layout = ragged_layout(**given.arguments, backend="reference")
     of_tokens = owners_of_tokens(layout.token_ids, layout.q_offsets)
     return dict.fromkeys(("token_ids", "positions", "slots", "parents"), of_tokens) | {
         "head_rows": torch.full_like(layout.head_rows, -1),
@@ -92,7 +87,7 @@ def owners(given: Inputs) -> dict[str, Tensor]:
     }
 
 
-def outputs(given: Inputs, result: Result) -> list[Output]:
+def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
     layout = result.tensors
     q_offsets, rows = layout["q_offsets"], layout["candidate_rows"]
     owners = owners_of_tokens(layout["token_ids"], q_offsets)
@@ -110,7 +105,6 @@ OPERATOR = exact_operator(
     ragged_layout,
     options=OPTIONS,
     inputs=inputs,
-    returns=lambda given: forms(_reference(given)),
     owners=owners,
     outputs=outputs,
     row_size=lambda options: options["longest"] + options["columns"],

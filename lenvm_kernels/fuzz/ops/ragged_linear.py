@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Form, Inputs, Result, named_operator
+from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, results_to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
@@ -34,7 +34,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": dict(MULTIPROCESSORS=1, WIDE_FROM=128, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
     rows, width, size = case.rows_and(options["rows_not_there"]), options["outputs"], options["size"]
     dtype, padding, columns = dtype_of(options), options["row_padding"], width * (1 + options["swiglu"])
@@ -70,21 +70,21 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["square_sums_out"]:
         empty = x.new_empty(square_sums_shape(len(x), width), dtype=torch.float32)
         (arguments["square_sums_out"],) = results_to_fill([empty], in_slices=True)
-    return Inputs(arguments, there)
+    return NamedInputs(arguments, there)
 
 
-def returns(given: Inputs) -> dict[str, Form]:
+def returns(given: NamedInputs) -> dict[str, Form]:
     x, columns = given.arguments["x"], len(given.arguments["weight"])
     return {"the result": (x.dtype, [len(x), columns // 2 if given.arguments["swiglu"] else columns])}
 
 
-def outputs(given: Inputs, result: Result) -> list[Output]:
+def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
     y, sums = result.tensors["the result"], result.tensors.get("square_sums_out")
     found = [Output("the result", y[: given.rows])]
     return found if sums is None else [*found, Output("the sums of its squares", sums.T[: given.rows])]
 
 
-def compare(given: Inputs, result: Result) -> list[Difference]:
+def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     actual, *sums_out = (output.values for output in outputs(given, result))
     tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]

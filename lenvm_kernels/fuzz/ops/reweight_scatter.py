@@ -59,7 +59,7 @@ CONSTANTS = {"large tiles, small slices": {"TILE": 8192 if INTERPRETED else 128,
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ReweightInputs:
     candidates: Candidates
     value_logits: Tensor
     table: GuidanceColumns
@@ -67,7 +67,7 @@ class Inputs:
     arguments: dict[str, Any]
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> ReweightInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     k, vocab = options["columns"], options["vocab"]
     usual = options["rows"] == "usual"
@@ -117,7 +117,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["scatter"]:
         dense = draws.uniform("probs", rows, vocab).to(getattr(torch, options["probs"]))
         arguments["probs"] = padded_rows(dense, options["padding"], value=UNTOUCHED)
-    return Inputs(candidates, padded_rows(z, options["padding"]), table, table_rows, arguments)
+    return ReweightInputs(candidates, padded_rows(z, options["padding"]), table, table_rows, arguments)
 
 
 def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -196,7 +196,7 @@ def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Ten
 
 
 @dataclass(frozen=True)
-class Result:
+class ReweightResult:
     guided: Tensor  # [B, K]
     faults: Tensor  # [B], of the table rows in use
     spare_faults: Tensor
@@ -204,7 +204,7 @@ class Result:
     between: Tensor | None  # memory between the rows of probs
 
 
-def run(given: Inputs, function) -> Result:
+def run(given: ReweightInputs, function) -> ReweightResult:
     arguments, between = dict(given.arguments), None
     table = given.table._replace(faults=given.table.faults.clone())
     if "probs" in arguments:
@@ -217,15 +217,15 @@ def run(given: Inputs, function) -> Result:
     guided = expect("the result", guided, dtype=torch.float32, shape=given.value_logits.shape)
     used = torch.zeros_like(table.faults, dtype=torch.bool)
     used[given.table_rows] = True
-    return Result(guided, table.faults[given.table_rows], table.faults[~used], arguments.get("probs"), between)
+    return ReweightResult(guided, table.faults[given.table_rows], table.faults[~used], arguments.get("probs"), between)
 
 
-def outputs(given: Inputs, result: Result) -> list[Output]:
+def outputs(given: ReweightInputs, result: ReweightResult) -> list[Output]:
     parts = {"guided probabilities": result.guided, "faults": result.faults, "probs": result.probs}
     return [Output(name, values) for name, values in parts.items() if values is not None]
 
 
-def compare(given: Inputs, result: Result) -> list[Difference]:
+def compare(given: ReweightInputs, result: ReweightResult) -> list[Difference]:
     expected, faults = _reference(given, 0.0)
     lower, upper = (_reference(given, width)[0] for width in (-TARGET_WIDTH, TARGET_WIDTH))
     mode = given.table.mode[given.table_rows]
@@ -268,7 +268,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
     return found
 
 
-def _reference(given: Inputs, width: float) -> tuple[Tensor, Tensor]:
+def _reference(given: ReweightInputs, width: float) -> tuple[Tensor, Tensor]:
     """Guided probabilities and faults in fp64, with scales and requested lengths increased by the share ``width``."""
     candidates = given.candidates._replace(probs=given.candidates.probs.double())
     table = given.table._replace(
@@ -286,25 +286,25 @@ def is_one_of(mode: Tensor, modes: Collection[Mode]) -> Tensor:
     return torch.isin(mode, torch.tensor([int(m) for m in modes], dtype=mode.dtype, device=mode.device))
 
 
-def is_eos(given: Inputs) -> Tensor:
+def is_eos(given: ReweightInputs) -> Tensor:
     """bool ``[B, K]``: candidates that end the sequence or the span."""
     ends = given.table.ending_token_ids[given.table_rows]
     return (given.candidates.token_ids[:, :, None] == ends[:, None]).any(2)
 
 
-def lengths_of(given: Inputs) -> tuple[Tensor, Tensor]:
+def lengths_of(given: ReweightInputs) -> tuple[Tensor, Tensor]:
     """fp64 lengths in nats, ``-ln(1 - v)``: candidates without the answers ``[B, K]``, and answers ``[B, 1]``."""
     answer = _column(given, "answer_length") * _column(given, "nats_per_token")
     nats = torch.nn.functional.softplus(given.value_logits.double().nan_to_num(0.0))
     return torch.where(is_eos(given), 0.0, (nats - answer).clamp(min=0)), answer
 
 
-def values_of(given: Inputs) -> Tensor:
+def values_of(given: ReweightInputs) -> Tensor:
     """fp64 values ``[B, K]``, without the answers."""
     return -torch.expm1(-lengths_of(given)[0])
 
 
-def is_as_near(given: Inputs, guided: Tensor, expected: Tensor) -> Tensor:
+def is_as_near(given: ReweightInputs, guided: Tensor, expected: Tensor) -> Tensor:
     """bool ``[B]``: requests of mode ``eq`` whose candidate is as near the target as the expected one within fp32."""
     target, lengths = target_of(given), lengths_of(given)[0]
     distance = (lengths - target).abs()
@@ -314,7 +314,7 @@ def is_as_near(given: Inputs, guided: Tensor, expected: Tensor) -> Tensor:
     return (_column(given, "mode")[:, 0] == Mode.EQ) & is_one & (farther <= error)
 
 
-def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
+def near_bounds(given: ReweightInputs, expected: Tensor) -> tuple[Tensor, Tensor]:
     """``[B, K]``: bounds of a near constraint's probabilities in fp32; ``expected`` where it changes nothing.
 
     fp32 resolves distances to a few 1e-7, and exponents to that times the strength. Up to ``USUAL_STRENGTH``, this is
@@ -343,7 +343,7 @@ def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_moved, lower, expected), torch.where(is_moved, upper, expected)
 
 
-def near_distances(given: Inputs) -> Tensor:
+def near_distances(given: ReweightInputs) -> Tensor:
     """fp64 ``[B, K]``: distances from the target, up to a constant per row for all active candidates."""
     mode, nats_per_token = given.table.mode[given.table_rows][:, None], _column(given, "nats_per_token")
     lengths = lengths_of(given)[0] + 2 * nats_per_token
@@ -366,7 +366,7 @@ def near_distances(given: Inputs) -> Tensor:
     return (below + above).amin(0)
 
 
-def target_of(given: Inputs, more: Tensor | float = 0.0) -> Tensor:
+def target_of(given: ReweightInputs, more: Tensor | float = 0.0) -> Tensor:
     """fp64 ``[B, 1]``: the remaining length of the target plus ``more`` tokens, in nats."""
     remaining = _column(given, "target_length")
     if "generated" in given.arguments:
@@ -375,12 +375,12 @@ def target_of(given: Inputs, more: Tensor | float = 0.0) -> Tensor:
     return (remaining + more).clamp(min=0) * _column(given, "nats_per_token")
 
 
-def _column(given: Inputs, name: str) -> Tensor:
+def _column(given: ReweightInputs, name: str) -> Tensor:
     """fp64 ``[B, 1]``: a column of the table, by request."""
     return getattr(given.table, name)[given.table_rows].double()[:, None]
 
 
-def conditioning(given: Inputs, v: Tensor, expected: Tensor) -> Tensor:
+def conditioning(given: ReweightInputs, v: Tensor, expected: Tensor) -> Tensor:
     """``[B, K]``: error of tilted probabilities due to ROOT_SHARE and to fp32 exponents.
 
     An error of ``E[w]``, the expected share of the range of values, moves ``p_i`` by ``p_i |w_i - E[w]| / Var[w]``
@@ -438,5 +438,5 @@ OPERATOR = Operator(
         "text_breaks": "rows",
         "probs": "float32 bfloat16 float16 float64 columns apart",
     },
-    reads={"candidates": ("token_ids", "probs", "status", "lost_mass"), "table": ops._Table._fields},
+    reads={"candidates": ("token_ids", "probs", "status", "lost_mass"), "table": ops.ReweightColumns._fields},
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.ops._calls import Inputs, exact_operator
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator
 from lenvm_kernels.fuzz.ops._inputs import padded_rows
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.sample_candidates import sample_candidates
@@ -27,7 +27,7 @@ CONSTANTS = {"large": {"TILE": 8192 if INTERPRETED else 64}}
 _SPREAD = {"normal": 1.0, "ties": 0.0, "peaked": 8.0}
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     k = options["columns"]
     p = torch.softmax(draws.normal("probs", rows, k) * _SPREAD[options["probs"]], dim=1)
@@ -54,7 +54,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     )
     p = padded_rows(p, options["padding"], value=1.0)
     of_rows = dict(candidates=candidates, guided_probs=p, seeds=seeds, positions=positions, temperature=temperature)
-    return Inputs(of_rows, len(rows))
+    return NamedInputs(of_rows, len(rows))
 
 
 def _row_work(options: Mapping[str, Any]) -> float:

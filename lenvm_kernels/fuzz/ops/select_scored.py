@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator, forms
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
@@ -27,7 +27,7 @@ CONSTANTS = {"small": {"REQUESTS": 4}}  # several programs
 SPARE_ROWS = 2  # table rows that no request of the batch uses
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count, columns = len(rows), options["columns"]
     total = len(case.rows_and(options["padding"]))
@@ -66,15 +66,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["padding"] != "no out":
         out = empty_scored(total, columns, device)
         arguments["out"] = to_fill(out, in_slices=options["slices"])
-    return Inputs(arguments, count)
+    return NamedInputs(arguments, count)
 
 
-def returns(given: Inputs) -> dict[str, Form]:
-    rows, columns = len(given.arguments["requests"].positions), given.arguments["candidates"].token_ids.shape[1]
-    return forms(empty_scored(rows, columns, torch.device("cpu")))
-
-
-def owners(given: Inputs) -> dict[str, Tensor]:
+def owners(given: NamedInputs) -> dict[str, Tensor]:
     return {"step": torch.full((1,), -1, device=given.arguments["candidates"].counts.device)}
 
 
@@ -82,7 +77,6 @@ OPERATOR = exact_operator(
     select_scored,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
     writes=("candidates.status", "step", "out"),
     owners=owners,
     row_size=lambda options: 2 * options["columns"] + 20,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Form, Inputs, Result, named_operator
+from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.topk_candidates import topk_candidates
@@ -40,7 +40,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     vocab, dtype, is_logits = options["vocab"], dtype_of(options), options["scores"] == "logits"
     x = scores_of(draws, rows, vocab, options["kind"], torch.finfo(dtype).max / 8)
@@ -97,7 +97,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
             arguments["text_breaks"] = torch.tensor([1, 2, 0, 3, 0, 1], dtype=torch.int8, device=device)
             arguments["text_breaks"] = arguments["text_breaks"][: options["text_breaks"]]
             arguments["last_tokens"] = draws.integers("last_tokens", rows, low=-2, high=options["text_breaks"])
-    return Inputs(arguments, len(rows))
+    return NamedInputs(arguments, len(rows))
 
 
 def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
@@ -120,7 +120,7 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
     return sum(of_rows, start=torch.zeros_like(x))
 
 
-def returns(given: Inputs) -> dict[str, Form]:
+def returns(given: NamedInputs) -> dict[str, Form]:
     slots = given.arguments["max_candidates"]
     return {
         "token_ids": (torch.int32, [given.rows, slots]),
@@ -131,7 +131,7 @@ def returns(given: Inputs) -> dict[str, Form]:
     }
 
 
-def compare(given: Inputs, result: Result) -> list[Difference]:
+def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     """A token within BOUND_WIDTH of a filter's bound may be on either side; everything else must match fp64."""
     found, tolerance = Candidates(**result.tensors), TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
     expected, fewest, most = (_reference(given, width) for width in (0.0, -BOUND_WIDTH, BOUND_WIDTH))
@@ -170,7 +170,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
     ]
 
 
-def _reference(given: Inputs, width: float) -> Candidates:
+def _reference(given: NamedInputs, width: float) -> Candidates:
     """The reference in fp64, with each filter's bound moved by the share ``width``, outwards if positive."""
     arguments = given.arguments | {"scores": given.arguments["scores"].double()}
     arguments["top_p"] = arguments["top_p"] * (1 + width)

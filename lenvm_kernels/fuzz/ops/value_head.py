@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect
-from lenvm_kernels.fuzz.ops._calls import Inputs
+from lenvm_kernels.fuzz.ops._calls import NamedInputs
 from lenvm_kernels.fuzz.ops._inputs import poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_head import value_head
@@ -36,7 +36,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def inputs(case: Case, device: torch.device) -> Inputs:
+def inputs(case: Case, device: torch.device) -> NamedInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     size, padding, dtype = options["size"], options["row_padding"], dtype_of(options)
     vector_dtype = torch.float32 if options["fp32_vectors"] else dtype
@@ -74,7 +74,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["norm"] and options["targets"]:
         integers = torch.int64 if options["token_rows"] == "int32" else torch.int32
         arguments["targets"] = draws.places("targets", rows).to(integers)
-    return Inputs(arguments, len(rows))
+    return NamedInputs(arguments, len(rows))
 
 
 def square_sums_of(hidden: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def square_sums_of(hidden: Tensor) -> Tensor:
     return sums_of_squares(hidden.double()).float()
 
 
-def run(given: Inputs, function) -> Tensor:
+def run(given: NamedInputs, function) -> Tensor:
     """The logits in the order of the rows, for any targets."""
     arguments = given.arguments
     rows = arguments.get("token_rows", arguments["hidden"][:, 0])
@@ -90,11 +90,11 @@ def run(given: Inputs, function) -> Tensor:
     return logits[arguments["targets"].long()] if "targets" in arguments else logits
 
 
-def outputs(given: Inputs, logits: Tensor) -> list[Output]:
+def outputs(given: NamedInputs, logits: Tensor) -> list[Output]:
     return [Output("logits", logits)]
 
 
-def compare(given: Inputs, logits: Tensor) -> list[Difference]:
+def compare(given: NamedInputs, logits: Tensor) -> list[Difference]:
     """Compare with the reference. With a norm, operands may be rounded as in the kernel, or not at all."""
     arguments = {name: x for name, x in given.arguments.items() if name != "targets"}
     tolerance = TOLERANCE["value_head"][arguments["hidden"].dtype]

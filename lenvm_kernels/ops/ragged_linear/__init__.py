@@ -19,7 +19,6 @@ them, most of the GPU would wait for a few programs: measured on an H200, 2.7 ti
 squares are passed, another small launch computes them first.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -28,28 +27,27 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import (
-    FLOATS,
-    SINGLES,
     architecture,
     ceil_div,
-    check_tensor,
+    check_norm_eps,
     fitting_stages,
     overlapping,
-    resolve_backend,
     row_stride,
+    with_row_stride,
 )
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.ragged_linear.device import (
+    LinearStrides,
+    LinearTensors,
     _finish,
     _first,
     _live_rows,
     _prefetch_weight,
     _store_square_sums,
-    _Strides,
     _sum_parts,
     _sums_of_squares,
-    _Tensors,
     _weight_row,
     square_sums_shape,
 )
@@ -125,8 +123,8 @@ def _square_sums_kernel(
     do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr"],
 )
 def _ragged_linear_kernel(
-    ptr,  # _Tensors
-    stride,  # _Strides
+    ptr,  # LinearTensors
+    stride,  # LinearStrides
     num_rows_ptr,  # int32 [1] or None
     square_sums_ptr,  # fp32 [ceil(K / GROUP), T] or None
     stride_square_sums_group,
@@ -192,8 +190,8 @@ def _ragged_linear_kernel(
     do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr"],
 )
 def _add_parts_kernel(
-    ptr,  # _Tensors
-    stride,  # _Strides
+    ptr,  # LinearTensors
+    stride,  # LinearStrides
     num_rows_ptr,  # int32 [1] or None
     square_sums_ptr,  # fp32 [ceil(K / GROUP), T] or None
     stride_square_sums_group,
@@ -276,35 +274,26 @@ def _launch(
 
     if norm_eps is not None and square_sums is None:
         square_sums = torch.empty(*square_sums_shape(tokens, size), dtype=torch.float32, device=x.device)
+        arguments = (square_sums, square_sums.stride(0), x, x.stride(0), num_rows, tokens)
         _square_sums_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
-            square_sums,
-            square_sums.stride(0),
-            x,
-            x.stride(0),
-            num_rows,
-            tokens,
-            K=size,
-            ROWS=NORM_ROWS,
-            BLOCK_K=NORM_BLOCK_K,
-            enable_fp_fusion=False,  # as below, for bitwise identical sums
-            **overlapping(),
+            *arguments, K=size, ROWS=NORM_ROWS, BLOCK_K=NORM_BLOCK_K, enable_fp_fusion=False, **overlapping()
         )
     partial = None
     if splits > 1:
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
     operands = (
-        _Tensors(out, x, weight, bias, residual, partial),
-        _Strides(x.stride(0), row_stride(residual)),
+        LinearTensors(out, x, weight, bias, residual, partial),
+        LinearStrides(x.stride(0), row_stride(residual)),
         num_rows,
-        square_sums,
-        row_stride(square_sums),
-        square_sums_out,
-        row_stride(square_sums_out),
-    )
-    _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
-        *operands,
+        *with_row_stride(square_sums),
+        *with_row_stride(square_sums_out),
         norm_eps,
         tokens,
+    )
+    # The compiler might fuse different products and additions in different tiles.
+    options = dict(enable_fp_fusion=False, **overlapping())
+    _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
+        *operands,
         K=size,
         N=outputs,
         SWIGLU=swiglu,
@@ -317,25 +306,27 @@ def _launch(
         BLOCK_K=block_k,
         num_warps=tile.num_warps,
         num_stages=fitting_stages(tile.num_stages),
-        # The compiler might fuse different products and additions in different tiles.
-        enable_fp_fusion=False,
-        **overlapping(),
+        **options,
     )
     if splits > 1:
         pieces = ceil_div(tokens, ADD_ROWS) * ceil_div(outputs, ADD_COLUMNS)
-        _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](
-            *operands,
-            norm_eps,
-            tokens,
-            K=size,
-            N=outputs,
-            SPLITS=splits,
-            ROWS=ADD_ROWS,
-            COLUMNS=ADD_COLUMNS,
-            num_warps=ADD_WARPS_HIP if architecture() == "hip" else ADD_WARPS,
-            enable_fp_fusion=False,
-            **overlapping(),
-        )
+        sizes = dict(K=size, N=outputs, SPLITS=splits, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS)
+        warps = ADD_WARPS_HIP if architecture() == "hip" else ADD_WARPS
+        _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](*operands, **sizes, num_warps=warps, **options)
+
+
+_SPEC = Spec("""
+    x: float [T, K+]
+    weight: =x [rows, K]
+""")
+_REST = Spec("""
+    x: float [T, K]
+    bias?: =x [rows]
+    num_rows?: int32 [1]
+    square_sums?: single [(K + 63) // 64, T]
+    residual?: =x [T, N]
+    square_sums_out?: single [(N + 63) // 64, T]
+""")
 
 
 def ragged_linear(
@@ -396,40 +387,25 @@ def ragged_linear(
                 [2., 1.],
                 [0., 0.]])
     """
-    backend, swiglu = resolve_backend(backend, "x", x), bool(swiglu)
-    check_tensor("x", x, dtypes=FLOATS[backend], shape=(None, None))
-    dtype, device, (tokens, size) = x.dtype, x.device, x.shape
-    if size == 0:
-        raise ValueError(f"x must have at least one column, got shape {list(x.shape)}")
-    check_tensor("weight", weight, dtypes=dtype, shape=(None, size), device=device)
-    columns = weight.shape[0]
+    swiglu = bool(swiglu)
+    backend, sizes = _SPEC.check(backend, x, weight)
+    tokens, columns = sizes["T"], sizes["rows"]
     if columns == 0 or (swiglu and columns % 2):
         wanted = "an even number of rows, gate and up," if swiglu else "at least one row,"
         raise ValueError(f"weight must have {wanted} got shape {list(weight.shape)}")
-    if bias is not None:
-        check_tensor("bias", bias, dtypes=dtype, shape=(columns,), device=device)
-    if num_rows is not None:
-        check_tensor("num_rows", num_rows, dtypes=torch.int32, shape=(1,), device=device)
-    if norm_eps is not None and (not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf):
-        raise ValueError(f"norm_eps must be a positive number or None, got {norm_eps!r}")
+    if norm_eps is not None:
+        check_norm_eps(norm_eps, "a positive number or None")
+    elif square_sums is not None:
+        raise ValueError("square_sums are those of the norm: norm_eps must be given too")
     outputs = columns // 2 if swiglu else columns
-    if residual is not None:
-        check_tensor("residual", residual, dtypes=dtype, shape=(tokens, outputs), device=device)
-    if square_sums is not None:
-        if norm_eps is None:
-            raise ValueError("square_sums are those of the norm: norm_eps must be given too")
-        shape = square_sums_shape(tokens, size)
-        check_tensor("square_sums", square_sums, dtypes=SINGLES[backend], shape=shape, device=device)
-    if square_sums_out is not None:
-        shape = square_sums_shape(tokens, outputs)
-        check_tensor("square_sums_out", square_sums_out, dtypes=SINGLES[backend], shape=shape, device=device)
-
+    sizes["N"] = outputs
+    _REST.check(backend, x, bias, num_rows, square_sums, residual, square_sums_out, sizes=sizes)
     if expected_rows is None:
         expected_rows = tokens
     elif isinstance(expected_rows, bool) or not isinstance(expected_rows, int) or expected_rows < 0:
         raise ValueError(f"expected_rows must be an int of at least 0 or None, got {expected_rows!r}")
 
-    out = torch.empty(tokens, outputs, dtype=dtype, device=device)
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     norm_eps = None if norm_eps is None else float(norm_eps)
     operands = (out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out)
     _launch(backend, *operands, expected_rows)

@@ -83,7 +83,7 @@ def _prefetch_weight(
         prefetch(rows + k[None, :], (column < COLUMNS)[:, None] & (k < K)[None, :])
 
 
-class _Tensors(NamedTuple):
+class LinearTensors(NamedTuple):
     """Tensors that the matmul reads and writes, except those that may be slices of larger tensors."""
 
     out: Any  # [T, N]
@@ -94,7 +94,7 @@ class _Tensors(NamedTuple):
     partial: Any  # fp32 [SPLITS, T, N], or None
 
 
-class _Strides(NamedTuple):
+class LinearStrides(NamedTuple):
     """Row strides."""
 
     x: int
@@ -107,8 +107,8 @@ def _finish(
     first_row,
     first_column,
     rows,
-    ptr,  # _Tensors
-    stride,  # _Strides
+    ptr,  # LinearTensors
+    stride,  # LinearStrides
     square_sums_ptr,
     stride_square_sums_group,
     square_sums_out_ptr,

@@ -7,25 +7,16 @@ one-hot on the candidate that a hard constraint chooses. Source: section 4 of th
 ``lvm_combined_guidance`` in the LenVM fork of SGLang.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    FLOATS,
-    INT_DTYPES,
-    SINGLES,
-    ceil_div,
-    check_fields,
-    check_tensor,
-    resolve_backend,
-    row_strides,
-)
+from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import _GUIDE, _SINGLE, _UNGUIDED, _reweight
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
@@ -41,10 +32,10 @@ SLICE = 16_384
 MAX_STEPS = tl.constexpr(64)
 
 
-class _Table(NamedTuple):
+class ReweightColumns(NamedTuple):
     """Columns of the guidance table that the kernels access."""
 
-    mode: Tensor  # [R], as the following
+    mode: Tensor
     scale: Tensor
     nats_per_token: Tensor
     value_min: Tensor
@@ -53,11 +44,7 @@ class _Table(NamedTuple):
     counts_down: Tensor
     faults: Tensor
     answer_length: Tensor
-    ending_token_ids: Tensor  # [R, E]
-
-
-def _columns_read(table: GuidanceColumns) -> _Table:
-    return _Table._make(getattr(table, name) for name in _Table._fields)
+    ending_token_ids: Tensor
 
 
 @triton.jit(
@@ -69,7 +56,7 @@ def _reweight_kernel(
     candidates,  # Candidates
     value_logits_ptr,  # [B, K]
     stride_value_logits_request,
-    table,  # _Table
+    table,  # ReweightColumns
     stride,  # its strides
     table_rows_ptr,  # [B] or None
     generated_ptr,  # [B] or None
@@ -82,22 +69,9 @@ def _reweight_kernel(
 ):
     request = (tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS))[:, None].to(tl.int64)
     valid = request < B
-    table_row, _, _, result, counted = _reweight(
-        request,
-        valid,
-        candidates,
-        value_logits_ptr,
-        stride_value_logits_request,
-        table,
-        stride,
-        table_rows_ptr,
-        generated_ptr,
-        text_breaks_ptr,
-        S,
-        E,
-        K,
-        MAX_STEPS,
-    )
+    inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
+    options = (table_rows_ptr, generated_ptr, text_breaks_ptr, S, E)
+    table_row, _, _, result, counted = _reweight(request, valid, *inputs, *options, K, MAX_STEPS)
     tl.store(out_ptr + request * K + tl.arange(0, K)[None, :], result, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
@@ -113,7 +87,7 @@ def _reweight_scatter_kernel(
     candidates,  # Candidates
     value_logits_ptr,  # [B, K]
     stride_value_logits_request,
-    table,  # _Table
+    table,  # ReweightColumns
     stride,  # its strides
     table_rows_ptr,  # [B] or None
     generated_ptr,  # [B] or None
@@ -143,22 +117,9 @@ def _reweight_scatter_kernel(
     here = (token >= start) & (token < start + SLICE)
     if (slice_id == 0) | (written & (tl.max(here.to(tl.int32), axis=0) > 0)):
         tile = request + tl.zeros([1, 1], tl.int64)
-        table_rows, tokens, active, result, counted = _reweight(
-            tile,
-            tile >= 0,
-            candidates,
-            value_logits_ptr,
-            stride_value_logits_request,
-            table,
-            stride,
-            table_rows_ptr,
-            generated_ptr,
-            text_breaks_ptr,
-            S,
-            E,
-            K,
-            MAX_STEPS,
-        )
+        inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
+        options = (table_rows_ptr, generated_ptr, text_breaks_ptr, S, E)
+        table_rows, tokens, active, result, counted = _reweight(tile, tile >= 0, *inputs, *options, K, MAX_STEPS)
         if slice_id == 0:
             tl.store(out_ptr + tile * K + tl.arange(0, K)[None, :], result)
             tl.atomic_add(table.faults + table_rows * stride.faults, 1, mask=counted)
@@ -172,7 +133,7 @@ def _launch(
     out: Tensor,
     candidates: Candidates,
     value_logits: Tensor,
-    table: _Table,
+    table: ReweightColumns,
     table_rows: Tensor | None,
     generated: Tensor | None,
     text_breaks: Tensor | None,
@@ -181,36 +142,30 @@ def _launch(
     requests, columns = out.shape
     if requests == 0:
         return
-    arguments = (
-        candidates,
-        value_logits,
-        value_logits.stride(0),
-        table,
-        row_strides(table),
-        table_rows,
-        generated,
-        text_breaks,
-        0 if text_breaks is None else text_breaks.shape[0],
-        table.ending_token_ids.shape[1],
-    )
+    inputs = (candidates, value_logits, value_logits.stride(0), table, row_strides(table))
+    sentences = 0 if text_breaks is None else text_breaks.shape[0]
+    options = (table_rows, generated, text_breaks, sentences, table.ending_token_ids.shape[1])
     if probs is None:
         tile_requests = max(1, TILE // columns)
         _reweight_kernel[(ceil_div(requests, tile_requests),)](
-            out, *arguments, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
+            out, *inputs, *options, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
         )
     else:
-        vocab = probs.shape[1]
+        dense, vocab = (probs, probs.stride(0)), probs.shape[1]
         _reweight_scatter_kernel[(requests, ceil_div(vocab, SLICE))](
-            out,
-            probs,
-            probs.stride(0),
-            *arguments,
-            vocab,
-            K=columns,
-            SLICE=SLICE,
-            num_warps=4,
-            enable_fp_fusion=False,
+            out, *dense, *inputs, *options, vocab, K=columns, SLICE=SLICE, num_warps=4, enable_fp_fusion=False
         )
+
+
+_SPEC = Spec(f"""
+    value_logits: single [B, K=2**n]
+    candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
+    table: GuidanceColumns ({", ".join(ReweightColumns._fields)}) strided single
+    table_rows?: int [B]
+    generated?: int32 [B]
+    text_breaks?: int8 [S]
+    probs?: float [B, V]
+""")
 
 
 def reweight_scatter(
@@ -223,6 +178,7 @@ def reweight_scatter(
     text_breaks: Tensor | None = None,
     probs: Tensor | None = None,
     backend: str = "auto",
+    validate: bool = True,
 ) -> Tensor:
     """Compute the candidates' guided probabilities; with ``probs``, also write them into the rows of ``[B, V]``.
 
@@ -246,6 +202,7 @@ def reweight_scatter(
         probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous. The rows of guided and ``SINGLE`` requests are
             overwritten with the candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.
+        validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
         fp32 ``[B, K]``, 0 in padding.
@@ -261,70 +218,15 @@ def reweight_scatter(
         >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output: the shortest
         tensor([[0., 1.]])
     """
-    backend = resolve_backend(backend, "value_logits", value_logits)
-    singles = SINGLES[backend]
-    check_tensor("value_logits", value_logits, dtypes=singles, shape=(None, None))
-    (requests, columns), device = value_logits.shape, value_logits.device
-    if not isinstance(candidates, Candidates):
-        raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
-    if columns not in COLUMNS:
-        raise ValueError(f"value_logits must have a power of two up to {COLUMNS[-1]} columns, got {columns}")
-    for name, dtypes, shape in (
-        ("token_ids", torch.int32, (requests, columns)),
-        ("probs", singles, (requests, columns)),
-        ("status", torch.int8, (requests,)),
-        ("lost_mass", singles, (requests,)),
-    ):
-        tensor = check_tensor(
-            f"candidates.{name}", getattr(candidates, name), dtypes=dtypes, shape=shape, device=device
-        )
-        if not tensor.is_contiguous():
-            raise ValueError(f"candidates.{name} must be contiguous, got strides {tuple(tensor.stride())}")
-    if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
-    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
-    size, columns_read = table.mode.shape[0], _columns_read(table)
-    column_dtypes: Any = (torch.int32, *[singles] * 5, torch.bool, torch.int32, singles)
-    check_fields("table", _Table._fields[:-1], columns_read[:-1], column_dtypes, size, device, unit_stride=False)
-    ends = columns_read.ending_token_ids
-    check_tensor("table.ending_token_ids", ends, dtypes=torch.int32, shape=(size, None), device=device)
-    if table_rows is not None:
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(requests,), device=device)
-    elif size < requests:
-        raise ValueError(f"table must have a row for each of the {requests} requests, got {size} (or give table_rows)")
-    if generated is not None:
-        check_tensor("generated", generated, dtypes=torch.int32, shape=(requests,), device=device)
-    if text_breaks is not None:
-        check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=device)
-    if probs is not None:
-        check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(requests, None), device=device)
-
-    return reweight_scatter_unchecked(
-        candidates,
-        value_logits,
-        table,
-        table_rows=table_rows,
-        generated=generated,
-        text_breaks=text_breaks,
-        probs=probs,
-        backend=backend,
-    )
-
-
-def reweight_scatter_unchecked(
-    candidates: Candidates,
-    value_logits: Tensor,
-    table: GuidanceColumns,
-    *,
-    table_rows: Tensor | None,
-    generated: Tensor | None,
-    text_breaks: Tensor | None,
-    probs: Tensor | None,
-    backend: str,
-) -> Tensor:
-    """:func:`reweight_scatter` without argument checks, for a resolved backend."""
+    if validate:
+        arguments = (value_logits, candidates, table, table_rows, generated, text_breaks, probs)
+        backend, sizes = _SPEC.check(backend, *arguments)
+        requests, rows = sizes["B"], sizes["R"]
+        if table_rows is None and rows < requests:
+            came = f"{rows} (or give table_rows)"
+            raise ValueError(f"table must have a row for each of the {requests} requests, got {came}")
     dtype = compute_dtype(value_logits, candidates.probs)
     out = torch.empty(*value_logits.shape, dtype=dtype, device=value_logits.device)
-    columns_read = _columns_read(table)
-    _launch(backend, out, candidates, value_logits, columns_read, table_rows, generated, text_breaks, probs)
+    columns = select_columns(ReweightColumns, table)
+    _launch(backend, out, candidates, value_logits, columns, table_rows, generated, text_breaks, probs)
     return out

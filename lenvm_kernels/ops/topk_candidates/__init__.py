@@ -15,19 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    FLOATS,
-    INT_DTYPES,
-    MAX_CANDIDATES,
-    ceil_div,
-    check_tensor,
-    next_power_of_2,
-    per_request,
-    resolve_backend,
-    row_stride,
-)
+from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, ceil_div, next_power_of_2, per_request, with_row_stride
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.topk_candidates.filter import _exponent_scale, _filter_kernel, _load_scores
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
@@ -82,9 +72,8 @@ def _scan_kernel(
     scale, _, _ = _exponent_scale(temperature_ptr, request)
     tile = tl.program_id(1) * PROGRAM_TILES + tl.arange(0, PROGRAM_TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    x = _load_scores(
-        scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, token < V, IS_LOGITS
-    )
+    scores = (scores_ptr, stride_scores_request, mask_ptr, stride_mask_request)
+    x = _load_scores(*scores, request, token, token < V, IS_LOGITS)
     # NaN and +inf propagate to the sum: a sum that is not finite marks the request as broken.
     best = tl.max(x, axis=1)
     if IS_LOGITS:
@@ -123,7 +112,7 @@ def _launch(
     tiles = ceil_div(vocab, TILE)
     tile_max = torch.empty(requests, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(requests, tiles, dtype=torch.float32, device=device)
-    inputs = (scores, scores.stride(0), vocab_mask, row_stride(vocab_mask), vocab)
+    inputs = (scores, scores.stride(0), *with_row_stride(vocab_mask), vocab)
     ends = 1 if end_token_ids is None else end_token_ids.shape[1]
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(requests, ceil_div(tiles, program_tiles))](
@@ -139,27 +128,18 @@ def _launch(
         PROGRAM_TILES=program_tiles,
         num_warps=4,
     )
+    columns = [x for c in (end_token_ids, min_end_prob, least_share, due_length) for x in with_row_stride(c)]
+    sentences = 0 if text_breaks is None else text_breaks.shape[0]
+    of_requests = (guided, temperature, top_k, top_p, min_p, entropy_threshold)
     _filter_kernel[(requests,)](
         out,
         tile_max,
         tile_sum,
-        guided,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        entropy_threshold,
-        end_token_ids,
-        row_stride(end_token_ids),
-        min_end_prob,
-        row_stride(min_end_prob),
-        least_share,
-        row_stride(least_share),
-        due_length,
-        row_stride(due_length),
+        *of_requests,
+        *columns,
         generated,
         text_breaks,
-        0 if text_breaks is None else text_breaks.shape[0],
+        sentences,
         last_tokens,
         table_rows,
         *inputs,
@@ -175,27 +155,43 @@ def _launch(
     )
 
 
+_SPEC = Spec(f"""
+    scores: float [B, V=1..{MAX_VOCAB}]
+    guided?: bool [B]
+    vocab_mask?: int32 [B, (V + 31) // 32]
+    end_token_ids?: int32 [R, E+]
+    min_end_prob?: float32 [R] strided
+    least_share?: float32 [R] strided
+    due_length?: float32 [R] strided
+    generated?: int32 [B]
+    text_breaks?: int8 [S]
+    last_tokens?: int [B]
+    table_rows?: int [B]
+""")
+
+
 def topk_candidates(
-    scores: torch.Tensor,
+    scores: Tensor,
     *,
-    top_k: torch.Tensor | int,
-    top_p: torch.Tensor | float,
-    min_p: torch.Tensor | float,
+    top_k: Tensor | int,
+    top_p: Tensor | float,
+    min_p: Tensor | float,
     max_candidates: int = 8,
-    temperature: torch.Tensor | float | None = None,
+    temperature: Tensor | float | None = None,
     is_logits: bool = False,
-    entropy_threshold: torch.Tensor | float | None = None,
-    guided: torch.Tensor | None = None,
-    vocab_mask: torch.Tensor | None = None,
-    end_token_ids: torch.Tensor | None = None,
-    min_end_prob: torch.Tensor | None = None,
-    least_share: torch.Tensor | None = None,
-    due_length: torch.Tensor | None = None,
-    generated: torch.Tensor | None = None,
-    text_breaks: torch.Tensor | None = None,
-    last_tokens: torch.Tensor | None = None,
-    table_rows: torch.Tensor | None = None,
+    entropy_threshold: Tensor | float | None = None,
+    guided: Tensor | None = None,
+    vocab_mask: Tensor | None = None,
+    end_token_ids: Tensor | None = None,
+    min_end_prob: Tensor | None = None,
+    least_share: Tensor | None = None,
+    due_length: Tensor | None = None,
+    generated: Tensor | None = None,
+    text_breaks: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+    table_rows: Tensor | None = None,
     backend: str = "auto",
+    validate: bool = True,
 ) -> Candidates:
     """Select each request's candidate tokens by top-k, then top-p, then min-p, plus tokens that end the output.
 
@@ -237,6 +233,8 @@ def topk_candidates(
         table_rows: int32 or int64 ``[B]``; row of each request in the tensors of ``R`` rows. If None, request i has
             row i.
         backend: ``auto``, ``triton`` or ``reference``.
+        validate: whether to check the arguments and convert numbers to tensors. If False, ``backend`` must be
+            ``triton`` or ``reference``.
 
     Returns:
         :class:`Candidates`.
@@ -249,107 +247,34 @@ def topk_candidates(
         >>> topk_candidates(logits, top_k=3, top_p=1.0, min_p=0.0, max_candidates=4, is_logits=True).token_ids
         tensor([[ 2,  0,  1, -1]], dtype=torch.int32)
     """
-    backend = resolve_backend(backend, "scores", scores)
-    check_tensor("scores", scores, dtypes=FLOATS[backend], shape=(None, None))
-    (requests, vocab), device = scores.shape, scores.device
-    if not 1 <= vocab <= MAX_VOCAB:
-        raise ValueError(f"scores must have between 1 and {MAX_VOCAB} columns, got {vocab}")
-    if max_candidates not in COLUMNS:
-        raise ValueError(f"max_candidates must be a power of two up to {MAX_CANDIDATES}, got {max_candidates!r}")
-    if temperature is not None and not is_logits:
-        raise ValueError("temperature must be None when scores are probabilities (is_logits=False)")
-    top_k = per_request("top_k", top_k, torch.int32, requests, device)
-    top_p = per_request("top_p", top_p, torch.float32, requests, device)
-    min_p = per_request("min_p", min_p, torch.float32, requests, device)
-    if temperature is not None:
-        temperature = per_request("temperature", temperature, torch.float32, requests, device)
-    if entropy_threshold is not None:
-        entropy_threshold = per_request("entropy_threshold", entropy_threshold, torch.float32, requests, device)
-    if guided is not None:
-        check_tensor("guided", guided, dtypes=torch.bool, shape=(requests,), device=device)
-    if vocab_mask is not None:
-        check_tensor("vocab_mask", vocab_mask, dtypes=torch.int32, shape=(requests, ceil_div(vocab, 32)), device=device)
-
-    if (end_token_ids is None) != (min_end_prob is None):
-        raise ValueError("end_token_ids and min_end_prob must be given together")
-    if least_share is not None and end_token_ids is None:
-        raise ValueError("least_share must be given together with end_token_ids")
-    if (due_length is None) != (generated is None) or (due_length is not None and end_token_ids is None):
-        raise ValueError("due_length and generated must be given together, with end_token_ids")
-    if (text_breaks is None) != (last_tokens is None) or (text_breaks is not None and end_token_ids is None):
-        raise ValueError("text_breaks and last_tokens must be given together, with end_token_ids")
-    if end_token_ids is not None:
-        check_tensor("end_token_ids", end_token_ids, dtypes=torch.int32, shape=(None, None), device=device)
-        rows, ends = end_token_ids.shape
-        if ends == 0:
-            raise ValueError("end_token_ids must have at least one column, got none")
-        check_tensor(
-            "min_end_prob", min_end_prob, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
-        )
-        if least_share is not None:
-            check_tensor(
-                "least_share", least_share, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
-            )
-        if due_length is not None:
-            check_tensor(
-                "due_length", due_length, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
-            )
-            check_tensor("generated", generated, dtypes=torch.int32, shape=(requests,), device=device)
-        if text_breaks is not None:
-            check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=device)
-            check_tensor("last_tokens", last_tokens, dtypes=INT_DTYPES, shape=(requests,), device=device)
+    ends = (end_token_ids, min_end_prob, least_share, due_length, generated, text_breaks, last_tokens, table_rows)
+    if validate:
+        if max_candidates not in COLUMNS:
+            raise ValueError(f"max_candidates must be a power of two up to {MAX_CANDIDATES}, got {max_candidates!r}")
+        if temperature is not None and not is_logits:
+            raise ValueError("temperature must be None when scores are probabilities (is_logits=False)")
+        if (end_token_ids is None) != (min_end_prob is None):
+            raise ValueError("end_token_ids and min_end_prob must be given together")
+        if least_share is not None and end_token_ids is None:
+            raise ValueError("least_share must be given together with end_token_ids")
+        if (due_length is None) != (generated is None) or (due_length is not None and end_token_ids is None):
+            raise ValueError("due_length and generated must be given together, with end_token_ids")
+        if (text_breaks is None) != (last_tokens is None) or (text_breaks is not None and end_token_ids is None):
+            raise ValueError("text_breaks and last_tokens must be given together, with end_token_ids")
+        backend, sizes = _SPEC.check(backend, scores, guided, vocab_mask, *ends)
+        requests = sizes["B"]
+        rows = sizes.get("R", requests)
         if table_rows is None and rows < requests:
             raise ValueError(f"end_token_ids must have a row for each of the {requests} requests, got {rows}")
-    if table_rows is not None:
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(requests,), device=device)
-
-    return topk_candidates_unchecked(
-        scores,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        max_candidates=max_candidates,
-        temperature=temperature,
-        is_logits=is_logits,
-        entropy_threshold=entropy_threshold,
-        guided=guided,
-        vocab_mask=vocab_mask,
-        end_token_ids=end_token_ids,
-        min_end_prob=min_end_prob,
-        least_share=least_share,
-        due_length=due_length,
-        generated=generated,
-        text_breaks=text_breaks,
-        last_tokens=last_tokens,
-        table_rows=table_rows,
-        backend=backend,
-    )
-
-
-def topk_candidates_unchecked(
-    scores: Tensor,
-    *,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    max_candidates: int,
-    temperature: Tensor | None,
-    is_logits: bool,
-    entropy_threshold: Tensor | None,
-    guided: Tensor | None,
-    vocab_mask: Tensor | None,
-    end_token_ids: Tensor | None,
-    min_end_prob: Tensor | None,
-    least_share: Tensor | None,
-    due_length: Tensor | None,
-    generated: Tensor | None,
-    text_breaks: Tensor | None,
-    last_tokens: Tensor | None,
-    table_rows: Tensor | None,
-    backend: str,
-) -> Candidates:
-    """:func:`topk_candidates` without argument checks, for a resolved backend."""
-    (requests, _), device, dtype = scores.shape, scores.device, compute_dtype(scores)
+        of_requests = requests, scores.device
+        top_k = per_request("top_k", top_k, torch.int32, *of_requests)
+        top_p = per_request("top_p", top_p, torch.float32, *of_requests)
+        min_p = per_request("min_p", min_p, torch.float32, *of_requests)
+        if temperature is not None:
+            temperature = per_request("temperature", temperature, torch.float32, *of_requests)
+        if entropy_threshold is not None:
+            entropy_threshold = per_request("entropy_threshold", entropy_threshold, torch.float32, *of_requests)
+    requests, device, dtype = scores.shape[0], scores.device, compute_dtype(scores)
     candidates = Candidates(
         token_ids=torch.empty(requests, max_candidates, dtype=torch.int32, device=device),
         probs=torch.empty(requests, max_candidates, dtype=dtype, device=device),
@@ -357,26 +282,6 @@ def topk_candidates_unchecked(
         status=torch.empty(requests, dtype=torch.int8, device=device),
         lost_mass=torch.empty(requests, dtype=dtype, device=device),
     )
-    _launch(
-        backend,
-        candidates,
-        scores,
-        top_k,
-        top_p,
-        min_p,
-        max_candidates,
-        temperature,
-        is_logits,
-        entropy_threshold,
-        guided,
-        vocab_mask,
-        end_token_ids,
-        min_end_prob,
-        least_share,
-        due_length,
-        generated,
-        text_breaks,
-        last_tokens,
-        table_rows,
-    )
+    filters = (top_k, top_p, min_p, max_candidates, temperature, is_logits, entropy_threshold, guided, vocab_mask)
+    _launch(backend, candidates, scores, *filters, *ends)
     return candidates

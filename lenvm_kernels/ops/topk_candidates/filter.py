@@ -170,9 +170,8 @@ def _filter_kernel(
 
     token = chosen[:, None] * TILE + tl.arange(0, TILE)[None, :]
     is_there = (chosen >= 0)[:, None] & (token < V)
-    x = _load_scores(
-        scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, is_there, IS_LOGITS
-    )
+    scores = (scores_ptr, stride_scores_request, mask_ptr, stride_mask_request)
+    x = _load_scores(*scores, request, token, is_there, IS_LOGITS)
     keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
     first = 1 / total if IS_LOGITS else best  # probability of the best token
     room = K  # columns for tokens that do not end the output
@@ -182,9 +181,7 @@ def _filter_kernel(
         slot = tl.arange(0, ENDS)
         end = tl.load(end_token_ids_ptr + table_row * stride_end_token_ids_row + slot, mask=slot < E, other=-1)
         is_token = (end >= 0) & (end < V)
-        end_score = _load_scores(
-            scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, end, is_token, IS_LOGITS
-        )
+        end_score = _load_scores(*scores, request, end, is_token, IS_LOGITS)
         end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
         if text_breaks_ptr is not None:
             last = tl.load(last_tokens_ptr + request).to(tl.int64)

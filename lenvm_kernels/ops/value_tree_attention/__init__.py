@@ -23,15 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    FLOATS,
-    INT_DTYPES,
-    check_tensor,
-    overlapping,
-    resolve_backend,
-)
+from lenvm_kernels.ops._common import check_int, overlapping
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.value_tree_attention.plan import (
     BLOCK_M,
     MAX_SPLITS,
@@ -49,13 +44,13 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
 )
 from lenvm_kernels.ops.value_tree_attention.tiles import (
     MERGE_COLUMNS,
+    AttentionStrides,
+    AttentionTensors,
     _attend,
     _launch_config,
     _load_pages,
     _merge_splits,
     _parent_row,
-    _Strides,
-    _Tensors,
 )
 from lenvm_kernels.reference import value_tree_attention as reference
 
@@ -87,8 +82,8 @@ MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
     do_not_specialize_on_alignment=["counters_ptr"],  # may be a slice
 )
 def _value_tree_attention_kernel(
-    ptr,  # _Tensors
-    stride,  # _Strides
+    ptr,  # AttentionTensors
+    stride,  # AttentionStrides
     counters_ptr,  # int32 [B, SPLIT_TILES, Hkv]
     workspace_rows,  # W
     scale_log2,  # sm_scale * log2(e): the softmax runs on exp2
@@ -274,13 +269,15 @@ def _launch(
     max_splits, workspace_rows = workspace_shape(*sizes)
     partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
     partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
-    tensors = _Tensors(out, q, k_new, v_new, k_cache, v_cache, slot_table, parents, plan, partial_out, partial_lse)
+    tensors = AttentionTensors(
+        out, q, k_new, v_new, k_cache, v_cache, slot_table, parents, plan, partial_out, partial_lse
+    )
     of_tokens = (*out.stride()[:2], *q.stride()[:2], *k_new.stride()[:2], *v_new.stride()[:2])
     of_slots = (*k_cache.stride()[:2], *v_cache.stride()[:2])
 
     _value_tree_attention_kernel[(kv_heads, min(plan.shape[0] - 1, max(1, MAX_PROGRAMS // kv_heads)))](
         tensors,
-        _Strides._make((*of_tokens, *of_slots, slot_table.stride(0))),
+        AttentionStrides._make((*of_tokens, *of_slots, slot_table.stride(0))),
         counters,
         workspace_rows,
         sm_scale * math.log2(math.e),
@@ -290,6 +287,27 @@ def _launch(
         **_launch_config(head_dim, q.dtype),
         **overlapping(),
     )
+
+
+_SPEC = Spec("""
+    q: float [T, Hq, D]
+    k_new: =q [T, Hkv, D]
+""")
+_REST = Spec("""
+    q: float [T, Hq, D]
+    v_new: =q [T, Hkv, D]
+    k_cache: =q [S, Hkv, D]
+    v_cache: =q [S, Hkv, D]
+    slot_table: int32 [R, pages]
+    table_rows: int [B]
+    cached_lens: int32 [B]
+    q_offsets: int32 [B + 1]
+    candidate_lens: int32 [B]
+    parents?: int32 [T]
+    out?: =q [T, Hq, D]
+    counters?: int32 [*]
+""")
+_PLAN = Spec("plan?: int32 [items, size]")
 
 
 def value_tree_attention(
@@ -374,43 +392,21 @@ def value_tree_attention(
         >>> value_tree_attention(q, new, new, cache, cache, *lens, parents=parents).shape
         torch.Size([3, 2, 16])
     """
-    backend = resolve_backend(backend, "q", q)
-    check_tensor("q", q, dtypes=FLOATS[backend], shape=(None, None, None))
-    total_tokens, q_heads, head_dim = q.shape
-    device = q.device
-
-    check_tensor("k_new", k_new, dtypes=q.dtype, shape=(total_tokens, None, head_dim), device=device)
-    kv_heads = k_new.shape[1]
+    backend, sizes = _SPEC.check(backend, q, k_new)
+    total_tokens, q_heads, kv_heads, head_dim = (sizes[name] for name in ("T", "Hq", "Hkv", "D"))
     if kv_heads == 0 or q_heads == 0 or q_heads % kv_heads:
         raise ValueError(
             f"q must have a multiple of the heads of k_new, got {q_heads} query and {kv_heads} key/value heads"
         )
-    check_tensor("v_new", v_new, dtypes=q.dtype, shape=(total_tokens, kv_heads, head_dim), device=device)
-    check_tensor("k_cache", k_cache, dtypes=q.dtype, shape=(None, kv_heads, head_dim), device=device)
-    check_tensor("v_cache", v_cache, dtypes=k_cache.dtype, shape=(k_cache.shape[0], kv_heads, head_dim), device=device)
-    check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
-    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
-    num_requests = table_rows.shape[0]
-    check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
-    check_tensor("q_offsets", q_offsets, dtypes=torch.int32, shape=(num_requests + 1,), device=device)
-    check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
-    if parents is not None:
-        check_tensor("parents", parents, dtypes=torch.int32, shape=(total_tokens,), device=device)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    else:
-        check_tensor("out", out, dtypes=q.dtype, shape=q.shape, device=device)
-    least = num_counters(num_requests, kv_heads)
+    group, device = q_heads // kv_heads, q.device
+    requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
+    _, sizes = _REST.check(backend, q, v_new, k_cache, v_cache, *requests, parents, out, counters, sizes=sizes)
+    least = num_counters(sizes["B"], kv_heads)
     if counters is None:
         counters = torch.zeros(least, dtype=torch.int32, device=device)
-    check_tensor("counters", counters, dtypes=torch.int32, shape=(None,), device=device)
     if counters.shape[0] < least:
         raise ValueError(f"counters must be int32 [{least} or more], got int32 [{counters.shape[0]}]")
-
-    if isinstance(page_size, bool) or not isinstance(page_size, int):
-        raise TypeError(f"page_size must be an int of at least 1, got {type(page_size).__name__}")
-    if page_size < 1:
-        raise ValueError(f"page_size must be an int of at least 1, got {page_size}")
+    check_int("page_size", page_size, 1)
     if head_dim < 1:
         raise ValueError(f"q must have a last dimension of at least 1, got {head_dim}")
     if sm_scale is None:
@@ -421,19 +417,17 @@ def value_tree_attention(
         raise ValueError(f"sm_scale must be a finite number or None, got {sm_scale}")
     if backend == "triton" and head_dim > MAX_HEAD_DIM:
         raise ValueError(f"q must have a last dimension of 1 to {MAX_HEAD_DIM} for backend 'triton', got {head_dim}")
-    if backend == "triton" and q_heads // kv_heads > BLOCK_M.value:
-        raise ValueError(
-            f"q must have at most {BLOCK_M.value} heads per head of k_new for backend 'triton', "
-            f"got {q_heads // kv_heads}"
-        )
+    if backend == "triton" and group > BLOCK_M.value:
+        most = BLOCK_M.value
+        raise ValueError(f"q must have at most {most} heads per head of k_new for backend 'triton', got {group}")
     if plan is not None:
-        sizes = (total_tokens, num_requests, q_heads // kv_heads, slot_table.shape[1] * page_size)
-        check_tensor("plan", plan, dtypes=torch.int32, shape=plan_shape(*sizes), device=device)
+        items, size = plan_shape(total_tokens, sizes["B"], group, sizes["pages"] * page_size)
+        _PLAN.check(backend, plan, device=device, sizes={"items": items, "size": size})
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=device)
     for name, x in (("q", q), ("out", out)):
         if backend == "triton" and max(x.stride()) > MAX_STRIDE:
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
-
-    requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
     options = (parents, plan, page_size, float(sm_scale))
     _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options)
     return out

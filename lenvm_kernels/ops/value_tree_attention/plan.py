@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import INT_DTYPES, ceil_div, check_tensor, overlapping, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, check_int, overlapping
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference import value_tree_attention as reference
 
 # Rows of a query tile: (token, head of the group) pairs. The minimum for sm_90's warp-group matmul (HGMMA).
@@ -168,6 +169,14 @@ def _launch_plan(
     )
 
 
+_SPEC = Spec("""
+    table_rows: int [B]
+    cached_lens: int32 [B]
+    q_offsets: int32 [B + 1]
+    candidate_lens: int32 [B]
+""")
+
+
 def plan_attention(
     table_rows: Tensor,  # int32|int64 [B]
     cached_lens: Tensor,  # int32 [B]
@@ -203,21 +212,11 @@ def plan_attention(
                 [  0,   4,   0,   3,   1, 700,   0,   0],
                 [  0,   4,   0,   3,   1, 700,   0,   1]], dtype=torch.int32)
     """
-    backend = resolve_backend(backend, "table_rows", table_rows)
-    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,))
-    num_requests, device = table_rows.shape[0], table_rows.device
-    check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
-    check_tensor("q_offsets", q_offsets, dtypes=torch.int32, shape=(num_requests + 1,), device=device)
-    check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
-    for name, value, least, most in (
-        ("total_tokens", total_tokens, 0, 2**31 - 1),
-        ("max_len", max_len, 0, 2**31 - 1),
-        ("group", group, 1, BLOCK_M.value),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int from {least} to {most}, got {type(value).__name__}")
-        if not least <= value <= most:
-            raise ValueError(f"{name} must be an int from {least} to {most}, got {value}")
-    plan = torch.empty(plan_shape(total_tokens, num_requests, group, max_len), dtype=torch.int32, device=device)
+    backend, sizes = _SPEC.check(backend, table_rows, cached_lens, q_offsets, candidate_lens)
+    check_int("total_tokens", total_tokens, 0, 2**31 - 1)
+    check_int("max_len", max_len, 0, 2**31 - 1)
+    check_int("group", group, 1, BLOCK_M.value)
+    shape = plan_shape(total_tokens, sizes["B"], group, max_len)
+    plan = torch.empty(shape, dtype=torch.int32, device=table_rows.device)
     _launch_plan(backend, plan, table_rows, cached_lens, q_offsets, candidate_lens, group)
     return plan

@@ -14,7 +14,7 @@ from lenvm_kernels.ops.value_tree_attention.plan import BLOCK_M, MAX_SPLITS
 MERGE_COLUMNS = tl.constexpr(32)
 
 
-class _Tensors(NamedTuple):
+class AttentionTensors(NamedTuple):
     """Tensors that the attention reads and writes."""
 
     out: Any  # [T, Hq, D]
@@ -30,7 +30,7 @@ class _Tensors(NamedTuple):
     partial_lse: Any  # fp32 [max splits, Hkv, W, Hq / Hkv], base 2
 
 
-class _Strides(NamedTuple):
+class AttentionStrides(NamedTuple):
     """Strides of the tensors' first two dimensions."""
 
     out_token: int
