@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from lenvm_kernels.engines import signatures
-from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, Part, log_memory, pages_for
+from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, PromptPart, log_memory, pages_for
 from lenvm_kernels.engines.report import Metrics, trace_nodes
 from lenvm_kernels.engines.settings import (
     MAX_END_TOKENS,
@@ -325,7 +325,7 @@ class Guide:
             is_whole = length >= int(self.req_states.prefill_len.np[slot])
             # For requests with drafts that lost their slots, the host has only an upper bound of the length.
             end = max(length - is_whole, request.computed)
-            parts.append(Part(slot, request.computed, end))
+            parts.append(PromptPart(slot, request.computed, end))
             places.append(batch_slots.index(slot))
             continues.append(not is_whole)
             request.computed, request.is_running = end, is_whole
