@@ -7,10 +7,10 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -28,27 +28,38 @@ CONFIG_VARIABLE = "LENVM_CONFIG"
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 # The setting for guidance without a value model.
 NONE = "none"
-# 0 or 1 in a variable, true or false in a file.
-_SWITCH = {"0": False, "1": True, "False": False, "True": True}
 
 
-def _setting(
-    parse: Callable[[str], Any], accepted: str, accepts: Callable[[Any], bool] = lambda _: True, default: Any = None
-) -> Any:
-    """A field of :class:`Settings`: the parser of its text, the accepted values in words, and a condition on values."""
+class Text(NamedTuple):
+    """The text of a setting: its parser, the accepted values in words, and a condition on the parsed value."""
 
-    def parse_text(source: str, text: str) -> Any:
+    parse: Callable[[str], Any]
+    accepted: str
+    accepts: Callable[[Any], bool] = lambda _: True
+
+    def read(self, source: str, text: str) -> Any:
+        """The value. Raises ValueError that names the source, what came and what is accepted."""
         came = repr(text)
         try:
-            if accepts(value := parse(text)):
+            if self.accepts(value := self.parse(text)):
                 return value
         except FileNotFoundError as error:
             came += f": {error}"
         except (ValueError, KeyError):
             pass
-        raise ValueError(f"{source} must be {accepted}, got {came}")
+        raise ValueError(f"{source} must be {self.accepted}, got {came}")
 
-    return field(default=default, metadata={"parse": parse_text})
+
+_MODEL = Text(
+    lambda text: None if text == NONE else local_path(text),
+    f"an existing directory or .gguf file, a name in the Hugging Face cache, or {NONE}",
+    lambda path: path is None or path.exists(),
+)
+_HEAD = Text(local_path, "an existing .safetensors or .bin file, or a directory or name with one", Path.exists)
+_DTYPE = Text(DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
+_POWER = Text(int, "a power of two up to 64", (1, 2, 4, 8, 16, 32, 64).__contains__)
+_COUNT = Text(int, "an integer of at least 1", lambda n: n >= 1)
+_SWITCH = Text({"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1")  # true, false in a file
 
 
 @dataclass(frozen=True)
@@ -59,38 +70,32 @@ class Settings:
     that ``LENVM_CONFIG`` names. Variables take precedence.
     """
 
-    value_model: Path | None = _setting(
-        lambda text: None if text == NONE else local_path(text),
-        f"an existing directory or .gguf file, a name in the Hugging Face cache, or {NONE}",
-        lambda path: path is None or path.exists(),
-    )
+    value_model: Annotated[Path | None, _MODEL] = None
     """Location of the value model (:meth:`ValueModel.from_pretrained`) or probe (:meth:`LengthProbe.from_pretrained`),
-    which enables the plugin. None stands for ``none``: targets are met by the end tokens alone (:class:`GuidedStep`)."""
-    value_head: Path | None = _setting(
-        local_path, "an existing .safetensors or .bin file, or a directory or name with one", Path.exists
-    )
+    which enables the plugin. None stands for ``none``: only the end tokens meet targets (:class:`GuidedStep`)."""
+    value_head: Annotated[Path | None, _HEAD] = None
     """Location of the head. If None, the head is with the model."""
-    gamma: float | None = _setting(float, "a number > 0 and < 1", lambda x: 0 < x < 1)
+    gamma: Annotated[float | None, Text(float, "a number > 0 and < 1", lambda x: 0 < x < 1)] = None
     """Default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997."""
-    dtype: torch.dtype | None = _setting(DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
+    dtype: Annotated[torch.dtype | None, _DTYPE] = None
     """Data type of the value model. If None, the base model's."""
-    max_candidates: int = _setting(int, "a power of two up to 64", (1, 2, 4, 8, 16, 32, 64).__contains__, default=8)
+    max_candidates: Annotated[int, _POWER] = 8
     """Candidates per row."""
-    chunk_tokens: int = _setting(int, "an integer of at least 1", lambda n: n >= 1, default=4096)
+    chunk_tokens: Annotated[int, _COUNT] = 4096
     """Tokens of a prompt that are computed at a time."""
-    memory_share: float | None = _setting(float, "a number > 0 and <= 1", lambda x: 0 < x <= 1)
+    memory_share: Annotated[float | None, Text(float, "a number > 0 and <= 1", lambda x: 0 < x <= 1)] = None
     """Share of the memory for the engine's caches that the value model's cache and steps may take. If None, all of it
     in SGLang, where the engine does not start if they need more, and 0.2 in vLLM, where they are given this share."""
-    value_stride: int = _setting(int, "an integer of at least 1", lambda n: n >= 1, default=1)
+    value_stride: Annotated[int, _COUNT] = 1
     """Default of requests, in steps of the engine."""
-    graphs: bool | None = _setting(_SWITCH.__getitem__, "0 or 1")
+    graphs: Annotated[bool | None, _SWITCH] = None
     """Whether the value model runs in CUDA graphs. If None, on a GPU if the engine uses CUDA graphs."""
-    tokenizer: str | None = _setting(str, "a directory or a name")
+    tokenizer: Annotated[str | None, Text(str, "a directory or a name")] = None
     """Location of the base model's tokenizer, for thinking budgets and forced texts. If None, the engine's in SGLang,
     otherwise the one in the value model's directory."""
-    predictions: Path | None = _setting(Path, "a file")
+    predictions: Annotated[Path | None, Text(Path, "a file")] = None
     """File to which vLLM appends a JSON line per request with ``return_values``."""
-    trace: Path | None = _setting(Path, "a file")
+    trace: Annotated[Path | None, Text(Path, "a file")] = None
     """File to which every guided step appends a JSON line, for debugging: it makes a host-device sync."""
 
     @staticmethod
@@ -123,7 +128,7 @@ class Settings:
         config = os.environ.get(CONFIG_VARIABLE, "").strip()
         given = {"max_candidates": ("max_candidates", str(max_candidates))}
         given |= _read_file(Path(config)) if config else {}
-        for name in _PARSERS:
+        for name in _TEXTS:
             variable = f"LENVM_{name.upper()}"
             if text := os.environ.get(variable, "").strip():
                 given[name] = variable, text
@@ -132,7 +137,7 @@ class Settings:
         if "value_model" not in given:
             file = config or f"a file that {CONFIG_VARIABLE} names"
             raise ValueError(f"value_model must be in {file} or in LENVM_VALUE_MODEL, got neither")
-        settings = cls(**{name: _PARSERS[name](*source) for name, source in given.items()})
+        settings = cls(**{name: _TEXTS[name].read(*source) for name, source in given.items()})
         if "value_head" in given and not settings.reads_tokens:
             name, text = given["value_head"]
             source = "with a probe" if settings.has_probe else "without a value model"
@@ -214,10 +219,7 @@ class Settings:
         return step if value_model is None else step + working_bytes(value_model, **sizes, tokens=self.chunk_tokens)
 
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
-        """The configuration of a :class:`GuidedStep`, from these settings and the ``sizes`` of an engine.
-
-        ``has_graphs`` states whether the engine itself uses CUDA graphs.
-        """
+        """The configuration of a :class:`GuidedStep`. ``has_graphs``: whether the engine itself uses CUDA graphs."""
         return StepConfig(
             max_candidates=self.max_candidates,
             max_eos=MAX_END_TOKENS,
@@ -228,7 +230,7 @@ class Settings:
         )
 
 
-_PARSERS = {setting.name: setting.metadata["parse"] for setting in fields(Settings)}
+_TEXTS: dict[str, Text] = {name: x.__metadata__[0] for name, x in get_type_hints(Settings, include_extras=True).items()}
 
 
 def _read_file(path: Path) -> dict[str, tuple[str, str]]:
@@ -240,8 +242,8 @@ def _read_file(path: Path) -> dict[str, tuple[str, str]]:
     if not isinstance(content, dict):
         raise ValueError(f"{CONFIG_VARIABLE} must be a JSON object of settings, got {type(content).__name__} in {path}")
     for name in content:
-        if name not in _PARSERS:
-            close = difflib.get_close_matches(name, _PARSERS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(_PARSERS)}"
+        if name not in _TEXTS:
+            close = difflib.get_close_matches(name, _TEXTS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(_TEXTS)}"
             raise ValueError(f"{name} in {path} is not a setting; {hint}")
     return {name: (f"{name} in {path}", str(value)) for name, value in content.items() if value is not None}

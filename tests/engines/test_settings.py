@@ -197,7 +197,7 @@ def test_step_config_from_settings(model, has_graphs, graphs):
     assert settings.step_config(has_graphs=has_graphs, vocab_size=99, max_delta=5) == StepConfig(**expected)
 
 
-# By source: the default strength, the error of value_head, and requests that the source does not support, with their errors.
+# By source: the default strength, the error of value_head, and unsupported requests with their errors.
 UNSUPPORTED = {
     "none": (
         10,

@@ -28,9 +28,9 @@ from sglang.srt.server_args import ServerArgs
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.sglang import guide as sglang_guide
 from lenvm_kernels.engines.sglang import plugin as sglang_adapter
+from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, working_bytes
 from lenvm_kernels.types import Status

@@ -16,9 +16,9 @@ import torch
 
 from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, PromptPart, log_memory, pages_for
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings
-from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
+from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import GuidedStep, Sampling
 from lenvm_kernels.types import Mode, Status
