@@ -30,7 +30,7 @@ MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 NONE = "none"
 
 
-class Text(NamedTuple):
+class SettingText(NamedTuple):
     """The text of a setting: its parser, the accepted values in words, and a condition on the parsed value."""
 
     parse: Callable[[str], Any]
@@ -50,16 +50,18 @@ class Text(NamedTuple):
         raise ValueError(f"{source} must be {self.accepted}, got {came}")
 
 
-_MODEL = Text(
+_MODEL = SettingText(
     lambda text: None if text == NONE else local_path(text),
     f"an existing directory or .gguf file, a name in the Hugging Face cache, or {NONE}",
     lambda path: path is None or path.exists(),
 )
-_HEAD = Text(local_path, "an existing .safetensors or .bin file, or a directory or name with one", Path.exists)
-_DTYPE = Text(DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
-_POWER = Text(int, "a power of two up to 64", (1, 2, 4, 8, 16, 32, 64).__contains__)
-_COUNT = Text(int, "an integer of at least 1", lambda n: n >= 1)
-_SWITCH = Text({"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1")  # true, false in a file
+_HEAD = SettingText(local_path, "an existing .safetensors or .bin file, or a directory or name with one", Path.exists)
+_DTYPE = SettingText(DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
+_POWER = SettingText(int, "a power of two up to 64", (1, 2, 4, 8, 16, 32, 64).__contains__)
+_COUNT = SettingText(int, "an integer of at least 1", lambda n: n >= 1)
+_SWITCH = SettingText({"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1")  # "True" in a file
+    {"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1"
+)  # true, false in a file
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Settings:
     which enables the plugin. None stands for ``none``: only the end tokens meet targets (:class:`GuidedStep`)."""
     value_head: Annotated[Path | None, _HEAD] = None
     """Location of the head. If None, the head is with the model."""
-    gamma: Annotated[float | None, Text(float, "a number > 0 and < 1", lambda x: 0 < x < 1)] = None
+    gamma: Annotated[float | None, SettingText(float, "a number > 0 and < 1", lambda x: 0 < x < 1)] = None
     """Default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997."""
     dtype: Annotated[torch.dtype | None, _DTYPE] = None
     """Data type of the value model. If None, the base model's."""
@@ -83,19 +85,19 @@ class Settings:
     """Candidates per row."""
     chunk_tokens: Annotated[int, _COUNT] = 4096
     """Tokens of a prompt that are computed at a time."""
-    memory_share: Annotated[float | None, Text(float, "a number > 0 and <= 1", lambda x: 0 < x <= 1)] = None
+    memory_share: Annotated[float | None, SettingText(float, "a number > 0 and <= 1", lambda x: 0 < x <= 1)] = None
     """Share of the memory for the engine's caches that the value model's cache and steps may take. If None, all of it
     in SGLang, where the engine does not start if they need more, and 0.2 in vLLM, where they are given this share."""
     value_stride: Annotated[int, _COUNT] = 1
     """Default of requests, in steps of the engine."""
     graphs: Annotated[bool | None, _SWITCH] = None
     """Whether the value model runs in CUDA graphs. If None, on a GPU if the engine uses CUDA graphs."""
-    tokenizer: Annotated[str | None, Text(str, "a directory or a name")] = None
+    tokenizer: Annotated[str | None, SettingText(str, "a directory or a name")] = None
     """Location of the base model's tokenizer, for thinking budgets and forced texts. If None, the engine's in SGLang,
     otherwise the one in the value model's directory."""
-    predictions: Annotated[Path | None, Text(Path, "a file")] = None
+    predictions: Annotated[Path | None, SettingText(Path, "a file")] = None
     """File to which vLLM appends a JSON line per request with ``return_values``."""
-    trace: Annotated[Path | None, Text(Path, "a file")] = None
+    trace: Annotated[Path | None, SettingText(Path, "a file")] = None
     """File to which every guided step appends a JSON line, for debugging: it makes a host-device sync."""
 
     @staticmethod
@@ -230,7 +232,10 @@ class Settings:
         )
 
 
-_TEXTS: dict[str, Text] = {name: x.__metadata__[0] for name, x in get_type_hints(Settings, include_extras=True).items()}
+_HINTS = get_type_hints(Settings, include_extras=True)
+_TEXTS: dict[str, SettingText] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
+    name: x.__metadata__[0] for name, x in get_type_hints(Settings, include_extras=True).items()
+}
 
 
 def _read_file(path: Path) -> dict[str, tuple[str, str]]:

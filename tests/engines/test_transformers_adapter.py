@@ -7,7 +7,8 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bench import ways
 from lenvm_kernels.engines.transformers import processor as transformers_adapter
-from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor, generate
+from lenvm_kernels.engines.transformers.generate import generate
+from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates

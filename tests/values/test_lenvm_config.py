@@ -18,6 +18,7 @@ FORMS = {
     "sigmoid": LenVMConfig(gamma=0.9998, target_form="length", length_normalizer=4096.0, length_activation="sigmoid"),
     "log_length": LenVMConfig(gamma=0.9, target_form="log_length"),
 }
+NEAR = {"target_length": 9}
 
 
 def trained_lengths(config, outputs):
@@ -173,18 +174,17 @@ def test_model_of_discounted_returns_keeps_its_head_outputs(checkpoint, pair):
 
 
 @pytest.mark.parametrize(
-    ("config", "requests", "gammas", "scales"),
+    ("config", "requests", "expected"),
     [
-        (LenVMConfig(gamma=0.9), [{"target_length": 9}, {"target_length": 9, "gamma": 0.8}], [0.9, 0.8], [5, 5]),
-        (LenVMConfig(gamma=0.95), [parse_guidance({"scale": 2, "gamma": 0.7}), {"scale": 2}], [0.7, 0.95], [2, 2]),
-        (LenVMConfig(strength=8.5), [{"target_length": 9}, {"target_length": 9, "strength": 2}], [0.997] * 2, [8.5, 2]),
-        (LenVMConfig(strength=8.5), [{"target_length": 9, "op": "le_near"}, None], [0.997] * 2, [8.5, 1]),
+        (LenVMConfig(gamma=0.9), [NEAR, NEAR | {"gamma": 0.8}], [(0.9, 5), (0.8, 5)]),
+        (LenVMConfig(gamma=0.95), [parse_guidance({"scale": 2, "gamma": 0.7}), {"scale": 2}], [(0.7, 2), (0.95, 2)]),
+        (LenVMConfig(strength=8.5), [NEAR, NEAR | {"strength": 2}], [(0.997, 8.5), (0.997, 2)]),
+        (LenVMConfig(strength=8.5), [NEAR | {"op": "le_near"}, None], [(0.997, 8.5), None]),
     ],
 )
-def test_transformers_requests_get_the_defaults_of_the_value_model(pair, config, requests, gammas, scales):
+def test_transformers_requests_get_the_defaults_of_the_value_model(pair, config, requests, expected):
     value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
     mask = torch.ones(2, 4, dtype=torch.int64)
     processor = LenVMLogitsProcessor(pair[0], value_model, requests, mask, max_new_tokens=4)
-    columns = processor._step.table.columns
-    torch.testing.assert_close(columns.nats_per_token[:2], -torch.tensor(gammas).log())
-    assert columns.scale[:2].tolist() == scales
+    found = [(params.gamma, params.scale) if params else None for params in processor.params]
+    assert found == expected

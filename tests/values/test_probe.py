@@ -186,7 +186,7 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
                 guidance[row],
                 6 - starts[row],
                 output[row, starts[row] : 6 + number].tolist(),
-                record.token_ids[row].tolist(),
+                record.candidates.token_ids[row].tolist(),
             )
             for row in rows
         ]
