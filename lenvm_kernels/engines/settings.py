@@ -59,9 +59,8 @@ _HEAD = SettingText(local_path, "an existing .safetensors or .bin file, or a dir
 _DTYPE = SettingText(DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
 _POWER = SettingText(int, "a power of two up to 64", (1, 2, 4, 8, 16, 32, 64).__contains__)
 _COUNT = SettingText(int, "an integer of at least 1", lambda n: n >= 1)
-_SWITCH = SettingText({"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1")  # "True" in a file
-    {"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1"
-)  # true, false in a file
+# 0 or 1 in a variable, true or false in a file.
+_SWITCH = SettingText({"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Settings:
         if value_model is not None:
             given["value_model"] = value_model
         if "value_model" not in given:
-            file = config or f"a file that {CONFIG_VARIABLE} names"
+            file = config or f"the file of {CONFIG_VARIABLE}"
             raise ValueError(f"value_model must be in {file} or in LENVM_VALUE_MODEL, got neither")
         settings = cls(**{name: _TEXTS[name].read(*source) for name, source in given.items()})
         if "value_head" in given and not settings.reads_tokens:
@@ -198,8 +197,8 @@ class Settings:
         """
         assert self.value_model is not None
         if self.dtype not in (None, embedding.dtype):
-            accepted, came = f"absent with a probe, or {embedding.dtype} as its base", str(self.dtype)
-            raise ValueError(f"LENVM_DTYPE must be {accepted}, got {came.removeprefix('torch.')}")
+            came = str(self.dtype).removeprefix("torch.")
+            raise ValueError(f"LENVM_DTYPE must be absent with a probe, or {embedding.dtype} as its base, got {came}")
         return LengthProbe.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
 
     def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel | None:
@@ -221,7 +220,7 @@ class Settings:
         return step if value_model is None else step + working_bytes(value_model, **sizes, tokens=self.chunk_tokens)
 
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
-        """The configuration of a :class:`GuidedStep`. ``has_graphs``: whether the engine itself uses CUDA graphs."""
+        """Configuration of a :class:`GuidedStep`; ``has_graphs`` states whether the engine itself uses CUDA graphs."""
         return StepConfig(
             max_candidates=self.max_candidates,
             max_eos=MAX_END_TOKENS,
@@ -234,8 +233,6 @@ class Settings:
 
 _HINTS = get_type_hints(Settings, include_extras=True)
 _TEXTS: dict[str, SettingText] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
-    name: x.__metadata__[0] for name, x in get_type_hints(Settings, include_extras=True).items()
-}
 
 
 def _read_file(path: Path) -> dict[str, tuple[str, str]]:

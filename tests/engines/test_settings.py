@@ -50,7 +50,7 @@ def given(model, monkeypatch):
 def test_plugin_is_off_without_value_model(model, given):
     given(max_candidates=4)
     assert not Settings.are_given()
-    with pytest.raises(ValueError, match="value_model must be in a file that LENVM_CONFIG names or in LENVM_VALUE_MOD"):
+    with pytest.raises(ValueError, match="value_model must be in the file of LENVM_CONFIG or in LENVM_VALUE_MODEL"):
         Settings.current()
     given(value_model=model)
     expected = Settings(model, max_candidates=4)
