@@ -26,8 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CONFIG_VARIABLE = "LENVM_CONFIG"
 # Capacity of a request's row in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
-# The setting for guidance without a value model.
-NONE = "none"
+NONE = "none"  # the value model of guidance without one
 
 
 class SettingText(NamedTuple):
