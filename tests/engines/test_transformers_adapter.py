@@ -12,14 +12,12 @@ from bench import ways
 from lenvm_kernels.engines.transformers import processor as transformers_adapter
 from lenvm_kernels.engines.transformers.generate import generate
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
-from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.values import ValueModel
 from tests.helpers import models
-from tests.helpers.models import random_model, value_logits
+from tests.helpers.models import last_value_logits, random_model
+from tests.helpers.oracle import PlainStep
 
 VOCAB, HIDDEN, EOS, PAD = 61, 32, 2, 0
 TINY = models.TINY | dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, max_position_embeddings=128)
@@ -74,51 +72,10 @@ def make(base, value_model, prompts):
     return make
 
 
-class PlainStep:
-    """The oracle: the distribution of a row's next token, without cache or batch."""
-
-    def __init__(self, base, value_backbone, head):
-        self.base, self.value_backbone, self.head = base, value_backbone, head
-
-    def value(self, tokens):
-        """Value logit of the last token, by a full forward of ``transformers``."""
-        return value_logits(self.value_backbone, self.head, torch.tensor([tokens]))[0, -1].item()
-
-    def row(self, prefix, generated, guidance, sampling):
-        """Distribution after ``prefix``, value logits of the candidates by token, and what decides the row."""
-        with torch.no_grad():
-            logits = self.base(torch.tensor([prefix])).logits[:, -1].double()
-        params = parse_guidance(guidance)
-        probs = torch.softmax(logits / sampling["temperature"], 1)
-        if params.has_span:
-            if not set(params.end_token_ids).isdisjoint(prefix):
-                return probs[0], {}, "after span"
-            if generated == params.hard_limit:
-                return torch.eye(VOCAB, dtype=torch.float64)[params.end_token_ids[0]], {}, "hard limit"
-            if not params.allow_eos:
-                logits[:, EOS] = -torch.inf
-                probs = torch.softmax(logits / sampling["temperature"], 1)
-        if params.mode == Mode.UNGUIDED:
-            return probs[0], {}, "unguided"
-        filters = {name: torch.tensor([number]) for name, number in sampling.items()}
-        filters["top_k"] = filters["top_k"].int()
-        table = GuidanceTable.from_params([params], [{EOS}], "cpu").columns
-        ends = dict(end_token_ids=table.ending_token_ids, min_end_prob=table.min_end_prob, due_length=table.due_length)
-        ends["least_share"] = table.least_share
-        ends["generated"] = torch.tensor([generated]).int()
-        threshold = table.entropy_threshold
-        candidates = topk_candidates(
-            logits, **filters, **ends, entropy_threshold=threshold, is_logits=True, backend="reference"
-        )
-        values = {t: self.value([*prefix, t]) for t in candidates.token_ids[0].tolist() if t >= 0}
-        z = torch.tensor([[values.get(t, 0.0) for t in candidates.token_ids[0].tolist()]], dtype=torch.float64)
-        reweight_scatter(candidates, z, table, generated=ends["generated"], probs=probs, backend="reference")
-        return probs[0], values, Status(candidates.status.item()).name
-
-
 @pytest.fixture(scope="module")
-def plain(base, value_backbone, head):
-    return PlainStep(base, value_backbone, head)
+def values(value_backbone, head):
+    """Value logits of the last tokens of sequences, by full forwards of ``transformers``."""
+    return lambda sequences: last_value_logits(value_backbone, head, sequences).tolist()
 
 
 def steps_of(output, prompts):
@@ -174,22 +131,24 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_of_generate_match_plain_steps(plain, value_model, prompts, name):
+def test_rows_of_generate_match_plain_steps(base, values, value_model, prompts, name):
     """Every row of every step, its drawn token, and the recorded values and probabilities."""
     case, ids = CASES[name], prompts["input_ids"].clone()
     ids[list(case.closed), -2] = 20
-    model, inputs = plain.base, prompts | {"input_ids": ids}
+    model, inputs = base, prompts | {"input_ids": ids}
     if name == "mixture of experts":
         sizes = dict(moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, head_dim=8, mlp_only_layers=[0])
         model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **sizes), seed=4)
-    oracle = PlainStep(model, plain.value_backbone, plain.head)
+    oracle = PlainStep(values, EOS)
     options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling)
     processor = LenVMLogitsProcessor(model, value_model, case.guidance, inputs["attention_mask"], **options)
     torch.manual_seed(3)
     output, found = model.generate(**inputs, **processor.generation_kwargs, **KEEP_SCORES), Counter()
     for row, step, prefix, scores, token in steps_of(output, inputs):
         guidance = case.guidance if isinstance(case.guidance, dict) else case.guidance[row]
-        expected, values, kind = oracle.row(prefix, step, guidance, case.sampling)
+        with torch.no_grad():
+            logits = model(torch.tensor([prefix])).logits[0, -1].double()
+        expected, of_tokens, kind = oracle.row(logits, prefix, step, guidance, case.sampling)
         where = f"row {row}, step {step}, {kind}"
         assert (scores.exp() - expected).abs().max() < 1e-4 and expected[token] > 0, where
         found[kind] += 1
@@ -197,7 +156,9 @@ def test_rows_of_generate_match_plain_steps(plain, value_model, prompts, name):
             record = processor.records[step]
             columns = record.candidates.token_ids[row], record.value_logits[row], record.probs[row]
             recorded = {token: (z, p) for token, z, p in zip(*(x.tolist() for x in columns), strict=True) if token >= 0}
-            assert recorded == {t: pytest.approx((values[t], expected[t].item()), abs=1e-4) for t in values}, where
+            assert recorded == {t: pytest.approx((of_tokens[t], expected[t].item()), abs=1e-4) for t in of_tokens}, (
+                where
+            )
     assert all(found[kind] >= count for kind, count in case.least.items()), found
     assert len(processor.records) == (len(output.scores) if options["record"] else 0)
     assert processor.faults == [0, 0, 0]
@@ -250,13 +211,13 @@ def test_filters_of_unguided_rows(make, prompts, scores, name):
     torch.testing.assert_close(actual, expected / expected.sum(1, keepdim=True))
 
 
-def test_output_lengths_are_predicted_from_prompts(base, plain, value_model, make, prompts, monkeypatch):
+def test_output_lengths_are_predicted_from_prompts(base, values, value_model, make, prompts, monkeypatch):
     """Rows with ``return_values``, guided or not. Unguided rows draw the same tokens, with no forward per step."""
     guidance = [{"return_values": True, "gamma": 0.9} | SHORTER, SHORTER, {"return_values": True, "gamma": 0.95}]
     processor = make(guidance=guidance)
     output = base.generate(**prompts, **processor.generation_kwargs, pad_token_id=PAD)
-    z = torch.tensor([plain.value(prompts["input_ids"][row, start:].tolist()) for row, start in enumerate((0, 3, 5))])
-    lengths = torch.nn.functional.softplus(z) / -torch.tensor([0.9, 0.997, 0.95]).log()
+    z = values([prompts["input_ids"][row, start:].tolist() for row, start in enumerate((0, 3, 5))])
+    lengths = torch.nn.functional.softplus(torch.tensor(z)) / -torch.tensor([0.9, 0.997, 0.95]).log()
     expected = [pytest.approx(length, rel=1e-3) for length in lengths.tolist()]
     assert processor.predicted_output_lengths(output) == [expected[0], None, expected[2]]
     with pytest.raises(ValueError, match=r"sequences must be \[3, 6 \+ N\], .* got \[3, 6\]"):
@@ -406,7 +367,7 @@ def test_beams_are_rejected(base, make, prompts):
 
 @pytest.mark.parametrize(("changed", "more"), [((1, 2), 1), ((0, 5), 1), (None, 0), (None, 2)])
 def test_sequences_that_do_not_continue_the_last_step_are_rejected(make, prompts, scores, changed, more):
-    """Sequences with changed tokens, and sequences that have not grown by exactly one token, as with a used processor."""
+    """Sequences with changed tokens, and sequences that have not grown by exactly one token."""
     processor, ids = make(), prompts["input_ids"]
     processor(ids, scores)
     grown = torch.cat([ids, torch.full((3, more), 30)], dim=1)

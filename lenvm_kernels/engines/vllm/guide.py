@@ -20,14 +20,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, PromptPart, log_memory, pages_for
 from lenvm_kernels.engines.report import Metrics, trace_nodes
-from lenvm_kernels.engines.settings import (
-    MAX_END_TOKENS,
-    MAX_SCALED_TOKENS,
-    Settings,
-    check_vocabulary,
-    load_text_breaks,
-)
-from lenvm_kernels.engines.vllm.filters import Filters, rewrite
+from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings
+from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks
+from lenvm_kernels.engines.vllm.filters import EngineFilters, rewrite
 from lenvm_kernels.engines.vllm.layout import Layout
 from lenvm_kernels.engines.vllm.options import check_one_part, check_options
 from lenvm_kernels.engines.vllm.report import Predictions, Report
@@ -105,7 +100,9 @@ class Guide:
             probe = load_probe(settings, engine, runner.get_model())
             self._states = BaseStates(runner, probe)
         elif value_model is not None:
-            check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
+            check_vocabulary(
+                settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer
+            )
         group = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
         is_first_rank = group is None or group.rank_in_group == 0
         self.ranks = None if group is None else group.cpu_group
@@ -147,7 +144,7 @@ class Guide:
             self.report = Report(Metrics(model_name=str(engine.served_model_name)), self.device, rows)
             if value_model is not None:
                 self.report.metrics.cache_bytes.set(KVCache.num_bytes(value_model, self.own.slots.num_slots))
-        self.filters = Filters(req_states.vocab_size)
+        self.filters = EngineFilters(req_states.vocab_size)
         if self.device.type == "cuda":
             self.step.warm_up()
 
