@@ -159,7 +159,7 @@ class Guide:
         share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
         room = None if total is None else share * total - working
         pages = pages_for(value_model, self.req_states.max_num_reqs, vllm_config.model_config.max_model_len, room)
-        pages = self._over_ranks(pages, torch.distributed.ReduceOp.MIN)
+        pages = self.reduce(pages, torch.distributed.ReduceOp.MIN)
         if pages < 1:
             raise ValueError(
                 f"LENVM_MEMORY_SHARE must be above {working / total:.3f}: it is {share:g} of the {total / 2**30:.2f} "
@@ -360,14 +360,14 @@ class Guide:
             failed = True
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-        if not self._over_ranks(failed, torch.distributed.ReduceOp.MAX):
+        if not self.reduce(failed, torch.distributed.ReduceOp.MAX):
             return
         self.fallbacks += 1
         if self.report is not None:
             self.report.metrics.fallbacks.inc()
         self._end([slot for slot in slots if slot in self.requests])
 
-    def _over_ranks(self, number: int, operation: torch.distributed.ReduceOp.RedOpType) -> int:
+    def reduce(self, number: int, operation: torch.distributed.ReduceOp.RedOpType) -> int:
         """Reduce a number over the ranks, from host to host."""
         if self.ranks is None:
             return number
