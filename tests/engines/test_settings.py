@@ -57,32 +57,34 @@ def test_plugin_is_off_without_value_model(model, given):
     assert Settings.are_given() and Settings.from_environment() == Settings.current() == expected
 
 
-# Per setting: the text of its variable, the same setting in a file, and the parsed value.
-EACH = [
-    ("value_head", "{model}", "{model}", "{model}"),
-    ("gamma", "0.5", 0.5, 0.5),
-    ("dtype", "bfloat16", "bfloat16", torch.bfloat16),
-    ("max_candidates", "64", 64, 64),
-    ("chunk_tokens", "7", 7, 7),
-    ("memory_share", "0.25", 0.25, 0.25),
-    ("value_stride", "4", 4, 4),
-    ("graphs", "0", False, False),
-    ("graphs", "1", True, True),
-    ("tokenizer", "owner/name", "owner/name", "owner/name"),
-    ("predictions", "{model}", "{model}", "{model}"),
-    ("trace", "{model}", "{model}", "{model}"),
-]
+# Per setting: texts with their values, the accepted values in words, and rejected texts. "{model}" is an existing path.
+COUNT, SHARE, MODEL = "an integer of at least 1", "a number > 0 and ", {"{model}": "{model}"}
+EACH = {
+    "value_model": ({}, "an existing directory or .gguf file, a name in the Hugging Face cache, or none", ["nowhere"]),
+    "value_head": (MODEL, "an existing .safetensors or .bin file, or a directory or name with one", ["nowhere"]),
+    "gamma": ({"0.5": 0.5}, f"{SHARE}< 1", ["1", "0", "nan", "x"]),
+    "dtype": ({"bfloat16": torch.bfloat16}, "one of float32, bfloat16, float16", ["int8"]),
+    "max_candidates": ({"64": 64}, "a power of two up to 64", ["5", "True", "128"]),
+    "chunk_tokens": ({"7": 7}, COUNT, ["0"]),
+    "memory_share": ({"0.25": 0.25}, f"{SHARE}<= 1", ["1.5", "nan", "0"]),
+    "value_stride": ({"4": 4}, COUNT, ["0", "1.5"]),
+    "graphs": ({"0": False, "1": True}, "0 or 1", ["yes", "2"]),
+    "tokenizer": ({"owner/name": "owner/name"}, "", []),
+    "predictions": (MODEL, "", []),
+    "trace": (MODEL, "", []),
+}
 
 
-@pytest.mark.parametrize("is_file", [False, True])
-@pytest.mark.parametrize(("name", "text", "in_file", "value"), EACH)
-def test_settings_are_read_from_variables_and_files(model, given, name, text, in_file, value, is_file):
-    source = in_file if is_file else text
-    source = source.format(model=model) if isinstance(source, str) else source
-    if is_file:
-        given({"value_model": str(model), name: source})
+@pytest.mark.parametrize("source", ["variable", "file"])
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, (texts, *_) in EACH.items() for text in texts])
+def test_settings_are_read_from_variables_and_files(model, given, name, text, source):
+    value = EACH[name][0][text]
+    if source == "variable":
+        given(value_model=model, **{name: text.format(model=model)})
+    elif isinstance(value, (bool, int, float)):
+        given({"value_model": str(model), name: value})
     else:
-        given(value_model=model, **{name: source})
+        given({"value_model": str(model), name: text.format(model=model)})
     assert Settings.from_environment() == Settings(model, **{name: model if value == "{model}" else value})
 
 
@@ -137,23 +139,9 @@ def test_hugging_face_names_are_found_in_cache(model, given, put_into_cache):
         Settings.from_environment()
 
 
-ENDED = "an existing directory or .gguf file, a name in the Hugging Face cache, or none"
-# A setting, texts that it rejects, and the accepted values that its error names.
-REJECTED = [
-    ("value_model", ["nowhere"], ENDED),
-    ("value_head", ["nowhere"], "an existing .safetensors or .bin file, or a directory or name with one"),
-    ("dtype", ["int8"], "one of float32, bfloat16, float16"),
-    ("gamma", ["1", "0", "nan", "x"], "a number > 0 and < 1"),
-    ("max_candidates", ["5", "True", "128"], "a power of two up to 64"),
-    ("chunk_tokens", ["0"], "an integer of at least 1"),
-    ("value_stride", ["0", "1.5"], "an integer of at least 1"),
-    ("memory_share", ["1.5", "nan", "0"], "a number > 0 and <= 1"),
-    ("graphs", ["yes", "2"], "0 or 1"),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "accepted"), [(name, x, ok) for name, texts, ok in REJECTED for x in texts])
-def test_bad_settings_are_rejected_by_name(model, given, name, text, accepted):
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, (_, _, texts) in EACH.items() for text in texts])
+def test_bad_settings_are_rejected_by_name(model, given, name, text):
+    accepted = EACH[name][1]
     given({"value_model": str(model), name: text})
     with pytest.raises(ValueError, match=rf"^{name} in .*lenvm.json must be {accepted}, got '{text}'"):
         Settings.from_environment()

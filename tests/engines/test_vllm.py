@@ -249,15 +249,6 @@ def repeating(seed, *lengths):
     return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
 
 
-def test_values_at_the_nodes_of_drafts(folder, speculating):
-    prompts = repeating(9, 3, 5, 9, 20, 4, 6)
-    guidance = [*MODES[:4], None, MODES[6] | {"value_stride": 2}]
-    sequences, _, steps = generate(speculating, prompts, guidance, max_tokens=32)
-    assert check_steps(folder, sequences, steps) > 32 * 5
-    assert sum(row["node"] > 0 for row in rows_of(steps, Status.GUIDE)) > 32
-    assert {len(prompt) for prompt in prompts} - {len(row["tokens"]) for row in rows_of(steps)} == set()
-
-
 def test_spans(folder, server):
     """A span ends by an end token or at its limit, the sequence ends only after it, and then guidance is off."""
     prompts, ends, limit, stops = repeating(15, 3, 5, 9, 20, 4, 6), [7, 100, 101, 102], 11, list(range(200, 248))
