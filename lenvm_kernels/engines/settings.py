@@ -169,7 +169,7 @@ class Settings:
     @cached_property
     def thoughts(self) -> Thoughts | None:
         """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
-        return load_thoughts(self.tokenizer or (self.value_model and str(self.value_model)))
+        return load_thoughts(self.tokenizer or (None if self.value_model is None else str(self.value_model)))
 
     def parse_request(self, custom_params: Mapping[str, Any]) -> GuidanceParams:
         """:func:`parse_guidance` of a request to a server, with the defaults of the settings and the value model.

@@ -74,7 +74,7 @@ def generate(
         guidance = [g for g in guidance for _ in range(num_return_sequences)]
     config = kwargs.get("generation_config") or model.generation_config
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    sampling = {}
+    sampling: dict[str, Any] = {}
     for name, value in neutral.items():
         sources = kwargs.pop(name, None), getattr(config, name, None), value
         sampling[name] = next(x for x in sources if x is not None)

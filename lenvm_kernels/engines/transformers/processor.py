@@ -355,7 +355,7 @@ def eos_token_ids(model: PreTrainedModel) -> list[int]:
 
 def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
     """The filters of an unguided row, as ``generate`` applies them."""
-    warpers = (
+    warpers: tuple[tuple[bool, Any, float], ...] = (
         (temperature != 1, TemperatureLogitsWarper, temperature),
         (top_k > 0, TopKLogitsWarper, top_k),
         (top_p < 1, TopPLogitsWarper, top_p),
