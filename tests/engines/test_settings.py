@@ -121,7 +121,7 @@ def test_precedence(model, given, name, values, first):
 
 
 def test_engine_option_takes_precedence(model, given):
-    given({"value_model": "/nowhere"}, value_model="/nowhere")
+    given({"value_model": "/nowhere", "gamma": None}, value_model="/nowhere")
     assert Settings.from_environment(("--value-model", str(model))) == Settings(model)
     with pytest.raises(ValueError, match=r"--value-model must be an existing .* or none, got '/nowhere'$"):
         Settings.from_environment(("--value-model", "/nowhere"))
