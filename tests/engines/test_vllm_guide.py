@@ -467,15 +467,21 @@ def test_failing_metrics_do_not_fail_the_step(value_model, oracle, caplog):
     assert engine.guide.report is None and "could not be counted" in caplog.text
 
 
-def test_numbers_are_reduced_over_ranks(value_model, monkeypatch):
-    """The number of failures in a step, over the group of the ranks that draw the same tokens."""
+def test_failures_are_reduced_over_ranks(value_model, monkeypatch):
+    """Over the group of the ranks that draw the same tokens; a failure of another rank ends guidance here."""
     engine, calls = Engine(value_model), []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args: calls.append((args[0].item(), *args[1:])))
+
+    def all_reduce(number, *args):
+        calls.append((number.item(), *args))
+        number.fill_(1)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     engine.add(1, PROMPT[:9], TILT)
     engine.step({1: ON})
+    assert not calls and not engine.guide.fallbacks
     engine.guide.ranks = "ranks"
     engine.step({1: ([8], [])})
-    assert calls == [(0, torch.distributed.ReduceOp.MAX, "ranks")]
+    assert calls == [(0, torch.distributed.ReduceOp.MAX, "ranks")] and engine.guide.fallbacks == 1
 
 
 @pytest.mark.parametrize("has_model", [False, True])
