@@ -52,9 +52,16 @@ def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, 
         return
     from transformers import AutoTokenizer
 
-    base, value = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (base_tokenizer, value_model))
-    if base != value:
+    check_same_tokens("LENVM_VALUE_MODEL", *map(AutoTokenizer.from_pretrained, (base_tokenizer, value_model)))
+
+
+def check_same_tokens(name: str, base_tokenizer: Any, value_tokenizer: Any) -> None:
+    """Raise ValueError, naming the argument or setting ``name``, unless two tokenizers have the same tokens."""
+    base, value = base_tokenizer.get_vocab(), value_tokenizer.get_vocab()
+    different = [token for token in {**base, **value} if base.get(token) != value.get(token)]
+    if different:
+        first = min(different)
         raise ValueError(
-            f"LENVM_VALUE_MODEL must share the base model's vocabulary: sizes are {base_size} and {value_size}, and "
-            "the tokenizers differ"
+            f"{name} must share the base model's vocabulary: {len(different)} tokens differ, {first!r} among them (ids "
+            f"{base.get(first)} and {value.get(first)})"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from lenvm_kernels.engines.transformers.processor import Guidance, LenVMLogitsProcessor, vocab_size_of
+from lenvm_kernels.engines.transformers.processor import NEUTRAL, Guidance, LenVMLogitsProcessor, vocab_size_of
 from lenvm_kernels.values import LengthProbe, ValueModel
 
 
@@ -73,9 +73,8 @@ def generate(
     if isinstance(guidance, Sequence):
         guidance = [g for g in guidance for _ in range(num_return_sequences)]
     config = kwargs.get("generation_config") or model.generation_config
-    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     sampling: dict[str, Any] = {}
-    for name, value in neutral.items():
+    for name, value in NEUTRAL.items():
         sources = kwargs.pop(name, None), getattr(config, name, None), value
         sampling[name] = next(x for x in sources if x is not None)
     options = dict(processor_options or {})

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lenvm_kernels.engines.probe_states import ProbeStates
+from lenvm_kernels.engines.tokenizers import check_same_tokens
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput
@@ -28,6 +29,8 @@ from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.values.images import ImageSize, ImageTokens, image_positions, image_sizes
 
 Guidance = Mapping[str, Any] | GuidanceParams | None
+# Sampling parameters of ``generate`` that change nothing.
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class LenVMLogitsProcessor(LogitsProcessor):
@@ -169,15 +172,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
     @property
     def generation_kwargs(self) -> dict[str, Any]:
         """Arguments for ``model.generate``: this processor, and neutral sampling parameters."""
-        return dict(
-            logits_processor=LogitsProcessorList([self]),
-            max_new_tokens=self._max_new_tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-        )
+        processors = LogitsProcessorList([self])
+        return dict(logits_processor=processors, max_new_tokens=self._max_new_tokens, do_sample=True, **NEUTRAL)
 
     @property
     def faults(self) -> list[int]:
@@ -315,19 +311,12 @@ def check_vocabulary(
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
 ) -> None:
     """Raise ValueError unless base model and value model share their vocabulary (see :class:`LenVMLogitsProcessor`)."""
-    sizes = vocab_size_of(model), value_model.config.vocab_size
     if tokenizers is not None:
-        base, value = (tokenizer.get_vocab() for tokenizer in tokenizers)
-        different = [token for token in {**base, **value} if base.get(token) != value.get(token)]
-        if different:
-            raise ValueError(
-                f"value_model must share the base model's vocabulary: {len(different)} tokens differ, "
-                f"{min(different)!r} among them (ids {base.get(min(different))} and {value.get(min(different))})"
-            )
-    elif sizes[0] != sizes[1]:
+        check_same_tokens("value_model", *tokenizers)
+    elif (size := vocab_size_of(model)) != value_model.config.vocab_size:
         raise ValueError(
-            f"value_model must share the base model's vocabulary of {sizes[0]} tokens, got {sizes[1]} (if only the "
-            "padding differs, give both tokenizers)"
+            f"value_model must share the base model's vocabulary of {size} tokens, got "
+            f"{value_model.config.vocab_size} (if only the padding differs, give both tokenizers)"
         )
 
 
