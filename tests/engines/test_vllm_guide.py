@@ -278,18 +278,20 @@ SCENARIOS = {
         Step({3: ON}, [G]),
         Step({3: ([9], [])}, ["hard limit"]),
     ],
-    # Twelve pages of slots: the requests that have waited longest lose them and are recomputed.
+    # Twelve pages of slots: the requests that have waited longest lose them and are recomputed, also if the span has
+    # ended meanwhile, or tokens of steps that were not due are not computed yet.
     "reclaimed slots": [
         Add(4, PROMPT[:9], SPAN),
-        Step({4: ON}, [G]),
-        Step({4: ([20, 21], [])}, [G]),
+        Add(5, PROMPT[2:9], TILT | {"value_stride": 5}),
+        Step({4: ON, 5: ON}, [G, NOT_DUE]),
+        Step({4: ([20, 21], []), 5: ([7], [])}, [G, NOT_DUE]),
         Add(1, PROMPT, TILT),
         Step({1: ON}, [G]),
         Add(2, PROMPT[1:], TILT),
         Add(3, PROMPT[2:], TILT),
         Step({2: ON, 3: ON}, [G, G]),
-        Step({4: ([8], [6])}, [G, "hard limit"]),
-        Step({1: ([7, 8], [9]), 4: ([END], [])}, [G, G, AFTER]),
+        Step({4: ([END, 8], [6]), 5: ([9], [])}, [AFTER, AFTER, G]),
+        Step({1: ([7, 8], [9]), 4: ([9], [])}, [G, G, AFTER]),
         Step({3: ([5], []), 2: ([6], [4])}, [G, G, G]),
         Step({4: ([20], [])}, [AFTER]),
     ],
