@@ -155,7 +155,7 @@ class Bench:
         result: dict[str, Any] = self.common | dict(requests=count, tokens=args.tokens, digests=digests)
         result |= {key: float(np.median([each[key] for each in runs])) for key in runs[0]}
         if self.guide is not None:  # a failure ends the guidance of requests, which then take less time
-            result |= dict(fallbacks=self.guide.fallbacks, guided=len(self.guide._requests))
+            result |= dict(fallbacks=self.guide.fallbacks, guided=len(self.guide.requests))
         line = json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in result.items()})
         with Path(args.out, "timings.jsonl").open("a") as lines:
             lines.write(line + "\n")

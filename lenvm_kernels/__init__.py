@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lenvm_kernels.engines.transformers.processor import generate as generate
+    from lenvm_kernels.engines.transformers.generate import generate as generate
     from lenvm_kernels.guidance.params import GuidanceParams as GuidanceParams
     from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
     from lenvm_kernels.guidance.sentences import text_breaks_of as text_breaks_of
@@ -77,7 +77,7 @@ __version__ = "0.1.0"
 
 # Modules are imported on first use, so that `lenvm --help` does not wait for torch and transformers.
 _MODULES = {
-    "engines.transformers.processor": "generate",
+    "engines.transformers.generate": "generate",
     "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
     "ops.gather_requests": "empty_history",
     "paged_slots": "OutOfSlots PagedSlots",

@@ -15,7 +15,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, Part
+from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart
 from lenvm_kernels.loading.models import chat_tokens
 from lenvm_kernels.ops._common import next_power_of_2
 from lenvm_kernels.values import KVCache, RaggedBatch, ValueModel
@@ -63,7 +63,7 @@ class _Piece(NamedTuple):
     """Tokens of the query with an index, or candidates after all of its tokens, that one forward computes."""
 
     query: int
-    part: Part
+    part: PromptPart
     candidate_ids: Sequence[int] = ()
 
     @property
@@ -136,9 +136,9 @@ class ValueEngine:
             self._own.computed(row, length)
             answers.append(QueryValues([], cached))
             for start in range(cached, length, self._chunk_tokens):
-                pieces.append(_Piece(i, Part(row, start, min(start + self._chunk_tokens, length))))
+                pieces.append(_Piece(i, PromptPart(row, start, min(start + self._chunk_tokens, length))))
             for first in range(0, len(query.candidate_ids), COLUMNS):
-                pieces.append(_Piece(i, Part(row, length, length), query.candidate_ids[first : first + COLUMNS]))
+                pieces.append(_Piece(i, PromptPart(row, length, length), query.candidate_ids[first : first + COLUMNS]))
         batches: list[list[_Piece]] = [[]]
         for piece in pieces:
             if batches[-1] and sum(p.size for p in batches[-1]) + piece.size > self._chunk_tokens:

@@ -197,13 +197,13 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
     # On a GPU, generate may run one step more than it returns.
     for step, (token, record) in enumerate(zip(new, processor.records, strict=False), start=1):
         remaining, probability = "-", "-"
-        candidate = (record.token_ids[0] == token).nonzero()
+        candidate = (record.candidates.token_ids[0] == token).nonzero()
         if len(candidate):
             column = candidate[0, 0]
             # An end-of-sequence token has value 0 by definition, regardless of the head's output.
             ended = token in models.eos_token_ids
             length = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
-            remaining, probability = f"{length:.1f}", f"{record.guided_probs[0, column].item():.4f}"
+            remaining, probability = f"{length:.1f}", f"{record.probs[0, column].item():.4f}"
         text = json.dumps(models.tokenizer.decode([token]), ensure_ascii=False)
         print(f"{step:>4}  {remaining:>9}  {probability:>11}  {text}")
     print("remaining: tokens predicted to follow; probability: after guidance, among the candidates")

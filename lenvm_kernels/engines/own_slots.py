@@ -33,7 +33,7 @@ class Room(NamedTuple):
     refused: list[int]
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """Tokens ``start`` to ``end`` (exclusive) of the request in a row of the slot table."""
 
     table_row: int
@@ -157,7 +157,7 @@ class OwnSlots:
             if prefix not in self._page_of:
                 self._page_of[prefix], self._prefix_of[pages[i]] = pages[i], prefix
 
-    def places(self, parts: Sequence[Part]) -> Places:
+    def places(self, parts: Sequence[PromptPart]) -> Places:
         """The places of the tokens of consecutive parts."""
         table_rows, starts, ends = np.array(parts, dtype=np.int64).T
         lens = ends - starts
@@ -171,7 +171,7 @@ class OwnSlots:
     def extend(
         self,
         step: GuidedStep,
-        parts: Sequence[Part],
+        parts: Sequence[PromptPart],
         token_ids: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         *,
         lens: torch.Tensor | None = None,

@@ -86,17 +86,12 @@ def test_prefix_computed_by_several_rows_is_shared_from_the_first():
     assert pool.slots.free_pages == 20
 
 
+ROW = st.integers(0, 5)
+
+
 @given(
     num_pages=st.integers(1, 14),
-    events=st.lists(
-        st.tuples(
-            st.integers(0, 5),
-            st.integers(0, 2),
-            st.integers(0, 30),
-            st.lists(st.integers(0, 5), max_size=4, unique=True),
-        ),
-        max_size=30,
-    ),
+    events=st.lists(st.tuples(ROW, st.integers(0, 2), st.integers(0, 30), st.lists(ROW, max_size=4)), max_size=30),
 )
 def test_rows_share_pages_for_equal_tokens_only(num_pages, events):
     """Requests with few different prompts come and grow; ``memory`` records the tokens behind each slot."""
@@ -111,10 +106,8 @@ def test_rows_share_pages_for_equal_tokens_only(num_pages, events):
 
     lengths = {}
     for row, prompt, length, others in events:
-        tokens_of[row] = [
-            *range(prompt, prompt + length // 2),
-            *(50 + row + 10 * i for i in range(length - length // 2)),
-        ]
+        own = [50 + row + 10 * i for i in range(length - length // 2)]
+        tokens_of[row] = [*range(prompt, prompt + length // 2), *own]
         lengths[row] = pool.admit(row, tokens_of[row])
         step = {r: max(len(tokens_of[r]), 1) for r in {row, *others} if r in lengths}
         room = pool.reserve(step)

@@ -11,7 +11,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels import LenVMConfig
-from lenvm_kernels.engines.settings import Settings, load_text_breaks
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.engines.vllm.requests import guidance_of
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
@@ -48,40 +49,42 @@ def given(model, monkeypatch):
 
 def test_plugin_is_off_without_value_model(model, given):
     given(max_candidates=4)
-    assert Settings.from_environment() is None and not Settings.are_given()
-    with pytest.raises(ValueError, match="LENVM_VALUE_MODEL or LENVM_CONFIG must be set, got neither"):
+    assert not Settings.are_given()
+    with pytest.raises(ValueError, match="value_model must be in the file of LENVM_CONFIG or in LENVM_VALUE_MODEL"):
         Settings.current()
     given(value_model=model)
-    assert Settings.are_given() and Settings.from_environment() == Settings.current() == Settings(
-        model, max_candidates=4
-    )
+    expected = Settings(model, max_candidates=4)
+    assert Settings.are_given() and Settings.from_environment() == Settings.current() == expected
 
 
-# Per setting: the text of its variable, the same setting in a file, and the parsed value.
-EACH = [
-    ("value_head", "{model}", "{model}", "{model}"),
-    ("gamma", "0.5", 0.5, 0.5),
-    ("dtype", "bfloat16", "bfloat16", torch.bfloat16),
-    ("max_candidates", "64", 64, 64),
-    ("chunk_tokens", "7", 7, 7),
-    ("memory_share", "0.25", 0.25, 0.25),
-    ("value_stride", "4", 4, 4),
-    ("graphs", "0", False, False),
-    ("graphs", "1", True, True),
-    ("tokenizer", "owner/name", "owner/name", "owner/name"),
-    ("predictions", "{model}", "{model}", "{model}"),
-    ("trace", "{model}", "{model}", "{model}"),
-]
+# Per setting: texts with their values, the accepted values in words, and rejected texts. "{model}" is an existing path.
+COUNT, SHARE, MODEL = "an integer of at least 1", "a number > 0 and ", {"{model}": "{model}"}
+EACH = {
+    "value_model": ({}, "an existing directory or .gguf file, a name in the Hugging Face cache, or none", ["nowhere"]),
+    "value_head": (MODEL, "an existing .safetensors or .bin file, or a directory or name with one", ["nowhere"]),
+    "gamma": ({"0.5": 0.5}, f"{SHARE}< 1", ["1", "0", "nan", "x"]),
+    "dtype": ({"bfloat16": torch.bfloat16}, "one of float32, bfloat16, float16", ["int8"]),
+    "max_candidates": ({"64": 64}, "a power of two up to 64", ["5", "True", "128"]),
+    "chunk_tokens": ({"7": 7}, COUNT, ["0"]),
+    "memory_share": ({"0.25": 0.25}, f"{SHARE}<= 1", ["1.5", "nan", "0"]),
+    "value_stride": ({"4": 4}, COUNT, ["0", "1.5"]),
+    "graphs": ({"0": False, "1": True}, "0 or 1", ["yes", "2"]),
+    "tokenizer": ({"owner/name": "owner/name"}, "", []),
+    "predictions": (MODEL, "", []),
+    "trace": (MODEL, "", []),
+}
 
 
-@pytest.mark.parametrize("is_file", [False, True])
-@pytest.mark.parametrize(("name", "text", "in_file", "value"), EACH)
-def test_settings_are_read_from_variables_and_files(model, given, name, text, in_file, value, is_file):
-    at = lambda x: x.format(model=model) if isinstance(x, str) else x  # noqa: E731
-    if is_file:
-        given({"value_model": str(model), name: at(in_file)})
+@pytest.mark.parametrize("source", ["variable", "file"])
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, (texts, *_) in EACH.items() for text in texts])
+def test_settings_are_read_from_variables_and_files(model, given, name, text, source):
+    value = EACH[name][0][text]
+    if source == "variable":
+        given(value_model=model, **{name: text.format(model=model)})
+    elif isinstance(value, (bool, int, float)):
+        given({"value_model": str(model), name: value})
     else:
-        given(value_model=model, **{name: at(text)})
+        given({"value_model": str(model), name: text.format(model=model)})
     assert Settings.from_environment() == Settings(model, **{name: model if value == "{model}" else value})
 
 
@@ -99,15 +102,14 @@ PRECEDENCE = [
 @pytest.mark.parametrize("first", range(5))
 def test_precedence(model, given, name, values, first):
     """Sources from ``first`` on provide a value."""
-    of_request, variable, in_file, beside_model, _ = values
-    if beside_model is not None and first <= 3:
+    of_request, variable, in_file, beside_model, _ = [x if i >= first else None for i, x in enumerate(values)]
+    if beside_model is not None:
         LenVMConfig(**{name: beside_model}).write(model)
-    given({"value_model": str(model)} | ({name: in_file} if in_file is not None and first <= 2 else {}))
-    if variable is not None and first <= 1:
+    given({"value_model": str(model), name: in_file} if in_file is not None else {"value_model": str(model)})
+    if variable is not None:
         given(**{name: variable})
-    request = {"target_length": 9} | ({name: of_request} if of_request is not None and first == 0 else {})
     settings = Settings.from_environment(max_candidates=64)  # an engine's own default
-    params = settings.parse_request(request)
+    params = settings.parse_request({"target_length": 9} | ({} if of_request is None else {name: of_request}))
     config = settings.step_config(has_graphs=False, vocab_size=9)
     found = {
         "gamma": params.gamma,
@@ -119,7 +121,7 @@ def test_precedence(model, given, name, values, first):
 
 
 def test_engine_option_takes_precedence(model, given):
-    given({"value_model": "/nowhere"}, value_model="/nowhere")
+    given({"value_model": "/nowhere", "gamma": None}, value_model="/nowhere")
     assert Settings.from_environment(("--value-model", str(model))) == Settings(model)
     with pytest.raises(ValueError, match=r"--value-model must be an existing .* or none, got '/nowhere'$"):
         Settings.from_environment(("--value-model", "/nowhere"))
@@ -137,53 +139,38 @@ def test_hugging_face_names_are_found_in_cache(model, given, put_into_cache):
         Settings.from_environment()
 
 
-ENDED = "an existing directory or .gguf file, a name in the Hugging Face cache, or none"
-# A setting, texts that it rejects, and the accepted values that its error names.
-REJECTED = [
-    ("value_model", ["nowhere"], ENDED),
-    ("value_head", ["nowhere"], "an existing .safetensors or .bin file, or a directory or name with one"),
-    ("dtype", ["int8"], "one of float32, bfloat16, float16"),
-    ("gamma", ["1", "0", "nan", "x"], "a number > 0 and < 1"),
-    ("max_candidates", ["5", "True", "128"], "a power of two up to 64"),
-    ("chunk_tokens", ["0"], "an integer of at least 1"),
-    ("value_stride", ["0", "1.5"], "an integer of at least 1"),
-    ("memory_share", ["1.5", "nan", "0"], "a number > 0 and <= 1"),
-    ("graphs", ["yes", "2"], "0 or 1"),
-]
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, (_, _, texts) in EACH.items() for text in texts])
+def test_bad_settings_are_rejected_by_name(model, given, name, text):
+    accepted = EACH[name][1]
+    given({"value_model": str(model), name: text})
+    with pytest.raises(ValueError, match=rf"^{name} in .*lenvm.json must be {accepted}, got '{text}'"):
+        Settings.from_environment()
+    given({}, **{"value_model": model, name: text})
+    with pytest.raises(ValueError, match=f"^LENVM_{name.upper()} must be {accepted}, got '{text}'"):
+        Settings.from_environment()
 
 
-@pytest.mark.parametrize(("name", "texts", "accepted"), REJECTED)
-def test_bad_settings_are_rejected_by_name(model, given, name, texts, accepted):
-    for text in texts:
-        given({"value_model": str(model), name: text}, **{name: ""})
-        with pytest.raises(ValueError, match=rf"^{name} in .*lenvm.json must be {accepted}, got '{text}'"):
-            Settings.from_environment()
-        given({}, **{"value_model": model, name: text})
-        with pytest.raises(ValueError, match=f"^LENVM_{name.upper()} must be {accepted}, got '{text}'"):
-            Settings.from_environment()
+BAD_FILES = {
+    "absent": (None, "LENVM_CONFIG must be a JSON file, got .*No such file"),
+    "no JSON": ("{", "LENVM_CONFIG must be a JSON file, got .*lenvm.json"),
+    "list": ([1], "LENVM_CONFIG must be a JSON object of settings, got list in .*lenvm.json"),
+    "no value model": ({"dtype": "float32"}, "value_model must be in .*lenvm.json or in LENVM_VALUE_MODEL"),
+    "misspelled": ({"value_modell": "x"}, r"value_modell in .*lenvm.json is not a setting; did you mean value_model\?"),
+    "unknown": ({"seed": 1}, "seed in .*lenvm.json is not a setting; accepted are value_model, value_head"),
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "LENVM_CONFIG must be a JSON file, got .*lenvm.json"),
-        ([1], "LENVM_CONFIG must be a JSON object of settings, got list in .*lenvm.json"),
-        ({"dtype": "float32"}, "value_model must be in .*lenvm.json or in LENVM_VALUE_MODEL"),
-        ({"value_modell": "x"}, r"value_modell in .*lenvm.json is not a setting; did you mean value_model\?"),
-        ({"seed": 1}, "seed in .*lenvm.json is not a setting; accepted are value_model, value_head"),
-    ],
-)
-def test_bad_files_are_rejected_by_name(given, content, message):
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files_are_rejected_by_name(model, given, monkeypatch, case):
+    content, message = BAD_FILES[case]
+    monkeypatch.setenv("LENVM_CONFIG", str(model / "lenvm.json"))
     given(content)
     with pytest.raises(ValueError, match=f"^{message}"):
         Settings.from_environment()
 
 
-def test_missing_and_unreadable_files_are_rejected_by_name(model, monkeypatch, given):
-    monkeypatch.setenv("LENVM_CONFIG", str(model / "lenvm.json"))
-    with pytest.raises(ValueError, match=r"LENVM_CONFIG must be a JSON file, got .*No such file"):
-        Settings.from_environment()
-    given({}, value_model=model)
+def test_bad_file_of_value_model_is_rejected_by_name(model, given):
+    given(value_model=model)
     (model / "lenvm_config.json").write_text('{"gamma": 2}')
     with pytest.raises(ValueError, match=r"lenvm_config.json: gamma must be a number > 0 and < 1, got 2"):
         Settings.from_environment()
@@ -198,37 +185,46 @@ def test_step_config_from_settings(model, has_graphs, graphs):
     assert settings.step_config(has_graphs=has_graphs, vocab_size=99, max_delta=5) == StepConfig(**expected)
 
 
-def test_without_a_value_model(given, model):
-    """The plugin is active and rejects parameters that need a value model."""
-    given(value_model="none", gamma="0.9")
-    settings = Settings.from_environment()
-    assert settings == Settings(None, gamma=0.9) and Settings.are_given() and not settings.reads_tokens
-    assert settings.load_value_model(torch.float32, "cpu") is None and not settings.reads_images
-    params = settings.parse_request({"target_length": 9})
-    assert (params.gamma, params.scale) == (0.9, 10)
-    budget = settings.parse_request({"thinking_budget": 40, "end_token_ids": [7]})
-    assert budget.hard_limit == 50 and budget.mode == Mode.LE_NEAR
-    for bad, message in (
+# By source: the default strength, the error of value_head, and unsupported requests with their errors.
+UNSUPPORTED = {
+    "none": (
+        10,
+        "without a value model",
         ({"return_values": True}, "return_values must not be given without a value model"),
         ({"thinking_budget": 40}, "thinking_budget needs end_token_ids"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            settings.parse_request(bad)
-    given(value_head=model)
-    with pytest.raises(ValueError, match="LENVM_VALUE_HEAD must not be given without a value model, got '"):
-        Settings.from_environment()
+    ),
+    "a probe": (
+        40,
+        "with a probe",
+        ({"target_length": 9, "value_min": 0.5}, r"value_min must be absent with near and a probe, got 0.5"),
+    ),
+}
 
 
-def test_with_a_probe(given, model):
-    write_random_probe(model, random_pair("qwen2")[0])
-    given(value_model=model)
+@pytest.mark.parametrize("source", UNSUPPORTED)
+def test_sources_that_read_no_tokens(given, model, source):
+    """The plugin is active and rejects parameters that need a value model."""
+    if source == "a probe":
+        write_random_probe(model, random_pair("qwen2")[0])
+    given(value_model=model if source == "a probe" else source, gamma="0.9")
     settings = Settings.from_environment()
-    assert settings.has_probe and not settings.reads_tokens and settings.load_value_model(torch.float32, "cpu") is None
-    with pytest.raises(ValueError, match=r"value_min must be absent with near and a probe, got 0.5"):
-        settings.parse_request({"target_length": 9, "value_min": 0.5})
+    assert settings == Settings(model if source == "a probe" else None, gamma=0.9) and Settings.are_given()
+    assert settings.has_probe == (source == "a probe") and not settings.reads_tokens and not settings.reads_images
+    assert settings.load_value_model(torch.float32, "cpu") is None
+    params = settings.parse_request({"target_length": 9})
+    strength, of_head, *requests = UNSUPPORTED[source]
+    assert (params.gamma, params.scale) == (0.9, strength)
+    for request, message in requests:
+        with pytest.raises(ValueError, match=message):
+            settings.parse_request(request)
     given(value_head=model)
-    with pytest.raises(ValueError, match="LENVM_VALUE_HEAD must not be given with a probe, got '"):
+    with pytest.raises(ValueError, match=f"LENVM_VALUE_HEAD must not be given {of_head}, got '"):
         Settings.from_environment()
+
+
+def test_thinking_budget_without_value_model():
+    budget = Settings(None).parse_request({"thinking_budget": 40, "end_token_ids": [7]})
+    assert budget.hard_limit == 50 and budget.mode == Mode.LE_NEAR
 
 
 def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
@@ -248,31 +244,33 @@ def test_vllm_flags_may_be_numbers(model, switch, allows):
     assert guidance_of(params, Settings(model)).allow_eos is allows
 
 
-def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, monkeypatch):
-    """In order: the setting, the engine's tokenizer, the value model's. It is loaded only if a request needs it."""
-    words = [f"w{i}" for i in range(20)]
-    ends = {
-        folder: save_checkpoint(tmp_path / folder, seed=0, words=[*words[:end], "</think>", *words[end + 1 :]])
-        for folder, end in (("setting", 7), ("engine", 8), ("beside", 9))
-    }
-    unthinking = save_checkpoint(tmp_path / "unthinking", seed=0, words=words)
-    for tokenizer, engine, value_model, expected in (
-        (ends["setting"], ends["engine"], ends["beside"], (7,)),
-        ("", ends["engine"], ends["beside"], (8,)),
-        ("", None, ends["beside"], (9,)),
-        ("", None, unthinking, None),
-        ("", None, model, None),  # a path without a tokenizer
-    ):
-        given(tokenizer=tokenizer, value_model=value_model)
-        Settings.current.cache_clear()
-        settings = Settings.current(None if engine is None else str(engine))
-        assert settings is Settings.current(None if engine is None else str(engine))
-        settings.parse_request({"target_length": 9, "thinking_budget": None})
-        assert "thoughts" not in vars(settings)  # loading a tokenizer takes seconds
-        if expected is not None:
-            assert settings.parse_request({"thinking_budget": 9}).end_token_ids == expected
-        else:
-            with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
-                settings.parse_request({"thinking_budget": 9})
-        assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == (3, 4)
-        assert not settings.parse_request({"target_length": 9}).end_token_ids
+# Tokenizers of the setting, the engine and the value model, named by the id of their end of a thought, and the one
+# that is read. "none" marks no thoughts.
+TOKENIZERS = [("7", "8", "9", 7), (None, "8", "9", 8), (None, None, "9", 9), (None, None, "none", None)]
+
+
+@pytest.mark.parametrize(("setting", "engine", "value_model", "end"), [*TOKENIZERS, (None, None, None, None)])
+def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting, engine, value_model, end):
+    """It is loaded only if a request needs it: loading takes seconds."""
+
+    def path_of(name):
+        if name is None:
+            return None
+        words = [f"w{i}" for i in range(20)]
+        if name != "none":
+            words[int(name)] = "</think>"
+        return save_checkpoint(tmp_path / name, seed=0, words=words)
+
+    given(tokenizer=path_of(setting) or "", value_model=path_of(value_model) or model)
+    engine = path_of(engine)
+    settings = Settings.current(engine)
+    assert settings is Settings.current(engine)
+    settings.parse_request({"target_length": 9, "thinking_budget": None})
+    assert "thoughts" not in vars(settings)
+    if end is not None:
+        assert settings.parse_request({"thinking_budget": 9}).end_token_ids == (end,)
+    else:
+        with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
+            settings.parse_request({"thinking_budget": 9})
+    assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == (3, 4)
+    assert not settings.parse_request({"target_length": 9}).end_token_ids

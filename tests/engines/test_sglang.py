@@ -28,9 +28,9 @@ from sglang.srt.server_args import ServerArgs
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lenvm_kernels.engines.settings import check_vocabulary
 from lenvm_kernels.engines.sglang import guide as sglang_guide
 from lenvm_kernels.engines.sglang import plugin as sglang_adapter
+from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, value_source, working_bytes
 from lenvm_kernels.types import Status
@@ -506,10 +506,10 @@ def test_vocabularies_may_differ_in_padding_only(folder, tmp_path):
     save_tokenizer(value, {"a": 0, "b": 1})
     server_args = ServerArgs(model_path=str(base), device="cpu")
     server_args.resolve_once()
-    arguments = sglang_adapter.Settings(value), 32, 64, resolved_view(server_args).tokenizer_path
+    arguments = value, 32, 64, resolved_view(server_args).tokenizer_path
     check_vocabulary(*arguments)
     save_tokenizer(value, {"a": 0, "c": 1})
-    with pytest.raises(ValueError, match="sizes are 64 and 32, and the tokenizers differ"):
+    with pytest.raises(ValueError, match=r"must share .*: 2 tokens differ, 'b' among them \(ids 1 and None\)"):
         check_vocabulary(*arguments)
 
 

@@ -1,7 +1,8 @@
-"""The vLLM processor in a worker, without the engine: its inputs, rewritten logits, shared pages and errors."""
+"""The vLLM processor in a worker, without the engine: scenarios of a fake engine against an oracle, and refusals."""
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -21,30 +24,40 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from lenvm_kernels.engines import signatures
-from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, Room
+from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.vllm import filters as vllm_filters
+from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import options as vllm_options
-from lenvm_kernels.engines.vllm.filters import rewrite
 from lenvm_kernels.engines.vllm.guide import Guide
 from lenvm_kernels.engines.vllm.processor import LenVMProcessor
-from lenvm_kernels.engines.vllm.report import Report
+from lenvm_kernels.engines.vllm.report import StepCounter
 from lenvm_kernels.engines.vllm.requests import guidance_of
 from lenvm_kernels.engines.vllm.states import show_layers
-from lenvm_kernels.types import Status
-from tests.helpers.models import ARCHITECTURES, HIDDEN, TINY, VOCAB, random_model, save_checkpoint
+from lenvm_kernels.step import GuidedStep
+from tests.helpers import models
+from tests.helpers.models import ARCHITECTURES, EOS, HIDDEN, TINY, VOCAB
+from tests.helpers.oracle import PlainStep
 from tests.helpers.probes import write_random_probe
 from tests.helpers.statistics import p_value
 from tests.helpers.watch import no_read_back
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
-SLOTS, MAX_LEN = 6, 128
+SLOTS, MAX_LEN, END = 6, 128, 3
 TILT = {"value_mode": "centered_exp", "value_scale": -20}
+SPAN = TILT | {"end_token_ids": [END], "hard_limit": 4}
+PROMPT = [5 + i % 40 for i in range(60)]
 
 
 @pytest.fixture(scope="module")
 def value_model(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, words=WORDS, value_head=True)
+    return models.save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, words=WORDS, value_head=True)
+
+
+@pytest.fixture(scope="module")
+def oracle(value_model):
+    backbone = AutoModelForCausalLM.from_pretrained(value_model, dtype=torch.float32).eval()
+    head = load_file(f"{value_model}/value_head.safetensors")
+    return PlainStep(lambda sequences: models.last_value_logits(backbone, head, sequences).tolist(), EOS)
 
 
 class Embedding(VocabParallelEmbedding):
@@ -69,134 +82,283 @@ class Runner(GPUModelRunner):
         return draw()
 
 
+class Add(NamedTuple):
+    """A request enters a slot. ``prompt_len``: tokens before its output, if the engine has preempted it."""
+
+    slot: int
+    tokens: list
+    guidance: dict | None
+    prompt_len: int | None = None
+    params: dict | None = None
+
+
+class Step(NamedTuple):
+    """A step of the engine.
+
+    Attributes:
+        rows: by slot, the tokens that its sequence has grown by and the drafts after them; or, for a part of a prompt,
+            the length of the sequence.
+        kinds: what decides each row: a word of the oracle, or one of :data:`UNCHANGED`.
+        likely: tokens whose logits are raised.
+        fails: whether the guided step fails on this rank, or on another one.
+    """
+
+    rows: dict
+    kinds: list
+    likely: tuple = ()
+    fails: str = ""
+
+
 class Engine:
     """The state of vLLM that a processor reads: requests in slots, their tokens, and the rows of a step."""
 
-    def __init__(self, value_model, *, drafts=0, base=None, pipeline=1, **settings):
+    def __init__(self, value_model, *, drafts=0, base=None, gamma=None, **changes):
         self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale tokens are arbitrary
-        self.staged = SimpleNamespace(
-            gpu=self.tokens, _staged_write_indices=[], _staged_write_cu_lens=[], _staged_write_contents=[]
-        )
-        self.lengths = {}
+        self.requests, self.lengths = {}, {}
+        self.staged = [], [], []  # slots, ends and tokens that are not copied to the device yet
+        names = ("_staged_write_indices", "_staged_write_cu_lens", "_staged_write_contents")
         lens = [SimpleNamespace(np=np.zeros(SLOTS, dtype=np.int32)) for _ in range(2)]
         self.req_states = SimpleNamespace(
             device=torch.device("cpu"),
             max_num_reqs=SLOTS,
             vocab_size=VOCAB,
-            all_token_ids=self.staged,
+            all_token_ids=SimpleNamespace(gpu=self.tokens, **dict(zip(names, self.staged, strict=True))),
             prompt_len=lens[0],
             prefill_len=lens[1],
         )
-        model_config = SimpleNamespace(
-            dtype=torch.float32,
-            max_model_len=MAX_LEN,
-            enforce_eager=True,
-            get_vocab_size=lambda: VOCAB,
-            tokenizer="",
-            get_total_num_hidden_layers=lambda: TINY["num_hidden_layers"],
-        )
-        self.config = SimpleNamespace(
-            model_config=model_config,
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=pipeline),
-            cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
-            num_speculative_tokens=drafts,
-            speculative_config=None,
-        )
+        sizes = dict(get_vocab_size=lambda: VOCAB, get_total_num_hidden_layers=lambda: TINY["num_hidden_layers"])
+        model = dict(dtype=torch.float32, max_model_len=MAX_LEN, enforce_eager=True, tokenizer="") | sizes
+        config = dict(num_speculative_tokens=drafts, speculative_config=None, model_config=SimpleNamespace(**model))
+        config["parallel_config"] = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+        config["cache_config"] = SimpleNamespace(kv_cache_memory_bytes=None)
         self.runner = Runner(self.req_states, base)
-        self.guide = Guide(Settings(value_model, **settings), self.config, self.req_states)
+        self.guide = Guide(Settings(value_model, gamma=gamma), SimpleNamespace(**config | changes), self.req_states)
 
-    def add(self, slot, prompt, guidance, prompt_len=None, **params):
-        """Add a request to a slot; no token of its prompt, or of its output before a preemption, is computed yet."""
+    def add(self, slot, tokens, guidance, prompt_len=None, params=None):
+        """Admit a request; no token of its prompt, or of its output before a preemption, is computed yet."""
+        defaults = dict(temperature=0.7, top_k=5, stop_token_ids=[EOS], ignore_eos=True, extra_args=guidance)
+        params = SamplingParams(**defaults | (params or {}))
+        self.requests[slot] = Add(slot, tokens, guidance, prompt_len or len(tokens), params)
+        self.lengths[slot] = len(tokens)
         self.tokens[slot] = 10**9
-        self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
-        self.req_states.prompt_len.np[slot] = prompt_len or len(prompt)
-        self.req_states.prefill_len.np[slot] = len(prompt)
-        self.staged._staged_write_indices.append(slot)
-        self.staged._staged_write_contents.extend(prompt)
-        self.staged._staged_write_cu_lens.append(len(self.staged._staged_write_contents))
-        params = SamplingParams(**{"temperature": 0.7, "top_k": 5, "extra_args": guidance} | params)
+        self.tokens[slot, : len(tokens)] = torch.tensor(tokens)
+        self.req_states.prompt_len.np[slot] = self.requests[slot].prompt_len
+        self.req_states.prefill_len.np[slot] = len(tokens)
+        slots, ends, contents = self.staged
+        slots.append(slot)
+        contents.extend(tokens)
+        ends.append(len(contents))
         return self.guide.add_request(slot, params, guidance_of(params, self.guide.settings))
 
-    def step(self, lengths, drafts=None, logits=None):
-        """Take a step with sequence lengths and drafts by slot; returns logits before and after, and the context."""
-        for staged in (self.staged._staged_write_indices, self.staged._staged_write_cu_lens):
+    def step(self, rows, logits=None, likely=()):
+        """Take a step with :attr:`Step.rows`; returns logits before and after, sequences by row, and the context."""
+        for staged in self.staged:
             staged.clear()
-        self.staged._staged_write_contents.clear()
-        drafts = drafts or {}
-        rows = [(slot, node) for slot in lengths for node in range(1 + len(drafts.get(slot, ())))]
-        slots = np.array(list(lengths))
-        last = [[int(self.tokens[s, lengths[s] - 1]), *drafts.get(s, ())][node] for s, node in rows]
-        bounds = [lengths[slot] + len(drafts.get(slot, ())) for slot in lengths]
+        nodes, sequences, first = [], [], {}
+        for slot, row in rows.items():
+            new, drafts = ([], []) if isinstance(row, int) else row
+            length = self.lengths[slot]
+            self.tokens[slot, length : length + len(new)] = torch.tensor(new, dtype=torch.int32)
+            self.lengths[slot] += len(new)
+            first[slot] = row if isinstance(row, int) else self.lengths[slot]
+            nodes += [(slot, node) for node in range(1 + len(drafts))]
+            tokens = self.tokens[slot, : first[slot]].tolist()
+            sequences += [tokens + drafts[:node] for node in range(1 + len(drafts))]
+        slots, bounds = np.array(list(rows)), [first[slot] + sum(s == slot for s, _ in nodes) - 1 for slot in rows]
         context = LogitsContext(
-            expanded_idx_mapping=torch.tensor([slot for slot, _ in rows]),
+            expanded_idx_mapping=torch.tensor([slot for slot, _ in nodes]),
             idx_mapping=torch.from_numpy(slots),
             idx_mapping_np=slots,
-            expanded_local_pos=torch.tensor([node for _, node in rows], dtype=torch.int32),
-            input_ids=torch.tensor(last, dtype=torch.int32),
-            pos=torch.tensor([lengths[slot] - 1 + node for slot, node in rows]),
+            expanded_local_pos=torch.tensor([node for _, node in nodes], dtype=torch.int32),
+            input_ids=torch.tensor([tokens[-1] for tokens in sequences], dtype=torch.int32),
+            pos=torch.tensor([len(tokens) - 1 for tokens in sequences]),
             seq_lens_upper_bound_np=np.array([*bounds, 0, 0]),
         )
         if logits is None:
-            generator = torch.Generator().manual_seed(sum(lengths.values()))
-            logits = torch.randn(len(rows), VOCAB, generator=generator) * 2
+            generator = torch.Generator().manual_seed(sum(map(len, sequences)))
+            logits = torch.randn(len(nodes), VOCAB, generator=generator) * 2
+            logits[:, 50:60] = -torch.inf  # masked by a grammar
+            logits[:, list(likely)] += 6
         changed = logits.clone()
         assert self.guide.apply(changed, context) is changed
-        return logits, changed, context
-
-    def grow(self, slot, length, tokens):
-        self.tokens[slot, length : length + len(tokens)] = torch.tensor(tokens)
+        return logits, changed, sequences, context
 
 
-PROMPT = [5 + i % 40 for i in range(60)]
+def run(engine, oracle, events):
+    """Run the events of a scenario, and check every row of every step against the oracle."""
+    for number, event in enumerate(events):
+        if isinstance(event, Add):
+            assert engine.add(*event) == (event.guidance is not None)
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            if event.fails:
+                patch.setattr(engine.guide, *FAILURES[event.fails])
+            before, after, sequences, context = engine.step(event.rows, likely=event.likely)
+        slots = context.expanded_idx_mapping.tolist()
+        for row, (slot, tokens, kind) in enumerate(zip(slots, sequences, event.kinds, strict=True)):
+            where, request = f"event {number}, slot {slot}, {len(tokens)} tokens, {kind}", engine.requests[slot]
+            params, found = request.params, kind
+            if kind not in UNCHANGED:
+                sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+                operands = tokens, len(tokens) - request.prompt_len, request.guidance, sampling
+                expected, _, found = oracle.row(before[row].double(), *operands)
+            assert found == kind, where
+            if kind in ("GUIDE", "SINGLE", "hard limit"):
+                probs = torch.softmax(after[row].double() / params.temperature, 0)
+                assert (probs - expected).abs().max() < 1e-4, where
+                assert ((probs == 0) == (expected == 0)).all(), where
+            else:
+                assert torch.equal(after[row], before[row]), where
 
 
-def is_guided(logits):
-    return logits.isinf().sum(1) >= VOCAB - 8
+def fail(*args, **options):
+    raise RuntimeError("on purpose")
 
 
-def test_steps_read_back_nothing(value_model, monkeypatch):
+# Attributes of the guide that fail a step: here, and on another rank, whose failure the reduction returns.
+FAILURES = {
+    "here": ("own", SimpleNamespace(reserve=fail, release=lambda slot: None)),
+    "elsewhere": ("reduce", lambda number, operation: 1),
+}
+G, AFTER, ON = "GUIDE", "after span", ([], [])
+# Rows without guidance in this step, which the oracle does not compute.
+UNCHANGED = CHUNK, LOST, NONE, NOT_DUE = "chunk", "lost", "unguided", "not due"
+ENDED = [*PROMPT[:9], 20, 21, END, 20, 21]  # a prompt of 9 tokens, and an output that has ended its span
+SCENARIOS = {
+    # Guided, unguided, skipped by an entropy threshold, with one candidate, and an unfinished prompt.
+    "mixed batch": [
+        Add(2, PROMPT[:9], TILT, params={"temperature": 0.5, "top_k": 4}),
+        Add(5, PROMPT[:6], None),
+        Add(0, PROMPT[:12], TILT | {"entropy_threshold": 50.0}),
+        Add(3, PROMPT[:50], TILT),
+        Add(1, PROMPT[:4], TILT, params={"top_p": 1e-6}),
+        Step({2: ON, 5: ON, 0: ON, 3: 20, 1: ON}, [G, NONE, "SKIP", CHUNK, "SINGLE"]),
+        Step({0: ([9], []), 3: ON, 2: ([8], [])}, ["SKIP", G, G]),
+        Step({2: ([7], []), 0: ([4], []), 5: ([1], [])}, [G, "SKIP", NONE]),
+    ],
+    "drafts of some requests": [
+        Add(4, PROMPT, TILT),
+        Add(1, PROMPT[3:9], TILT),
+        Add(0, PROMPT[:7], None),
+        Step({4: 20, 1: ON, 0: ON}, [CHUNK, G, NONE]),
+        Step({1: ([9], []), 4: 45, 0: ([3], [])}, [G, CHUNK, NONE]),
+        Step({1: ([8], [3, 4, 5]), 4: ON, 0: ([2], [1, 2, 3])}, [*[G] * 5, *[NONE] * 4]),
+        Step({1: ([3, 4], [3, 4, 5]), 4: ([7], [6, 7, 8])}, [G] * 8),
+    ],
+    "stride": [
+        Add(2, PROMPT[:9], TILT | {"value_stride": 2}),
+        Step({2: ON}, [NOT_DUE]),
+        Step({2: ([7], [])}, [G]),
+        Step({2: ([9], [])}, [NOT_DUE]),
+    ],
+    # As from a chat template with thinking disabled; another request of the step has an open span.
+    "closed span": [
+        Add(4, [*PROMPT[:6], END, 9], SPAN),
+        Add(2, PROMPT[:8], SPAN),
+        Step({4: ON, 2: ON}, [AFTER, G], likely=(EOS,)),
+    ],
+    # With fewer drafts than the maximum, among other requests. Slot 4 ends its span in a draft and then in the first
+    # of two new tokens, slot 2 at its limit.
+    "spans with drafts": [
+        Add(4, PROMPT[:9], SPAN),
+        Add(1, PROMPT[3:9], None),
+        Add(2, PROMPT[:5], SPAN),
+        Step({4: ON, 1: ON, 2: ON}, [G, NONE, G], likely=(EOS,)),
+        Step(
+            {1: ([END], []), 4: ([20, 21], [END, 20]), 2: ([20] * 3, [21])},
+            [NONE, G, AFTER, AFTER, G, "hard limit"],
+            likely=(EOS,),
+        ),
+        Step({4: ([END, 20], [])}, [AFTER], likely=(EOS,)),
+    ],
+    # The request is added again with its output; or the end belongs to an earlier turn in the prompt.
+    "preempted after its span": [Add(0, ENDED, SPAN, prompt_len=9), Step({0: ON}, [AFTER])],
+    "preempted in its span": [
+        Add(3, PROMPT[:12], SPAN, prompt_len=9),
+        Step({3: ON}, [G]),
+        Step({3: ([9], [])}, ["hard limit"]),
+    ],
+    # Twelve pages of slots: the requests that have waited longest lose them and are recomputed, also if the span has
+    # ended meanwhile, or tokens of steps that were not due are not computed yet.
+    "reclaimed slots": [
+        Add(4, PROMPT[:9], SPAN),
+        Add(5, PROMPT[2:9], TILT | {"value_stride": 5}),
+        Step({4: ON, 5: ON}, [G, NOT_DUE]),
+        Step({4: ([20, 21], []), 5: ([7], [])}, [G, NOT_DUE]),
+        Add(1, PROMPT, TILT),
+        Step({1: ON}, [G]),
+        Add(2, PROMPT[1:], TILT),
+        Add(3, PROMPT[2:], TILT),
+        Step({2: ON, 3: ON}, [G, G]),
+        Step({4: ([END, 8], [6]), 5: ([9], [])}, [AFTER, AFTER, G]),
+        Step({1: ([7, 8], [9]), 4: ([9], [])}, [G, G, AFTER]),
+        Step({3: ([5], []), 2: ([6], [4])}, [G, G, G]),
+        Step({4: ([20], [])}, [AFTER]),
+    ],
+    # More than the cache has: the longest request continues without guidance.
+    "refused slots": [
+        Add(1, PROMPT, TILT),
+        Add(2, PROMPT[1:50], TILT),
+        Add(3, [7, *PROMPT, *PROMPT], TILT),
+        Add(4, PROMPT[3:], TILT),
+        Step({1: ON, 3: ON, 2: ON, 4: ON}, [G, LOST, G, G]),
+        Step({3: ([9], []), 2: ([9], [8])}, [LOST, G, G]),
+        Add(3, PROMPT[5:9], TILT),
+        Step({3: ON}, [G]),
+    ],
+    **{
+        f"failure {where}": [
+            Add(1, PROMPT[:9], TILT),
+            Add(3, PROMPT[:9], TILT),
+            Step({3: ON}, [G]),
+            Step({1: ON}, [G if where == "elsewhere" else LOST], fails=where),
+            Step({1: ([8], []), 3: ([8], [])}, [LOST, G]),
+        ]
+        for where in FAILURES
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_rows_match_plain_steps(value_model, oracle, monkeypatch, name):
+    if "slots" in name:
+        monkeypatch.setattr(vllm_guide, "pages_for", lambda *args: 12)
+    engine = Engine(value_model, drafts=3)
+    run(engine, oracle, SCENARIOS[name])
+    assert engine.guide.without_room == (name == "refused slots")
+    assert engine.guide.fallbacks == ("failure" in name) and not engine.guide.step.table.columns.faults.any()
+
+
+def test_steps_read_back_nothing(value_model, oracle, monkeypatch):
     """Prompts whole and in chunks; first and later steps, with drafts for some requests."""
     make_config = Settings.step_config
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     engine = Engine(value_model, drafts=3)
-    assert engine.add(4, PROMPT, TILT) and engine.add(1, PROMPT[3:9], TILT) and not engine.add(0, PROMPT[:7], None)
-    step, apply = engine.step, engine.guide.apply
+    apply = engine.guide.apply
 
     def checked(*args):
         with no_read_back():
             return apply(*args)
 
     monkeypatch.setattr(engine.guide, "apply", checked)
-    step({4: 20, 1: 6, 0: 7})
-    engine.grow(1, 6, [9])
-    engine.grow(0, 7, [3])
-    step({1: 7, 4: 45, 0: 8})
-    engine.grow(1, 7, [8])
-    _, changed, _ = step({1: 8, 4: 60, 0: 9}, {1: [3, 4, 5], 0: [1, 2, 3]})
-    engine.grow(1, 8, [3, 4])
-    engine.grow(4, 60, [7])
-    _, full, _ = step({1: 10, 4: 61}, {1: [3, 4, 5], 4: [6, 7, 8]})
-    assert is_guided(changed).tolist() == [True] * 4 + [True] + [False] * 4
-    assert is_guided(full).all() and not engine.guide.step.table.columns.faults.any() and not engine.guide.fallbacks
+    run(engine, oracle, SCENARIOS["drafts of some requests"])
+    assert not engine.guide.fallbacks
 
 
 @pytest.mark.parametrize("use_block_verification", [False, True])
-def test_drafts_keep_the_distribution(value_model, use_block_verification):
-    """vLLM's rejection sampler on guided rows of drafts, against single steps: chi-square test at each node."""
-    requests, temperature, drafts = 1000, 0.7, []
-    guidance = {"value_mode": "centered_exp", "value_scale": -2}
+def test_drafts_keep_the_distribution(value_model, oracle, use_block_verification):
+    """vLLM's rejection sampler on guided rows of drafts, against plain steps: chi-square test at each node."""
+    requests, temperature, drafts, expected = 1000, 0.7, [], []
+    guidance, sampling = {"value_mode": "centered_exp", "value_scale": -2}, dict(temperature=temperature, top_k=3)
     scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(8))
-    plain, drafting = Engine(value_model), Engine(value_model, drafts=3)
-    for engine in (plain, drafting):
-        engine.add(4, PROMPT[:9], guidance, temperature=temperature, top_k=3)
-    expected = []
     for node in range(4):
-        _, changed, _ = plain.step({4: 9 + node}, logits=scores[node : node + 1])
-        expected.append((changed[0] / temperature).exp().double())
-        drafts.append(int(expected[-1].argmax()))
-        plain.grow(4, 9 + node, drafts[-1:])
-    _, changed, context = drafting.step({4: 9}, {4: drafts[:3]}, logits=scores)
-    assert torch.allclose((changed / temperature).exp().double(), torch.stack(expected), atol=1e-5)
+        filters = sampling | dict(top_p=1.0, min_p=0.0)
+        probs, _, _ = oracle.row(scores[node].double(), [*PROMPT[:9], *drafts], node, guidance, filters)
+        expected.append(probs)
+        drafts.append(int(probs.argmax()))
+    engine = Engine(value_model, drafts=3)
+    engine.add(4, PROMPT[:9], guidance, params=sampling)
+    _, changed, _, context = engine.step({4: ([], drafts[:3])}, logits=scores)
     sampled, num_sampled = rejection_sample(
         (changed / temperature).repeat(requests, 1),
         None,
@@ -218,49 +380,7 @@ def test_drafts_keep_the_distribution(value_model, use_block_verification):
         assert p_value(counts, expected[node] * counts.sum()) > 0.001
 
 
-def test_guided_rows_keep_candidates_only_and_others_are_unchanged(value_model):
-    engine = Engine(value_model)
-    engine.add(2, PROMPT[:9], TILT, temperature=0.5, top_k=4)
-    engine.add(5, PROMPT[:6], None)
-    engine.add(0, PROMPT[:12], TILT | {"entropy_threshold": 50.0})
-    engine.add(3, PROMPT[:50], TILT)
-    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
-    logits[1, 3:6] = torch.tensor([float("nan"), -torch.inf, 0.0])
-    logits[0, :40] = -torch.inf  # masked by a grammar
-    before, after, _ = engine.step({2: 9, 5: 6, 0: 12, 3: 20}, logits=logits)
-    # An unguided row, a skipped one, and an unfinished prompt.
-    assert torch.equal(after[1:].view(torch.int32), before[1:].view(torch.int32))
-    left = after[0].isfinite().nonzero().flatten().tolist()
-    assert left == sorted(before[0].topk(4).indices.tolist())
-    probs = (after[0] / 0.5).exp()[left]
-    assert torch.isclose(probs.sum(), torch.tensor(1.0), atol=1e-5)
-    plain = (before[0] / 0.5).softmax(0)[left]
-    assert (probs - plain / plain.sum()).abs().max() > 0.01
-
-
-def test_engine_filters_do_not_apply_to_guided_rows(value_model):
-    """Top-k and top-p are disabled in guided rows of the current step only; tokens removed by min-p are restored."""
-    engine = Engine(value_model)
-    engine.add(2, PROMPT[:9], TILT)
-    engine.add(5, PROMPT[:6], None)
-    _, logits, context = engine.step({5: 6, 2: 9})
-    top_k, top_p = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0.5, 0.1])
-    filters, of_rows = engine.guide.filters, context.expanded_idx_mapping
-    assert signatures.differences("vllm") == {}  # also with wrapped functions
-    found = filters.after_top_k_top_p(of_rows, top_k, top_p)
-    assert found[0].tolist() == [3, VOCAB] and found[1].tolist() == [0.5, 1.0]
-    assert filters.after_top_k_top_p(of_rows, None, None) == (None, None)
-    assert filters.after_top_k_top_p(of_rows.clone(), top_k, top_p)[0] is top_k
-    before = logits.clone()
-    with filters.around_min_p(logits, of_rows):
-        logits[:] = -torch.inf
-    assert logits[0].isinf().all() and torch.equal(logits[1], before[1])
-    with filters.around_min_p(logits, of_rows.clone()):
-        logits[:] = -torch.inf
-    assert logits.isinf().all()
-
-
-FILTERS = torch.tensor([3]), torch.tensor([0.5])
+FILTERS = torch.tensor([3, 2]), torch.tensor([0.5, 0.1])
 
 
 def filters_of_0_32(self, expanded_idx_mapping, idx_mapping_np):
@@ -271,37 +391,63 @@ def filters_of_0_33(self, expanded_idx_mapping, idx_mapping_np, vocab_size):
     return *FILTERS, (self, vocab_size)
 
 
-@pytest.mark.parametrize(("get_top_k_top_p", "sizes"), [(filters_of_0_32, ()), (filters_of_0_33, (VOCAB,))])
-def test_further_results_of_engine_filters_are_returned(value_model, monkeypatch, get_top_k_top_p, sizes):
-    monkeypatch.setattr(vllm_filters, "_filters", None)
+def no_filters(self, expanded_idx_mapping, idx_mapping_np):
+    return None, None
+
+
+def mask_all(self, logits, expanded_idx_mapping, idx_mapping_np):
+    logits[:] = -torch.inf
+
+
+# A version's function, its further arguments, and its results for an unguided row, then a guided one.
+OF_VERSIONS = [
+    (filters_of_0_32, (), [[3, VOCAB], [0.5, 1.0]]),
+    (filters_of_0_33, (VOCAB,), [[3, VOCAB], [0.5, 1.0], ("states", VOCAB)]),
+    (no_filters, (), [None, None]),
+]
+
+
+@pytest.mark.parametrize(("get_top_k_top_p", "sizes", "expected"), OF_VERSIONS)
+def test_engine_filters_do_not_apply_to_guided_rows(value_model, monkeypatch, get_top_k_top_p, sizes, expected):
+    """Top-k and top-p are disabled in guided rows of the current step only; tokens removed by min-p are restored."""
     monkeypatch.setattr(SamplingStates, "get_top_k_top_p", get_top_k_top_p)
-    monkeypatch.setattr(SamplingStates, "apply_min_p", SamplingStates.apply_min_p)  # the wrapper is removed at teardown
+    monkeypatch.setattr(SamplingStates, "apply_min_p", mask_all)
     engine = Engine(value_model)
     engine.add(2, PROMPT[:9], TILT)
-    _, _, context = engine.step({2: 9})
-    given = context.expanded_idx_mapping, context.idx_mapping_np, *sizes
-    top_k, top_p, *others = SamplingStates.get_top_k_top_p("states", *given)
-    assert top_k.tolist() == [VOCAB] and top_p.tolist() == [1.0]
-    assert others == ([("states", VOCAB)] if sizes else [])
+    engine.add(5, PROMPT[:6], None)
+    _, logits, _, context = engine.step({5: ON, 2: ON})
+    of_rows, found = context.expanded_idx_mapping, []
+    for rows in (of_rows, of_rows.clone()):
+        results = SamplingStates.get_top_k_top_p("states", rows, context.idx_mapping_np, *sizes)
+        found.append([x.tolist() if isinstance(x, torch.Tensor) else x for x in results])
+        changed = logits.clone()
+        SamplingStates.apply_min_p("states", changed, rows, context.idx_mapping_np)
+        assert changed[0].isinf().all() and torch.equal(changed[1], logits[1]) == (rows is of_rows)
+        assert changed.isinf().all() or rows is of_rows
+    unchanged = [x.tolist() for x in FILTERS] if expected[0] else [None, None]
+    assert found == [expected, [*unchanged, *expected[2:]]]
 
 
-def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
+def test_signatures_of_wrapped_functions(value_model):
+    Engine(value_model)
+    assert signatures.differences("vllm") == {}
+
+
+def test_requests_share_the_pages_of_a_common_prefix(value_model, oracle, monkeypatch):
     """Three full pages of a common prefix of 50 tokens are computed once while a request holds their slots."""
-    engine, extended = Engine(value_model), []
-    extend = engine.guide.step.extend
+    engine, extended, extend = Engine(value_model), [], GuidedStep.extend
 
-    def recorded(tokens, slots, table_rows, starts, lens, cached_lens, **options):
+    def recorded(self, tokens, slots, table_rows, starts, lens, *args, **options):
         extended.append(int(lens.sum()))
-        return extend(tokens, slots, table_rows, starts, lens, cached_lens, **options)
+        return extend(self, tokens, slots, table_rows, starts, lens, *args, **options)
 
-    monkeypatch.setattr(engine.guide.step, "extend", recorded)
+    monkeypatch.setattr(GuidedStep, "extend", recorded)
     prompts = [[*PROMPT[:50], 1, 2, 3], [*PROMPT[:50], 9, 8], PROMPT[1:40]]
 
     def computed(slot, prompt, *chunks):
         extended.clear()
-        engine.add(slot, prompt, TILT)
-        for length in (*chunks, len(prompt)):
-            engine.step({slot: length})
+        chunked = [Step({slot: length}, [CHUNK]) for length in chunks]
+        run(engine, oracle, [Add(slot, prompt, TILT), *chunked, Step({slot: ON}, [G])])
         return sum(extended)
 
     assert computed(3, prompts[0]) == 52
@@ -312,158 +458,58 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
     for slot in (3, 4, 0, 5):
         engine.add(slot, [7], None)
     assert computed(0, prompts[0], 20) == 52
-    assert not engine.guide.fallbacks and not engine.guide.step.table.columns.faults.any()
-
-
-def test_prompt_that_leaves_no_span_open(value_model):
-    """As from a chat template with thinking disabled; another request of the step has an open span."""
-    engine, logits = Engine(value_model), torch.zeros(2, VOCAB)
-    for slot, prompt in ((4, [*PROMPT[:6], 7, 9]), (2, PROMPT[:8])):
-        engine.add(slot, prompt, TILT | {"end_token_ids": [7], "hard_limit": 4})
-    _, changed, _ = engine.step({4: 8, 2: 8}, logits=logits)
-    assert is_guided(changed).tolist() == [False, True] and torch.equal(changed[0], logits[0])
-
-
-def test_spans_end_at_their_nodes_and_stay_ended(value_model, monkeypatch):
-    """With fewer drafts than the maximum, among other requests; after reclaimed slots, and after preemption."""
-    end, eos = 2, 3
-    guidance = TILT | {"end_token_ids": [end], "hard_limit": 4}
-    engine = Engine(value_model, drafts=3)
-    for slot, prompt in ((4, PROMPT[:9]), (1, PROMPT[3:9]), (2, PROMPT[:5])):  # slot 1 has no span
-        engine.add(slot, prompt, None if slot == 1 else guidance, stop_token_ids=[eos], ignore_eos=True)
-    logits = torch.zeros(3, VOCAB)
-    logits[:, [eos, 20, 21]] = torch.tensor([5.0, 4.0, 4.0])
-    _, changed, _ = engine.step({4: 9, 1: 6, 2: 5}, logits=logits)
-    assert is_guided(changed).tolist() == [True, False, True]
-    assert torch.equal(changed[1], logits[1]) and changed[[0, 2], eos].isinf().all()
-    # Two new tokens of slot 4, a draft that ends its span and one after it; slot 2 is one token before its limit.
-    engine.grow(4, 9, [20, 21])
-    engine.grow(1, 6, [end])
-    engine.grow(2, 5, [20] * 3)
-    logits = logits[:1].repeat(6, 1)
-    _, changed, _ = engine.step({1: 7, 4: 11, 2: 8}, {4: [end, 20], 2: [21]}, logits=logits)
-    assert is_guided(changed).tolist() == [False, True, False, False, True, True]
-    assert torch.equal(changed[[0, 2, 3]], logits[[0, 2, 3]])
-    assert changed[5].isfinite().nonzero().tolist() == [[end]] and changed[[1, 4], eos].isinf().all()
-    # The end is the first of two new tokens. Then the slots are temporarily reclaimed.
-    engine.grow(4, 11, [end, 20])
-    _, changed, _ = engine.step({4: 13}, logits=logits[:1])
-    assert torch.equal(changed, logits[:1])
-    own, reserve = engine.guide.own, engine.guide.own.reserve
-    engine.grow(4, 13, [21])
-    with monkeypatch.context() as patch:
-        patch.setattr(own, "reserve", lambda lengths: own.release(4) or Room([4], reserve(lengths).refused))
-        _, changed, _ = engine.step({4: 14}, logits=logits[:1])
-    assert torch.equal(changed, logits[:1])
-    # The request is added again with its output; or the end belongs to an earlier turn in the prompt.
-    sequence = [*engine.tokens[4, :14].tolist(), *[20] * 4]
-    for prompt_len, is_ended in ((9, True), (17, False)):
-        engine.add(0, sequence, guidance, prompt_len=prompt_len)
-        _, changed, _ = engine.step({0: 18}, logits=logits[:1])
-        assert is_guided(changed).item() != is_ended
     assert not engine.guide.fallbacks
 
 
-def test_failure_ends_guidance_of_its_batch_only(value_model, monkeypatch):
-    engine = Engine(value_model)
-    for slot in (1, 3):
-        engine.add(slot, PROMPT[:9], TILT)
-
-    def fail(*args, **options):
-        raise RuntimeError("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.guide.step, "step", fail)
-        before, after, _ = engine.step({1: 9})
-    assert torch.equal(before, after) and engine.guide.fallbacks == 1
-    for slot, guided in ((1, False), (3, True)):
-        _, after, _ = engine.step({slot: 9})
-        assert is_guided(after).item() == guided
-
-
-def test_failing_metrics_do_not_fail_the_step(value_model, caplog):
+def test_failing_metrics_do_not_fail_the_step(value_model, oracle, caplog):
     engine = Engine(value_model)
     engine.guide.report = MagicMock(collect=MagicMock(side_effect=ValueError("on purpose")))
-    engine.add(1, PROMPT[:9], TILT)
     with caplog.at_level("ERROR"):
-        _, after, _ = engine.step({1: 9})
-    assert is_guided(after).item() and engine.guide.report is None and "could not be counted" in caplog.text
+        run(engine, oracle, [Add(1, PROMPT[:9], TILT), Step({1: ON}, [G])])
+    assert engine.guide.report is None and "could not be counted" in caplog.text
 
 
-def test_ranks_agree_on_failures(value_model, monkeypatch):
-    """If another rank fails, this rank also ends guidance, for the requests of that step only."""
-    engine, asked, others = Engine(value_model), [], []
+def test_failures_are_reduced_over_ranks(value_model, monkeypatch):
+    """Over the group of the ranks that draw the same tokens; a failure of another rank ends guidance here."""
+    engine, calls = Engine(value_model), []
 
-    def all_reduce(number, operation, group):
-        asked.append((number.item(), operation, group))
-        number.fill_(max(number.item(), others[-1]))
+    def all_reduce(number, *args):
+        calls.append((number.item(), *args))
+        number.fill_(1)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    engine.add(1, PROMPT[:9], TILT)
+    engine.step({1: ON})
+    assert not calls and not engine.guide.fallbacks
     engine.guide.ranks = "ranks"
-    for slot in (1, 3):
-        engine.add(slot, PROMPT[:9], TILT)
-    for slot, fails, guided in ((3, 0, True), (1, 1, True), (1, 0, False), (3, 0, True)):
-        others.append(fails)
-        _, after, _ = engine.step({slot: 9})
-        assert is_guided(after).item() == guided
-    assert engine.guide.fallbacks == 1
-    assert asked == [(0, torch.distributed.ReduceOp.MAX, "ranks")] * 3
-
-
-@pytest.mark.parametrize(
-    ("part", "option", "given", "message"),
-    [
-        ("parallel_config", "prefill_context_parallel_size", 2, "must be 1 together .*, got 2: not tried"),
-        ("speculative_config", "enable_adaptive_verification", True, r"must be False .*, got True: not tried"),
-        ("", "watermark_config", "some", "must be None together with LENVM_VALUE_MODEL, got some"),
-    ],
-)
-def test_unsupported_options_are_rejected(value_model, part, option, given, message):
-    engine = Engine(value_model)
-    if part:
-        setattr(engine.config, part, SimpleNamespace(**{option: given}))
-    else:
-        setattr(engine.config, option, given)
-    with pytest.raises(ValueError, match=f"{option} {message}"):
-        vllm_options.check_options(engine.config)
+    engine.step({1: ([8], [])})
+    assert calls == [(0, torch.distributed.ReduceOp.MAX, "ranks")] and engine.guide.fallbacks == 1
 
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_accepted_drafts_are_counted(value_model, has_model):
     """Tokens since the step with drafts, without those of a slot's last request and of unguided requests."""
     engine, metrics = Engine(value_model if has_model else None, drafts=2), MagicMock()
-    engine.guide.report = Report(metrics, torch.device("cpu"), SLOTS)
+    engine.guide.report = StepCounter(metrics, torch.device("cpu"), SLOTS)
 
-    def step(lengths, drafts=None):
+    def step(rows):
         """The tokens of each verification that a step counts."""
         metrics.count_verified.reset_mock()
-        engine.step(lengths, drafts)
+        engine.step(rows)
         assert all(call.kwargs == {"is_guided": True} for call in metrics.count_verified.call_args_list)
         return [call.args[0] for call in metrics.count_verified.call_args_list]
 
-    for slot, prompt in ((4, [5, 6, 7]), (1, [9, 8, 7, 6])):
-        engine.add(slot, prompt, {"target_length": 9})
-    engine.tokens[[4, 1], 3:12] = torch.arange(18, dtype=torch.int32).view(2, 9)
-    assert step({4: 3, 1: 4}) == step({4: 4, 1: 5}, {4: [3, 4], 1: [8, 9]}) == []
-    assert step({1: 6, 4: 7}, {4: [3], 1: [8, 9]}) == [1, 3]
+    engine.add(4, [5, 6, 7], {"target_length": 9})
+    engine.add(1, [9, 8, 7, 6], {"target_length": 9})
+    assert step({4: ON, 1: ON}) == step({4: ([5], [3, 4]), 1: ([6], [8, 9])}) == []
+    assert step({1: ([8], [8, 9]), 4: ([3, 4, 5], [3])}) == [1, 3]
     engine.add(4, [5, 6, 7, 8, 9], {"target_length": 12})
-    assert step({4: 5, 1: 8}) == [2]
+    assert step({4: ON, 1: ([8, 7], [])}) == [2]
     engine.add(5, PROMPT, None)
-    assert step({1: 9, 5: 9}, {1: [8, 9], 5: [3, 4]}) == []
+    assert step({1: ([5], [8, 9]), 5: ([], [3, 4])}) == []
     engine.add(5, [4, 4], None)
-    assert step({5: 3, 1: 11}, {1: [8, 9], 5: [3]}) == [2]
+    assert step({5: ([3], [3]), 1: ([8, 5], [8, 9])}) == [2]
     assert not engine.guide.fallbacks
-
-
-def test_batches_verified_in_parts_are_rejected(value_model, monkeypatch):
-    """vLLM's parts have at most 1 GiB of scores: 353 requests with four drafts and a vocabulary of 151,936."""
-    vllm_options.check_one_part(353, 4, 151_936)
-    vllm_options.check_one_part(9999, 0, 151_936)
-    with pytest.raises(ValueError, match=r"max_num_seqs must be at most 353 .* and 4 drafted tokens, got 354: vLLM"):
-        vllm_options.check_one_part(354, 4, 151_936)
-    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 3 * (SLOTS - 1) * VOCAB * 4)
-    with pytest.raises(ValueError, match=f"max_num_seqs must be at most {SLOTS - 1} .*, got {SLOTS}"):
-        Engine(value_model, drafts=2)
 
 
 def test_memory_is_reserved_for_scores_of_drafts(value_model):
@@ -474,11 +520,8 @@ def test_memory_is_reserved_for_scores_of_drafts(value_model):
     assert guide.kept_free.numel() - of_step == SLOTS * (1 + 3) * VOCAB * 4
 
 
-def test_cache_without_memory(value_model):
-    engine = Engine(value_model)
-    engine.config.cache_config.kv_cache_memory_bytes = 2**20
-    with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE must be above \d+\.\d+: it is 0.2 of the 0.00 GiB"):
-        Guide(Settings(value_model), engine.config, engine.req_states)
+def test_value_model_uses_gamma_of_settings(value_model):
+    assert Engine(value_model, gamma=0.95).guide.step.value_model.lenvm_config.gamma == 0.95
 
 
 def test_first_model_runner_is_rejected_only_with_a_value_model(value_model, monkeypatch):
@@ -495,26 +538,10 @@ def test_first_model_runner_is_rejected_only_with_a_value_model(value_model, mon
         LenVMProcessor.validate_params(SamplingParams(extra_args={"mode": "loud"}))
 
 
-def test_rewrite_by_status():
-    """All tokens but a single candidate are masked; rows that are not due are unchanged."""
-    candidates = SimpleNamespace(
-        status=torch.tensor([Status.SINGLE, Status.NOT_DUE]), token_ids=torch.tensor([[3, -1], [0, 2]])
-    )
-    output = SimpleNamespace(candidates=candidates, probs=torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
-    logits = torch.arange(10.0).view(2, 5)
-    rewrite(logits, output, torch.tensor([0, 1]), torch.tensor([[2.0], [2.0]]), None)
-    inf = torch.inf
-    assert logits.tolist() == [[-inf, -inf, -inf, 0.0, -inf], [5.0, 6.0, 7.0, 8.0, 9.0]]
-
-
-def test_value_model_uses_gamma_of_settings(value_model):
-    assert Engine(value_model, gamma=0.95).guide.step.values.value_model.lenvm_config.gamma == 0.95
-
-
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
     """The directory of a probe and its base model's modules in the engine, whose embedding has padding rows."""
-    base, folder = random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
+    base, folder = models.random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
     write_random_probe(folder, base)
     weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
     return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight)])
@@ -526,19 +553,19 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
     The token before each row is known without the tokens of its sequence.
     """
     folder, base = probe
-    engine, seen = Engine(folder, drafts=3, base=base), []
+    engine, seen, step = Engine(folder, drafts=3, base=base), [], GuidedStep.step
+
+    def recorded(self, prepared, *args, **options):
+        seen.append((prepared.batch.states, prepared.batch.last_tokens(None).tolist()))
+        return step(self, prepared, *args, **options)
+
+    monkeypatch.setattr(GuidedStep, "step", recorded)
     for slot, prompt in ((4, PROMPT), (1, PROMPT[3:9]), (2, PROMPT[:5])):
         engine.add(slot, prompt, None if slot == 2 else TILT)
-    step = engine.guide.step.step
 
-    def keeping(prepared, *args, **options):
-        seen.append((prepared.batch.states, prepared.batch.last_tokens(None).tolist()))
-        return step(prepared, *args, **options)
-
-    monkeypatch.setattr(engine.guide.step, "step", keeping)
-
-    def take_step(rows, *parts, drafts=None):
-        """Take a step with ``rows`` per request, verified in ``parts``; returns states and whether rows are guided."""
+    def take_step(*parts):
+        """Take a step that is verified in ``parts``; returns the states of its rows and whether they are guided."""
+        rows = {slot: 1 + len(drafts) for part in parts for slot, (_, drafts) in part.items()}
         count = sum(rows.values())
         generator = torch.Generator().manual_seed(count)
         at, hidden = torch.randperm(40, generator=generator)[:count], torch.randn(40, HIDDEN, generator=generator)
@@ -549,37 +576,72 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
             input_batch=batch, hidden_states=hidden, aux_hidden_states=None
         )
         seen.clear()
-        guided = engine.runner.sample_tokens(lambda: [is_guided(engine.step(part, drafts)[1]) for part in parts])
-        return hidden[at], torch.cat(guided).tolist()
+        changed = engine.runner.sample_tokens(lambda: [engine.step(part)[1] for part in parts])
+        return hidden[at], [(logits.isinf().sum(1) >= VOCAB - 8).tolist() for logits in changed]
 
-    states, guided = take_step({4: 1, 2: 1, 1: 1}, {4: 60, 2: 5, 1: 6})
-    assert torch.equal(seen[0][0], states) and guided == [True, False, True]
-    engine.grow(1, 6, [9])
-    engine.grow(4, 60, [8])
-    drafts = {1: [3, 4, 5], 4: [6]}
-    states, guided = take_step({1: 4, 2: 1, 4: 2}, {1: 7}, {2: 6, 4: 61}, drafts=drafts)
+    none = [], []
+    states, guided = take_step({4: none, 2: none, 1: none})
+    assert torch.equal(seen[0][0], states) and guided == [[True, False, True]]
+    states, guided = take_step({1: ([9], [3, 4, 5])}, {2: ([6], []), 4: ([8], [6])})
     of_absent = torch.zeros(3, HIDDEN)
     assert torch.equal(seen[0][0], states[:4]) and seen[0][1] == [9]
     assert torch.equal(seen[1][0], torch.cat([states[4:5], of_absent, states[5:], of_absent[1:]]))
     assert seen[1][1][1] == 8
-    assert guided == [True] * 4 + [False] + [True] * 2
+    assert guided == [[True] * 4, [False, True, True]]
     # Only the second part has a guided request.
-    states, guided = take_step({2: 1, 1: 4}, {2: 7}, {1: 11}, drafts=drafts)
-    assert torch.equal(seen[0][0], states[1:]) and guided == [False] + [True] * 4 and not engine.guide.fallbacks
+    states, guided = take_step({2: ([6], [])}, {1: ([3, 4, 5, 6], [3, 4, 5])})
+    assert torch.equal(seen[0][0], states[1:]) and guided == [[False], [True] * 4] and not engine.guide.fallbacks
 
 
-def test_unusable_probes_are_rejected(probe, tmp_path):
+def part(**options):
+    return SimpleNamespace(**{"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | options)
+
+
+# What guides, changes to the engine's configuration and the error.
+OF_MODEL = "must be {} together with LENVM_VALUE_MODEL, got {}: {}"
+REFUSED = [
+    ("value", {"parallel_config": part(prefill_context_parallel_size=2)}, OF_MODEL.format(1, 2, "not tried")),
+    ("value", {"speculative_config": part(enable_adaptive_verification=True)}, OF_MODEL.format(False, True, "not tr")),
+    ("value", {"watermark_config": "some"}, OF_MODEL.format(None, "some", "its sampler")),
+    (
+        "value",
+        {"cache_config": part(kv_cache_memory_bytes=2**20)},
+        r"LENVM_MEMORY_SHARE must be above \d+\.\d+",
+    ),
+    ("probe", {"parallel_config": part(pipeline_parallel_size=2)}, "must be 1 together with a probe, got 2"),
+    (
+        "probe",
+        {"base": lambda base: [Embedding(base[1].weight.detach().flip(0))]},
+        "must be 'tiny', got one with",
+    ),
+    ("probe", {"base": lambda base: base[:1]}, "a probe with this base model: ModuleList has no input embedding"),
+    ("inner", {}, r"got one of layers \[1\], too: ModuleList shows no others"),
+]
+
+
+@pytest.mark.parametrize(("source", "changes", "message"), REFUSED)
+def test_unsupported_configurations_are_rejected(value_model, probe, tmp_path, source, changes, message):
     folder, base = probe
-    with pytest.raises(ValueError, match="the base model must be 'tiny', got one with another embedding"):
-        Engine(folder, base=torch.nn.ModuleList([Embedding(base[1].weight.detach().flip(0))]))
-    with pytest.raises(ValueError, match="pipeline_parallel_size must be 1 together with a probe, got 2"):
-        Engine(folder, base=base, pipeline=2)
-    with pytest.raises(ValueError, match="a probe with this base model: ModuleList has no input embedding"):
-        Engine(folder, base=base[:1])
-    write_random_probe(tmp_path, random_model(*ARCHITECTURES["qwen2"]), layers=(1, 2))
-    message = r"a probe of the last layer alone here, got one of layers \[1\], too: ModuleList shows no others"
+    if source == "inner":
+        write_random_probe(folder := tmp_path, models.random_model(*ARCHITECTURES["qwen2"]), layers=(1, 2))
+    base = torch.nn.ModuleList(changes.get("base", lambda base: base)(base))
     with pytest.raises(ValueError, match=message):
-        Engine(tmp_path, base=base)
+        Engine(value_model if source == "value" else folder, **changes | {"base": base})
+
+
+def test_batches_verified_in_parts_are_rejected(value_model, monkeypatch):
+    """vLLM's parts have at most 1 GiB of scores: 353 requests with four drafts and a vocabulary of 151,936."""
+    vllm_options.check_one_part(353, 4, 151_936)
+    vllm_options.check_one_part(9999, 0, 151_936)
+    with pytest.raises(ValueError, match=r"max_num_seqs must be at most 353 .* and 4 drafted tokens, got 354: vLLM"):
+        vllm_options.check_one_part(354, 4, 151_936)
+    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 3 * (SLOTS - 1) * VOCAB * 4)
+    with pytest.raises(ValueError, match=f"max_num_seqs must be at most {SLOTS - 1} .*, got {SLOTS}"):
+        Engine(value_model, drafts=2)
+
+
+def test_probe_of_inner_layers_is_rejected_with_a_draft_model(probe):
+    folder, base = probe
     engine = Engine(folder, base=base)
     engine.runner.model, engine.runner.speculator = object.__new__(Qwen2ForCausalLM), object.__new__(EagleSpeculator)
     with pytest.raises(

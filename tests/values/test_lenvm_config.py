@@ -195,7 +195,7 @@ def test_transformers_requests_get_the_defaults_of_the_value_model(pair, config,
         options = dict(max_new_tokens=4, record=True)
         processor = LenVMLogitsProcessor(pair[0], value_model, requests, torch.ones_like(ids), **options)
         processor(ids, torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0)))
-        return processor.records[0].guided_probs
+        return processor.records[0].probs
 
     found = probs(config, requests)
     assert torch.equal(found, probs(LenVMConfig(), explicit))

@@ -174,8 +174,15 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
     for number, record in enumerate(processor.records):
         rows = [row for row in range(3) if EOS not in output[row, 6 : 6 + number]]
         starts = (mask == 0).sum(1).tolist()
-        sequences = {row: output[row, starts[row] : 6 + number].tolist() for row in rows}
-        asked = [(guidance[row], 6 - starts[row], sequences[row], record.token_ids[row].tolist()) for row in rows]
+        asked = [
+            (
+                guidance[row],
+                6 - starts[row],
+                output[row, starts[row] : 6 + number].tolist(),
+                record.candidates.token_ids[row].tolist(),
+            )
+            for row in rows
+        ]
         expected = probe_values(tmp_path, folder, asked)
         tolerance = dict(rtol=1e-3, atol=1e-3) if dtype == torch.float32 else dict(rtol=0.1, atol=0.15)
         torch.testing.assert_close(record.value_logits[rows], expected, **tolerance)

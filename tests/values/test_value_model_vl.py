@@ -352,7 +352,7 @@ def test_generate_with_images(models, base, guidance):
             more = output[i, width : width + step].tolist()
             if EOS in more:
                 continue
-            for token, z in zip(record.token_ids[i].tolist(), record.value_logits[i].tolist(), strict=True):
+            for token, z in zip(record.candidates.token_ids[i].tolist(), record.value_logits[i].tolist(), strict=True):
                 if token >= 0 and z != 0:
                     assert abs(z - expected_values(models, i, [*more, token])[-1]) < 1e-4
                     checked[i] += 1
@@ -405,5 +405,5 @@ def test_text_only_value_model_reads_images_as_text(text_only, base):
     """Without images as arguments, image tokens are ordinary tokens."""
     inputs, processor = processor_of(base, text_only.value, PROMPTS[2:3], max_new_tokens=1)
     processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
-    token, z = processor.records[0].token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
+    token, z = processor.records[0].candidates.token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
     torch.testing.assert_close(z, text_only.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)

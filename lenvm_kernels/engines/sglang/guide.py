@@ -21,11 +21,12 @@ from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disable
 from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.engines.report import Metrics, StepReport, Stopwatch, trace_batch, trace_drafts
-from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings, load_text_breaks
+from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.sglang.drafts import changed_once, drafts_of, leave_only
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.engines.sglang.states import SampledStates
+from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, Mode

@@ -33,15 +33,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.report import without_empty_keys
-from lenvm_kernels.engines.settings import (
-    MAX_SCALED_TOKENS,
-    MAX_STOP_TOKENS,
-    Settings,
-    check_vocabulary,
-)
+from lenvm_kernels.engines.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, Settings
 from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide
 from lenvm_kernels.engines.sglang.images import PromptImages
 from lenvm_kernels.engines.sglang.states import SampledStates, input_embedding
+from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.types import Mode
 from lenvm_kernels.values import KVCache
@@ -235,7 +231,9 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         return
     if runner.model_config.is_multimodal:
         value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
-    check_vocabulary(settings, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path)
+    check_vocabulary(
+        settings.value_model, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path
+    )
     logger.info("LenVM: value model %s in %s on %s", settings.value_model, value_model.dtype, device)
 
 

@@ -88,7 +88,6 @@ def _load_runner(runner: ModelRunner) -> InprocRunner | None:
             f"got {', '.join(overrides)}: change config.json of the value model instead"
         )
     settings = Settings.from_environment(("--lvm-guided-inproc-model-path", path), max_candidates=MAX_CANDIDATES)
-    assert settings is not None  # a path was given
     if settings.value_model is None:
         raise ValueError(f"--lvm-guided-inproc-model-path must be a value model for the fork, got {path!r}")
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, Part, log_memory, pages_for
-from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings, check_vocabulary
+from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, PromptPart, log_memory, pages_for
+from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
+from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import GuidedStep, ModelValues, Sampling
 from lenvm_kernels.types import Mode, Status
@@ -74,7 +75,9 @@ class InprocRunner:
         device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else runner.device
         value_model = settings.load_value_model(runner.dtype, device)
         assert value_model is not None  # the fork's option names one
-        check_vocabulary(settings, value_model.config.vocab_size, engine.vocab_size, runner.server_args.tokenizer_path)
+        check_vocabulary(
+            settings.value_model, value_model.config.vocab_size, engine.vocab_size, runner.server_args.tokenizer_path
+        )
         if engine.is_multimodal:
             value_model.vision_tower  # noqa: B018, loaded before the rest of the memory is divided
         room = int(mem_fraction * free - (free - free_bytes()))
@@ -141,7 +144,7 @@ class InprocRunner:
             keep_filters(probs, at, filters, where=output.candidates.status[at] != Status.GUIDE)
         return probs
 
-    def _admit(self, reqs: Sequence[Req], lengths: Sequence[int]) -> tuple[dict[int, int], list[Part]]:
+    def _admit(self, reqs: Sequence[Req], lengths: Sequence[int]) -> tuple[dict[int, int], list[PromptPart]]:
         """Lengths of the guided requests by table row, and the parts of prompts to compute.
 
         The previous requests of these rows have ended.
@@ -183,7 +186,7 @@ class InprocRunner:
             return False
         return True
 
-    def _add(self, req: Req, row: int, length: int) -> Part:
+    def _add(self, req: Req, row: int, length: int) -> PromptPart:
         (params, eos), images, tokens = req.lenvm_guidance, req.lenvm_images, _tokens(req, length - 1)
         if req.sampling_params.top_k > (most := self.step.config.max_candidates):
             self._warn_once(
@@ -199,7 +202,7 @@ class InprocRunner:
             prompt_len=len(req.origin_input_ids),
         )
         self._requests[row] = _Request(req, length)
-        return Part(row, computed, length - 1)
+        return PromptPart(row, computed, length - 1)
 
     def _end(self, row: int) -> None:
         """End the guidance of the request in a row and free its slots."""
@@ -221,7 +224,7 @@ class InprocRunner:
         for row in (*room.reclaimed, *room.refused):
             self._end(row)
 
-    def _extend(self, parts: Sequence[Part]) -> None:
+    def _extend(self, parts: Sequence[PromptPart]) -> None:
         """Compute prompts up to their last token."""
         if not parts:
             return

@@ -1,10 +1,9 @@
-"""Length-guided ``model.generate`` of ``transformers``: :func:`generate`, and the logits processor that it uses."""
+"""The logits processor that guides ``model.generate`` of ``transformers``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,24 +19,18 @@ from transformers import (
 )
 
 from lenvm_kernels.engines.probe_states import ProbeStates
+from lenvm_kernels.engines.tokenizers import check_same_tokens
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, value_source
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput, value_source
 from lenvm_kernels.step.outputs import lengths_of
 from lenvm_kernels.types import Mode
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.values.images import ImageSize, ImageTokens, image_positions, image_sizes
 
 Guidance = Mapping[str, Any] | GuidanceParams | None
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """The results of one step, one row per prompt. Kept if the processor is made with ``record=True``."""
-
-    token_ids: torch.Tensor  # int32 [B, K], -1 pads
-    value_logits: torch.Tensor  # fp32 [B, K]
-    guided_probs: torch.Tensor  # fp32 [B, K]
+# Sampling parameters of ``generate`` that change nothing.
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class LenVMLogitsProcessor(LogitsProcessor):
@@ -64,8 +57,12 @@ class LenVMLogitsProcessor(LogitsProcessor):
             tokens that begin and end a thought; and for an ``end_message`` or a ``landing`` given as text.
         pixel_values, image_grid_thw: the prompts' images in order, from the base model's processor. The value model,
             also a Qwen2.5-VL, embeds them with its own vision tower.
-        record: keep a :class:`StepRecord` of each step in :attr:`records`; candidates of all prompts are then scored.
+        record: keep the :class:`StepOutput` of each step in :attr:`records`, and score candidates of all prompts.
         backend: backend of the operators.
+
+    Attributes:
+        params: guidance parameters of each prompt, with the defaults of the value model; None for unguided prompts.
+        records: results of the steps, one row per prompt. Empty without ``record``.
 
     Raises:
         ValueError: different vocabularies, right padding, a wrong number of ``guidance``, bad parameters, or images
@@ -122,8 +119,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         config = LenVMConfig() if value_model is None else value_model.lenvm_config
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, thoughts=thoughts)
         defaults["has_values"] = value_model is not None
-        params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
-
+        self.params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
+        guided = [params for params in self.params if params is not None]
         if (pixel_values is None) != (image_grid_thw is None):
             raise ValueError("pixel_values and image_grid_thw must be given together, got one of them")
         self._image_sizes: list[ImageSize] = []
@@ -142,22 +139,21 @@ class LenVMLogitsProcessor(LogitsProcessor):
             value_source(value_model),
             self._slots,
             StepConfig(
-                vocab_size=_vocab_size(model),
+                vocab_size=vocab_size_of(model),
                 max_candidates=max_candidates,
                 max_eos=max(1, len(eos)),
-                max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
+                max_scaled_tokens=max([1, *(len(params.token_temperature_scale) for params in guided)]),
                 score_all=record,
-                text_breaks=None if tokenizers is None else text_breaks_of(tokenizers[0], _vocab_size(model)),
+                text_breaks=None if tokenizers is None else text_breaks_of(tokenizers[0], vocab_size_of(model)),
                 backend=backend,
             ),
         )
         self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
-        for row, (p, prompt_len) in enumerate(zip(params, self._prompt_lens.tolist(), strict=True)):
+        for row, prompt_len in enumerate(self._prompt_lens.tolist()):
             self._slots.extend(row, prompt_len + max_new_tokens)
-            self._step.add_request(row, p, eos, prompt_len=prompt_len)
-        self._spans = {row: p for row, p in enumerate(params) if p is not None and p.has_span}
-        self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
-        self._wants_lengths = any(p is not None and p.return_values for p in params)
+            self._step.add_request(row, self.params[row], eos, prompt_len=prompt_len)
+        self._needs_steps = any(params.mode != Mode.UNGUIDED for params in guided)
+        self._wants_lengths = any(params.return_values for params in guided)
         # Results of the prompts: predicted lengths or, with a probe, the states before the first new tokens.
         self._of_prompts: torch.Tensor | None = None
         self._table_rows = torch.arange(rows, device=device)
@@ -172,20 +168,13 @@ class LenVMLogitsProcessor(LogitsProcessor):
         self._active = torch.ones(rows, dtype=torch.bool, device=device)
         self._previous: torch.Tensor | None = None
         self._record = record
-        self.records: list[StepRecord] = []
+        self.records: list[StepOutput] = []
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
         """Arguments for ``model.generate``: this processor, and neutral sampling parameters."""
-        return dict(
-            logits_processor=LogitsProcessorList([self]),
-            max_new_tokens=self._max_new_tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-        )
+        processors = LogitsProcessorList([self])
+        return dict(logits_processor=processors, max_new_tokens=self._max_new_tokens, do_sample=True, **NEUTRAL)
 
     @property
     def faults(self) -> list[int]:
@@ -227,9 +216,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
         step, device = self._step, self._table_rows.device
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
         lengths = self._prompt_lens + generated
-        if generated == 0 and self._spans:
-            self._begin_spans(tokens.tolist())
-        if self._needs_steps and generated > 0:
+        if generated == 0:
+            self._begin_spans(tokens)
+        elif self._needs_steps:
             self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
         states = None if self._states is None else self._states.take()
         batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active, states=states)
@@ -243,16 +232,17 @@ class LenVMLogitsProcessor(LogitsProcessor):
         if self._needs_steps:
             output = step.step(prepared, self._sampling, probs=probs)
             if self._record:
-                self.records.append(StepRecord(output.candidates.token_ids, output.value_logits, output.probs))
+                self.records.append(output)
         return probs.log().to(scores.device)
 
-    def _begin_spans(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Find the spans that prompts, padded on the left, leave open."""
-        prompt_lens, eos = self._prompt_lens.tolist(), set(self._eos_on_device.tolist())
-        for row, params in self._spans.items():
-            prompt_len = prompt_lens[row]
-            span = params.span_state(prompts[row][-prompt_len:])
-            self._step.add_request(row, params, eos, prompt_len=prompt_len, span=span)
+    def _begin_spans(self, tokens: torch.Tensor) -> None:
+        """Find the spans that prompts ``[B, S]``, padded on the left, leave open."""
+        eos = set(self._eos_on_device.tolist())
+        for row, params in enumerate(self.params):
+            if params is not None and params.has_span:
+                prompt = tokens[row, -int(self._prompt_lens[row]) :].tolist()
+                span = params.span_state(prompt)
+                self._step.add_request(row, params, eos, prompt_len=len(prompt), span=span)
 
     def _check_progress(self, input_ids: torch.Tensor) -> int:
         """The number of new tokens so far. Raises ValueError unless each row grew by one token since the last call."""
@@ -315,122 +305,22 @@ class LenVMLogitsProcessor(LogitsProcessor):
         return ImageTokens(positions.flatten(1).to(embeds.device), rows.to(embeds.device), embeds)
 
 
-def generate(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    *,
-    max_new_tokens: int,
-    target_length: float | None = None,
-    guidance: Guidance | Sequence[Guidance] = None,
-    value_model: ValueModel | LengthProbe | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    num_return_sequences: int = 1,
-    processor_options: Mapping[str, Any] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """``model.generate`` with a target for the length of each output.
-
-    Tokens are sampled. ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are passed as to ``model.generate``, and
-    default to the model's ``generation_config``.
-
-    Args:
-        model: the base model, of any architecture.
-        input_ids: int64 ``[B, S]``; prompts, padded on the left.
-        attention_mask: int64 ``[B, S]``; 0 for padding. If None, there is no padding.
-        max_new_tokens: maximum number of new tokens.
-        target_length: target number of new tokens, without the end-of-sequence token.
-        guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length``, a mapping of further ones.
-        value_model: the value model, or a :class:`LengthProbe` of the base model. If None, the target is met by the
-            end-of-sequence token alone.
-        tokenizer: tokenizer of the base model. Recommended, because outputs then end where sentences do.
-        num_return_sequences: outputs per prompt, in consecutive rows.
-        processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
-        **kwargs: further arguments of ``model.generate``.
-
-    Returns:
-        The result of ``model.generate``.
-
-    Raises:
-        ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
-
-    Example:
-        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        >>> output = lenvm_kernels.generate(
-        ...     model, **inputs, tokenizer=tokenizer, target_length=60, max_new_tokens=200
-        ... )
-    """
-    if num_return_sequences < 1:
-        raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
-    for name, accepted in (("do_sample", True), ("num_beams", 1), ("assistant_model", None)):
-        if kwargs.get(name, accepted) not in (accepted, None):
-            raise ValueError(f"{name} must be {accepted}: guided tokens are sampled, got {kwargs[name]!r}")
-    images = {name: kwargs[name] for name in ("pixel_values", "image_grid_thw") if kwargs.get(name) is not None}
-    if images and num_return_sequences > 1:
-        raise ValueError(f"num_return_sequences must be 1 with {next(iter(images))}, got {num_return_sequences}")
-    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if target_length is not None:
-        if guidance is not None and not isinstance(guidance, Mapping):
-            raise ValueError(f"target_length must be None unless guidance is a mapping or None, got {target_length}")
-        guidance = {"target_length": target_length} | dict(guidance or {})
-    if isinstance(guidance, Sequence):
-        guidance = [g for g in guidance for _ in range(num_return_sequences)]
-    config = kwargs.get("generation_config") or model.generation_config
-    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    sampling = {}
-    for name, value in neutral.items():
-        asked = [kwargs.pop(name, None), getattr(config, name, None), value]
-        sampling[name] = next(x for x in asked if x is not None)
-    options = dict(processor_options or {})
-    # Not passed as the value model's tokenizer if the vocabularies must be compared.
-    is_other = isinstance(value_model, ValueModel) and _vocab_size(model) != value_model.config.vocab_size
-    if tokenizer is not None and not is_other:
-        options.setdefault("tokenizers", (tokenizer, tokenizer))
-    processor = LenVMLogitsProcessor(
-        model,
-        value_model,
-        guidance,
-        attention_mask.repeat_interleave(num_return_sequences, dim=0),
-        max_new_tokens=max_new_tokens,
-        **sampling,
-        **(images if isinstance(value_model, ValueModel) else {}),
-        **options,
-    )
-    of_processor = processor.generation_kwargs
-    ours, others = of_processor["logits_processor"], kwargs.pop("logits_processor", None) or []
-    of_processor["logits_processor"] = LogitsProcessorList([*others, *ours])
-    return model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        num_return_sequences=num_return_sequences,
-        **({} if tokenizer is None else {"tokenizer": tokenizer}),
-        **(kwargs | of_processor),
-    )
-
-
 def check_vocabulary(
     model: PreTrainedModel,
     value_model: ValueModel,
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
 ) -> None:
     """Raise ValueError unless base model and value model share their vocabulary (see :class:`LenVMLogitsProcessor`)."""
-    sizes = _vocab_size(model), value_model.config.vocab_size
     if tokenizers is not None:
-        base, value = (tokenizer.get_vocab() for tokenizer in tokenizers)
-        different = [token for token in {**base, **value} if base.get(token) != value.get(token)]
-        if different:
-            raise ValueError(
-                f"value_model must share the base model's vocabulary: {len(different)} tokens differ, "
-                f"{min(different)!r} among them (ids {base.get(min(different))} and {value.get(min(different))})"
-            )
-    elif sizes[0] != sizes[1]:
+        check_same_tokens("value_model", *tokenizers)
+    elif (size := vocab_size_of(model)) != value_model.config.vocab_size:
         raise ValueError(
-            f"value_model must share the base model's vocabulary of {sizes[0]} tokens, got {sizes[1]} (if only the "
-            "padding differs, give both tokenizers)"
+            f"value_model must share the base model's vocabulary of {size} tokens, got "
+            f"{value_model.config.vocab_size} (if only the padding differs, give both tokenizers)"
         )
 
 
-def _vocab_size(model: PreTrainedModel) -> int:
+def vocab_size_of(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
     return embedding.num_embeddings
 
@@ -454,13 +344,10 @@ def eos_token_ids(model: PreTrainedModel) -> list[int]:
 
 def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
     """The filters of an unguided row, as ``generate`` applies them."""
-    warpers = LogitsProcessorList()
-    if temperature != 1:
-        warpers.append(TemperatureLogitsWarper(temperature))
-    if top_k > 0:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
-    if min_p > 0:
-        warpers.append(MinPLogitsWarper(min_p))
-    return warpers
+    warpers: tuple[tuple[bool, Any, float], ...] = (
+        (temperature != 1, TemperatureLogitsWarper, temperature),
+        (top_k > 0, TopKLogitsWarper, top_k),
+        (top_p < 1, TopPLogitsWarper, top_p),
+        (min_p > 0, MinPLogitsWarper, min_p),
+    )
+    return LogitsProcessorList([warper(value) for is_used, warper, value in warpers if is_used])

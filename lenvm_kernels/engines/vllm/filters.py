@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -52,10 +51,10 @@ def rewrite(
     return Rewritten(of_rows, rows, token_ids)
 
 
-class Filters:
+class EngineFilters:
     """Disables the engine's top-k, top-p and min-p in guided rows, where they would remove less probable candidates.
 
-    The last instance in a process is the active one.
+    Wraps the methods of the engine that apply them.
 
     Args:
         vocab_size: size of the vocabulary, a top-k that has no effect.
@@ -65,60 +64,32 @@ class Filters:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
         self.rewritten: Rewritten | None = None
-        _wrap(self)
+        top_k_top_p: Callable = SamplingStates.get_top_k_top_p
+        min_p: Callable = SamplingStates.apply_min_p
 
-    def after_top_k_top_p(
-        self, of_rows: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The engine's filters ``[rows]``, disabled in guided rows, whose candidates they have already selected."""
-        rewritten = self.rewritten
-        if rewritten is None or rewritten.of_rows is not of_rows:
-            return top_k, top_p
-        top_k = None if top_k is None else top_k.masked_fill(rewritten.rows, self._vocab_size)
-        return top_k, None if top_p is None else top_p.masked_fill(rewritten.rows, 1.0)
+        @wraps(top_k_top_p)
+        def get_top_k_top_p(states: SamplingStates, of_rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # vLLM 0.33 also returns whether a row may have only a top-p.
+            top_k, top_p, *others = top_k_top_p(states, of_rows, *args, **kwargs)
+            if (rewritten := self._rewritten_of(of_rows)) is not None:
+                top_k = None if top_k is None else top_k.masked_fill(rewritten.rows, vocab_size)
+                top_p = None if top_p is None else top_p.masked_fill(rewritten.rows, 1.0)
+            return top_k, top_p, *others
 
-    @contextmanager
-    def around_min_p(self, logits: torch.Tensor, of_rows: torch.Tensor) -> Iterator[None]:
-        """Undo the changes of the engine's min-p inside the context to candidates of guided rows."""
-        rewritten = self.rewritten
-        if rewritten is None or rewritten.of_rows is not of_rows:
-            yield
-            return
-        before = logits.gather(1, rewritten.token_ids)
-        yield
-        after = logits.gather(1, rewritten.token_ids)
-        logits.scatter_(1, rewritten.token_ids, torch.where(rewritten.rows[:, None], before, after))
+        @wraps(min_p)
+        def apply_min_p(
+            states: SamplingStates, logits: torch.Tensor, of_rows: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> None:
+            if (rewritten := self._rewritten_of(of_rows)) is None:
+                return min_p(states, logits, of_rows, *args, **kwargs)
+            before = logits.gather(1, rewritten.token_ids)
+            min_p(states, logits, of_rows, *args, **kwargs)
+            after = logits.gather(1, rewritten.token_ids)
+            logits.scatter_(1, rewritten.token_ids, torch.where(rewritten.rows[:, None], before, after))
 
+        SamplingStates.get_top_k_top_p, SamplingStates.apply_min_p = get_top_k_top_p, apply_min_p
 
-# One per process.
-_filters: Filters | None = None
-
-
-def _wrap(filters: Filters) -> None:
-    global _filters
-    is_wrapped, _filters = _filters is not None, filters
-    if is_wrapped:
-        return
-    top_k_top_p: Callable = SamplingStates.get_top_k_top_p
-    min_p: Callable = SamplingStates.apply_min_p
-
-    @wraps(top_k_top_p)
-    def get_top_k_top_p(self: SamplingStates, of_rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = top_k_top_p(self, of_rows, *args, **kwargs)
-        if _filters is None:
-            return found
-        top_k, top_p, *others = found  # vLLM 0.33 also returns whether a row may have only a top-p
-        return (*_filters.after_top_k_top_p(of_rows, top_k, top_p), *others)
-
-    @wraps(min_p)
-    def apply_min_p(
-        self: SamplingStates, logits: torch.Tensor, of_rows: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> None:
-        if _filters is None:
-            return min_p(self, logits, of_rows, *args, **kwargs)
-        with _filters.around_min_p(logits, of_rows):
-            return min_p(self, logits, of_rows, *args, **kwargs)
-
-    SamplingStates.get_top_k_top_p, SamplingStates.apply_min_p = get_top_k_top_p, apply_min_p
+    def _rewritten_of(self, of_rows: torch.Tensor) -> Rewritten | None:
+        """The rewritten rows of the step that ``of_rows`` identifies."""
+        return self.rewritten if self.rewritten is not None and self.rewritten.of_rows is of_rows else None

@@ -18,19 +18,14 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from lenvm_kernels.engines import signatures
-from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, Part, log_memory, pages_for
+from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, PromptPart, log_memory, pages_for
 from lenvm_kernels.engines.report import Metrics, trace_nodes
-from lenvm_kernels.engines.settings import (
-    MAX_END_TOKENS,
-    MAX_SCALED_TOKENS,
-    Settings,
-    check_vocabulary,
-    load_text_breaks,
-)
-from lenvm_kernels.engines.vllm.filters import Filters, rewrite
+from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings
+from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks
+from lenvm_kernels.engines.vllm.filters import EngineFilters, rewrite
 from lenvm_kernels.engines.vllm.layout import Layout
 from lenvm_kernels.engines.vllm.options import check_one_part, check_options
-from lenvm_kernels.engines.vllm.report import Predictions, Report
+from lenvm_kernels.engines.vllm.report import Predictions, StepCounter
 from lenvm_kernels.engines.vllm.requests import staged_tokens
 from lenvm_kernels.engines.vllm.states import BaseStates, load_probe, runner_of
 from lenvm_kernels.guidance import GuidanceParams
@@ -49,7 +44,7 @@ MEMORY_SHARE = 0.2
 
 
 @dataclass
-class _Request:
+class GuidedRequest:
     """Host state of a guided request.
 
     Attributes:
@@ -76,10 +71,11 @@ class Guide:
     Attributes:
         step: the guided step.
         own: slots of the value model.
+        requests: the guided requests by slot.
         filters: filters of the engine, off in guided rows.
         without_room: number of requests that lost their guidance because the value model's cache was full.
         fallbacks: number of failures that ended the guidance of a batch.
-        report: metrics of steps; None without ``PROMETHEUS_MULTIPROC_DIR``.
+        report: counts steps; None without ``PROMETHEUS_MULTIPROC_DIR``.
         predictions: writer of predicted lengths; None without ``LENVM_PREDICTIONS``.
         ranks: process group of the ranks that draw the same tokens; None if there is one.
         kept_free: memory kept from the engine's cache until the first step, uint8 ``[bytes]``; None after that.
@@ -92,7 +88,7 @@ class Guide:
     def __init__(self, settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         signatures.check("vllm")
         check_options(vllm_config)
-        settings.thoughts  # noqa: B018, loads the tokenizer before the first request
+        _ = settings.thoughts  # loads the tokenizer before the first request
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
         value_model = settings.load_value_model(engine.dtype, self.device)
@@ -105,7 +101,9 @@ class Guide:
             probe = load_probe(settings, engine, runner.get_model())
             self._states = BaseStates(runner, probe)
         elif value_model is not None:
-            check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
+            check_vocabulary(
+                settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer
+            )
         group = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
         is_first_rank = group is None or group.rank_in_group == 0
         self.ranks = None if group is None else group.cpu_group
@@ -132,22 +130,22 @@ class Guide:
         )
         # The engine sizes its own cache by the free memory, after this and before the first step.
         self.kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
-        self._requests: dict[int, _Request] = {}
+        self.requests: dict[int, GuidedRequest] = {}
         # temperature, top_p, min_p and top_k per slot
         self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(rows, 1)
         self._places = torch.zeros(rows, dtype=torch.int64, device=self.device)  # scratch of Layout
         self.without_room = self.fallbacks = 0
-        self.report: Report | None = None
+        self.report: StepCounter | None = None
         self.predictions: Predictions | None = None
         self._begun: list[int] = []  # slots of the step's requests whose prompt ends with it
         if settings.predictions is not None and is_first_rank:
             request_ids = runner_of(req_states).req_states.index_to_req_id
             self.predictions = Predictions(settings.predictions, request_ids)
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR") and is_first_rank:  # the engine's /metrics reads this directory
-            self.report = Report(Metrics(model_name=str(engine.served_model_name)), self.device, rows)
+            self.report = StepCounter(Metrics(model_name=str(engine.served_model_name)), self.device, rows)
             if value_model is not None:
                 self.report.metrics.cache_bytes.set(KVCache.num_bytes(value_model, self.own.slots.num_slots))
-        self.filters = Filters(req_states.vocab_size)
+        self.filters = EngineFilters(req_states.vocab_size)
         if self.device.type == "cuda":
             self.step.warm_up()
 
@@ -161,7 +159,7 @@ class Guide:
         share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
         room = None if total is None else share * total - working
         pages = pages_for(value_model, self.req_states.max_num_reqs, vllm_config.model_config.max_model_len, room)
-        pages = self._over_ranks(pages, torch.distributed.ReduceOp.MIN)
+        pages = self.reduce(pages, torch.distributed.ReduceOp.MIN)
         if pages < 1:
             raise ValueError(
                 f"LENVM_MEMORY_SHARE must be above {working / total:.3f}: it is {share:g} of the {total / 2**30:.2f} "
@@ -179,11 +177,11 @@ class Guide:
         if self.report is not None:
             self.report.admit(slot, guidance is not None)
         if guidance is None:
-            if slot in self._requests:
+            if slot in self.requests:
                 self._end([slot])
             return False
         tokens, prompt_len = staged_tokens(self.req_states, slot), int(self.req_states.prompt_len.np[slot])
-        self._requests[slot] = _Request(guidance, computed=self.own.admit(slot, tokens))
+        self.requests[slot] = GuidedRequest(guidance, computed=self.own.admit(slot, tokens))
         self.step.add_request(
             slot,
             guidance,
@@ -198,7 +196,7 @@ class Guide:
     def _end(self, slots: Iterable[int]) -> None:
         """End the guidance of requests."""
         for slot in slots:
-            del self._requests[slot]
+            del self.requests[slot]
             if self.report is not None:
                 self.report.admit(slot, False)
             self.step.remove_request(slot)
@@ -210,8 +208,8 @@ class Guide:
         """Write the guided probabilities of a step into its logits, as ``temperature * log p``."""
         self.filters.rewritten = self.kept_free = None
         lengths = dict(zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False))
-        known = {slot: length for slot, length in lengths.items() if slot in self._requests}
-        guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_step}
+        known = {slot: length for slot, length in lengths.items() if slot in self.requests}
+        guided = {slot: n for slot, n in known.items() if self.requests[slot].params.needs_step}
         if known:
             with self._failing_softly(known):
                 if guided:
@@ -238,8 +236,8 @@ class Guide:
         """Reserve slots for the requests of a step; requests without room lose their guidance and leave ``guided``."""
         room = self.own.reserve(guided)
         for slot in room.reclaimed:
-            if slot in self._requests:
-                self._requests[slot].computed, self._requests[slot].is_running = 0, False
+            if slot in self.requests:
+                self.requests[slot].computed, self.requests[slot].is_running = 0, False
                 self.step.restart_request(slot)
         if room.refused and not self.without_room:
             logger.warning(
@@ -328,13 +326,13 @@ class Guide:
         parts, places, continues = [], [], []
         self._begun = []
         for slot, length in guided.items():
-            request = self._requests[slot]
+            request = self.requests[slot]
             if request.is_running:
                 continue
             is_whole = length >= int(self.req_states.prefill_len.np[slot])
             # For requests with drafts that lost their slots, the host has only an upper bound of the length.
             end = max(length - is_whole, request.computed)
-            parts.append(Part(slot, request.computed, end))
+            parts.append(PromptPart(slot, request.computed, end))
             places.append(batch_slots.index(slot))
             continues.append(not is_whole)
             request.computed, request.is_running = end, is_whole
@@ -371,14 +369,14 @@ class Guide:
             failed = True
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-        if not self._over_ranks(failed, torch.distributed.ReduceOp.MAX):
+        if not self.reduce(failed, torch.distributed.ReduceOp.MAX):
             return
         self.fallbacks += 1
         if self.report is not None:
             self.report.metrics.fallbacks.inc()
-        self._end([slot for slot in slots if slot in self._requests])
+        self._end([slot for slot in slots if slot in self.requests])
 
-    def _over_ranks(self, number: int, operation: torch.distributed.ReduceOp.RedOpType) -> int:
+    def reduce(self, number: int, operation: torch.distributed.ReduceOp.RedOpType) -> int:
         """Reduce a number over the ranks, from host to host."""
         if self.ranks is None:
             return number

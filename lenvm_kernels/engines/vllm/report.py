@@ -65,7 +65,7 @@ class Predictions(_Copies):
                     file.write(json.dumps(line).encode() + b"\n")
 
 
-class Report(_Copies):
+class StepCounter(_Copies):
     """Counts the steps of one worker without a host-device sync: a step is counted during a later one.
 
     Args:

@@ -1,0 +1,67 @@
+"""What an engine's plugin reads from tokenizers. Guidance works without: a failure is logged."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lenvm_kernels.guidance import Thoughts, text_breaks_of
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer at a location. Loading takes seconds."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def load_thoughts(tokenizer: str | None) -> Thoughts | None:
+    """The marks of thoughts of the tokenizer at a location. None without one, or if it cannot be loaded."""
+    try:
+        return None if tokenizer is None else Thoughts.of(load_tokenizer(tokenizer))
+    except Exception as error:
+        logger.info("the marks of thoughts are not known: the tokenizer %s cannot be loaded (%s)", tokenizer, error)
+        return None
+
+
+def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | None:
+    """:func:`text_breaks_of` the tokenizer at a location. None without one, or, with a warning, if loading fails."""
+    try:
+        return None if tokenizer is None else text_breaks_of(load_tokenizer(tokenizer), vocab_size)
+    except Exception as error:
+        logger.warning("outputs may end within sentences: the tokenizer %s cannot be loaded (%s)", tokenizer, error)
+        return None
+
+
+def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, base_tokenizer: str) -> None:
+    """Raise ValueError unless both models have the same tokens; their embeddings may be padded differently.
+
+    Args:
+        value_model: directory of the value model, with its tokenizer.
+        value_size, base_size: sizes of the models' vocabularies.
+        base_tokenizer: location of the base model's tokenizer.
+    """
+    if value_size == base_size:
+        return
+    from transformers import AutoTokenizer
+
+    check_same_tokens("LENVM_VALUE_MODEL", *map(AutoTokenizer.from_pretrained, (base_tokenizer, value_model)))
+
+
+def check_same_tokens(name: str, base_tokenizer: Any, value_tokenizer: Any) -> None:
+    """Raise ValueError, naming the argument or setting ``name``, unless two tokenizers have the same tokens."""
+    base, value = base_tokenizer.get_vocab(), value_tokenizer.get_vocab()
+    different = [token for token in {**base, **value} if base.get(token) != value.get(token)]
+    if different:
+        first = min(different)
+        raise ValueError(
+            f"{name} must share the base model's vocabulary: {len(different)} tokens differ, {first!r} among them (ids "
+            f"{base.get(first)} and {value.get(first)})"
+        )

@@ -1,0 +1,100 @@
+"""Length-guided ``model.generate`` of ``transformers`` in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+
+from lenvm_kernels.engines.transformers.processor import NEUTRAL, Guidance, LenVMLogitsProcessor, vocab_size_of
+from lenvm_kernels.values import LengthProbe, ValueModel
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    target_length: float | None = None,
+    guidance: Guidance | Sequence[Guidance] = None,
+    value_model: ValueModel | LengthProbe | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    num_return_sequences: int = 1,
+    processor_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``model.generate`` with a target for the length of each output.
+
+    Tokens are sampled. ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are passed as to ``model.generate``, and
+    default to the model's ``generation_config``.
+
+    Args:
+        model: the base model, of any architecture.
+        input_ids: int64 ``[B, S]``; prompts, padded on the left.
+        attention_mask: int64 ``[B, S]``; 0 for padding. If None, there is no padding.
+        max_new_tokens: maximum number of new tokens.
+        target_length: target number of new tokens, without the end-of-sequence token.
+        guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length``, a mapping of further ones.
+        value_model: the value model, or a :class:`LengthProbe` of the base model. If None, the target is met by the
+            end-of-sequence token alone.
+        tokenizer: tokenizer of the base model. Recommended, because outputs then end where sentences do.
+        num_return_sequences: outputs per prompt, in consecutive rows.
+        processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
+        **kwargs: further arguments of ``model.generate``.
+
+    Returns:
+        The result of ``model.generate``.
+
+    Raises:
+        ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
+
+    Example:
+        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        >>> output = lenvm_kernels.generate(
+        ...     model, **inputs, tokenizer=tokenizer, target_length=60, max_new_tokens=200
+        ... )
+    """
+    if num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
+    for name, accepted in (("do_sample", True), ("num_beams", 1), ("assistant_model", None)):
+        if kwargs.get(name, accepted) not in (accepted, None):
+            raise ValueError(f"{name} must be {accepted}: guided tokens are sampled, got {kwargs[name]!r}")
+    images = {name: kwargs[name] for name in ("pixel_values", "image_grid_thw") if kwargs.get(name) is not None}
+    if images and num_return_sequences > 1:
+        raise ValueError(f"num_return_sequences must be 1 with {next(iter(images))}, got {num_return_sequences}")
+    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if target_length is not None:
+        if guidance is not None and not isinstance(guidance, Mapping):
+            raise ValueError(f"target_length must be None unless guidance is a mapping or None, got {target_length}")
+        guidance = {"target_length": target_length} | dict(guidance or {})
+    if isinstance(guidance, Sequence):
+        guidance = [g for g in guidance for _ in range(num_return_sequences)]
+    config = kwargs.get("generation_config") or model.generation_config
+    sampling: dict[str, Any] = {}
+    for name, value in NEUTRAL.items():
+        sources = kwargs.pop(name, None), getattr(config, name, None), value
+        sampling[name] = next(x for x in sources if x is not None)
+    options = dict(processor_options or {})
+    # Not passed as the value model's tokenizer if the vocabularies must be compared.
+    is_other = isinstance(value_model, ValueModel) and vocab_size_of(model) != value_model.config.vocab_size
+    if tokenizer is not None and not is_other:
+        options.setdefault("tokenizers", (tokenizer, tokenizer))
+    processor = LenVMLogitsProcessor(
+        model,
+        value_model,
+        guidance,
+        attention_mask.repeat_interleave(num_return_sequences, dim=0),
+        max_new_tokens=max_new_tokens,
+        **sampling,
+        **(images if isinstance(value_model, ValueModel) else {}),
+        **options,
+    )
+    other_processors = kwargs.pop("logits_processor", None) or []
+    kwargs |= processor.generation_kwargs | {"logits_processor": LogitsProcessorList([*other_processors, processor])}
+    if tokenizer is not None:
+        kwargs["tokenizer"] = tokenizer
+    kwargs |= dict(input_ids=input_ids, attention_mask=attention_mask, num_return_sequences=num_return_sequences)
+    return model.generate(**kwargs)  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks

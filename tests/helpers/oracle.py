@@ -1,0 +1,61 @@
+"""The oracle of engines: the distribution that a guided step must give a row, without cache, batch or kernels."""
+
+import torch
+
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.types import Mode, Status
+
+
+class PlainStep:
+    """Rows of a base model with vocabulary ``vocab`` and a value model.
+
+    Args:
+        values: value logits of the last tokens of sequences, by full forwards of ``transformers``.
+        eos: the end-of-sequence token.
+    """
+
+    def __init__(self, values, eos):
+        self.values, self.eos = values, eos
+
+    def row(self, logits, prefix, generated, guidance, sampling):
+        """Distribution of the next token, value logits of the candidates by token, and what decides the row.
+
+        Args:
+            logits: fp64 ``[V]``; the base model's scores after ``prefix``.
+            prefix: the tokens before.
+            generated: how many of them are output.
+            guidance: parameters of the request.
+            sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
+        """
+        logits, params = logits[None].clone(), parse_guidance(guidance)
+        probs = torch.softmax(logits / sampling["temperature"], 1)
+        if params.has_span:
+            if not set(params.end_token_ids).isdisjoint(prefix):
+                return probs[0], {}, "after span"
+            if generated == params.hard_limit:
+                forced = torch.zeros_like(probs[0])
+                forced[params.end_token_ids[0]] = 1
+                return forced, {}, "hard limit"
+            if not params.allow_eos:
+                logits[:, self.eos] = -torch.inf
+                probs = torch.softmax(logits / sampling["temperature"], 1)
+        if params.mode == Mode.UNGUIDED:
+            return probs[0], {}, "unguided"
+        filters = {name: torch.tensor([number]) for name, number in sampling.items()}
+        filters["top_k"] = filters["top_k"].int()
+        table = GuidanceTable.from_params([params], [{self.eos}], "cpu").columns
+        ends = dict(end_token_ids=table.ending_token_ids, min_end_prob=table.min_end_prob, due_length=table.due_length)
+        ends["least_share"] = table.least_share
+        ends["generated"] = torch.tensor([generated]).int()
+        threshold = table.entropy_threshold
+        candidates = topk_candidates(
+            logits, **filters, **ends, entropy_threshold=threshold, is_logits=True, backend="reference"
+        )
+        tokens = candidates.token_ids[0].tolist()
+        listed = [token for token in tokens if token >= 0]
+        values = dict(zip(listed, self.values([[*prefix, token] for token in listed]), strict=True))
+        z = torch.tensor([[values.get(token, 0.0) for token in tokens]], dtype=torch.float64)
+        reweight_scatter(candidates, z, table, generated=ends["generated"], probs=probs, backend="reference")
+        return probs[0], values, Status(candidates.status.item()).name
