@@ -1,9 +1,9 @@
 """Guidance in the LenVM fork of SGLang: engine scenarios with every row checked against plain forwards, and loading."""
 
-import json
+import re
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from lenvm_kernels.engines.own_slots import PAGE_SIZE as PAGE
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang_fork import runner as fork_runner
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.guidance.fields import DEFAULT_GAMMA
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.values import KVCache, ValueModel
 from lenvm_kernels.values.images import load_vision_tower
-from tests.helpers import sglang_fork as helper
 from tests.helpers.models import EOS, IMAGE, VIDEO, VOCAB, random_head, random_model, save_checkpoint, vl_config
 from tests.helpers.models import value_logits as plain_values
 from tests.helpers.sglang_fork import ALL, SAMPLING, Engine, Item, Request, install
@@ -70,11 +70,11 @@ def with_own_filters(request, probs):
     return result
 
 
-def expected_row(plain, request, probs, max_candidates=64, **overrides):
+def expected_row(plain, request, probs, max_candidates=64, gamma=None):
     """Guided ``probs [V]`` by the specification with values of plain forwards, and the row's status."""
     sampling, row, params = request.sampling_params, probs[None].clone(), GuidanceParams()
     if sampling.custom_params:
-        params = parse_guidance({**sampling.custom_params, **overrides}, constraint="eq")
+        params = parse_guidance(sampling.custom_params, gamma=gamma, constraint="eq")
     candidates = topk_candidates(
         row,
         top_k=sampling.top_k,
@@ -127,51 +127,17 @@ def ask(parts, params, *, text=0, placeholder=None, changes=None, **filters):
     return request_of
 
 
-class Event(NamedTuple):
-    """An event of requests, which are named by letters: ``prefill``, ``decode``, ``finish``, or ``drop`` (last token).
-
-    Attributes:
-        rows, ends, prefixes: arguments of :meth:`Engine.step`.
-        unguided: requests that are not guided in this step and keep their filters.
-        forwards: rows of each forward of the value model, None for any number. By default one forward in ``decode``.
-        embedded: rows of each forward of the vision tower.
-        held: rows of the engine's pool that hold slots after the event.
-    """
-
-    kind: str
-    names: str
-    rows: tuple[int, ...] = ()
-    ends: list[int] | None = None
-    prefixes: list[int] | None = None
-    unguided: str = ""
-    forwards: list[int | None] | None = None
-    embedded: list[int] | None = None
-    held: set[int] | None = None
-
-
-def prefill(names, *rows, **options):
-    return Event("prefill", names, rows, **options)
-
-
-def decode(names, forwards=(None,), **options):
-    return Event("decode", names, forwards=forwards, **options)
-
-
-def finish(names):
-    return Event("finish", names)
-
-
-def drop(names):
-    return Event("drop", names)
-
-
 @dataclass(frozen=True)
 class Scenario:
-    """Events of one engine, and its requests by name.
+    """Requests by name, and what happens to them in one engine.
 
     Attributes:
-        unguided: requests that are never guided, because they are rejected or have no room.
-        strided: requests that are guided in 4 to 8 of 13 steps.
+        script: commands, which name requests by letters: ``prefill a@4[16:30]`` (in row 4, the tokens from 16 to 30),
+            ``decode ab``, ``finish a``, and ``drop a`` (its last token). After a step, ``forwards 9 *`` checks the rows
+            of each forward of the value model, where ``*`` is any number and the default after ``decode``; ``embeds 6``
+            those of the vision tower; and ``holds 1 4`` which rows of the engine's pool hold slots.
+        unguided: requests that keep their own filters in all steps.
+        strided: a request that is guided in 4 to 8 steps.
         reads_images: whether the value model reads images.
         lag: number of tokens that the host lacks in a decode batch.
         pages: pages of the value model's cache. If None, enough for all requests.
@@ -183,7 +149,7 @@ class Scenario:
 
     name: str
     requests: dict[str, Any]
-    events: list[Event]
+    script: str
     unguided: str = ""
     strided: str = ""
     reads_images: bool = False
@@ -198,60 +164,84 @@ class Scenario:
         return self.name
 
 
-def drive(scenario, engine, plain, calls):
-    """Run a scenario and check each row of each step against the oracle.
+class Drive:
+    """Runs a scenario and checks each row of each step against the oracle.
 
-    ``calls`` are lists of rows, to which each forward of the value model and each of the vision tower appends.
+    ``forwards`` and ``embedded`` are lists of rows, to which the value model and its vision tower append.
     """
-    requests = {name: make(name) for name, make in scenario.requests.items()}
-    max_candidates, statuses, guided = int(scenario.environment.get("LENVM_MAX_CANDIDATES", 64)), set(), 0
-    for i, event in enumerate(scenario.events):
-        where, batch = f"{scenario.name}, event {i}: {event}", [requests[name] for name in event.names]
-        if event.kind in ("finish", "drop"):
-            for request in batch:
-                request.finished_reason = "stop" if event.kind == "finish" else None
-                del request.tokens[len(request.tokens) - (event.kind == "drop") :]
-            continue
-        for rows in calls:
-            rows.clear()
-        before, after = engine.step(batch, event.rows, ends=event.ends, prefixes=event.prefixes)
-        reached = set()
-        for j, (request, row) in enumerate(zip(batch, before, strict=True)):
-            images, end = getattr(request, "lenvm_images", None), len(request.tokens)
-            assert images is None or images.embeds is None, f"{where}: {request.rid} keeps embeddings"
-            is_chunk = event.ends is not None and event.ends[j] < end
-            if is_chunk or request.rid in scenario.unguided + event.unguided:
-                expected, status, atol = with_own_filters(request, row), Status.UNGUIDED, 0
+
+    def __init__(self, scenario, engine, plain, forwards, embedded):
+        self.scenario, self.engine, self.plain = scenario, engine, plain
+        self.forwards, self.embedded = forwards, embedded
+        self.requests = {name: make(name) for name, make in scenario.requests.items()}
+        self.statuses, self.guided = set(), 0
+
+    def run(self):
+        commands = [command.split() for command in re.split(r"[;\n]", self.scenario.script) if command.strip()]
+        for i, (word, *args) in enumerate(commands):
+            self.where = f"{self.scenario.name}, command {i}: {word} {' '.join(args)}"
+            if word in ("forwards", "embeds", "holds"):
+                if self.engine.runner:
+                    self.check(word, args)
+            elif word in ("finish", "drop"):
+                for request in (self.requests[name] for name in args[0]):
+                    request.finished_reason = "stop" if word == "finish" else None
+                    del request.tokens[len(request.tokens) - (word == "drop") :]
             else:
-                (expected, status), atol = expected_row(plain, request, row, max_candidates), ATOL
-            if request.rid in scenario.strided:
-                skipped = with_own_filters(request, row)
-                is_skipped = torch.equal(after[j], skipped)
-                expected, guided = skipped if is_skipped else expected, guided + (not is_skipped)
+                self.step(args if word == "prefill" else args[0], is_prefill=word == "prefill")
+                if word == "decode" and commands[i + 1 : i + 2] and commands[i + 1][0] != "forwards":
+                    assert len(self.forwards) == bool(self.engine.runner), f"{self.where}: {self.forwards}"
+        assert self.scenario.statuses <= self.statuses and (not self.scenario.strided or 4 <= self.guided <= 8)
+
+    def check(self, word, args):
+        if word == "holds":
+            assert self.engine.rows == set(map(int, args)), f"{self.where}: {self.engine.rows}"
+            return
+        rows = self.forwards if word == "forwards" else sorted(self.embedded)
+        assert len(rows) == len(args), f"{self.where}: {rows}"
+        assert all(arg in ("*", str(n)) for arg, n in zip(args, rows, strict=True)), f"{self.where}: {rows}"
+
+    def step(self, args, is_prefill):
+        self.forwards.clear()
+        self.embedded.clear()
+        batch = [self.requests[arg[0]] for arg in args]
+        rows, prefixes, ends = [], None, [len(request.tokens) for request in batch]
+        if is_prefill:
+            parts = [re.fullmatch(r"\w@(\d+)(?:\[(\d*):(\d*)\])?", arg).groups() for arg in args]
+            rows, prefixes, ends = zip(
+                *[(int(row), int(first or 0), int(end or n)) for (row, first, end), n in zip(parts, ends, strict=True)],
+                strict=True,
+            )
+        before, after = self.engine.step(batch, rows, ends=ends, prefixes=prefixes)
+        reached = set()
+        for j, (request, row, end) in enumerate(zip(batch, before, ends, strict=True)):
+            where, is_chunk = f"{self.where}, request {request.rid}", end < len(request.tokens)
+            images = getattr(request, "lenvm_images", None)
+            assert images is None or images.embeds is None, f"{where} keeps embeddings"
+            expected, status, atol = with_own_filters(request, row), Status.UNGUIDED, 0
+            if not is_chunk and request.rid not in self.scenario.unguided:
+                is_skipped = request.rid in self.scenario.strided and torch.equal(after[j], expected)
+                self.guided += request.rid in self.scenario.strided and not is_skipped
+                if not is_skipped:
+                    (expected, status), atol = self.expected_row(request, row), ATOL
             reached.add(status)
-            if after is not None:
-                message = f"{where}, request {request.rid}"
-                torch.testing.assert_close(
-                    after[j], expected, rtol=0, atol=atol, msg=lambda m, at=message: f"{at}: {m}"
-                )
             drawn = row if after is None else after[j]
-            if scenario.draws_any:
-                drawn = torch.zeros_like(row).index_fill(0, row.argsort(descending=True)[50 * ((i + j) % 2)], 1)
+            if after is not None:
+                torch.testing.assert_close(
+                    drawn, expected, rtol=0, atol=atol, msg=lambda m, where=where: f"{where}: {m}"
+                )
+            if self.scenario.draws_any:
+                drawn = torch.zeros_like(row).index_fill(0, row.argsort(descending=True)[50 * (j % 2)], 1)
             if not is_chunk:
-                engine.draw([request], drawn[None])
-        statuses |= reached
-        leaves_skipped = not engine.runner  # skipped rows are not sent to a server
-        is_unchanged = reached <= {Status.UNGUIDED, *[Status.SKIP] * leaves_skipped} and not scenario.strided
-        assert (after is None) == is_unchanged, where
-        if not engine.runner:
-            continue
-        forwards, embedded = calls
-        if event.forwards is not None:
-            assert len(forwards) == len(event.forwards), f"{where}: {forwards}"
-            assert all(e in (None, n) for n, e in zip(forwards, event.forwards, strict=True)), f"{where}: {forwards}"
-        assert event.embedded is None or sorted(embedded) == sorted(event.embedded), f"{where}: {embedded}"
-        assert event.held is None or engine.rows == event.held, f"{where}: {engine.rows}"
-    assert scenario.statuses <= statuses and (not scenario.strided or 4 <= guided <= 8)
+                self.engine.draw([request], drawn[None])
+        self.statuses |= reached
+        # Skipped rows are not sent to a server.
+        assert (after is None) == (reached <= {Status.UNGUIDED, *[Status.SKIP] * (not self.engine.runner)}), self.where
+
+    def expected_row(self, request, row):
+        environment = self.scenario.environment
+        gamma = float(environment.get("LENVM_GAMMA", DEFAULT_GAMMA))
+        return expected_row(self.plain, request, row, int(environment.get("LENVM_MAX_CANDIDATES", 64)), gamma)
 
 
 def calls_of(monkeypatch, name, count):
@@ -280,7 +270,7 @@ def run(scenario, modules, plain, monkeypatch, caplog, **options):
         engine.lvm_guided_sampler._post_tree_value = lambda rids, prefixes, ids, reqs: [
             plain.after(prefix)[candidates].tolist() for prefix, candidates in zip(prefixes, ids, strict=True)
         ]
-    drive(scenario, engine, plain, (forwards, embedded))
+    Drive(scenario, engine, plain, forwards, embedded).run()
     for message, count in scenario.logs.items():
         assert caplog.text.count(message) == count, f"{scenario.name}: {message}"
 
@@ -296,64 +286,41 @@ JOIN_AND_LEAVE = Scenario(
         "e": ask(6, {"value_mode": "value_bias", "value_scale": 1.5, "entropy_threshold": 0.1}, top_k=ALL),
         "f": ask(33, {"target_length": 40, "constraint": "eq_soft"}, top_k=12),
     },
-    [
-        prefill("ab", 4, 1, prefixes=[16, 0], held={1, 4}),
-        *[decode("ba")] * 2,
-        prefill("cd", 6, 0, held={0, 1, 4}),
-        *[decode("dbca")] * 2,
-        finish("b"),
-        decode("adc", held={0, 4}),
-        prefill("e", 1, held={0, 1, 4}),  # reuses the row of b
-        decode("eacd"),
-        drop("a"),  # the drawn token is dropped because a is retracted
-        decode("dce"),
-        prefill("f", 4),  # reuses the row of a
-        decode("efcd"),
-        prefill("a", 5),
-        decode("aefcd"),
-        finish("cd"),
-        decode("fae", held={1, 4, 5}),
-        decode("fae"),
-    ],
+    """
+    prefill a@4[16:] b@1; holds 1 4; decode ba; decode ba
+    prefill c@6 d@0; holds 0 1 4; decode dbca; decode dbca
+    finish b; decode adc; holds 0 4
+    prefill e@1; holds 0 1 4; decode eacd
+    drop a; decode dce; prefill f@4; decode efcd
+    prefill a@5; decode aefcd
+    finish cd; decode fae; holds 1 4 5; decode fae
+    """,
     statuses=frozenset({Status.GUIDE, Status.SKIP, Status.UNGUIDED}),
 )
-BAD_PARAMS = (
-    ({"mode": "loud"}, "value_mode must be one of"),
-    ({"target_length": "long"}, "target_length must be a finite number"),
-    ({"scale": 0.5, "gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
-    ({"token_temperature_scale": [3]}, "token_temperature_scale must be a mapping"),
-    ({"scale": 0.5, "end_token_ids": [7]}, "end_token_ids and landing must be absent in the fork"),
-    ({"target_length": 60, "landing": [7]}, "end_token_ids and landing must be absent in the fork"),
-)
+MODES = {
+    "a": ask(4, {"mode": "value_bias", "value_scale": 2.0}),
+    "b": ask(5, {"value_scale": 0.7}),
+    "c": ask(6, {"mode": "length_mul", "value_scale": 0.5, "gamma": 0.9}),
+    "d": ask(7, {"target_length": 3, "gamma": 0.9}),
+    "e": ask(8, {"target_length": 12, "op": "ge"}, top_p=0.9),
+    "f": ask(9, None, top_k=3),
+    "g": ask(10, None, top_k=ALL, top_p=0.5),
+    "h": ask(11, {}, top_k=ALL, min_p=0.3),
+    "i": ask(12, {"value_scale": 0.5, "entropy_threshold": 9.0}, top_k=6, top_p=0.9, min_p=0.05),
+    "j": ask(13, TILT),
+}
 SERVED = [
     JOIN_AND_LEAVE,
     Scenario(
         "rows have their own modes, and unguided rows their own filters",
-        {
-            "a": ask(4, {"mode": "value_bias", "value_scale": 2.0}),
-            "b": ask(5, {"value_scale": 0.7}),
-            "c": ask(6, {"mode": "length_mul", "value_scale": 0.5, "gamma": 0.9}),
-            "d": ask(7, {"target_length": 3, "gamma": 0.9}),
-            "e": ask(8, {"target_length": 12, "op": "ge"}, top_p=0.9),
-            "f": ask(9, None, top_k=3),
-            "g": ask(10, None, top_k=ALL, top_p=0.5),
-            "h": ask(11, {}, top_k=ALL, min_p=0.3),
-            "i": ask(12, {"value_scale": 0.5, "entropy_threshold": 9.0}, top_k=6, top_p=0.9, min_p=0.05),
-            "j": ask(13, TILT),
-        },
-        [
-            prefill("abcde", 0, 1, 2, 3, 4),
-            decode("edcba"),
-            decode("adceb"),
-            finish("abcde"),
-            prefill("fghij", 0, 1, 2, 3, 4, held={3, 4}),
-            decode("jihgf"),
-            decode("jf"),
-            decode("fi"),
-        ],
+        MODES,
+        """
+        prefill a@0 b@1 c@2 d@3 e@4; decode edcba; decode adceb; finish abcde
+        prefill f@0 g@1 h@2 i@3 j@4; holds 3 4; decode jihgf; decode jf; decode fi
+        """,
     ),
     Scenario(
-        "no guidance: absent, of strength 0, a mode of strength 0, below the entropy threshold",
+        "no guidance: absent, of strength 0, empty, below the entropy threshold",
         {
             "a": ask(8, None, top_k=3),
             "b": ask(9, {"value_mode": "centered_exp", "value_scale": 0}),
@@ -361,17 +328,24 @@ SERVED = [
             "d": ask(6, {"scale": 0.5, "entropy_threshold": 9.0}),
             "e": ask(5, TILT),
         },
-        [prefill("abc", 2, 0, 4, forwards=[], held=set()), prefill("d", 1, held={1}), prefill("ae", 2, 3)],
+        "prefill a@2 b@0 c@4; forwards; holds; prefill d@1; holds 1; prefill a@2 e@3",
     ),
     *(
         Scenario(
             f"bad parameters: {params}",
             {"a": ask(5, TILT, top_k=5), "b": ask(6, params, top_k=ALL), "c": ask(7, TILT, top_k=5)},
-            [prefill("abc", 1, 2, 3), decode("cab"), decode("b", forwards=[])],
+            "prefill a@1 b@2 c@3; decode cab; decode b; forwards",
             unguided="b",
             logs={f"request b has bad custom_params and is not guided: {message}": 1},
         )
-        for params, message in BAD_PARAMS
+        for params, message in (
+            ({"mode": "loud"}, "value_mode must be one of"),
+            ({"target_length": "long"}, "target_length must be a finite number"),
+            ({"scale": 0.5, "gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
+            ({"token_temperature_scale": [3]}, "token_temperature_scale must be a mapping"),
+            ({"scale": 0.5, "end_token_ids": [7]}, "end_token_ids and landing must be absent in the fork"),
+            ({"target_length": 60, "landing": [7]}, "end_token_ids and landing must be absent in the fork"),
+        )
     ),
 ]
 SCENARIOS = [
@@ -380,81 +354,66 @@ SCENARIOS = [
     Scenario(
         "drawn tokens are no candidates",
         {name: ask(3 + 5 * i, TILT, top_k=4 + i) for i, name in enumerate("abc")},
-        [prefill("abc", 5, 0, 2), decode("cab"), decode("bca"), decode("abc"), decode("cab")],
+        "prefill a@5 b@0 c@2; decode cab; decode bca; decode abc; decode cab",
         draws_any=True,
     ),
     Scenario(
         "a request with one candidate",
         {"a": ask(7, TILT, top_k=1), "b": ask(8, None, top_k=3), "c": ask(6, TILT)},
-        [prefill("a", 4, unguided="a", forwards=[], held=set()), prefill("acb", 4, 1, 2, unguided="a", held={1})],
+        "prefill a@4; forwards; holds; prefill a@4 c@1 b@2; holds 1",
+        unguided="a",
     ),
     Scenario(
-        "chunks of a prompt",
+        "chunks of a prompt, the second in a mixed batch",
         {"a": ask(5, TILT), "b": ask(50, TILT, top_k=7)},
-        [
-            prefill("a", 3),
-            prefill("b", 1, ends=[20], forwards=[]),
-            prefill("ba", 1, 3, prefixes=[20, 5], ends=[41, 6], forwards=[None]),  # a mixed batch
-            prefill("ab", 3, 6, prefixes=[6, 41], forwards=[49, None], held={3, 6}),
-            decode("ba"),
-        ],
+        """
+        prefill a@3; prefill b@1[:20]; forwards; prefill b@1[20:41] a@3[5:6]; forwards *
+        prefill a@3[6:] b@6[41:]; forwards 49 *; holds 3 6; decode ba
+        """,
     ),
     Scenario(
-        "retracted, in its old row",
+        "retracted, in its old row, with all tokens and with one dropped",
         {"a": ask(37, {"target_length": 30, "constraint": "eq_soft", "gamma": 0.98}, top_k=6)},
-        [
-            prefill("a", 2, forwards=[36, 7]),
-            *[decode("a")] * 3,
-            prefill("a", 2, forwards=[None]),  # continues from its cached tokens
-            drop("a"),
-            prefill("a", 2, forwards=[40 - 2 * PAGE, 7]),  # recomputed except for full pages
-        ],
+        f"""
+        prefill a@2; forwards 36 7; decode a; decode a; decode a
+        prefill a@2; forwards *; drop a; prefill a@2; forwards {40 - 2 * PAGE} 7
+        """,
         lag=1,
     ),
     Scenario(
         "retracted, in another row and in chunks",
         {"a": ask(21, TILT, top_k=6), "b": ask(4, TILT, top_k=3)},
-        [
-            prefill("ab", 2, 5),
-            *[decode("ab")] * 2,
-            prefill("ba", 5, 1, ends=[7, 23], prefixes=[6, 0], forwards=[None], held={5}),
-            prefill("ba", 5, 3, prefixes=[7, 23], held={3, 5}),
-            prefill("ba", 5, 0, prefixes=[8, 0], held={0, 5}),
-        ],
+        """
+        prefill a@2 b@5; decode ab; decode ab; prefill b@5[6:7] a@1[:23]; forwards *; holds 5
+        prefill b@5[7:] a@3[23:]; holds 3 5; prefill b@5[8:] a@0; holds 0 5
+        """,
     ),
     Scenario(
-        "rows are taken over",  # by a request whose length is that of the next step, and by an unguided one
+        "rows are taken over by a request as long as the next step, and by an unguided one",
         {"a": ask(20, TILT, top_k=5), "b": ask(21, TILT), "c": ask(5, None, top_k=3), "d": ask(7, TILT)},
-        [prefill("a", 3), finish("a"), prefill("b", 3, held={3}), prefill("cd", 3, 6, held={6}), decode("cd")],
+        "prefill a@3; finish a; prefill b@3; holds 3; prefill c@3 d@6; holds 6; decode cd",
     ),
     Scenario(
         "a common prefix is computed once",
         {"a": ask(2 * PAGE + 5, TILT, top_k=3), "b": ask(2 * PAGE + 5, {"target_length": 9}, top_k=5)},
-        [prefill("a", 5), finish("a"), prefill("b", 0, forwards=[4, 1 + 5], held={0})],
+        "prefill a@5; finish a; prefill b@0; forwards 4 6; holds 0",
     ),
     Scenario(
         "slots are taken from a request in no batch",
         {name: ask(length, TILT, top_k=5) for name, length in (("a", 30), ("b", 20), ("c", 18))},
-        [
-            prefill("a", 3),
-            prefill("b", 1),
-            decode("ab"),
-            prefill("c", 2, held={2, 3}),  # a and b have two pages each
-            finish("c"),
-            decode("ba", forwards=[21, None]),
-            decode("ab", held={1, 3}),
-        ],
+        """
+        prefill a@3; prefill b@1; decode ab; prefill c@2; holds 2 3
+        finish c; decode ba; forwards 21 *; decode ab; holds 1 3
+        """,
         pages=5,
     ),
     Scenario(
         "a request without room is not guided, nor later",
         {name: ask(n, {"value_scale": 0.5}, top_k=k) for name, n, k in (("a", 12, 5), ("b", 28, 3), ("c", 3, 5))},
-        [
-            prefill("abc", 1, 4, 0, forwards=[13, None], held={0, 1}),
-            *[decode("abc")] * 2,
-            finish("a"),
-            decode("bc", held={0}),
-        ],
+        """
+        prefill a@1 b@4 c@0; forwards 13 *; holds 0 1; decode abc; decode abc
+        finish a; decode bc; holds 0
+        """,
         unguided="b",
         pages=3,
         environment={"LENVM_CHUNK_TOKENS": "16"},
@@ -462,13 +421,13 @@ SCENARIOS = [
     ),
     *(
         Scenario(
-            f"a value stride of a {source}, which every step that may end the sequence ignores",
-            {"a": ask(8, TILT | of_request, top_k=4), "b": ask(4, TILT | {"value_stride": 1})},
-            [prefill("ab", 6, 2), *[decode("ab")] * 12],
+            f"a value stride of a {source}; every step that may end the sequence is guided",
+            {"a": ask(8, TILT | params, top_k=4), "b": ask(4, TILT | {"value_stride": 1})},
+            f"prefill a@6 b@2 {12 * '; decode ab'}",
             strided="a",
             environment=environment,
         )
-        for source, of_request, environment in (
+        for source, params, environment in (
             ("request", {"value_stride": 3}, {}),
             ("server", {}, {"LENVM_VALUE_STRIDE": "3"}),
         )
@@ -477,17 +436,18 @@ SCENARIOS = [
         Scenario(
             f"{count} warnings of more candidates than LENVM_MAX_CANDIDATES",
             {name: ask(4, TILT, top_k=top_k) for name, top_k in requests.items()},
-            [prefill(name, 3) for name in requests],
+            ";".join(f"prefill {name}@3" for name in requests),
             environment={"LENVM_MAX_CANDIDATES": "4"},
             logs={"requests with a top_k above 4, or none, are drawn from their 4 most probable": count},
         )
         for count, requests in ((0, {"a": 4}), (1, {"b": 5, "c": ALL}))
     ),
-]
-EMBEDS = "input_embeds cannot be combined with guidance in custom_params"
-SESSION = "images in a session cannot be combined with guidance in custom_params"
-PIXELS = "videos, audio and embeddings of images cannot be combined"
-IMAGE_SCENARIOS = [
+    Scenario(
+        "the default gamma is that of the settings",
+        {"a": ask(4, {"target_length": 6, "op": "eq_soft"})},
+        "prefill a@3; decode a",
+        environment={"LENVM_GAMMA": "0.9"},
+    ),
     Scenario(
         "images of several sizes beside text, in parts that cut images",
         {
@@ -496,15 +456,10 @@ IMAGE_SCENARIOS = [
             "c": ask([(3, 2, 3), 1], {"target_length": 9}, text=202, top_k=4),
             "d": ask([1, (1, 1, 4), 20, (1, 5, 5), 3, (3, 3, 6), 4], TILT, text=203, top_k=6),
         },
-        [
-            prefill("ab", 4, 1, embedded=[6 + 4]),
-            decode("ba", embedded=[]),
-            prefill("bdc", 1, 0, 6, prefixes=[12, 0, 0], embedded=[1 + 5 + 9, 6]),
-            decode("cadb"),
-            decode("dbac", embedded=[]),
-            finish("a"),
-            decode("cbd"),
-        ],
+        """
+        prefill a@4 b@1; embeds 10; decode ba; embeds; prefill b@1[12:] d@0 c@6; embeds 6 15
+        decode cadb; decode dbac; embeds; finish a; decode cbd
+        """,
         reads_images=True,
         environment={"LENVM_CHUNK_TOKENS": "8"},
     ),
@@ -515,17 +470,11 @@ IMAGE_SCENARIOS = [
             "b": ask([PAGE, (1, 3, 2), 2], TILT, text=211, top_k=4),
             "c": ask([2, (4, 5, 3), 1], TILT, text=212, top_k=6),
         },
-        [
-            prefill("ab", 3, 1, embedded=[6, 3]),
-            *[decode("ba")] * 3,
-            prefill("c", 2, embedded=[20]),  # reuses the slots of a
-            finish("c"),
-            prefill("ba", 0, 3, embedded=[3, 6]),
-            decode("ab"),
-            drop("a"),
-            prefill("ab", 4, 0, embedded=[], forwards=[20 - PAGE, None]),
-            decode("ba"),
-        ],
+        f"""
+        prefill a@3 b@1; embeds 3 6; decode ba; decode ba; decode ba
+        prefill c@2; embeds 20; finish c; prefill b@0 a@3; embeds 3 6; decode ab
+        drop a; prefill a@4 b@0; embeds; forwards {20 - PAGE} *; decode ba
+        """,
         reads_images=True,
         lag=1,
         pages=5,
@@ -537,7 +486,7 @@ IMAGE_SCENARIOS = [
                 "a": ask([2 * PAGE - 1, (3, 4, 1), 9], TILT, placeholder=IMAGE, top_k=3),
                 "b": ask(parts, TILT, placeholder=IMAGE, top_k=3, text=text),
             },
-            [prefill("a", 3, forwards=[51, None], embedded=[12]), prefill("b", 0, forwards=[computed, None])],
+            f"prefill a@3; forwards 51 *; embeds 12; prefill b@0; forwards {computed} *",
             reads_images=True,
         )
         for name, parts, text, computed in (
@@ -555,23 +504,28 @@ IMAGE_SCENARIOS = [
                 "a": ask([4, (1, 2, 7), 3], TILT, placeholder=placeholder, changes=changes, top_k=3),
                 "b": ask([2, (2, 1, 8), 5], TILT) if reads_images else ask(4, TILT, changes=dict(session_id="s")),
             },
-            [prefill("ab", 3, 0), decode("ab")],
+            "prefill a@3 b@0; decode ab",
             unguided="a",
             reads_images=reads_images,
             logs={f"request a is not guided: {message}": 1},
         )
         for changes, reads_images, placeholder, message in (
-            (dict(input_embeds=object()), False, IMAGE, EMBEDS),
-            (dict(input_embeds=object()), True, IMAGE, EMBEDS),
+            (dict(input_embeds=object()), False, IMAGE, "input_embeds cannot be combined"),
+            (dict(input_embeds=object()), True, IMAGE, "input_embeds cannot be combined"),
             (
                 {},
                 False,
                 IMAGE,
                 "images cannot be combined with guidance in custom_params: the value model has no vision",
             ),
-            (dict(session_id="s"), True, IMAGE, SESSION),
-            (dict(session_id="s", multimodal_inputs=None), True, None, SESSION),
-            (dict(modality=SimpleNamespace(name="VIDEO")), True, IMAGE, PIXELS),
+            (dict(session_id="s"), True, IMAGE, "images in a session cannot be combined"),
+            (dict(session_id="s", multimodal_inputs=None), True, None, "images in a session cannot be combined"),
+            (
+                dict(modality=SimpleNamespace(name="VIDEO")),
+                True,
+                IMAGE,
+                "videos, audio and embeddings of images cannot",
+            ),
             (dict(feature=torch.zeros(8, 99)), True, IMAGE, "pixel_values must be [8, 96]"),
         )
     ),
@@ -603,7 +557,7 @@ def make(modules, plain, monkeypatch):
     return lambda path=plain.path, **options: Engine(modules, monkeypatch, path, **options)
 
 
-@pytest.mark.parametrize("scenario", [*SCENARIOS, *IMAGE_SCENARIOS], ids=str)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_scenario(modules, plain, plain_vl, monkeypatch, caplog, scenario):
     run(scenario, modules, plain_vl if scenario.reads_images else plain, monkeypatch, caplog)
 
@@ -661,33 +615,24 @@ def test_value_model_is_loaded_at_start(make, monkeypatch):
     assert step.value_model.dtype == torch.bfloat16
 
 
-def test_default_gamma_is_that_of_the_value_model(make, plain, tmp_path):
-    for file in plain.path.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "lenvm_config.json").write_text(json.dumps({"gamma": 0.9}))
-    request = ask(4, {"target_length": 6, "op": "eq_soft"})("a")
-    before, after = make(tmp_path).step([request], [3])
-    torch.testing.assert_close(after[0], expected_row(plain, request, before[0], gamma=0.9)[0], rtol=0, atol=ATOL)
-
-
 def test_cache_size_follows_memory_fraction(make, monkeypatch):
     """The cache gets the option's share of the initially free memory, minus weights and working memory of steps."""
-    free, weights, share = 2_500_000, 400_000, 0.7
-    sizes, memory = dict(max_requests=30, rows=31), dict(free=[free, free - weights])
+    free, weights, share = 750_000, 100_000, 0.7
+    memory = dict(free=[free, free - weights])
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
     monkeypatch.setenv("LENVM_CHUNK_TOKENS", "64")
-    runner = make(**sizes, **memory, lvm_guided_inproc_mem_fraction_static=share).runner
+    runner = make(**memory, lvm_guided_inproc_mem_fraction_static=share).runner
     model, slots, of_step = runner.step.value_model, runner.own.slots.num_slots, dict(max_len=90, vocab_size=VOCAB)
-    taken = sum(working_bytes(model, requests=30, **of_step, **n) for n in (dict(max_candidates=4), dict(tokens=64)))
+    taken = sum(working_bytes(model, requests=5, **of_step, **n) for n in (dict(max_candidates=4), dict(tokens=64)))
     room = share * free - weights - taken
-    assert PAGE < slots < 30 * 90
+    assert PAGE < slots < 5 * 90
     assert KVCache.num_bytes(model, slots) <= room < KVCache.num_bytes(model, slots + PAGE)
     # Without the option, the share is the base model's.
     options = dict(lvm_guided_inproc_mem_fraction_static=None, mem_fraction_static=share)
-    assert make(**sizes, **memory, **options).runner.own.slots.num_slots == slots
-    memory = dict(free=[free, free - 1_700_000])
+    assert make(**memory, **options).runner.own.slots.num_slots == slots
+    memory = dict(free=[free, free - 520_000])
     with pytest.raises(ValueError, match=r"--lvm-guided-inproc-mem-fraction-static leaves 0\.00 GiB"):
-        make(**sizes, **memory, lvm_guided_inproc_mem_fraction_static=share)
+        make(**memory, lvm_guided_inproc_mem_fraction_static=share)
 
 
 @pytest.mark.parametrize("reads_images", [False, True])

@@ -124,8 +124,6 @@ class Engine:
         modules: modules of the stand-in, by name.
         monkeypatch: pytest's fixture.
         value_model: directory of the value model.
-        rows, max_len: size of the engine's request pool.
-        max_requests: maximum batch size.
         lag: number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler.
         free: bytes of free memory returned by successive calls.
         function: guidance function. If None, one of the fork's.
@@ -139,9 +137,6 @@ class Engine:
         monkeypatch,
         value_model,
         *,
-        rows=7,
-        max_len=90,
-        max_requests=5,
         lag=0,
         free=(2**34,),
         function=None,
@@ -176,9 +171,9 @@ class Engine:
             gpu_id=0,
             dtype=torch.float32,
             tp_group=SimpleNamespace(world_size=1, cpu_group=None),
-            model_config=SimpleNamespace(vocab_size=VOCAB, context_len=max_len - 4, is_multimodal=True),
-            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(rows, max_len, dtype=torch.int32)),
-            max_running_requests=max_requests,
+            model_config=SimpleNamespace(vocab_size=VOCAB, is_multimodal=True),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(7, 90, dtype=torch.int32)),
+            max_running_requests=5,
         )
         self.lag = lag
         self.model_runner.initialize(0.0)
