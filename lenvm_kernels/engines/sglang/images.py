@@ -50,8 +50,7 @@ class PromptImages:
         sizes: list[tuple[int, tuple[int, int, int]]] = []
         for item in self._items:
             check_pixels(tower, item.feature, item.image_grid_thw)
-            of_item = image_sizes(item.image_grid_thw, merge)
-            for (first, last), size in zip(item.offsets, of_item, strict=True):
+            for (first, last), size in zip(item.offsets, image_sizes(item.image_grid_thw, merge), strict=True):
                 self._rows[first : last + 1] = torch.arange(count, count + last + 1 - first)
                 sizes.append((first, size))
                 count += last + 1 - first

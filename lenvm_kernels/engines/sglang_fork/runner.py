@@ -123,7 +123,7 @@ class InprocRunner:
         for req, length in zip(reqs, batch.seq_lens_cpu.tolist(), strict=False):  # a padded batch has more lengths
             row = req.req_pool_idx
             # After a retraction the engine may drop a token; a request also changes its row after a chunk.
-            if self._guided.get(row) is not req or length != req.lenvm_length + 1:
+            if row not in self._guided or self._guided[row] is not req or length != req.lenvm_length + 1:
                 if not self._is_due(req, length):
                     self._end(row)
                     continue
