@@ -305,27 +305,32 @@ def test_engine_draws_rows_that_guidance_may_not(guide, guidance, value_model, i
 
 
 @pytest.mark.parametrize(
-    ("sampling", "custom_params", "message"),
+    ("changes", "message"),
     [
-        ({}, {}, None),
-        ({"stop_token_ids": range(48)}, {}, None),
-        ({"sampling_seed": 2**70}, {}, "sampling_seed must be an int64, got 1180591620717411303424"),
-        ({"stop_token_ids": range(49)}, {}, "stop_token_ids must be of at most 48 tokens together with .*, got 49"),
+        ({}, None),
+        ({"stop_token_ids": range(48)}, None),
+        ({"sampling_seed": 2**70}, "sampling_seed must be an int64, got 1180591620717411303424"),
+        ({"stop_token_ids": range(49)}, "stop_token_ids must be of at most 48 tokens together with .*, got 49"),
         (
-            {},
-            {"token_temperature_scale": {i: 2.0 for i in range(33)}},
+            {"custom_params": GENTLE | {"token_temperature_scale": {i: 2.0 for i in range(33)}}},
             "token_temperature_scale must be of at most 32 tokens together with .*, got 33",
         ),
-        ({"beam_width": 2}, {}, "beam_width cannot be combined with guidance"),
+        ({"beam_width": 2}, "beam_width cannot be combined with guidance in custom_params"),
+        ({"input_embeds": [0.5]}, "input_embeds cannot be combined with"),
+        ({"positional_embed_overrides": [0.5]}, "positional_embed_overrides cannot be combined with"),
+        ({"mm_inputs": [0.5]}, "images, videos and audio cannot be combined with"),
+        ({"mm_inputs": [0.5], "custom_params": None}, None),
+        ({"session": SimpleNamespace(streaming=True)}, "a streaming session cannot be combined with"),
+        ({"session": SimpleNamespace(streaming=False)}, None),
     ],
 )
-def test_requests_beyond_table_limits_are_rejected(tmp_path, sampling, custom_params, message):
-    params = dict(
-        top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None, custom_params=GENTLE | custom_params
-    )
-    request = SimpleNamespace(sampling_params=SimpleNamespace(**params | sampling), positional_embed_overrides=None)
+def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
+    sampling = dict(top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None, custom_params=GENTLE)
+    request = dict(positional_embed_overrides=None) | {x: y for x, y in changes.items() if x not in sampling}
+    sampling |= {name: value for name, value in changes.items() if name in sampling}
+    request = SimpleNamespace(sampling_params=SimpleNamespace(**sampling), **request)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        assert guidance_of(request, Settings(tmp_path))
+        assert (guidance_of(request, Settings(folder / "value")) is None) == (sampling["custom_params"] is None)
 
 
 @pytest.mark.parametrize(
