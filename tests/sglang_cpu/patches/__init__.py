@@ -13,7 +13,7 @@ TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
 
 
 def fail_on_request(method):
-    """Let a method of the guided step fail on the second rank, once, when the file LENVM_TEST_FAIL contains its name."""
+    """Let a method of the guided step fail on the second rank, once, when the file LENVM_TEST_FAIL names it."""
     original, file = getattr(GuidedStep, method), Path(os.environ["LENVM_TEST_FAIL"])
 
     def failing(*args, **kwargs):

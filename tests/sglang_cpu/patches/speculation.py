@@ -1,9 +1,9 @@
 """Speculative decoding in SGLang on a CPU: plain PyTorch in place of the compiled kernels that are missing here.
 
-SGLang 0.5.23 supports this path on CPUs with AMX, by kernels of its CPU build of ``sgl_kernel``. :func:`install` replaces
-the names that the engine has imported from the stub of ``sgl_kernel``, adds two kinds of attention to the backend
-``torch_native``, and lets the scheduler overlap. Acceptance, commits and relays are the engine's own code, which on a
-CPU verifies by argmax at any temperature.
+SGLang 0.5.23 supports this path on CPUs with AMX, by kernels of its CPU build of ``sgl_kernel``. :func:`install`
+replaces the names that the engine has imported from the stub of ``sgl_kernel``, adds two kinds of attention to the
+backend ``torch_native``, and lets the scheduler overlap. The rest is the engine's own code, which on a CPU verifies by
+argmax at any temperature.
 """
 
 import ctypes
@@ -144,8 +144,8 @@ def gather_spec_extras(rows, *tables):
 
 
 def attend_to_tree(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-    """In place of ``torch_native``'s attention over prompts, which does not support verification: a draft attends to the
-    committed tokens and to the drafts in the tree's mask. Sliding windows are not supported."""
+    """In place of ``torch_native``'s attention over prompts, which does not support verification: a draft attends to
+    the committed tokens and to the drafts in the tree's mask. Sliding windows are not supported."""
     if not forward_batch.forward_mode.is_target_verify():
         return attend_to_prompt(self, q, k, v, layer, forward_batch, save_kv_cache)
     assert layer.sliding_window_size is None or layer.sliding_window_size < 0
