@@ -268,31 +268,7 @@ def test_seeds(engine):
     assert alone[0]["output_ids"] == again[0]["output_ids"] != other[0]["output_ids"]
 
 
-def test_logprobs_and_several_samples(engine):
-    """Log-probabilities of the drawn tokens are the base model's; the ``n`` samples differ."""
+def test_several_samples_of_a_prompt_differ(engine):
     params = {**SAMPLING, "n": 3, "custom_params": GENTLE}
-    results = engine.post(input_ids=prompts_of(9, seed=5)[0], sampling_params=params, return_logprob=True).json()
+    results = engine.post(input_ids=prompts_of(9, seed=5)[0], sampling_params=params).json()
     assert len({tuple(result["output_ids"]) for result in results}) == 3
-    for result in results:
-        drawn = [(token, value) for value, token, _ in result["meta_info"]["output_token_logprobs"]]
-        assert [token for token, _ in drawn] == result["output_ids"]
-        assert all(-20 < value < 0 for _, value in drawn)
-
-
-def test_retracted_requests_keep_correct_values(folder):
-    """The engine retracts running requests every few steps and resumes them later."""
-    prompts = prompts_of(*[20] * 8, seed=6)
-    with running_server(folder, "retracting", SGLANG_TEST_RETRACT="1") as server:
-        results, steps = server.generate(prompts, MODES[:8], max_new_tokens=32)
-    assert all(len(result["output_ids"]) == 32 for result in results)
-    check_steps(folder, prompts, results, steps)
-    again = [row for step in steps if step["mode"] == "EXTEND" for row in step["rows"] if row["length"] > 20]
-    assert len(again) > 4, "no request was retracted: the test shows nothing"
-
-
-def test_unsupported_option_is_rejected_at_start(folder):
-    with (
-        pytest.raises(AssertionError, match="enable_hierarchical_cache must be False"),
-        running_server(folder, "rejecting", "--enable-hierarchical-cache"),
-    ):
-        pass
