@@ -70,8 +70,9 @@ def with_own_filters(request, probs):
     return result
 
 
-def expected_row(plain, request, probs, max_candidates=64, gamma=None):
+def expected_row(plain, request, probs, environment):
     """Guided ``probs [V]`` by the specification with values of plain forwards, and the row's status."""
+    gamma = float(environment.get("LENVM_GAMMA", DEFAULT_GAMMA))
     sampling, row, params = request.sampling_params, probs[None].clone(), GuidanceParams()
     if sampling.custom_params:
         params = parse_guidance(sampling.custom_params, gamma=gamma, constraint="eq")
@@ -80,7 +81,7 @@ def expected_row(plain, request, probs, max_candidates=64, gamma=None):
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        max_candidates=max_candidates,
+        max_candidates=int(environment.get("LENVM_MAX_CANDIDATES", 64)),
         entropy_threshold=float("nan") if params.entropy_threshold is None else params.entropy_threshold,
         guided=torch.tensor([params.mode != Mode.UNGUIDED]),
     )
@@ -178,42 +179,37 @@ class Drive:
 
     def run(self):
         commands = [command.split() for command in re.split(r"[;\n]", self.scenario.script) if command.strip()]
-        for i, (word, *args) in enumerate(commands):
+        for i, ((word, *args), (following, *_)) in enumerate(zip(commands, [*commands[1:], ["end"]], strict=True)):
             self.where = f"{self.scenario.name}, command {i}: {word} {' '.join(args)}"
-            if word in ("forwards", "embeds", "holds"):
-                if self.engine.runner:
-                    self.check(word, args)
+            if word in ("forwards", "embeds"):
+                self.check_rows(self.forwards if word == "forwards" else sorted(self.embedded), args)
+            elif word == "holds":
+                assert not self.engine.runner or self.engine.rows == set(map(int, args)), self.where
             elif word in ("finish", "drop"):
                 for request in (self.requests[name] for name in args[0]):
                     request.finished_reason = "stop" if word == "finish" else None
                     del request.tokens[len(request.tokens) - (word == "drop") :]
             else:
                 self.step(args if word == "prefill" else args[0], is_prefill=word == "prefill")
-                if word == "decode" and commands[i + 1 : i + 2] and commands[i + 1][0] != "forwards":
-                    assert len(self.forwards) == bool(self.engine.runner), f"{self.where}: {self.forwards}"
+                if word == "decode" and following != "forwards":
+                    self.check_rows(self.forwards, ["*"])
         assert self.scenario.statuses <= self.statuses and (not self.scenario.strided or 4 <= self.guided <= 8)
 
-    def check(self, word, args):
-        if word == "holds":
-            assert self.engine.rows == set(map(int, args)), f"{self.where}: {self.engine.rows}"
-            return
-        rows = self.forwards if word == "forwards" else sorted(self.embedded)
-        assert len(rows) == len(args), f"{self.where}: {rows}"
-        assert all(arg in ("*", str(n)) for arg, n in zip(args, rows, strict=True)), f"{self.where}: {rows}"
+    def check_rows(self, rows, expected):
+        same = len(rows) == len(expected) and all(n in ("*", str(m)) for n, m in zip(expected, rows, strict=True))
+        assert same or not self.engine.runner, f"{self.where}: {rows}"
 
     def step(self, args, is_prefill):
         self.forwards.clear()
         self.embedded.clear()
-        batch = [self.requests[arg[0]] for arg in args]
-        rows, prefixes, ends = [], None, [len(request.tokens) for request in batch]
-        if is_prefill:
-            parts = [re.fullmatch(r"\w@(\d+)(?:\[(\d*):(\d*)\])?", arg).groups() for arg in args]
-            rows, prefixes, ends = zip(
-                *[(int(row), int(first or 0), int(end or n)) for (row, first, end), n in zip(parts, ends, strict=True)],
-                strict=True,
-            )
+        batch, rows, prefixes, ends = [self.requests[arg[0]] for arg in args], [], [], []
+        for arg, request in zip(args, batch, strict=True):
+            row, first, end = re.fullmatch(r"\w(?:@(\d+))?(?:\[(\d*):(\d*)\])?", arg).groups()
+            rows += [int(row)] if is_prefill else []
+            prefixes.append(int(first or 0))
+            ends.append(int(end or len(request.tokens)))
         before, after = self.engine.step(batch, rows, ends=ends, prefixes=prefixes)
-        reached = set()
+        reached, environment = set(), self.scenario.environment
         for j, (request, row, end) in enumerate(zip(batch, before, ends, strict=True)):
             where, is_chunk = f"{self.where}, request {request.rid}", end < len(request.tokens)
             images = getattr(request, "lenvm_images", None)
@@ -223,25 +219,18 @@ class Drive:
                 is_skipped = request.rid in self.scenario.strided and torch.equal(after[j], expected)
                 self.guided += request.rid in self.scenario.strided and not is_skipped
                 if not is_skipped:
-                    (expected, status), atol = self.expected_row(request, row), ATOL
+                    (expected, status), atol = expected_row(self.plain, request, row, environment), ATOL
             reached.add(status)
             drawn = row if after is None else after[j]
             if after is not None:
-                torch.testing.assert_close(
-                    drawn, expected, rtol=0, atol=atol, msg=lambda m, where=where: f"{where}: {m}"
-                )
+                assert torch.allclose(drawn, expected, rtol=0, atol=atol), f"{where}: {drawn - expected}"
             if self.scenario.draws_any:
                 drawn = torch.zeros_like(row).index_fill(0, row.argsort(descending=True)[50 * (j % 2)], 1)
             if not is_chunk:
                 self.engine.draw([request], drawn[None])
         self.statuses |= reached
-        # Skipped rows are not sent to a server.
-        assert (after is None) == (reached <= {Status.UNGUIDED, *[Status.SKIP] * (not self.engine.runner)}), self.where
-
-    def expected_row(self, request, row):
-        environment = self.scenario.environment
-        gamma = float(environment.get("LENVM_GAMMA", DEFAULT_GAMMA))
-        return expected_row(self.plain, request, row, int(environment.get("LENVM_MAX_CANDIDATES", 64)), gamma)
+        unchanged = {Status.UNGUIDED} if self.engine.runner else {Status.UNGUIDED, Status.SKIP}  # not sent to a server
+        assert (after is None) == (reached <= unchanged), self.where
 
 
 def calls_of(monkeypatch, name, count):

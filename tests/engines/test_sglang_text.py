@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -352,22 +353,10 @@ def test_penalties_and_biases_act_before_guidance(smollm2, engine):
     hello = chat(smollm2, "Say hello.")
     banned, wanted = (smollm2.tokenizer.encode(word)[0] for word in (" city", " York"))
 
-    def counted(logits, output):
+    def for_each_count(logits, output, change):
         for i in range(1, len(output)):
             for token, count in Counter([cities[-1], *output[: i - 1]]).items():
-                yield logits[i], token, count
-
-    def frequency(logits, output):
-        for row, token, count in counted(logits, output):
-            row[token] -= 2.0 * count
-
-    def presence(logits, output):
-        for row, token, _ in counted(logits, output):
-            row[token] -= 2.0
-
-    def repetition(logits, output):
-        for row, token, _ in counted(logits, output):
-            row[token] *= 0.5 if row[token] > 0 else 2.0
+                logits[i, token] = change(logits[i, token], count)
 
     def bias(logits, output):
         logits[:, banned] -= 100.0
@@ -376,6 +365,9 @@ def test_penalties_and_biases_act_before_guidance(smollm2, engine):
     def minimum(logits, output):
         logits[:20, smollm2.tokenizer.eos_token_id] = float("-inf")
 
+    frequency = partial(for_each_count, change=lambda x, count: x - 2.0 * count)
+    presence = partial(for_each_count, change=lambda x, count: x - 2.0)
+    repetition = partial(for_each_count, change=lambda x, count: x * (0.5 if x > 0 else 2.0))
     cases = [
         (cities, {"frequency_penalty": 2.0}, GENTLE, frequency),
         (cities, {"presence_penalty": 2.0}, GENTLE, presence),
@@ -392,7 +384,6 @@ def test_penalties_and_biases_act_before_guidance(smollm2, engine):
         if change is not None:
             with pytest.raises(AssertionError):  # the change is visible in the trace
                 check_draws(smollm2, prompt, output, rows, guidance)
-        adjust = change and (lambda logits, change=change, output=output: change(logits, output))
-        check_draws(smollm2, prompt, output, rows, guidance, adjust=adjust)
+        check_draws(smollm2, prompt, output, rows, guidance, adjust=change and partial(change, output=output))
     at_least_20, as_it_comes = (len(result["output_ids"]) for result in results[4:6])
     assert as_it_comes < 20 <= at_least_20
