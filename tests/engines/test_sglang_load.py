@@ -75,7 +75,7 @@ def test_many_requests_with_aborts(tmp_path, running, count):
         with ThreadPoolExecutor(count) as pool:
             results = list(pool.map(ask, range(count)))
         wait_until_idle(engine)
-        steps = [json.loads(line) for line in engine.trace.read_text().splitlines()]
+        steps = engine.steps()
         assert requests.post(f"{engine.url}/flush_cache", timeout=60).ok  # rejected unless the engine is idle
         load = wait_until_idle(engine)
         assert load["num_used_tokens"] == 0 and load["token_usage"] == 0

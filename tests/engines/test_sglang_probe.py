@@ -1,6 +1,5 @@
 """Probes in the SGLang plugin, with a real server on CPU and without it. Skipped without SGLang."""
 
-import json
 import math
 import time
 from collections import Counter
@@ -18,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang import guide as sglang_guide
-from lenvm_kernels.engines.sglang import plugin as sglang_adapter
+from lenvm_kernels.engines.sglang.guide import SGLangGuide
+from lenvm_kernels.engines.sglang.plugin import SGLangPlugin, load_probe
 from lenvm_kernels.engines.sglang.states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.types import Status
@@ -32,7 +31,11 @@ from tests.helpers.sglang_server import (
     MODES,
     SAMPLING,
     TINY,
+    TWO_RANKS,
+    VOCAB,
+    cached_tokens,
     prompts_of,
+    rows_of,
     running_server,
     running_speculation,
     write_checkpoints,
@@ -62,54 +65,58 @@ def write_base(folder, model_class, config):
         write_random_probe(folder / name, base, layers, gamma=GAMMA)
 
 
-def base_of(folder):
-    return AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+def running_probe(folder, name, *options, start=running_server, **more):
+    """A server with the probe of several layers."""
+    return start(folder, name, "--chunked-prefill-size", "32", *options, LENVM_VALUE_MODEL=str(folder / "deep"), **more)
 
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    options = ("--chunked-prefill-size", "32", "--enable-mixed-chunk", "--enable-metrics")
-    with running_server(folder, "engine", *options, LENVM_VALUE_MODEL=str(folder / "deep")) as server:
+    with running_probe(folder, "engine", "--enable-mixed-chunk", "--enable-metrics") as server:
         yield server
 
 
-def load_probe(folder, base):
-    return LengthProbe.from_pretrained(folder / "deep", LAYERS, base.get_input_embeddings().weight.detach())
+class Oracle:
+    """The probe on states of plain forwards of ``transformers``."""
 
+    def __init__(self, folder):
+        self._base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+        self.probe = LengthProbe.from_pretrained(
+            folder / "deep", LAYERS, self._base.get_input_embeddings().weight.detach()
+        )
 
-@torch.no_grad()
-def states_of(base, config, sequence):
-    """States ``[S, L H]`` of a sequence, by ``transformers``."""
-    states = base(torch.tensor([sequence]), output_hidden_states=True).hidden_states
-    return torch.cat([states[layer][0] for layer in config.layers], dim=1)
+    @torch.no_grad()
+    def values(self, params, sequence, prompt_len, lengths, token_ids):
+        """Values that guide and that predict, of the candidates ``token_ids [N, K]`` after ``lengths [N]`` tokens."""
+        states = self._base(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+        states = torch.cat([states[layer][0] for layer in self.probe.config.layers], dim=1)
+        parsed = parse_guidance(params, gamma=GAMMA, strength=self.probe.lenvm_config.strength)
+        return self.probe.value_logits(
+            states[lengths - 1],
+            token_ids,
+            GuidanceTable.from_params([parsed], [set()], "cpu").columns,
+            table_rows=torch.zeros(len(lengths), dtype=torch.int64),
+            generated=(lengths - prompt_len).int(),
+        )
 
 
 def check_steps(folder, prompts, guidance, results, steps):
     """Check every value of every traced step with the probe on a plain forward; returns the number of values."""
-    base = base_of(folder)
-    probe = load_probe(folder, base)
-    found, expected = [], []
+    oracle, found, expected = Oracle(folder), [], []
     for prompt, params, result in zip(prompts, guidance, results, strict=True):
         sequence = [*prompt, *result["output_ids"]]
-        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
         # The engine discards the draws of all chunks of a prompt but the last, and the overlapping scheduler computes
         # one step more than a request returns.
-        rows = [r for r in rows if r["status"] == Status.GUIDE and len(prompt) <= r["length"] < len(sequence)]
+        rows = [r for r in rows_of(result, steps) if len(prompt) <= r["length"] < len(sequence)]
+        rows = [row for row in rows if row["status"] == Status.GUIDE]
         if not rows:
             assert not params
             continue
         assert all(sequence[row["length"]] in row["token_ids"] for row in rows)
-        ids, values = (torch.tensor([row[name] for row in rows]) for name in ("token_ids", "value_logits"))
-        lengths = torch.tensor([row["length"] for row in rows])
-        parsed = parse_guidance(params, gamma=GAMMA, strength=probe.lenvm_config.strength)
-        table = GuidanceTable.from_params([parsed], [set()], "cpu")
-        z, _ = probe.value_logits(
-            states_of(base, probe.config, sequence)[lengths - 1],
-            ids,
-            table.columns,
-            table_rows=torch.zeros(len(rows), dtype=torch.int64),
-            generated=(lengths - len(prompt)).int(),
+        ids, values, lengths = (
+            torch.tensor([row[name] for row in rows]) for name in ("token_ids", "value_logits", "length")
         )
+        z, _ = oracle.values(params, sequence, len(prompt), lengths, ids)
         found.append(values[ids >= 0])
         expected.append(z[ids >= 0])
     found, expected = torch.cat(found), torch.cat(expected)
@@ -120,8 +127,7 @@ def check_steps(folder, prompts, guidance, results, steps):
 
 def test_every_mode_in_batch_with_unguided_requests(folder, engine):
     """Prompts shorter and longer than a chunk, then from the radix cache, which all requests share."""
-    guidance = [*MODES, *NEAR, None, {}]
-    prompts = prompts_of(*range(3, 90, 6))
+    prompts, guidance = prompts_of(*range(3, 90, 6)), [*MODES, *NEAR, None, {}]
     engine.generate(prompts[9:10], [None], max_new_tokens=1)
     for is_cached in (False, True):
         results, steps = engine.generate(prompts, guidance)
@@ -129,45 +135,30 @@ def test_every_mode_in_batch_with_unguided_requests(folder, engine):
         lens = {result["meta_info"]["id"]: len(prompt) for prompt, result in zip(prompts, results, strict=True)}
         batches = [{row["length"] > lens[row["rid"]] for row in step["rows"]} for step in steps]
         assert {True} in batches and (is_cached or {True, False} in batches)
-        cached = [result["meta_info"]["cached_tokens"] > 0 for result in results]
-        assert all(cached) if is_cached else cached[9]
+        assert all(cached_tokens(results)) if is_cached else cached_tokens(results)[9]
 
 
 def test_prompt_log_probabilities(folder, engine):
     """If they are requested, the engine computes logits of all states of a prompt and samples from the last."""
     prompts, guidance = prompts_of(9, 40, 14, 22, seed=1), [GENTLE, NEAR[0], None, MODES[0]]
-    before = len(engine._lines())
-    params = [{**SAMPLING, "custom_params": asked} for asked in guidance]
     starts = [0, 3, 0, 21]
-    response = engine.post(input_ids=prompts, sampling_params=params, return_logprob=True, logprob_start_len=starts)
-    assert response.ok, response.text
-    results = response.json()
+    results, steps = engine.generate(prompts, guidance, request=dict(return_logprob=True, logprob_start_len=starts))
     for prompt, start, result in zip(prompts, starts, results, strict=True):
         assert len(result["meta_info"]["input_token_logprobs"]) == len(prompt) - start
-    steps = [json.loads(line) for line in engine._lines()[before:]]
     assert check_steps(folder, prompts, guidance, results, steps) > 3 * 16
 
 
 def test_predicted_lengths(folder, engine):
     """Lengths after the drawn tokens, guided or not; the output's length is predicted after its first token."""
-    wants = {"return_values": True, "gamma": GAMMA}
+    wants, oracle = {"return_values": True, "gamma": GAMMA}, Oracle(folder)
     prompts, guidance = prompts_of(9, 40, 14, seed=2), [wants, wants | NEAR[0], wants | GENTLE]
     results, _ = engine.generate(prompts, guidance)
-    base = base_of(folder)
-    probe = load_probe(folder, base)
     for prompt, params, result in zip(prompts, guidance, results, strict=True):
-        sequence = [*prompt, *result["output_ids"]]
-        table = GuidanceTable.from_params([parse_guidance(params)], [set()], "cpu")
-        _, z = probe.value_logits(
-            states_of(base, probe.config, sequence)[len(prompt) - 1 : -1],
-            torch.tensor(result["output_ids"])[:, None],
-            table.columns,
-            table_rows=torch.zeros(16, dtype=torch.int64),
-            generated=torch.arange(16, dtype=torch.int32),
-        )
-        lengths = torch.nn.functional.softplus(z[:, 0]) / -math.log(GAMMA)
+        output, lengths = torch.tensor(result["output_ids"])[:, None], len(prompt) + torch.arange(16)
+        _, z = oracle.values(params, [*prompt, *result["output_ids"]], len(prompt), lengths, output)
+        expected = torch.nn.functional.softplus(z[:, 0]) / -math.log(GAMMA)
         found = torch.tensor(result["meta_info"]["predicted_remaining_lengths"])
-        torch.testing.assert_close(found, lengths, rtol=0, atol=5e-3)
+        torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)
         assert result["meta_info"]["predicted_output_length"] == pytest.approx([1 + found[0].item()], abs=2e-3)
 
 
@@ -191,7 +182,7 @@ def test_output_is_unchanged_by_drafts(folder, engine, name, more):
     prompts, tokens = prompts_of(*range(4, 70, 12), seed=20), dict(sampling_seed=5, max_new_tokens=24)
     guidance = [GENTLE, MODES[1], *NEAR, GENTLE | {"return_values": True}]
     plain, _ = engine.generate(prompts, guidance, **tokens)
-    with running_speculation(folder, name, LENVM_VALUE_MODEL=str(folder / "deep"), **more) as server:
+    with running_probe(folder, name, start=running_speculation, **more) as server:
         for others in (0, 2):
             asked = [*guidance, *[None] * others]
             results, steps = server.generate([*prompts, *prompts_of(9, 14)[:others]], asked, **tokens)
@@ -203,34 +194,23 @@ def test_output_is_unchanged_by_drafts(folder, engine, name, more):
         assert sum(result["meta_info"]["spec_num_correct_drafts"] for result in unguided) > 0
 
 
-def ask_ranks(folder, name, *options):
-    """Check a server of two ranks; returns the lines of its trace."""
+@pytest.mark.parametrize("has_attention_ranks", [False, True])
+def test_two_ranks(folder, tmp_path, has_attention_ranks):
+    """Tensor-parallel ranks agree, and have a part of the embedding each. With data-parallel attention, each rank has
+    the whole embedding and its own requests, in batches that the engine pads to the same size."""
+    options = ["--tp", "2"]
+    if has_attention_ranks:
+        folder, options = tmp_path, [*options, "--dp", "2", "--enable-dp-attention"]
+        sizes = TINY | {"num_hidden_layers": LAYERS, "head_dim": HIDDEN // 4}
+        write_base(folder, Qwen3ForCausalLM, Qwen3Config(**sizes))
     prompts, guidance = prompts_of(*range(3, 72, 6)), [*MODES, NEAR[0], None]
-    variables = {
-        "LENVM_VALUE_MODEL": str(folder / "deep"),
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches",
-    }
-    with running_server(folder, name, "--tp", "2", "--chunked-prefill-size", "32", *options, **variables) as server:
+    with running_probe(folder, "ranks", *options, **TWO_RANKS) as server:
         results, _ = server.generate(prompts, guidance)
         time.sleep(2)  # the second rank reaches its last step after the first has answered
-        lines = server._lines()
-    steps = [json.loads(line) for line in dict.fromkeys(lines)]
+        steps = server.steps()
+        counts = Counter(server.lines())
     assert check_steps(folder, prompts, guidance, results, steps) > 11 * 16
-    return lines
-
-
-def test_tensor_parallel_ranks_agree(folder):
-    """Each rank has a part of the embedding."""
-    assert set(Counter(ask_ranks(folder, "ranks")).values()) == {2}
-
-
-def test_data_parallel_attention(tmp_path):
-    """Each rank has the whole embedding and its own requests, in batches that the engine pads to the same size."""
-    sizes = TINY | {"num_hidden_layers": LAYERS, "head_dim": HIDDEN // 4}
-    write_base(tmp_path, Qwen3ForCausalLM, Qwen3Config(**sizes))
-    assert ask_ranks(tmp_path, "attention", "--dp", "2", "--enable-dp-attention")
+    assert has_attention_ranks or set(counts.values()) == {2}
 
 
 # --- the adapter without an engine ---
@@ -264,39 +244,43 @@ class OtherBase(Base):
         self.layers_to_capture = list(layer_ids)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def weight(folder):
-    return base_of(folder).get_input_embeddings().weight.detach()
+    return AutoModelForCausalLM.from_pretrained(folder / "base").get_input_embeddings().weight.detach()
+
+
+class Hooked:
+    """The hooks of a process that has loaded the probe of several layers, and the base model's processor."""
+
+    def __init__(self, folder, weight):
+        base = DeepBase(weight)
+        self.states = SampledStates(base, LengthProbe.from_pretrained(folder / "deep", LAYERS, weight))
+        self.guide = SGLangGuide(Settings(folder / "deep"), None, torch.device("cpu"), drafts=2, states=self.states)
+        self.processor, self.plugin = base.logits_processor, SGLangPlugin(self.guide)
+
+    def prune(self, states, metadata, processor=None):
+        """Prune states as in the engine's forward; returns the pruned states, and the inner states passed to the
+        engine."""
+        processor, found = processor or self.processor, []
+
+        def original(processor, input_ids, hidden_states, lm_head, metadata, aux_hidden_states):
+            found.append(aux_hidden_states)
+            arguments = processor, hidden_states, None, aux_hidden_states, metadata
+            return self.plugin.keep_states(LogitsProcessor._get_pruned_states, *arguments)
+
+        first, second, last = states
+        arguments = processor, None, last, None, metadata, [first, second]
+        return self.plugin.hide_inner_states(original, *arguments), found[0]
 
 
 @pytest.fixture
-def guide(folder, weight, monkeypatch):
-    """The guidance of this process, set up as if an engine had loaded the probe of several layers."""
-    base = DeepBase(weight)
-    states = SampledStates(base, LengthProbe.from_pretrained(folder / "deep", LAYERS, weight))
-    guide = sglang_guide.SGLangGuide(Settings(folder / "deep"), None, torch.device("cpu"), drafts=2, states=states)
-    guide.processor = base.logits_processor
-    monkeypatch.setattr(sglang_adapter, "_guide", guide)
-    return guide
+def hooked(folder, weight):
+    return Hooked(folder, weight)
 
 
-def rows_of(count, seed=0):
+def rows_of_states(count, seed=0):
     """Distinct states ``[count, H]`` per layer: the inputs of two layers, and the last states."""
     return list(torch.randn(3, count, HIDDEN, generator=torch.Generator().manual_seed(seed)))
-
-
-def prune(processor, states, metadata):
-    """Prune states as in the engine's forward; returns the pruned states, and the inner states passed to the engine."""
-    found = []
-
-    def original(processor, input_ids, hidden_states, lm_head, metadata, aux_hidden_states):
-        found.append(aux_hidden_states)
-        arguments = processor, hidden_states, None, aux_hidden_states, metadata
-        return sglang_adapter.keep_states(LogitsProcessor._get_pruned_states, *arguments)
-
-    first, second, last = states
-    pruned = sglang_adapter.hide_inner_states(original, processor, None, last, None, metadata, [first, second])
-    return pruned, found[0]
 
 
 def prompts_metadata(lens, starts):
@@ -318,40 +302,45 @@ def prompts_metadata(lens, starts):
         (prompts_metadata([4, 2, 3], [1, 2, 0]), [3, 5, 8]),
     ],
 )
-def test_states_of_sampled_rows(guide, metadata, sampled):
+def test_states_of_sampled_rows(hooked, metadata, sampled):
     """States are in the probe's layer order; the engine receives its own states and no inner ones."""
-    states = rows_of(9)
-    guide.states.allocate(7)
-    pruned, inner = prune(guide.processor, states, metadata)
+    states = rows_of_states(9)
+    hooked.states.allocate(7)
+    pruned, inner = hooked.prune(states, metadata)
     first, second, last = (layer[sampled][:7] for layer in states)
-    assert torch.equal(guide.states.of(len(first)), torch.cat([second, last, first], dim=1))
+    assert torch.equal(hooked.states.of(len(first)), torch.cat([second, last, first], dim=1))
     assert inner is None and pruned[2] is None
-    expected = LogitsProcessor._get_pruned_states(guide.processor, states[2], None, None, metadata)
+    expected = LogitsProcessor._get_pruned_states(hooked.processor, states[2], None, None, metadata)
     assert torch.equal(pruned[0], expected[0])
-    assert guide.states_bytes(5) == 15 * 3 * HIDDEN * 4
 
 
-def test_draft_model_keeps_its_own_states(guide):
-    guide.states.allocate(7)
-    pruned, inner = prune(Base(torch.zeros(1)).logits_processor, rows_of(4), LogitsMetadata(ForwardMode.DECODE))
-    assert len(inner) == len(pruned[2]) == 2 and guide.states.of(7).eq(0).all()
+def test_memory_of_states(hooked):
+    """Beside that of the step, for each node of each request."""
+    without = SGLangGuide(hooked.guide.settings, None, torch.device("cpu"), drafts=2)
+    sizes = SimpleNamespace(context_len=512, vocab_size=VOCAB), 5, 99
+    assert hooked.guide.num_bytes(*sizes) - without.num_bytes(*sizes) == 15 * 3 * HIDDEN * 4
 
 
-def test_replayed_graph_keeps_states_without_hook(guide, monkeypatch):
+def test_draft_model_keeps_its_own_states(hooked):
+    hooked.states.allocate(7)
+    processor = Base(torch.zeros(1)).logits_processor
+    pruned, inner = hooked.prune(rows_of_states(4), LogitsMetadata(ForwardMode.DECODE), processor)
+    assert len(inner) == len(pruned[2]) == 2 and hooked.states.of(7).eq(0).all()
+
+
+def test_replayed_graph_keeps_states_without_hook(hooked):
     """Operations captured for several batch sizes store the states of each replay."""
-    guide.states.allocate(6)
+    hooked.states.allocate(6)
     metadata = LogitsMetadata(ForwardMode.DECODE)
     graphs = {
-        size: make_fx(lambda *states: prune(guide.processor, states, metadata)[0][0])(*rows_of(size))
-        for size in (8, 4, 2)
+        size: make_fx(lambda *states: hooked.prune(states, metadata)[0][0])(*rows_of_states(size)) for size in (8, 4, 2)
     }
-    kept = guide.states.of(6)
-    monkeypatch.setattr(sglang_adapter, "_guide", None)
+    kept, hooked.plugin.guide = hooked.states.of(6), None
     for size, rows in ((4, 3), (8, 6), (2, 2), (4, 4)):
-        first, second, last = states = rows_of(size, seed=size + rows)
+        first, second, last = states = rows_of_states(size, seed=size + rows)
         graphs[size](*states)
-        assert torch.equal(guide.states.of(rows), torch.cat([second, last, first], dim=1)[:rows])
-        assert kept.data_ptr() == guide.states.of(rows).data_ptr()
+        assert torch.equal(hooked.states.of(rows), torch.cat([second, last, first], dim=1)[:rows])
+        assert kept.data_ptr() == hooked.states.of(rows).data_ptr()
 
 
 def sharded(parts, rank, **more):
@@ -384,7 +373,7 @@ def test_input_embedding_of_base_model():
     ("probe", "base", "given", "message"),
     [
         ("last", Base, {"enable_torch_compile": True}, "enable_torch_compile must be False together with a probe"),
-        ("deep", DeepBase, {"speculative_algorithm": "EAGLE3"}, r"must not be EAGLE3 .* probe of layers \[2, 3, 1\]"),
+        ("deep", DeepBase, {"speculative_algorithm": "EAGLE3"}, r"must be one of .* probe of layers \[2, 3, 1\]"),
         ("deep", DeepBase, {"enable_return_aux_hidden_states": True}, "enable_return_aux_hidden_states must be False"),
         ("deep", Base, {}, r"must be a probe of the last state alone for a Base, .* reads layers \[1, 2\]"),
         ("deep", OtherBase, {}, "must be a probe of the last state alone for a OtherBase"),
@@ -399,7 +388,7 @@ def test_options_unsupported_by_probes_are_rejected_at_start(folder, weight, pro
     options = dict(enable_torch_compile=False, speculative_algorithm=None)
     options = SimpleNamespace(**options | {"enable_return_aux_hidden_states": False} | given)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        sglang_adapter.load_probe(Settings(folder / probe), runner, options)
+        load_probe(Settings(folder / probe), runner, options)
 
 
 @pytest.mark.parametrize("reads_tokens", [False, True])
@@ -411,7 +400,7 @@ def test_probes_accept_requests_that_value_models_reject(folder, monkeypatch, re
     req = dict(sampling_params=sampling, input_embeds=[0.5], positional_embed_overrides=None, extra_key="mine")
     req = SimpleNamespace(**req, set_finish_with_abort=lambda message: errors.append(message))
     errors = []
-    sglang_adapter.note_guidance(None, req)
+    SGLangPlugin().note_guidance(None, req)
     Settings.current.cache_clear()
     assert errors == ["input_embeds cannot be combined with guidance in custom_params"] * reads_tokens
     assert req.extra_key == "mine"

@@ -3,14 +3,10 @@
 ``sglang_cpu/patches/speculation.py`` replaces the engine's GPU kernels.
 """
 
-import json
-import math
 import re
-from functools import partial
 
 import pytest
 import requests
-import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
@@ -26,13 +22,15 @@ from tests.helpers.sglang_server import (
     STOPS,
     TARGETS,
     TINY,
+    TWO_RANKS,
+    cached_tokens,
+    check_lengths,
     check_spans,
     check_steps,
     check_targets,
     prompts_of,
     running_server,
     running_speculation,
-    values_from_scratch,
     write_checkpoints,
     write_eagle,
 )
@@ -49,7 +47,16 @@ GUIDANCE = [
 ]
 PROMPTS = prompts_of(*range(4, 70, 12), seed=20)  # shorter and longer than a chunk
 TOKENS = dict(sampling_seed=5, max_new_tokens=24)
-TREE = {"steps": 3, "topk": 2, "tokens": 6}
+NO_VALUES = {"LENVM_VALUE_MODEL": "none"}
+NGRAM = {"algorithm": "NGRAM", "draft": None}
+KINDS = {
+    "chain": ((), {}),  # the base model drafts its own tokens
+    "pages": (("--page-size", "16", "--disable-overlap-schedule"), {"draft": "draft"}),
+    "ngram": ((), NGRAM),
+    "tree": ((), {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}),
+    "ranks": (("--tp", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
+}
+only_chain = pytest.mark.parametrize("engine", ["chain"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -65,107 +72,58 @@ def folder(tmp_path_factory):
     return folder
 
 
-def greedy(server):
-    """Tokens of greedy requests without guidance."""
-    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
-    response = server.post(input_ids=PROMPTS, sampling_params=sampling)
-    assert response.ok, response.text
-    return [result["output_ids"] for result in response.json()]
-
-
 @pytest.fixture(scope="module")
 def texts(folder):
     """Tokens of guided requests with seeds, and of unguided greedy requests, without speculation."""
     with running_server(folder, "plain", "--chunked-prefill-size", "32") as server:
-        results, _ = server.generate(PROMPTS, GUIDANCE, **TOKENS)
-        return [result["output_ids"] for result in results], greedy(server)
+        return outputs(server, GUIDANCE), outputs(server, [None] * len(PROMPTS), temperature=0)
 
 
-@pytest.fixture(scope="module")
-def engine(folder):
-    """A server whose base model drafts its own tokens, in chains."""
-    with running_speculation(folder, "chain", "--enable-metrics") as server:
+@pytest.fixture(scope="module", params=KINDS)
+def engine(folder, request):
+    """A server with a kind of drafts."""
+    options, more = KINDS[request.param]
+    with running_speculation(folder, request.param, "--enable-metrics", *options, **more) as server:
+        server.kind = request.param
         yield server
 
 
-def check_text(folder, server, texts):
-    """Check that guided requests in a mixed batch get the tokens of decoding without drafts, also with prompts in the
-    radix cache, and that values match plain forwards. Returns ``meta_info`` of the guided requests."""
-    prompts, guidance = [*PROMPTS, *prompts_of(9, 14, seed=21)], [*GUIDANCE, None, None]
-    for _ in range(2):
-        results, steps = server.generate(prompts, guidance, **TOKENS)
-        assert [result["output_ids"] for result in results[: len(PROMPTS)]] == texts[0]
-        assert check_steps(folder, prompts, results, steps) > 200
-        assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
-    assert greedy(server) == texts[1]
-    return [result["meta_info"] for result in results[: len(PROMPTS)]]
-
-
-def overlaps(server):
-    state = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]
-    return not state["disable_overlap_schedule"]
+def outputs(server, guidance, **sampling):
+    results, _ = server.generate(PROMPTS, guidance, **TOKENS | sampling)
+    return [result["output_ids"] for result in results]
 
 
 def test_output_is_unchanged_by_drafts(folder, engine, texts):
-    """Drafts of the base model itself are accepted, and the metrics count them."""
-    infos = check_text(folder, engine, texts)
-    assert overlaps(engine)
-    assert sum(info["spec_num_correct_drafts"] for info in infos) > 0.2 * sum(info["spec_verify_ct"] for info in infos)
-    metrics = engine.metrics("guided")
-    tokens, counts = (
-        {guided: metrics[f"{what}_total {guided}"] for guided in ("yes", "no")}
-        for what in ("verified_tokens", "verifications")
-    )
-    assert 1.2 < tokens["yes"] / counts["yes"] < tokens["no"] / counts["no"] <= 4
+    """Guided requests in a mixed batch get the tokens of decoding without drafts, also with prompts in the radix cache.
+    Drafts of the base model itself are accepted, and the metrics count them."""
+    state = requests.get(f"{engine.url}/server_info", timeout=60).json()["internal_states"][0]
+    assert state["disable_overlap_schedule"] == (engine.kind == "pages")
+    prompts, guidance = [*PROMPTS, *prompts_of(9, 14, seed=21)], [*GUIDANCE, None, None]
+    for _ in range(2):
+        results, steps = engine.generate(prompts, guidance, **TOKENS)
+        assert [result["output_ids"] for result in results[: len(PROMPTS)]] == texts[0]
+        assert check_steps(folder, prompts, results, steps) > 200
+        assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
+    assert outputs(engine, [None] * len(PROMPTS), temperature=0) == texts[1]
+    if engine.kind == "chain":
+        infos, metrics = [result["meta_info"] for result in results[: len(PROMPTS)]], engine.metrics("guided")
+        accepted, verified = (sum(i[f"spec_{x}"] for i in infos) for x in ("num_correct_drafts", "verify_ct"))
+        assert accepted > 0.2 * verified
+        guided, others = (
+            metrics[f"verified_tokens_total {x}"] / metrics[f"verifications_total {x}"] for x in ("yes", "no")
+        )
+        assert 1.2 < guided < others <= 4
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "more"),
-    [
-        ("pages", ("--page-size", "16", "--disable-overlap-schedule"), {"draft": "draft"}),
-        ("ngram", (), {"algorithm": "NGRAM", "draft": None}),
-        ("eagle", (), {"algorithm": "EAGLE", "draft": "eagle", "shape": TREE}),
-        ("ranks", ("--tp", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
-    ],
-)
-def test_output_is_unchanged_by_every_kind_of_drafts(folder, texts, name, options, more):
-    with running_speculation(folder, name, *options, **more) as server:
-        assert overlaps(server) == (name != "pages")
-        check_text(folder, server, texts)
+def test_several_spans_and_closings(folder, engine):
+    """Between spans the engine verifies as in an unguided request, and the value model still computes the tokens."""
+    prompts, guidance = PROMPTS[:4], [GENTLE | asked for asked in SEVERAL]
+    results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
+    assert check_steps(folder, prompts, results, steps) > 60
+    check_answers_of_several(prompts, results, steps)
 
 
-def test_without_a_value_model(folder):
-    """Targets are met by end tokens alone, with the same output on two ranks and with drafts, and with or without
-    unguided requests in the batch, whose cached prompts guided requests may reuse."""
-    prompts, found, options = prompts_of(40, 9, 70, 5, 12, seed=24), [], ("--enable-metrics",)
-    guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
-    tokens = dict(sampling_seed=5, max_new_tokens=80, ignore_eos=False, stop_token_ids=STOPS)
-    no_values = {"LENVM_VALUE_MODEL": "none"}
-    two = dict(SGLANG_CPU_OMP_THREADS_BIND="0|1", TORCHDYNAMO_DISABLE="1")
-    options = ("--chunked-prefill-size", "32", *options)
-    ranks = running_server(folder, "no values", "--tp", "2", *options, **no_values, **two)
-    for server_of_kind in (ranks, running_speculation(folder, "no values, drafts", *options, **no_values)):
-        with server_of_kind as server:
-            server.generate(prompts[:1], [None], max_new_tokens=2)
-            for others in (0, 2):
-                results, steps = server.generate(
-                    prompts_of(8, 30)[:others] + prompts, [None] * others + guidance, **tokens
-                )
-                assert results[others]["meta_info"]["cached_tokens"] > 30
-                found.append([result["output_ids"] for result in results[others:]])
-                check_targets(found[-1])
-                assert Status.GUIDE in {row["status"] for step in steps for row in step["rows"]}
-            response = server.post(input_ids=prompts[1], sampling_params={"custom_params": {"value_scale": 0.5}})
-            assert response.status_code == 400 and "value_mode mul needs a value model" in response.text
-            ends = {"end_token_ids": [7, 9], "thinking_budget": 6}
-            results, _ = server.generate(prompts, [ends] * 5, max_new_tokens=24)
-            places = [min(i for i, t in enumerate(r["output_ids"]) if t in (7, 9)) for r in results]
-            assert max(places) <= 8 and results[0]["meta_info"]["cached_tokens"] > 30
-            metrics = server.metrics()
-            assert metrics["fallbacks_total"] == 0 and metrics["guided_steps_total"] > 20
-    assert found[1:] == found[:1] * 3
-
-
+@only_chain
 def test_spans_end_among_drafts(folder, engine):
     """Tokens after a span are drafted and verified as in an unguided request."""
     span = GENTLE | {"end_token_ids": [7, *range(100, 103)], "hard_limit": 11}
@@ -174,23 +132,7 @@ def test_spans_end_among_drafts(folder, engine):
     check_spans(PROMPTS, results, steps, span["end_token_ids"], 11)
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("chain", {}),
-        ("ngram", {"algorithm": "NGRAM", "draft": None}),
-        ("tree", {"algorithm": "EAGLE", "draft": "eagle", "shape": TREE}),
-    ],
-)
-def test_several_spans_and_closings(folder, name, more):
-    """Between spans the engine verifies as in an unguided request, and the value model still computes the tokens."""
-    prompts, guidance = PROMPTS[:4], [GENTLE | asked for asked in SEVERAL]
-    with running_speculation(folder, f"several, {name}", **more) as server:
-        results, steps = server.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
-    assert check_steps(folder, prompts, results, steps) > 60
-    check_answers_of_several(prompts, results, steps)
-
-
+@only_chain
 def test_strides_and_predicted_lengths(folder, engine):
     """Guided, strided and unguided requests, with and without ``return_values``."""
     wants = {"return_values": True, "gamma": 0.9}
@@ -200,25 +142,47 @@ def test_strides_and_predicted_lengths(folder, engine):
     assert check_steps(folder, prompts, results, steps) > 100
     status = {row["status"] for step in steps for row in step["rows"]}
     assert status >= {Status.GUIDE, Status.NOT_DUE, Status.UNGUIDED}
-    for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-        keys = result["meta_info"].keys() & {"predicted_output_length", "predicted_remaining_lengths"}
-        assert len(keys) == (2 if i < 3 else 0)
-        if keys:
-            tokens = [*prompt, *result["output_ids"]]
-            values = values_from_scratch(folder, [tokens[:end] for end in range(len(prompt), len(tokens) + 1)])
-            lengths = torch.nn.functional.softplus(values) / -math.log(0.9)
-            of_prompt, of_tokens = (result["meta_info"][key] for key in sorted(keys))
-            torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
+    check_lengths(folder, prompts, guidance, results)
 
 
+@only_chain
 def test_pending_end_of_answer_is_not_reused_as_prefix(folder, engine):
     """The second turn of a conversation reuses only tokens that the value model had computed in the first."""
     prompts = prompts_of(30, seed=23)
     first, _ = engine.generate(prompts, [GENTLE | {"value_stride": 999_999}], max_new_tokens=40)
     longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
     results, steps = engine.generate(longer, [GENTLE])
-    assert 30 < results[0]["meta_info"]["cached_tokens"] <= 30 + 39 - MAX_WAITING
+    assert 30 < cached_tokens(results)[0] <= 30 + 39 - MAX_WAITING
     assert check_steps(folder, longer, results, steps)
+
+
+def test_without_a_value_model(folder):
+    """Targets are met by end tokens alone, with the same output on two ranks and with drafts, and with or without
+    unguided requests in the batch, whose cached prompts guided requests may reuse."""
+    prompts, found = prompts_of(40, 9, 70, 5, 12, seed=24), []
+    guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
+    tokens = dict(sampling_seed=5, max_new_tokens=80, ignore_eos=False, stop_token_ids=STOPS)
+    options = ("--chunked-prefill-size", "32", "--enable-metrics")
+    ranks = running_server(folder, "no values", "--tp", "2", *options, **NO_VALUES | TWO_RANKS)
+    for start in (ranks, running_speculation(folder, "no values, drafts", *options, **NO_VALUES)):
+        with start as server:
+            server.generate(prompts[:1], [None], max_new_tokens=2)
+            for others in (0, 2):
+                everyone = prompts_of(8, 30)[:others] + prompts
+                results, steps = server.generate(everyone, [None] * others + guidance, **tokens)
+                assert cached_tokens(results)[others] > 30
+                found.append([result["output_ids"] for result in results[others:]])
+                check_targets(found[-1])
+                assert Status.GUIDE in {row["status"] for step in steps for row in step["rows"]}
+            response = server.post(input_ids=prompts[1], sampling_params={"custom_params": {"value_scale": 0.5}})
+            assert response.status_code == 400 and "value_mode mul needs a value model" in response.text
+            ends = {"end_token_ids": [7, 9], "thinking_budget": 6}
+            results, _ = server.generate(prompts, [ends] * 5, max_new_tokens=24)
+            places = [min(i for i, t in enumerate(r["output_ids"]) if t in (7, 9)) for r in results]
+            assert max(places) <= 8 and cached_tokens(results)[0] > 30
+            metrics = server.metrics()
+            assert metrics["fallbacks_total"] == 0 and metrics["guided_steps_total"] > 20
+    assert found[1:] == found[:1] * 3
 
 
 # Texts of 17 to 41 tokens, and of 7 to 9 tokens.
@@ -232,15 +196,17 @@ def test_grammars_and_drafts(tmp_path):
     asked = [(LIST, {"target_length": 8}), (LIST, {"target_length": 20}), (OBJECT, GENTLE), (LIST, GENTLE)]
     sampling = SAMPLING | {"ignore_eos": False, "max_new_tokens": 60, "min_p": 0.0, "top_k": 20, "sampling_seed": 7}
     sampling = [sampling | {"regex": regex, "custom_params": params} for regex, params in asked]
-    prompts, texts = prompts_of(9, 12, 40, 5, seed=24), []
-    drafting = partial(running_speculation, algorithm="NGRAM", draft=None)
-    for name, start in (("grammar", running_server), ("grammar and drafts", drafting)):
-        with start(tmp_path, name, "--skip-server-warmup") as server:
+    prompts, found = prompts_of(9, 12, 40, 5, seed=24), []
+    for start in (
+        running_server(tmp_path, "grammar", "--skip-server-warmup"),
+        running_speculation(tmp_path, "grammar and drafts", "--skip-server-warmup", **NGRAM),
+    ):
+        with start as server:
             response = server.post(input_ids=prompts, sampling_params=sampling)
             assert response.ok, response.text
-            results, rows = response.json(), [row for line in server._lines() for row in json.loads(line)["rows"]]
+            results, rows = response.json(), [row for step in server.steps() for row in step["rows"]]
         assert {r["meta_info"]["id"] for r in results} <= {row["rid"] for row in rows if row["status"] == Status.GUIDE}
-        texts.append(["".join(WORDS[token] for token in result["output_ids"]) for result in results])
-    assert texts[0] == texts[1] and sum(r["meta_info"]["spec_num_correct_drafts"] for r in results) > 5
-    for text, (regex, _) in zip(texts[0], asked, strict=True):
+        found.append(["".join(WORDS[token] for token in result["output_ids"]) for result in results])
+    assert found[0] == found[1] and sum(r["meta_info"]["spec_num_correct_drafts"] for r in results) > 5
+    for text, (regex, _) in zip(found[0], asked, strict=True):
         assert re.fullmatch(regex, text.removesuffix("<eos>")), text

@@ -521,7 +521,7 @@ def test_memory_is_reserved_for_scores_of_drafts(value_model):
 
 
 def test_value_model_uses_gamma_of_settings(value_model):
-    assert Engine(value_model, gamma=0.95).guide.step.value_model.lenvm_config.gamma == 0.95
+    assert Engine(value_model, gamma=0.95).guide.step.values.value_model.lenvm_config.gamma == 0.95
 
 
 def test_first_model_runner_is_rejected_only_with_a_value_model(value_model, monkeypatch):

@@ -5,9 +5,10 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from lenvm_kernels.engines.sglang_fork import drop_in as sglang_fork
+from lenvm_kernels.engines.sglang_fork import drop_in
+from lenvm_kernels.engines.sglang_fork.runner import warn_once
 from tests.helpers.engine_stubs import stubs
-from tests.helpers.models import EOS, VOCAB
+from tests.helpers.models import EOS, IMAGE, VIDEO, VOCAB
 
 ALL = 1 << 30  # the fork's top_k without a limit
 SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"
@@ -15,15 +16,19 @@ RUNNER = "sglang.srt.model_executor.model_runner"
 MEMORY = "sglang.srt.utils.common"
 _GENERATOR = torch.Generator().manual_seed(20)
 BY_TOKEN, BY_LENGTH = (torch.randn(size, VOCAB, generator=_GENERATOR) for size in (VOCAB, 400))
+BY_TOKEN[:, [IMAGE, VIDEO]] = -torch.inf  # no image is drawn
 
 
 def use_stand_in(monkeypatch, without="", **changed):
-    """Put modules with the fork's names and parameters into ``sys.modules``, without calling ``install()``.
+    """Put modules with the fork's names and parameters into ``sys.modules``, before ``install()``.
 
     Args:
         monkeypatch: pytest's fixture.
         without: name to leave out.
         changed: replacement parameters by the last part of a name.
+
+    Returns:
+        The modules by name. ``calls`` of the module of the sampler records calls of ``initialize`` and ``apply``.
     """
     modules = {"sglang.srt.lvm.lvm_inproc_runner": ModuleType("lvm_inproc_runner")}
     for path, text in stubs("sglang_fork", "0.5.8", **changed).items():
@@ -31,13 +36,19 @@ def use_stand_in(monkeypatch, without="", **changed):
         modules[name] = ModuleType(name)
         exec(text, vars(modules[name]))
     modules["sglang.srt.lvm.lvm_inproc_runner"].build_tree_value_custom_mask_and_positions = None
-    behaviour = {
-        "get_eos_token_ids": lambda req: req.eos_token_ids,
-        "_get_inproc_provider": lambda self: self._inproc,
-        "sample": lambda self, logits_output, forward_batch: self.sampler(logits_output, forward_batch.sampling_info),
-    }
-    owners = modules["sglang.srt.lvm.lvm_value_utils"], modules[SAMPLING].LvmGuidedSampler, modules[RUNNER].ModelRunner
-    for owner, (name, function) in zip(owners, behaviour.items(), strict=True):
+    modules[SAMPLING].calls = calls = []
+    sampler, runner = modules[SAMPLING].LvmGuidedSampler, modules[RUNNER].ModelRunner
+
+    def apply(self, probs, reqs, temperatures, top_ps, top_ks, min_ps):
+        calls.append(("apply", self, probs, reqs, temperatures, top_ps, top_ks, min_ps))
+
+    for owner, name, function in (
+        (modules["sglang.srt.lvm.lvm_value_utils"], "get_eos_token_ids", lambda req: req.eos_token_ids),
+        (sampler, "_get_inproc_provider", lambda self: self._inproc),
+        (sampler, "apply", apply),
+        (runner, "initialize", lambda self, min_per_gpu_memory: calls.append(("initialize", self, min_per_gpu_memory))),
+        (runner, "sample", lambda self, logits_output, forward_batch: self.sampler(logits_output, forward_batch)),
+    ):
         if name not in changed:
             setattr(owner, name, function)
     for name, module in modules.items():
@@ -46,18 +57,17 @@ def use_stand_in(monkeypatch, without="", **changed):
         owner, _, attribute = without.replace(":", ".").rpartition(".")
         module, _, owner = (owner, "", "") if owner in modules else owner.rpartition(".")
         delattr(getattr(modules[module], owner) if owner else modules[module], attribute)
-    monkeypatch.setattr(sglang_fork, "_originals", {})
+    drop_in.install.cache_clear()
+    warn_once.cache_clear()
+    for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
+        monkeypatch.delenv(name, raising=False)
     return modules
 
 
 def install(monkeypatch):
     """Modules of the stand-in after ``install()``, without a value model and without settings."""
-    monkeypatch.setattr(sglang_fork, "_gamma", None)
-    monkeypatch.setattr(sglang_fork, "_warned", set())
-    for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
-        monkeypatch.delenv(name, raising=False)
     modules = use_stand_in(monkeypatch)
-    sglang_fork.install()
+    drop_in.install()
     return modules
 
 
@@ -73,6 +83,11 @@ class Request:
 
     def finished(self):
         return self.finished_reason is not None
+
+    @property
+    def items(self):
+        """Images of the prompt."""
+        return () if self.multimodal_inputs is None else self.multimodal_inputs.mm_items
 
 
 class Item(SimpleNamespace):
@@ -95,25 +110,20 @@ class Item(SimpleNamespace):
         return self.modality.name == "IMAGE"
 
 
-class OnHost:
+class OnHost(list):
     """Numbers that the engine has on the host; ``tolist`` of a tensor would count as a host-device sync."""
 
-    def __init__(self, numbers):
-        self.numbers = list(numbers)
-
     def tolist(self):
-        return list(self.numbers)
+        return list(self)
 
 
 class Engine:
     """A model runner after ``install()``; scores of its base model depend on the last token and the length.
 
     Args:
-        modules: modules of the fork or of the stand-in for it, by name.
+        modules: modules of the stand-in, by name.
         monkeypatch: pytest's fixture.
         value_model: directory of the value model.
-        rows, max_len: size of the engine's request pool.
-        max_requests: maximum batch size.
         lag: number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler.
         free: bytes of free memory returned by successive calls.
         function: guidance function. If None, one of the fork's.
@@ -127,9 +137,6 @@ class Engine:
         monkeypatch,
         value_model,
         *,
-        rows=7,
-        max_len=90,
-        max_requests=5,
         lag=0,
         free=(2**34,),
         function=None,
@@ -142,9 +149,7 @@ class Engine:
             self.asked_memory.append((args, kwargs))
             return (free.pop(0) if len(free) > 1 else free[0]) / 2**30
 
-        monkeypatch.setitem(sglang_fork._originals, f"{RUNNER}:ModelRunner.initialize", lambda self, memory: None)
         monkeypatch.setattr(modules[MEMORY], "get_available_gpu_memory", get_available_gpu_memory)
-        self.model_runner = object.__new__(modules[RUNNER].ModelRunner)
         self.lvm_guided_sampler = object.__new__(modules[SAMPLING].LvmGuidedSampler)
         self.lvm_guided_sampler._inproc = None
         self.lvm_guided_sampler._fn = function or modules[SAMPLING].lvm_combined_guidance
@@ -157,6 +162,7 @@ class Engine:
             lvm_guided_inproc_json_model_override_args="{}",
             lvm_guided_inproc_mem_fraction_static=0.5,
         )
+        self.model_runner = object.__new__(modules[RUNNER].ModelRunner)
         vars(self.model_runner).update(
             sampler=self,
             server_args=SimpleNamespace(**given | options),
@@ -165,9 +171,9 @@ class Engine:
             gpu_id=0,
             dtype=torch.float32,
             tp_group=SimpleNamespace(world_size=1, cpu_group=None),
-            model_config=SimpleNamespace(vocab_size=VOCAB, context_len=max_len - 4, is_multimodal=True),
-            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(rows, max_len, dtype=torch.int32)),
-            max_running_requests=max_requests,
+            model_config=SimpleNamespace(vocab_size=VOCAB, is_multimodal=True),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(7, 90, dtype=torch.int32)),
+            max_running_requests=5,
         )
         self.lag = lag
         self.model_runner.initialize(0.0)
@@ -183,79 +189,53 @@ class Engine:
         slots = self.runner.own.slots
         return {row for row in range(len(slots.table)) if slots.pages(row)}
 
-    def prefill(self, requests, rows, *, ends=None, prefixes=None):
-        """Probabilities before and after guidance of a batch of prompts, or of their chunks up to ``ends``.
+    def step(self, requests, rows=(), *, ends=None, prefixes=None):
+        """Probabilities before and after guidance of a batch.
 
         Args:
             requests: requests with all tokens, including those generated before a retraction.
-            rows: rows of the engine's request pool.
-            ends: ends of the chunks.
-            prefixes: number of tokens per request in the engine's radix cache.
+            rows: rows of the engine's request pool in a batch of prompts; empty in a decode batch.
+            ends: ends of the prompts' chunks. If None, the chunks are whole.
+            prefixes: number of tokens per request in the engine's radix cache. If None, 0.
         """
-        ends = ends or [len(r.tokens) for r in requests]
-        prefixes = prefixes or [0] * len(requests)
-        for request, row in zip(requests, rows, strict=True):
+        is_decode, lens = not rows, [len(request.tokens) for request in requests]
+        prefixes = [n - 1 for n in lens] if is_decode else prefixes or [0] * len(requests)
+        ends = ends or lens
+        for request, row in zip(requests, rows, strict=False):
             request.req_pool_idx = row
-            request.output_ids = request.tokens[len(request.origin_input_ids) :]
-        parts = [r.tokens[first:end] for r, first, end in zip(requests, prefixes, ends, strict=True)]
-        lens = torch.tensor([len(part) for part in parts], dtype=torch.int32)
-        return self._run(
-            requests,
-            ends,
-            forward_mode=SimpleNamespace(is_decode=lambda: False, is_mixed=lambda: False),
-            input_ids=torch.tensor([token for part in parts for token in part]),
-            extend_seq_lens=lens,
-            extend_start_loc=lens.cumsum(0, dtype=torch.int32) - lens,
-        )
-
-    def decode(self, requests):
-        """Probabilities before and after guidance of a decode batch."""
         for request in requests:
-            request.output_ids = request.tokens[len(request.origin_input_ids) : len(request.tokens) - self.lag]
-        return self._run(
-            requests,
-            [len(r.tokens) for r in requests],
-            forward_mode=SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False),
-            input_ids=torch.tensor([r.tokens[-1] for r in requests] + [VOCAB - 1]),  # with padding
+            end = len(request.tokens) - self.lag * is_decode
+            request.output_ids = request.tokens[len(request.origin_input_ids) : end]
+        scores = [BY_TOKEN[r.tokens[n - 1]] + BY_LENGTH[n] for r, n in zip(requests, ends, strict=True)]
+        parts = [r.tokens[first:end] for r, first, end in zip(requests, prefixes, ends, strict=True)]
+        part_lens = torch.tensor([len(part) for part in parts], dtype=torch.int32)
+        filters = {
+            x: torch.tensor([getattr(r.sampling_params, x) for r in requests]) for x in ("top_k", "top_p", "min_p")
+        }
+        batch = SimpleNamespace(
+            reqs=list(requests),
+            temperatures=torch.ones(len(requests), 1),
+            filters=(filters["top_p"].float(), filters["top_k"].int(), filters["min_p"].float()),
+            forward_mode=SimpleNamespace(is_decode=lambda: is_decode, is_mixed=lambda: False),
+            input_ids=torch.tensor(
+                [token for part in parts for token in part] + [VOCAB - 1] * is_decode
+            ),  # with padding
+            extend_seq_lens=part_lens,
+            extend_start_loc=part_lens.cumsum(0, dtype=torch.int32) - part_lens,
+            req_pool_indices=torch.tensor([r.req_pool_idx for r in requests]),
+            seq_lens=torch.tensor(ends),
+            seq_lens_cpu=OnHost(ends),
         )
+        probs = torch.softmax(torch.stack(scores), dim=-1)
+        self.model_runner.sample(probs, batch)
+        return probs, self.result
 
     def draw(self, requests, probs):
         """Append tokens drawn from ``probs [B, V]``."""
         for request, row in zip(requests, probs, strict=True):
             request.tokens.append(int(torch.multinomial(row, 1, generator=self._draws)))
 
-    def __call__(self, logits_output, info, *args):
-        """Replaces the fork's sampler up to the guidance."""
-        probs = torch.softmax(logits_output.next_token_logits, dim=-1)
-        filters = info.temperatures, info.top_ps, info.top_ks, info.min_ps
-        self.result = self.lvm_guided_sampler.apply(probs, info.reqs, *filters)
-        return torch.zeros(len(info.reqs), dtype=torch.int64)
-
-    def _run(self, requests, lengths, **batch):
-        def column(name):
-            return torch.tensor([getattr(r.sampling_params, name) for r in requests])
-
-        logits = torch.stack([BY_TOKEN[r.tokens[n - 1]] + BY_LENGTH[n] for r, n in zip(requests, lengths, strict=True)])
-        info = SimpleNamespace(
-            reqs=list(requests),
-            temperatures=torch.ones(len(requests), 1),
-            top_ks=column("top_k").int(),
-            top_ps=column("top_p").float(),
-            min_ps=column("min_p").float(),
-            update_regex_vocab_mask=lambda: None,
-            apply_logits_bias=lambda logits: None,
-        )
-        forward_batch = SimpleNamespace(
-            req_pool_indices=torch.tensor([r.req_pool_idx for r in requests]),
-            seq_lens=torch.tensor(lengths),
-            seq_lens_cpu=OnHost(lengths),
-            sampling_info=info,
-            return_logprob=False,
-            top_logprobs_nums=[],
-            token_ids_logprobs=[],
-            positions=torch.tensor(lengths) - 1,
-            **batch,
-        )
-        before = torch.softmax(logits, dim=-1)  # the fork writes probabilities into the logits
-        self.model_runner.sample(SimpleNamespace(next_token_logits=logits), forward_batch)
-        return before, self.result
+    def __call__(self, probs, batch):
+        """Replaces the fork's sampler up to the guidance, which rewrites probabilities in place."""
+        self.result = self.lvm_guided_sampler.apply(probs.clone(), batch.reqs, batch.temperatures, *batch.filters)
+        return torch.zeros(len(batch.reqs), dtype=torch.int64)

@@ -1,6 +1,7 @@
 """Shared by tests of the SGLang plugin: tiny checkpoints, a real server on CPU, and its expected values."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -33,6 +34,12 @@ MODES = [
     {"target_length": 12, "op": "le"},
     {"target_length": 12, "op": "eq_soft"},
 ]
+# Two ranks with one core each, without the engine's compilation, which takes most of the start.
+TWO_RANKS = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches",
+}
 CHAIN = {"steps": 3, "topk": 1, "tokens": 4}  # three drafts and the last token
 GENTLE = {"mode": "centered_exp", "value_scale": -2.0}  # several candidates stay probable
 
@@ -64,23 +71,28 @@ class Server:
     def post(self, **body):
         return requests.post(f"{self.url}/generate", json=body, timeout=600)
 
-    def generate(self, prompts, guidance, *, processor=None, **sampling):
-        """Generate for each prompt, with a logit processor of the engine if one is given; returns the results, and the
-        steps in which at least one request was guided."""
-        before = len(self._lines())
+    def generate(self, prompts, guidance, *, request=None, **sampling):
+        """Generate for each prompt, with further fields of the ``request``; returns the results, and the steps in which
+        at least one request was guided."""
+        before = len(self.lines())
         params = [{**SAMPLING, **sampling, "custom_params": custom_params} for custom_params in guidance]
-        response = self.post(input_ids=prompts, sampling_params=params, custom_logit_processor=processor)
+        response = self.post(input_ids=prompts, sampling_params=params, **(request or {}))
         assert response.ok, response.text
-        return response.json(), [json.loads(line) for line in self._lines()[before:]]
+        return response.json(), self.steps(before)
+
+    def lines(self):
+        """Complete lines of the trace so far; a rank may still be writing the last one."""
+        return self.trace.read_text().split("\n")[:-1] if self.trace.exists() else []
+
+    def steps(self, first=0):
+        """The steps of the trace from line ``first`` on."""
+        return [json.loads(line) for line in self.lines()[first:]]
 
     def metrics(self, label="status"):
         """The plugin's metrics by name, and by the label ``label`` if they have it."""
         text = requests.get(f"{self.url}/metrics", timeout=60).text
         found = re.findall(rf'^lenvm:(\w+)\{{(?:.*{label}="(\w+)")?.*\}} (\S+)$', text, re.MULTILINE)
         return {f"{name} {of_label}".strip(): float(value) for name, of_label, value in found}
-
-    def _lines(self):
-        return self.trace.read_text().splitlines() if self.trace.exists() else []
 
 
 @contextmanager
@@ -130,8 +142,7 @@ def check_spans(prompts, results, steps, ends, limit):
     places = []
     for prompt, result in zip(prompts, results, strict=True):
         places.append(min(i for i, token in enumerate(result["output_ids"]) if token in ends))
-        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
-        rows = [row for row in rows if row["length"] >= len(prompt)]  # the others belong to chunks of the prompt
+        rows = [row for row in rows_of(result, steps) if row["length"] >= len(prompt)]  # without chunks of the prompt
         open_rows = [row for row in rows if row["length"] <= len(prompt) + places[-1]]
         assert len(open_rows) == places[-1] + 1 and Status.UNGUIDED not in {row["status"] for row in open_rows}
         assert {row["status"] for row in rows if row not in open_rows} <= {Status.UNGUIDED}
@@ -150,6 +161,28 @@ def check_targets(outputs):
     for output, target in zip(outputs, TARGETS, strict=True):
         assert output[-1] in STOPS and not set(output[:-1]) & set(STOPS)
         assert abs(len(output) - 1 - target) <= 2 + 0.2 * target, (len(output), target)
+
+
+def rows_of(result, steps):
+    """The rows of a request in the steps of a trace."""
+    return [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
+
+
+def cached_tokens(results):
+    return [result["meta_info"]["cached_tokens"] for result in results]
+
+
+def check_lengths(folder, prompts, guidance, results):
+    """Check predicted lengths, with a gamma of 0.9, of the requests with ``return_values``; others have none."""
+    for prompt, params, result in zip(prompts, guidance, results, strict=True):
+        keys = result["meta_info"].keys() & {"predicted_output_length", "predicted_remaining_lengths"}
+        assert len(keys) == (2 if params and "return_values" in params else 0)
+        if keys:
+            tokens = [*prompt, *result["output_ids"]]
+            values = values_from_scratch(folder, [tokens[:end] for end in range(len(prompt), len(tokens) + 1)])
+            lengths = torch.nn.functional.softplus(values) / -math.log(0.9)
+            of_prompt, of_tokens = (result["meta_info"][key] for key in sorted(keys))
+            torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
 
 
 def values_from_scratch(folder, sequences):

@@ -18,6 +18,10 @@ def last_tokens(batch: ForwardBatch, requests: int) -> StepBatch:
     last: Any = slice(0, requests)
     if not batch.forward_mode.is_decode():
         last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
-    of_requests = batch.input_ids[last], batch.req_pool_indices[:requests], batch.seq_lens[:requests].int()
-    # A prefill batch runs between decode steps, or is mixed with one.
-    return StepBatch(*of_requests, counts=batch.forward_mode.is_decode() or batch.forward_mode.is_mixed())
+    return StepBatch(
+        batch.input_ids[last],
+        batch.req_pool_indices[:requests],
+        batch.seq_lens[:requests].int(),
+        # A prefill batch runs between decode steps, or is mixed with one.
+        counts=batch.forward_mode.is_decode() or batch.forward_mode.is_mixed(),
+    )

@@ -24,15 +24,16 @@ from lenvm_kernels.engines.report import Metrics, StepReport, Stopwatch, trace_b
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.sglang.drafts import changed_once, drafts_of, leave_only
-from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
+from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens, to_device
 from lenvm_kernels.engines.sglang.states import SampledStates
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, Mode
-from lenvm_kernels.values import ImageTokens, KVCache, ValueModel
+from lenvm_kernels.values import KVCache, ValueModel
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -95,9 +96,31 @@ class SGLangGuide:
         """Whether the value source reads tokens."""
         return self.step.values.needs_tokens
 
-    def states_bytes(self, requests: int) -> int:
-        """Bytes of the states of a step of ``requests`` requests."""
-        return 0 if self.states is None else requests * (1 + self.drafts) * self.states.row_bytes
+    def num_bytes(self, engine: ModelConfig, requests: int, slots: int) -> int:
+        """Bytes that guidance of ``requests`` requests takes, with ``slots`` slots in the engine's pool."""
+        states = 0 if self.states is None else requests * (1 + self.drafts) * self.states.row_bytes
+        cache = 0 if self.value_model is None else KVCache.num_bytes(self.value_model, slots)
+        return (
+            states
+            + cache
+            + self.settings.working_bytes(
+                self.value_model,
+                requests=requests,
+                max_len=engine.context_len,
+                vocab_size=engine.vocab_size,
+                max_delta=MAX_DELTA + self.drafts,
+                max_drafts=self.drafts,
+            )
+        )
+
+    def discard_read_done(self, runner: ModelRunner) -> None:
+        """Make the scheduler also wait for the value model before it overwrites the slot table.
+
+        The engine's event marks the base model's last read of the table, which precedes those of the value model.
+        Without an event, the scheduler waits for all work that is queued on its forward stream.
+        """
+        if self.reads_tokens:
+            runner.shared_read_done_event = None
 
     def take_slots(self, runner: ModelRunner) -> None:
         """Create the guided step on the slots and the slot table that the engine has just allocated."""
@@ -175,14 +198,16 @@ class SGLangGuide:
         """
         if not self.reads_tokens or not needs_step(batch):
             return
+        assert self.value_model is not None  # it reads the tokens
         with self._failing_softly(batch), self._timed():
             lens = batch.extend_seq_lens.int()
             parts: list[tuple[PromptImages | None, int, int]] = []
             if any(images is not None for images in batch.lenvm_images):  # a padded batch has more lengths
-                of_requests = batch.lenvm_images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-                parts = list(zip(*of_requests, strict=False))
+                parts = list(
+                    zip(batch.lenvm_images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False)
+                )
             if any(batch.lenvm_decoding):
-                lens = lens.masked_fill(self._to_device(batch.lenvm_decoding, torch.bool), 0)
+                lens = lens.masked_fill(to_device(torch.tensor(batch.lenvm_decoding), self.device), 0)
             self.step.extend(
                 batch.input_ids,
                 batch.out_cache_loc,
@@ -192,7 +217,7 @@ class SGLangGuide:
                 # The history of decoding requests must not change.
                 batch.extend_prefix_lens.int().masked_fill(lens == 0, 0),
                 begins=[0, *accumulate(batch.extend_seq_lens_cpu[: len(batch.lenvm_decoding) - 1])],
-                images=self._image_tokens(parts, len(batch.input_ids)),
+                images=image_tokens(parts, len(batch.input_ids), self.value_model),
             )
             for images, prefix_len, count in parts:
                 if images is not None and prefix_len + count >= images.length:
@@ -207,24 +232,11 @@ class SGLangGuide:
         params = req.lenvm_guidance
         if params is None or not params.needs_step or not self.reads_tokens:
             return length  # requests that the value model reads do not share these prefixes
-        told, waiting = len(req.origin_input_ids) + len(req.output_ids), MAX_WAITING + self.drafts
+        read, waiting = len(req.origin_input_ids) + len(req.output_ids), MAX_WAITING + self.drafts
         if not params.start_token_ids:  # otherwise each chunk would need a search of the prompt
             end = params.span_state(req.origin_input_ids, req.output_ids).end
-            told = told if end is None else end - 1
-        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, told) - waiting))
-
-    def _image_tokens(self, parts: list[tuple[PromptImages | None, int, int]], tokens: int) -> ImageTokens | None:
-        assert self.value_model is not None
-        images = image_tokens(parts, tokens, self.value_model)
-        if images is None:
-            return None
-        positions, rows = (self._to_device(x, torch.int64) for x in images[:2])
-        return ImageTokens(positions, rows, images.embeds)
-
-    def _to_device(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Copy to the device without a host-device sync."""
-        tensor, device = torch.as_tensor(values, dtype=dtype), self.device
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+            read = read if end is None else end - 1
+        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, read) - waiting))
 
     @contextmanager
     def sampling(self, batch: ForwardBatch) -> Iterator[None]:

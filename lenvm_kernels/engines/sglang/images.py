@@ -50,8 +50,7 @@ class PromptImages:
         sizes: list[tuple[int, tuple[int, int, int]]] = []
         for item in self._items:
             check_pixels(tower, item.feature, item.image_grid_thw)
-            of_item = image_sizes(item.image_grid_thw, merge)
-            for (first, last), size in zip(item.offsets, of_item, strict=True):
+            for (first, last), size in zip(item.offsets, image_sizes(item.image_grid_thw, merge), strict=True):
                 self._rows[first : last + 1] = torch.arange(count, count + last + 1 - first)
                 sizes.append((first, size))
                 count += last + 1 - first
@@ -92,7 +91,7 @@ def has_pixels(item: MultimodalDataItem) -> bool:
 def image_tokens(
     parts: Sequence[tuple[PromptImages | None, int, int]], tokens: int, value_model: ValueModel
 ) -> ImageTokens | None:
-    """The images among ``tokens`` tokens, on the CPU except for the embeddings; None if there are no images.
+    """The images among ``tokens`` tokens, on the value model's device; None if there are no images.
 
     Args:
         parts: consecutive parts, each with the request's images, its first token and its number of tokens.
@@ -107,18 +106,23 @@ def image_tokens(
             positions.append(torch.arange(first, first + length).expand(3, -1))
             rows.append(torch.full((length,), -1))
             continue
-        of_tokens, its_rows = images.of_tokens(first, length)
-        positions.append(of_tokens)
+        part_positions, part_rows = images.of_tokens(first, length)
+        positions.append(part_positions)
         if images.embeds is None:  # the rest is text, or the request has lost its guidance
             rows.append(torch.full((length,), -1))
             continue
-        rows.append(torch.where(its_rows >= 0, its_rows + count, -1))
+        rows.append(torch.where(part_rows >= 0, part_rows + count, -1))
         embeds.append(images.embeds)
         count += len(images.embeds)
-    padding = tokens - sum(length for _, _, length in parts)
-    no_embeds = torch.empty(0, value_model.config.hidden_size, dtype=value_model.dtype, device=value_model.device)
+    padding, device = tokens - sum(length for _, _, length in parts), value_model.device
+    no_embeds = torch.empty(0, value_model.config.hidden_size, dtype=value_model.dtype, device=device)
     return ImageTokens(
-        torch.cat([*positions, torch.zeros(3, padding, dtype=torch.int64)], dim=1),
-        torch.cat([*rows, torch.full((padding,), -1)]),
+        to_device(torch.cat([*positions, torch.zeros(3, padding, dtype=torch.int64)], dim=1), device),
+        to_device(torch.cat([*rows, torch.full((padding,), -1)]), device),
         torch.cat([no_embeds, *embeds]),
     )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host without a host-device sync."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import pkgutil
@@ -15,7 +16,7 @@ import torch
 
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang_fork.runner import Filters, InprocRunner, keep_filters
+from lenvm_kernels.engines.sglang_fork.runner import ForkFilters, InprocRunner, keep_filters, warn_once
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, topk_candidates
@@ -23,7 +24,6 @@ from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import Mode, Status
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.lvm.lvm_guided_sampling import LvmGuidedSampler
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -32,52 +32,100 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_originals: dict[str, Callable] = {}  # functions that install() has replaced, by name
-_warned: set[str] = set()
-_gamma: float | None = None  # default gamma of requests, from the value model, if known
+_SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"
+_GUIDANCE_FUNCTIONS = "lvm_combined_guidance", "lvm_expectation_guidance", "lvm_hard_value_constraint_guidance"
 
 
-def _warn_once(message: str, *args: Any) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message, *args)
+class ForkHooks:
+    """Called around the fork's functions: each method takes the replaced function, then that function's arguments.
 
-
-def _parsed(req: Req) -> Req:
-    """Set ``lenvm_guidance`` of a request once: its parameters and its end-of-sequence tokens.
-
-    A request with bad parameters is not guided.
+    Attributes:
+        gamma: default of requests, from a value model in the engine's process. If None, 0.997.
     """
-    if not hasattr(req, "lenvm_guidance"):
+
+    def __init__(self) -> None:
+        self.gamma: float | None = None
+
+    def initialize(self, original: Callable, runner: ModelRunner, min_per_gpu_memory: float) -> None:
+        """Load the value model after the base model and its pools, not at the first request."""
+        original(runner, min_per_gpu_memory)
+        sampler = getattr(runner.sampler, "lvm_guided_sampler", None)
+        if sampler is None or runner.is_draft_worker or not _is_replaced(sampler._fn):
+            return
+        sampler._inproc = load_runner(runner)
+        if sampler._inproc is not None:
+            self.gamma = sampler._inproc.gamma
+
+    def sample(self, original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
+        """Pass the batch to the sampler of guidance before its tokens are drawn."""
+        sampler = getattr(runner.sampler, "lvm_guided_sampler", None)
+        if sampler is not None:
+            sampler.lenvm_batch = batch
+        return original(runner, logits_output, batch)
+
+    def extract_token_temperature_scale(self, _: Callable, req: Req) -> dict[int, float] | None:
+        """Divisors of the temperatures of single tokens."""
+        self._parse(req)
+        scales = req.lenvm_guidance.token_temperature_scale
+        # The fork drops ids outside the vocabulary, but only from an int64 tensor.
+        return {token: scale for token, scale in scales.items() if token < 2**31} or None
+
+    def apply(
+        self,
+        original: Callable,
+        sampler: LvmGuidedSampler,
+        probs: torch.Tensor,  # [B, V]
+        reqs: Iterable[Req],
+        temperatures: torch.Tensor,
+        top_ps: torch.Tensor,  # [B]
+        top_ks: torch.Tensor,  # [B]
+        min_ps: torch.Tensor,  # [B]
+    ) -> torch.Tensor | None:
+        """Guided ``probs``, rewritten in place; None if no request is guided."""
+        is_inproc = isinstance(sampler._inproc, InprocRunner)
+        if not _is_replaced(sampler._fn):
+            warn_once(
+                f"LenVM: lvm_guided_fn is {sampler._fn!r}, not one of the fork's three: the fork's own path stays"
+            )
+        elif is_inproc or not sampler._get_inproc_provider():
+            reqs, filters = list(reqs), ForkFilters(top_ks.int(), top_ps.float(), min_ps.float())
+            for req in reqs:
+                self._parse(req)
+            if is_inproc:
+                return sampler._inproc.guide(sampler.lenvm_batch, reqs, probs, filters)
+            return guide_by_server(sampler, reqs, probs, filters)
+        return original(sampler, probs, reqs, temperatures, top_ps, top_ks, min_ps)
+
+    def _parse(self, req: Req) -> None:
+        """Set a request's parameters and end-of-sequence tokens once. A request with bad parameters is not guided."""
+        if hasattr(req, "lenvm_guidance"):
+            return
         from sglang.srt.lvm.lvm_value_utils import get_eos_token_ids
 
-        custom_params, params = req.sampling_params.custom_params, GuidanceParams()
+        custom_params = req.sampling_params.custom_params
+        req.lenvm_guidance, req.lenvm_end_tokens = GuidanceParams(), get_eos_token_ids(req)
         try:
             given = custom_params if isinstance(custom_params, dict) else {}
-            parsed = parse_guidance(given, gamma=_gamma, constraint="eq")  # the fork's default constraint
-            if parsed.has_span:
+            params = parse_guidance(given, gamma=self.gamma, constraint="eq")  # the fork's default constraint
+            if params.has_span:
                 raise ValueError("end_token_ids and landing must be absent in the fork, whose sampler reads neither")
-            params = parsed
+            req.lenvm_guidance = params
         except ValueError as error:  # an exception would end the scheduler
             logger.warning("LenVM: request %s has bad custom_params and is not guided: %s", req.rid, error)
-        req.lenvm_guidance = params, get_eos_token_ids(req)
-    return req
 
 
-def _is_the_forks(function: Callable | None) -> bool:
-    """Whether a guidance function is one of the fork's three, which :func:`apply` replaces."""
-    names = "lvm_combined_guidance", "lvm_expectation_guidance", "lvm_hard_value_constraint_guidance"
-    return function in [pkgutil.resolve_name(f"sglang.srt.lvm.lvm_guided_sampling:{name}") for name in names]
+def _is_replaced(function: Callable | None) -> bool:
+    """Whether a guidance function is one of the fork's three, which :meth:`ForkHooks.apply` replaces."""
+    return function in [pkgutil.resolve_name(f"{_SAMPLING}:{name}") for name in _GUIDANCE_FUNCTIONS]
 
 
-def _load_runner(runner: ModelRunner) -> InprocRunner | None:
+def load_runner(runner: ModelRunner) -> InprocRunner | None:
     """The value model in the process of a base model's runner; None if the options name none.
 
     Raises:
         ValueError: an option or a setting; the message names it, its value and what is accepted.
     """
-    global _gamma
-    options, group = runner.server_args, runner.tp_group
+    options = runner.server_args
     path = options.lvm_guided_inproc_model_path
     if not options.lvm_guided_inproc or not path:
         return None
@@ -91,86 +139,25 @@ def _load_runner(runner: ModelRunner) -> InprocRunner | None:
     if settings.value_model is None:
         raise ValueError(f"--lvm-guided-inproc-model-path must be a value model for the fork, got {path!r}")
 
-    def free_bytes() -> float:
-        from sglang.srt.utils.common import get_available_gpu_memory
-
-        options = dict(distributed=group.world_size > 1, cpu_group=group.cpu_group)  # then the minimum of all ranks
-        return 2**30 * get_available_gpu_memory(runner.device, runner.gpu_id, **options)
-
-    fraction = options.lvm_guided_inproc_mem_fraction_static or options.mem_fraction_static
-    inproc = InprocRunner(settings, runner, mem_fraction=fraction, free_bytes=free_bytes)
-    _gamma = settings.gamma
-    return inproc
+    return InprocRunner(settings, runner)
 
 
-# --- replacements of the fork's functions, with their parameters ---
-
-
-def initialize(self: ModelRunner, min_per_gpu_memory: float) -> None:
-    """Load the value model after the base model and its pools, not at the first request."""
-    _originals[f"{_RUNNER}.initialize"](self, min_per_gpu_memory)
-    sampler = getattr(self.sampler, "lvm_guided_sampler", None)
-    if sampler is not None and not self.is_draft_worker and _is_the_forks(sampler._fn):
-        sampler._inproc = _load_runner(self)
-
-
-def sample(self: ModelRunner, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> torch.Tensor:
-    """Draw the tokens of a batch, which is passed to the sampler of guidance."""
-    sampler = getattr(self.sampler, "lvm_guided_sampler", None)
-    if sampler is not None:
-        sampler.lenvm_batch = forward_batch
-    return _originals[f"{_RUNNER}.sample"](self, logits_output, forward_batch)
-
-
-def extract_token_temperature_scale(req: Req) -> dict[int, float] | None:
-    """Divisors of the temperatures of single tokens."""
-    scales = _parsed(req).lenvm_guidance[0].token_temperature_scale
-    # The fork drops ids outside the vocabulary, but only from an int64 tensor.
-    return {token: scale for token, scale in scales.items() if token < 2**31} or None
-
-
-def apply(
-    self: LvmGuidedSampler,
-    probs: torch.Tensor,  # [B, V]
-    reqs: Iterable[Req],
-    temperatures: torch.Tensor,
-    top_ps: torch.Tensor,  # [B]
-    top_ks: torch.Tensor,  # [B]
-    min_ps: torch.Tensor,  # [B]
+def guide_by_server(
+    sampler: LvmGuidedSampler, reqs: Sequence[Req], probs: torch.Tensor, filters: ForkFilters
 ) -> torch.Tensor | None:
-    """Guided ``probs``, rewritten in place; None if no request is guided."""
-    if not _is_the_forks(self._fn):
-        _warn_once("LenVM: lvm_guided_fn is %r, not one of the fork's three: the fork's own path stays", self._fn)
-    elif isinstance(self._inproc, InprocRunner) or not self._get_inproc_provider():
-        reqs, filters = [_parsed(req) for req in reqs], Filters(top_ks.int(), top_ps.float(), min_ps.float())
-        if isinstance(self._inproc, InprocRunner):
-            return self._inproc.guide(self.lenvm_batch, reqs, probs, filters)
-        return _guide_by_server(self, reqs, probs, filters)
-    return _originals[f"{_SAMPLER}.apply"](self, probs, reqs, temperatures, top_ps, top_ks, min_ps)
-
-
-def _guide_by_server(
-    sampler: LvmGuidedSampler, reqs: Sequence[Req], probs: torch.Tensor, filters: Filters
-) -> torch.Tensor | None:
-    """:func:`apply` with values of a server (``--lvm-guided-url``)."""
-    device, guidance = probs.device, [req.lenvm_guidance for req in reqs]
-    if all(params.mode == Mode.UNGUIDED for params, _ in guidance):
+    """:meth:`ForkHooks.apply` with values of a server (``--lvm-guided-url``)."""
+    device, params = probs.device, [req.lenvm_guidance for req in reqs]
+    if all(p.mode == Mode.UNGUIDED for p in params):
         return None
-    table = GuidanceTable.from_params([params for params, _ in guidance], [eos for _, eos in guidance], device)
+    table = GuidanceTable.from_params(params, [req.lenvm_end_tokens for req in reqs], device)
+    threshold = table.columns.entropy_threshold
     candidates = topk_candidates(
-        probs,
-        **filters._asdict(),
-        max_candidates=MAX_CANDIDATES,
-        entropy_threshold=table.columns.entropy_threshold,
-        guided=table.guided,
+        probs, **filters._asdict(), max_candidates=MAX_CANDIDATES, entropy_threshold=threshold, guided=table.guided
     )
-    lost_mass = candidates.lost_mass.nan_to_num(0.0).max().item()
-    if lost_mass > 0:
-        _warn_once(
-            "LenVM: a row has more than %d candidates; the others, of probability %.3g, are left out: "
-            "lower its top_k or top_p, or raise its min_p",
-            MAX_CANDIDATES,
-            lost_mass,
+    if candidates.lost_mass.nan_to_num(0.0).max() > 0:
+        warn_once(
+            f"LenVM: a row has more than {MAX_CANDIDATES} candidates; the others are left out: lower its top_k or "
+            "top_p, or raise its min_p"
         )
     status, counts, token_ids = (x.tolist() for x in (candidates.status, candidates.counts, candidates.token_ids))
     unchanged = [row for row, s in enumerate(status) if s in (Status.UNGUIDED, Status.SKIP)]
@@ -232,22 +219,22 @@ def value_head_forward(self: MLP2SiLUValueHead, hidden_states: torch.Tensor) -> 
     return logits.view(*hidden_states.shape[:-1], 1)
 
 
-_SAMPLER = "sglang.srt.lvm.lvm_guided_sampling:LvmGuidedSampler"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _MASK = "build_tree_value_custom_mask_and_positions"
-# Every name under which the fork looks a function up. The Qwen2.5-VL value model has the head of the Qwen2 model.
+# By every name under which the fork looks a function up. The Qwen2.5-VL value model has the head of the Qwen2 model.
 REPLACED: dict[str, Callable] = {
-    f"{_SAMPLER}.apply": apply,
-    "sglang.srt.lvm.lvm_guided_sampling:_extract_token_temperature_scale": extract_token_temperature_scale,
+    f"{_SAMPLING}:LvmGuidedSampler.apply": ForkHooks.apply,
+    f"{_SAMPLING}:_extract_token_temperature_scale": ForkHooks.extract_token_temperature_scale,
+    f"{_RUNNER}.initialize": ForkHooks.initialize,
+    f"{_RUNNER}.sample": ForkHooks.sample,
     f"sglang.srt.lvm.tree_value_spec:{_MASK}": build_tree_value_custom_mask_and_positions,
     f"sglang.srt.lvm.lvm_inproc_runner:{_MASK}": build_tree_value_custom_mask_and_positions,
     "sglang.srt.models.qwen2_lvm:MLP2SiLUValueHead.forward": value_head_forward,
     "sglang.srt.models.qwen3_lvm:MLP2SiLUValueHead.forward": value_head_forward,
-    f"{_RUNNER}.initialize": initialize,
-    f"{_RUNNER}.sample": sample,
 }
 
 
+@functools.cache
 def install() -> dict[str, Callable]:
     """Replace the fork's functions by this package's, in this process. A second call changes nothing.
 
@@ -258,19 +245,30 @@ def install() -> dict[str, Callable]:
         ImportError: the fork is not installed, or is another version; the message names the difference. Nothing was
             replaced.
     """
-    if not _originals:
-        try:
-            signatures.check("sglang_fork")
-            found = {name: pkgutil.resolve_name(name) for name in REPLACED}
-        except (RuntimeError, ImportError, AttributeError) as error:
-            raise ImportError(
-                "install() needs the LenVM fork of SGLang (eric-ai-lab/Length-Value-Model, sglang-LenVM), and another "
-                f"version does not fit: {error}"
-            ) from error
-        for name, function in REPLACED.items():
-            module, _, path = name.partition(":")
-            owner, _, attribute = path.rpartition(".")
-            setattr(pkgutil.resolve_name(f"{module}:{owner}"), attribute, function)
-        _originals.update(found)
-        logger.info("LenVM: replaced %s", ", ".join(REPLACED))
-    return dict(_originals)
+    try:
+        signatures.check("sglang_fork")
+        originals = {name: pkgutil.resolve_name(name) for name in REPLACED}
+    except (RuntimeError, ImportError, AttributeError) as error:
+        raise ImportError(
+            "install() needs the LenVM fork of SGLang (eric-ai-lab/Length-Value-Model, sglang-LenVM), and another "
+            f"version does not fit: {error}"
+        ) from error
+    hooks = ForkHooks()
+    for name, function in REPLACED.items():
+        module, _, path = name.partition(":")
+        owner, _, attribute = path.rpartition(".")
+        is_hook = function in vars(ForkHooks).values()
+        replacement = _hooked(function, hooks, originals[name]) if is_hook else function
+        setattr(pkgutil.resolve_name(f"{module}:{owner}"), attribute, replacement)
+    logger.info("LenVM: replaced %s", ", ".join(REPLACED))
+    return originals
+
+
+def _hooked(hook: Callable, hooks: ForkHooks, original: Callable) -> Callable:
+    """A function that may become a method, and calls a hook around the fork's function."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return hook(hooks, original, *args, **kwargs)
+
+    return replacement

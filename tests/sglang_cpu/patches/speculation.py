@@ -1,9 +1,9 @@
 """Speculative decoding in SGLang on a CPU: plain PyTorch in place of the compiled kernels that are missing here.
 
-SGLang 0.5.23 has this path for CPUs with AMX, whose kernels its CPU build of ``sgl_kernel`` brings. :func:`install`
-puts these functions where the engine has taken those kernels' names from the stub of ``sgl_kernel``, teaches the
-backend ``torch_native`` the two kinds of attention that it lacks, and lets the scheduler overlap. What is accepted,
-committed and relayed stays the engine's own code, which on a CPU verifies by argmax whatever the temperature.
+SGLang 0.5.23 supports this path on CPUs with AMX, by kernels of its CPU build of ``sgl_kernel``. :func:`install`
+replaces the names that the engine has imported from the stub of ``sgl_kernel``, adds two kinds of attention to the
+backend ``torch_native``, and lets the scheduler overlap. The rest is the engine's own code, which on a CPU verifies by
+argmax at any temperature.
 """
 
 import ctypes
@@ -71,7 +71,7 @@ def copy_all_layer_kv_cache(addresses, strides, targets, sources):
 def build_tree(
     parent_list, chosen, seq_lens, mask, positions, index, next_token, next_sibling, topk, depth, nodes, mode
 ):
-    """In place of ``build_tree_kernel_efficient_cpu``: who sees whom in every request's tree of drafts, and the links.
+    """In place of ``build_tree_kernel_efficient_cpu``: the attention mask and the links of every tree of drafts.
 
     Node 0 is the last committed token. Node ``i`` is the draft that was proposed as number ``chosen[i - 1]``: ``topk``
     at a time, first below the root, then below each draft that ``parent_list`` names.
@@ -93,7 +93,7 @@ def build_tree(
 
 
 def link(parent_of, next_token, next_sibling):
-    """Link every node of a tree to its first child and to its next sibling; there is -1 where there is none."""
+    """Link every node of a tree to its first child and to its next sibling; -1 stands for none."""
     for node in reversed(range(1, len(parent_of))):
         next_sibling[node] = next_token[parent_of[node]]
         next_token[parent_of[node]] = node
@@ -139,13 +139,13 @@ def verify_tree_greedy(
 
 
 def gather_spec_extras(rows, *tables):
-    """In place of the Triton kernel of this name: the rows of what one step left for the next."""
+    """In place of the Triton kernel of this name: rows of the tensors that one step passes to the next."""
     return [None if table is None else table[rows] for table in tables]
 
 
 def attend_to_tree(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-    """In place of ``torch_native``'s attention over prompts, which knows no verification: a draft sees the committed
-    tokens and, of the drafts, those that the tree's mask says. Not for sliding windows."""
+    """In place of ``torch_native``'s attention over prompts, which does not support verification: a draft attends to
+    the committed tokens and to the drafts in the tree's mask. Sliding windows are not supported."""
     if not forward_batch.forward_mode.is_target_verify():
         return attend_to_prompt(self, q, k, v, layer, forward_batch, save_kv_cache)
     assert layer.sliding_window_size is None or layer.sliding_window_size < 0
@@ -170,7 +170,7 @@ attend_to_prompt = TorchNativeAttnBackend.forward_extend
 
 
 class DraftBackend(TorchNativeAttnBackend):
-    """One step's attention of the draft model: every branch sees the committed tokens and its own drafts."""
+    """One step's attention of the draft model: every branch attends to the committed tokens and to its own drafts."""
 
     table = seq_lens = None
 
@@ -180,10 +180,10 @@ class DraftBackend(TorchNativeAttnBackend):
 
 
 class DraftBackends:
-    """In place of the backends that draft in several steps, of which ``torch_native`` has none: one for each step.
+    """One backend per draft step; ``torch_native`` has none that drafts in several steps.
 
-    A branch's drafts have ``steps`` slots of their own behind those of the committed tokens, as
-    :func:`assign_draft_cache_locs_contiguous` gives them out.
+    The drafts of a branch have ``steps`` separate slots after those of the committed tokens, in the layout of
+    :func:`assign_draft_cache_locs_contiguous`.
     """
 
     def __init__(self, runner, topk, steps):
@@ -203,14 +203,14 @@ class DraftBackends:
 
 
 def create_decode_backend(factory):
-    """In place of the factory's method, whose list of backends that can draft does not have ``torch_native``."""
+    """In place of the factory's method, whose list of backends for drafts lacks ``torch_native``."""
     steps = factory.speculative_num_steps
     return DraftBackends(factory.draft_model_runner, factory.topk, steps) if steps > 1 else None
 
 
 def overlap(self):
-    """Before the draft model is there: undo that, to speculate on a CPU, the engine switches the overlapping off."""
-    if not self.server_args.disable_overlap_schedule:  # what was asked for, not what came of it
+    """Before the draft model is loaded: overlap again, which the engine disables for speculation on a CPU."""
+    if not self.server_args.disable_overlap_schedule:  # the requested value, not the resolved one
         get_context().override("tests", disable_overlap_schedule=False)
         self.enable_overlap = self.tp_worker.enable_overlap = True
     init_draft_worker(self)
@@ -220,7 +220,7 @@ init_draft_worker = scheduler.Scheduler.maybe_init_draft_worker
 
 
 def install():
-    """Put all of it in place, before a model is loaded."""
+    """Replace the engine's functions before a model is loaded."""
     replacements = {
         allocation: {"assign_req_to_token_pool_cpu": assign_req_to_token_pool},
         cache_move: {"copy_all_layer_kv_cache_cpu": copy_all_layer_kv_cache},
@@ -240,7 +240,7 @@ def install():
         TorchNativeAttnBackend: {"forward_extend": attend_to_tree},
         DraftBackendFactory: {
             "create_decode_backend": create_decode_backend,
-            "create_draft_extend_backend": lambda _: None,  # the draft model's own does
+            "create_draft_extend_backend": lambda _: None,  # the draft model's own backend suffices
         },
         scheduler.Scheduler: {"maybe_init_draft_worker": overlap},
     }

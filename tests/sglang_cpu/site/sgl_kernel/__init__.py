@@ -1,4 +1,4 @@
-"""In place of SGLang's compiled kernels, of which there is no build for a CPU: what is missing says so when called."""
+"""In place of SGLang's compiled kernels, which have no CPU build: each raises an error when it is called."""
 
 
 def __getattr__(name):
