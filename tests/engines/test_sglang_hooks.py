@@ -233,7 +233,8 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
     assert given == [expected]
 
 
-def test_failing_step_ends_guidance_but_not_the_engine(guide, caplog):
+@pytest.mark.parametrize("changes_logits", [False, True])
+def test_failing_step_ends_guidance_but_not_the_engine(guide, caplog, changes_logits):
     cleared = []
     guide.step = SimpleNamespace(remove_request=cleared.append)  # no other method, so every step fails
     info, drawn = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None), torch.tensor([7, 8])
@@ -243,6 +244,8 @@ def test_failing_step_ends_guidance_but_not_the_engine(guide, caplog):
             req.lenvm_guidance, req.skip_radix_cache_insert = parse_guidance(GENTLE), False
         batch = SimpleNamespace(lenvm_reqs=reqs, forward_mode=ForwardMode.DECODE)
         with guide.sampling(batch):
+            if changes_logits:
+                guide.change_logits(torch.ones(2, VOCAB))
             for _ in range(2):  # at the second draw no request is guided any more
                 assert guide.draw(torch.ones(2, VOCAB), info, drawn) is drawn
             assert guide.report(torch.ones(2, VOCAB), info, drawn) is None

@@ -250,7 +250,8 @@ class SGLangGuide:
     def change_logits(self, logits: torch.Tensor) -> None:
         """Apply token temperatures and limits of spans to the logits that the engine is about to sample from."""
         if self._sampling is not None:
-            self._prepared = self._prepare(self._sampling, logits, len(logits))
+            with self._failing_softly(self._sampling):
+                self._prepared = self._prepare(self._sampling, logits, len(logits))
 
     def _prepare(self, batch: ForwardBatch, logits: torch.Tensor | None, requests: int) -> PreparedStep:
         return self.step.prepare(logits, last_tokens(batch, requests)._replace(states=self._states_of(requests)))
