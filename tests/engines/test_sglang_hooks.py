@@ -237,7 +237,8 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
 def test_failing_step_ends_guidance_but_not_the_engine(guide, caplog, changes_logits):
     cleared = []
     guide.step = SimpleNamespace(remove_request=cleared.append)  # no other method, so every step fails
-    info, drawn = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None), torch.tensor([7, 8])
+    info = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None, is_all_greedy=False)
+    drawn = torch.tensor([7, 8])
     for failures in (1, 2):
         reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)) for row in (3, 5)]
         for req in reqs:
