@@ -3,7 +3,7 @@
     python examples/engine_loop.py
     python examples/engine_loop.py --model BASE --value-model VALUE
 
-The base model, a transformers model that runs one request at a time, stands in for that of an engine. Everything else
+The base model, a transformers model that runs one request at a time, stands in for an engine's model. Everything else
 is an engine's work for guidance. ``docs/guided-step.md`` explains the calls.
 """
 

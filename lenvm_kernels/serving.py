@@ -109,7 +109,7 @@ class ValueEngine:
                     raise ValueError(f"{name} must be token ids in [0, {vocab_size}), got {token}")
 
     def compute(self, queries: Sequence[Query]) -> list[QueryValues]:
-        """Values of checked queries, as many computed together as the cache has room for."""
+        """Values of checked queries, computed together as far as the cache has room."""
         answers: list[QueryValues] = []
         while len(answers) < len(queries):
             ahead = queries[len(answers) : len(answers) + QUERIES]
@@ -176,7 +176,7 @@ class ValueEngine:
             page_size=PAGE_SIZE,
             backend=self._backend,
         )
-        # The head computes all rows, not only those of candidates; it is small beside the layers.
+        # The head computes all rows, not only candidates; it is small beside the layers.
         every = torch.arange(len(batch.layout.token_ids), device=device)
         layout = batch.layout._replace(candidate_rows=every[None], head_rows=every, head_targets=every)
         self.forwards += 1

@@ -1,6 +1,6 @@
 """Time of ``ragged_linear``, the projections of a layer.
 
-``room`` times as many rows as are live, as in a graph for every candidate that a step can have: 1.5 where five of eight
+``room`` times the live rows, as in a graph with rows for all candidates that a step can have: 1.5 where five of eight
 slots are filled, 4 in a batch of few candidates. The peers receive the live rows: "(cuBLAS, bare)" computes the matmul
 alone, "cuBLAS and operators" norm, SwiGLU and residual too.
 """

@@ -48,9 +48,9 @@ def add(commands: Any) -> None:
         "--value-model",
         required=True,
         metavar="W",
-        help="value model, which has to share the base model's vocabulary: as --model, where demo includes the shipped "
-        "adapters and value head; or a probe of the base model, demo-probe for that of demo; or none: a target is then "
-        "met by the end of the text alone; required",
+        help="value model, which must share the base model's vocabulary: as --model, where demo includes the shipped "
+        "adapters and value head; or a probe of the base model, demo-probe for the demo's probe; or none: a target is "
+        "then met by the end of the text alone; required",
     )
     add_value_head(models, "W")
     add_device(models)

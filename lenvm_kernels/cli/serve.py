@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     key_help = "refuse requests without it (default: the variable LENVM_API_KEY, which other users do not see)"
     parser.add_argument("--api-key", default=os.environ.get("LENVM_API_KEY"), metavar="KEY", help=key_help)
     add_numbers(parser, max_tokens_in_cache=(32_768, "tokens whose keys and values are kept, in all sequences"))
-    parser.add_argument("--gamma", type=float, help="of the value model (default: that of its lenvm_config.json)")
+    parser.add_argument("--gamma", type=float, help="gamma of the value model (default: from its lenvm_config.json)")
     add_device(parser)
     add_dtype(parser, "the value model")
 
@@ -42,7 +42,7 @@ def run_command(args: argparse.Namespace) -> None:
     """Load the value model and answer until a signal ends the server."""
     with usage_errors():
         if args.api_key == "":
-            raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to refuse nobody")
+            raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to accept every request")
         import torch
 
         from lenvm_kernels.loading.models import load_value_model

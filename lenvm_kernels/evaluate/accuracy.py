@@ -123,7 +123,7 @@ def add(
 ) -> None:
     """Add :func:`accuracies` to the scores of each target and setting.
 
-    The tokens of an answer are decoded again, because the text of a cut answer is that of the whole answer.
+    The tokens of an answer are decoded again, because the text of a cut answer is still the whole text.
     """
     assert plan.answers is not None
     pairs = {}

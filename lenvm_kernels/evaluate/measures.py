@@ -53,7 +53,7 @@ class Answer:
         return self.setting, self.target, self.seed, self.prompt
 
     def cut(self, limit: int) -> Answer:
-        """The answer under a limit of ``limit`` tokens; the text remains that of all tokens."""
+        """The answer under a limit of ``limit`` tokens; the text still contains all tokens."""
         if len(self.ids) <= limit:
             return self
         return replace(self, ids=self.ids[:limit], nll=self.nll[:limit], ended=False)

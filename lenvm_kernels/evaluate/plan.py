@@ -34,7 +34,7 @@ class Setting:
         guidance: request parameters without the target. If None, answers are unguided.
         with_values: whether a value model guides the answers, or predicts the lengths of the base model's.
         said: whether the prompt names the target.
-        targets: the targets that are answered, ``(None,)`` for a setting without a target. If None, those of the plan.
+        targets: the targets that are answered, ``(None,)`` for a setting without a target. If None, the plan's targets.
     """
 
     name: str
@@ -154,7 +154,7 @@ def settings_of(
 
     Args:
         guidances: parameters of the guided settings. If empty, the default parameters.
-        with_values: whether there is a value model. Without one, default parameters are those of the constant.
+        with_values: whether there is a value model. Without one, the default parameters of constant values apply.
         said: repeat each setting except the forced answer with prompts that name the target.
         forced: add the forced answer.
     """

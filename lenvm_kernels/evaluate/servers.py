@@ -54,7 +54,7 @@ class Server:
                 continue
             except OSError as error:
                 raise ValueError(f"{flag} must be a running server, {url} gives: {error}") from error
-        raise ValueError(f"{flag} must be SGLang's or vLLM's server, {url} knows neither /get_model_info nor /version")
+        raise ValueError(f"{flag} must be SGLang's or vLLM's server, {url} has neither /get_model_info nor /version")
 
     def answer(
         self,

@@ -81,7 +81,7 @@ def check_plan(plan: Mapping[str, Any], other: Mapping[str, Any], where: Path) -
     plan = json.loads(json.dumps(plan))
     if different := [key for key in sorted({*plan, *other}) if plan.get(key) != other.get(key)]:
         raise ValueError(
-            f"--output must be a new directory or that of the same plan, {str(where)!r} differs in "
+            f"--output must be a new directory or one with the same plan, {str(where)!r} differs in "
             f"{', '.join(different)}"
         )
 

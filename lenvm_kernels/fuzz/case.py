@@ -21,7 +21,7 @@ from lenvm_kernels.fuzz.draws import Draws
 # Maximum interpreter operations per call on a CPU. A case makes three calls: about two seconds on an idle core, at
 # 80 us per operation.
 INTERPRETED_WORK = 8_000
-# Maximum numbers in the inputs of a case on a GPU; the reference needs ten times as many fp64 numbers, about 5 GB.
+# Maximum numbers in the inputs of a case on a GPU; the reference needs ten times that number in fp64, about 5 GB.
 BATCH_SIZE = 2**26
 
 

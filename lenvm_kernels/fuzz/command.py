@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
     against = (
         "a function with the signature of one operator, to be tested in place of its kernels. The operator is the "
     )
-    against += "one of that name, or that of --ops; the working directory is searched for the module"
+    against += "the function of that name, or the one in --ops; the working directory is searched for the module"
     add("--against", metavar="MODULE:FUNCTION", help=against)
     only = "draw no other values of these options; an option may be given several times (default: draw all)"
     add("--only", nargs="+", default=[], metavar="OPTION=VALUE", help=only)

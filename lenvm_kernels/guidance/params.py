@@ -232,7 +232,7 @@ def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, An
     if budget is None:
         return {}
     if "target_length" in given or "target_value" in given or given.get("target_length_mode") == "remaining":
-        raise ValueError("thinking_budget is a target_length of its own: give no other target with it")
+        raise ValueError("thinking_budget is itself a target_length: pass no other target")
     implied = dict(target_length=budget, value_constraint="le_near", hard_limit=math.ceil(_LIMIT_OF_BUDGET * budget))
     if "end_token_ids" in given:
         return implied

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TRAIN, TEST = SPLITS = ("train", "test")
-# Accepted keys of the prompt and of its answer: those of this package, then those of GSM8K and MATH.
+# Accepted keys of the prompt and of its answer: first this package's keys, then the keys of GSM8K and MATH.
 TEXTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution")
 SAY_IT = "Answer in about {words} words."
 

@@ -130,7 +130,7 @@ def _argument(name: str, kind: Any) -> _Argument:
 
 
 def _flat(arguments: Sequence[_Argument], values: Sequence[Any]) -> list[Any]:
-    """Convert the arguments of a launch to those of the schema."""
+    """Convert the arguments of a launch to arguments of the schema."""
     flat: list[Any] = []
     for argument, value in zip(arguments, values, strict=True):
         if argument.kind is None:
@@ -141,7 +141,7 @@ def _flat(arguments: Sequence[_Argument], values: Sequence[Any]) -> list[Any]:
 
 
 def _nested(arguments: Sequence[_Argument], flat: Sequence[Any]) -> Iterator[Any]:
-    """Convert the arguments of the schema to those of a launch."""
+    """Convert the arguments of the schema to arguments of a launch."""
     rest = iter(flat)
     for argument in arguments:
         values = [next(rest) for _ in argument.schema]

@@ -128,7 +128,7 @@ class Spec:
         Args:
             backend: as passed to the operator, which is resolved for the first tensor.
             arguments: all arguments of the specification.
-            device: device of the tensors. If None, that of the first one.
+            device: device of the tensors. If None, the first tensor's device.
             sizes: sizes that are not the size of a tensor.
 
         Returns:
@@ -210,7 +210,7 @@ def _forms(kind: type) -> dict[str, tuple[Any, str]]:
     return forms
 
 
-# Of all named tuples of types.py. Computed here, because torch.compile does not trace it.
+# All named tuples of types.py. Computed at import, because torch.compile does not trace it.
 FIELD_FORMS: dict[Any, dict[str, tuple[Any, str]]] = {
     kind: _forms(kind) for kind in vars(types).values() if isinstance(kind, type) and hasattr(kind, "_fields")
 }

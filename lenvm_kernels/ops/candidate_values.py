@@ -359,7 +359,7 @@ def candidate_values(
         scale, shift: [B, D], in the dtype of ``embedding`` or fp32; modulation per request. Rows may be strided.
         embedding: [V, D], fp32, bf16 or fp16 (fp64 too on the reference); one row per token. Rows may be strided.
         fc_weight: W1 [E, D], stored as in ``nn.Linear`` (out, in), in the dtype of ``embedding``. The left operand is
-            rounded to this dtype. Rows may be strided, also those of ``bins_weight``.
+            rounded to this dtype. Rows may be strided, also in ``bins_weight``.
         fc_bias: b1 [E]; the dtype of ``embedding`` or fp32, also for ``bins_bias``.
         bins_weight: W2 [N, E], for 1 to 64 bins; the dtype of ``embedding``. Its products are fp32.
         bins_bias: b2 [N].

@@ -3,7 +3,7 @@
 The output may have more rows than there are requests. The extra rows are filled with dummy requests, so that a CUDA
 graph captured for a larger batch can run. PyTorch operators would need about twenty launches.
 
-The kernel also appends the new tokens to each request's history. A program reads and writes the history of its own
+The kernel also appends the new tokens to each request's history. A program reads and writes the history of its
 requests only, so the previous state needs no copy.
 
 The value model can catch up with a request as long as the history holds all tokens that it has not computed. If one is

@@ -136,7 +136,7 @@ def _ragged_layout_kernel(
                 parent = _earlier(above, parent)
         _store_rows(layout, candidate_row, token_id, position, -1, parent_row.to(tl.int32), is_row)
 
-        # The padding columns of earlier requests come between the last candidate and those of this request.
+        # The padding columns of earlier requests come between the last candidate and this request's padding columns.
         padding_place = candidates + (request * K - first_place) + (column - candidate_len)
         place = tl.where(is_candidate, first_place + column, padding_place)
         candidate_row = tl.where(is_candidate, candidate_row, -1)

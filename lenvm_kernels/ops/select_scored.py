@@ -153,7 +153,7 @@ def select_scored(
         eos_token_ids: int32 [R, E]; the tokens that end each request, by row of the guidance table.
         drawn: int32 [B]; next tokens that are not drawn from the candidates, negative if unknown. If ``None``, unknown.
         sample: whether the next token of a request with a single candidate is that candidate.
-        score_all: score all candidates instead of only those of requests that are reweighted.
+        score_all: score all candidates, also those that are not reweighted.
         step: int64 [1]; :attr:`StepHistory.step`, incremented if there is a row. If ``None``, no history is kept.
         out: contiguous result tensors to reuse, of ``N`` rows. If ``None``, they are allocated.
         backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.

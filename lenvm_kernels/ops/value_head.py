@@ -47,12 +47,12 @@ from lenvm_kernels.reference.value_head import value_head as _reference
 BLOCK_N, BLOCK_N_WIDE = 64, 128
 WIDE_FROM = 2560
 # Up to about one program per multiprocessor (4 * 24 programs at H = 1536), tiles of 64 rows take two thirds of the time
-# of tiles of 128 rows, which use half as many multiprocessors.
+# of tiles of 128 rows, which use half the multiprocessors.
 BLOCK_M, BLOCK_M_FEW = 128, 64
 FEW_OUTPUTS = 256
 # 128 bytes of a row at a time, i.e. whole cache lines. The number of stages (24 or 32 KB each) lets two programs share
 # a multiprocessor's 227 KB, so that the epilogue of one overlaps the loop of the other. A program of few rows has a
-# multiprocessor to itself, and keeps as many bytes of W1 in flight as fit: 7 blocks of 8 KB, or 5 of 16 KB.
+# multiprocessor to itself, and keeps all bytes of W1 in flight that fit: 7 blocks of 8 KB, or 5 of 16 KB.
 BLOCK_K_BYTES = 128
 STAGES, STAGES_WIDE = 4, 3
 STAGES_FEW, STAGES_FEW_WIDE = 8, 6

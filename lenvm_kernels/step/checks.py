@@ -73,7 +73,7 @@ def completed(config: StepConfig, slots: SlotTable, device: torch.device | None,
 
     Args:
         config, slots: arguments of the step, which are checked.
-        device: device of the value source. If None, that of the slots.
+        device: device of the value source. If None, the slots' device.
         can_have_graphs: whether CUDA graphs can run the source.
     """
     if not isinstance(config, StepConfig):
@@ -85,7 +85,7 @@ def completed(config: StepConfig, slots: SlotTable, device: torch.device | None,
     if slots.num_slots < 1:
         raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
     if config.graphs and not can_have_graphs:
-        raise ValueError("graphs must be None or False unless values are those of a value model on a GPU, got True")
+        raise ValueError("graphs must be None or False unless values come from a value model on a GPU, got True")
     return replace(
         config,
         max_requests=config.max_requests or slots.table.shape[0],

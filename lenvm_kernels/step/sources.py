@@ -28,7 +28,7 @@ LIVE_SHARE = 2 / 3
 
 
 class PromptTokens(NamedTuple):
-    """Tokens to compute, as in :meth:`GuidedStep.extend`; ``ends [B]`` are the places after those of each request."""
+    """Tokens to compute, as in :meth:`GuidedStep.extend`; ``ends [B]`` are the places after each request's tokens."""
 
     tokens: torch.Tensor
     slots: torch.Tensor
@@ -45,7 +45,7 @@ class ValueSource(ABC):
         needs_tokens: whether the source reads tokens, which must then be passed to :meth:`extend` and steps.
         needs_states: number of columns and dtype of the base model's states that each step must be given; None if the
             source reads none.
-        device: device of the source, which must be that of the slot table. If None, any.
+        device: device of the source, which must be the slot table's device. If None, any.
         can_have_graphs: whether CUDA graphs can run the source.
         early: tokens past the target at which outputs end that wait for the end of a sentence.
         cache: keys and values of the tokens; None if the source caches none.

@@ -27,7 +27,7 @@ class StepView(NamedTuple):
         drawn: int32 ``[B]``; the same, or None.
         filters: top_k, top_p, min_p and temperature of each node.
         rows: the tensors of the batch.
-        padded: the tensors of its graph, which the value source reads: those of the batch, and padding.
+        padded: the tensors of its graph, which the value source reads: the batch and its padding.
         backend: backend of the operators.
     """
 

@@ -103,7 +103,7 @@ class GuidedStep:
     ) -> None:
         """Admit a request into a row of the slot table. The row is copied to the device at the next call.
 
-        Arguments and errors are those of :meth:`GuidanceTable.add_request`. Token temperatures of ids outside the
+        For arguments and errors, see :meth:`GuidanceTable.add_request`. Token temperatures of ids outside the
         vocabulary are ignored. Also raises ValueError for guidance that the value source does not support.
         """
         if not 0 <= table_row < self._state.padding_row:
@@ -167,7 +167,7 @@ class GuidedStep:
         begins: Sequence[int] | None = None,
         images: ImageTokens | None = None,
     ) -> None:
-        """Compute and cache keys and values of tokens whose candidates are not needed, such as those of prompts.
+        """Compute and cache keys and values of tokens whose candidates are not needed, such as prompts.
 
         The last token of a prompt is passed to :meth:`step`. Requests without guidance and ``return_values`` are
         skipped.

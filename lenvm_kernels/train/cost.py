@@ -29,7 +29,7 @@ def estimate(
     config = AutoConfig.from_pretrained(**source_of(base)).get_text_config()
     size, backbone_size = parameters(base), parameters(backbone)
     tokens = len(prompts) * plan.samples * plan.max_new_tokens
-    # Memory holds the weights and all keys and values; a decode step reads those of half an answer on average.
+    # Memory holds the weights, keys and values; a decode step reads keys and values of half an answer on average.
     prompt, kv = sum(prompts) / len(prompts), plan.rows * kv_bytes(config)
     memory, read = (2 * size + (prompt + length) * kv for length in (plan.max_new_tokens, plan.max_new_tokens / 2))
     step = max(read / (BANDWIDTH * SHARE_OF_BANDWIDTH), plan.rows * 2 * size / (FLOPS * SHARE_OF_FLOPS))

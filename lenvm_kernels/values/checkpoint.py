@@ -316,7 +316,7 @@ def _read_gguf(path: Path) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
 
 
 def with_head(tensors: Mapping[str, torch.Tensor], head: Head | None) -> dict[str, torch.Tensor]:
-    """The backbone's tensors, with ``head`` in place of their own head. If None, they are unchanged."""
+    """The backbone's tensors, with ``head`` in place of the stored head. If None, they are unchanged."""
     if head is None:
         return dict(tensors)
     if not isinstance(head, Mapping):

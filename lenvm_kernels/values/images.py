@@ -47,10 +47,10 @@ def image_positions(is_image: torch.Tensor, sizes: Iterator[ImageSize]) -> torch
 
     Args:
         is_image: bool ``[L]``; whether a token belongs to an image.
-        sizes: sizes of images; only those of the prompt are consumed.
+        sizes: sizes of images; only the prompt's sizes are consumed.
 
     Raises:
-        ValueError: the image tokens are not those of whole images, or the prompt ends with an image.
+        ValueError: the image tokens do not form whole images, or the prompt ends with an image.
 
     Example:
         >>> is_image = torch.tensor([False, True, True, True, True, False])

@@ -133,9 +133,9 @@ class ValueModel:
                 ``adapter_model.safetensors`` as the package PEFT writes them (LoRA, :func:`read_adapter`). It is
                 merged into the weights, and ``lenvm_config.json`` is read from its directory. If None, the adapter in
                 the directory of ``path``, if there is one.
-            dtype: float32, bfloat16 or float16. If None, that of the checkpoint's embedding.
+            dtype: float32, bfloat16 or float16. If None, the dtype of the checkpoint's embedding.
             device: device of the weights.
-            gamma: replaces that of ``lenvm_config.json`` (:meth:`LenVMConfig.read`). If None, the file's is kept.
+            gamma: replaces the gamma of ``lenvm_config.json`` (:meth:`LenVMConfig.read`). If None, the file's is kept.
 
         Raises:
             FileNotFoundError: no directory, configuration or safetensors there, or no such name in the cache.
@@ -211,7 +211,7 @@ class ValueModel:
 
         Args:
             batch: the ``T`` rows, on the model's device. Cached prefixes are read from ``cache`` through the slot
-                table. Keys and values of delta tokens are written to their slots, those of candidates are not.
+                table. Keys and values of delta tokens are written to their slots; candidates are not cached.
             cache: keys and values of earlier forwards of this model.
             backend: backend of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 

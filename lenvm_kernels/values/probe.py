@@ -111,7 +111,7 @@ class LengthProbe:
             from the states of ``L`` layers, ``embedding.weight [D, H]`` and ``embedding.bias [D]``, ``fc.weight
             [E, D]`` and ``fc.bias [E]``, ``bins.weight [N, E]`` and ``bins.bias [N]``.
         embedding: the base model's input embedding ``[V, H]``, which is projected once.
-        dtype: dtype of the states: float32, bfloat16 or float16. If None, that of ``embedding``.
+        dtype: dtype of the states: float32, bfloat16 or float16. If None, the dtype of ``embedding``.
         lenvm_config: provides gamma. If None, ``LenVMConfig()``.
 
     Attributes:
@@ -162,7 +162,7 @@ class LengthProbe:
                 ``owner/name`` of one in the Hugging Face cache.
             num_layers, embedding: layers and input embedding of the base model that the probe was trained for.
             dtype: as above.
-            gamma: replaces that of ``lenvm_config.json``. If None, the file's is kept.
+            gamma: replaces the gamma of ``lenvm_config.json``. If None, the file's is kept.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -204,7 +204,7 @@ class LengthProbe:
 
 
 def check_tensors(config: ProbeConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError, naming the tensor, unless ``tensors`` are those of a probe."""
+    """Raise ValueError, naming the tensor, unless ``tensors`` form a probe."""
     names = [f"{part}.{kind}" for part in ("projection", "embedding", "fc", "bins") for kind in ("weight", "bias")]
     if sorted(tensors) != sorted(names):
         raise ValueError(f"tensors must be {', '.join(names)}, got {', '.join(sorted(tensors))}")

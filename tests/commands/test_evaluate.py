@@ -261,7 +261,7 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
         (["--say-it"], "differs in say_it, settings"),
         (["--targets", 30, "--closing", "w1"], "differs in closing, max_new_tokens, settings, targets"),
     ):
-        refusal = f"--output must be a new directory or that of the same plan, {str(folder)!r} {message}"
+        refusal = f"--output must be a new directory or one with the same plan, {str(folder)!r} {message}"
         assert refusal in evaluate(*argv)[1]
     answers.write_bytes(b'{"setting": "none"}\n' + whole)
     assert "answers.jsonl, line 1 must be an answer of lenvm evaluate" in evaluate()[1]

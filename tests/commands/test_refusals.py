@@ -14,7 +14,7 @@ from tests.helpers.cases import simplest
 from tests.helpers.fake_engine import fake_engines
 from tests.helpers.models import EOS, WORDS, save_checkpoint
 
-# Flags that precede those of a row.
+# Flags that precede the flags of a row.
 COMMANDS = {
     "generate": "generate --model BASE --value-model VALUE --max-new-tokens 12 --prompt w1",
     "evaluate": "evaluate BASE VALUE --output OUT --num-prompts 1",
@@ -96,7 +96,7 @@ REJECTED = [
     ("evaluate --prompts nowhere.jsonl", "nowhere.jsonl"),
     ("evaluate --url localhost:30000", "--url must begin with http:// or https://, got 'localhost:30000'"),
     ("evaluate --url http://127.0.0.1:1", "--url must be a running server"),
-    ("evaluate --url SERVER/another", "knows neither /get_model_info nor /version"),
+    ("evaluate --url SERVER/another", "has neither /get_model_info nor /version"),
     ("evaluate --url SERVER/refusing", 'answered with status 400: {"error": "strength must be less"}'),
     ("evaluate --url SERVER/listing", "must answer with an object, got list"),
     ("evaluate --url SERVER/aborting", "gave list and 'abort'"),

@@ -130,7 +130,7 @@ def test_strides_with_mixture_of_experts_base(tmp_path):
 
 
 def test_prefills_of_other_requests_do_not_count_towards_a_stride(engine):
-    """A request with a stride of 2 is guided at every second of its own steps, whatever prefills run in between."""
+    """A request with a stride of 2 is guided at every second of its steps, whatever prefills run in between."""
     prompts, before = prompts_of(9, 30, seed=15), len(engine.lines())
     with ThreadPoolExecutor() as pool:
         strided = GENTLE | {"value_stride": 2}
@@ -243,7 +243,7 @@ def test_predicted_lengths_are_returned(folder, engine, temperature):
 
 
 def test_metrics(folder, engine):
-    """Counted steps and rows equal those of the trace. The model has the name that the engine's metrics have."""
+    """Counted steps and rows equal the numbers in the trace. The model has the name that the engine's metrics have."""
     prompts, before = prompts_of(9, 12, 6, seed=10), engine.metrics()
     _, steps = engine.generate(prompts, [MODES[0], MODES[4] | {"entropy_threshold": 100.0}, None])
     more = {name: value - before.get(name, 0.0) for name, value in engine.metrics().items()}

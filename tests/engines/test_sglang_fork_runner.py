@@ -432,7 +432,7 @@ SCENARIOS = [
         for count, requests in ((0, {"a": 4}), (1, {"b": 5, "c": ALL}))
     ),
     Scenario(
-        "the default gamma is that of the settings",
+        "the default gamma comes from the settings",
         {"a": ask(4, {"target_length": 6, "op": "eq_soft"})},
         "prefill a@3; decode a",
         environment={"LENVM_GAMMA": "0.9"},

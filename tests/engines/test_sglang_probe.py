@@ -238,7 +238,7 @@ class DeepBase(Base):
 
 
 class OtherBase(Base):
-    """A base model that interprets layer numbers as those of the captured layers themselves."""
+    """A base model that interprets layer numbers as numbers of the captured layers themselves."""
 
     def set_eagle3_layers_to_capture(self, layer_ids):
         self.layers_to_capture = list(layer_ids)
@@ -315,7 +315,7 @@ def test_states_of_sampled_rows(hooked, metadata, sampled):
 
 
 def test_memory_of_states(hooked):
-    """Beside that of the step, for each node of each request."""
+    """Memory beside the step's, for each node of each request."""
     without = SGLangGuide(hooked.guide.settings, None, torch.device("cpu"), drafts=2)
     sizes = SimpleNamespace(context_len=512, vocab_size=VOCAB), 5, 99
     assert hooked.guide.num_bytes(*sizes) - without.num_bytes(*sizes) == 15 * 3 * HIDDEN * 4

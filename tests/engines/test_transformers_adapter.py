@@ -357,7 +357,7 @@ def test_vocabularies_may_differ_in_padding_only(make):
 
 def test_backend_is_passed_to_the_step(make, prompts, scores):
     with pytest.raises(ValueError, match="backend must be one of"):
-        make(backend="nobody's")(prompts["input_ids"], scores)
+        make(backend="unknown")(prompts["input_ids"], scores)
 
 
 def test_beams_are_rejected(base, make, prompts):

@@ -488,7 +488,7 @@ def test_failures_are_reduced_over_ranks(value_model, monkeypatch):
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_accepted_drafts_are_counted(value_model, has_model):
-    """Tokens since the step with drafts, without those of a slot's last request and of unguided requests."""
+    """Tokens since the step with drafts, without tokens of a slot's last request and of unguided requests."""
     engine, metrics = Engine(value_model if has_model else None, drafts=2), MagicMock()
     engine.guide.report = StepCounter(metrics, torch.device("cpu"), SLOTS)
 

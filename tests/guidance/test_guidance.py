@@ -28,7 +28,7 @@ def lands(target, **changed):
     return near(target, allow_eos=True, end_message=(5, 6)) | changed
 
 
-# Requests, and their parameters that differ from those of an empty request.
+# Requests, and their parameters that differ from an empty request's.
 ACCEPTED = [
     ({}, {}),
     ({"value_scale": None, "budget_of_tools": 5}, {}),  # absent; a field of another consumer
@@ -197,7 +197,7 @@ NEAR_ONLY = "needs a value_constraint of near, ge_near or le_near"
 A_TARGET = "needs a target: give target_length or target_value as well"
 A_SPAN, A_LIMIT = "needs end_token_ids, or a thinking_budget", "needs a hard_limit, or a thinking_budget"
 LANDING = "landing needs a target_length of all new tokens, and neither end_token_ids nor a budget"
-OWN_TARGET = "thinking_budget is a target_length of its own: give no other target with it"
+OWN_TARGET = "thinking_budget is itself a target_length: pass no other target"
 NO_END = "thinking_budget needs end_token_ids: no token is known that ends a thought"
 TOGETHER = "boosted_token_ids and token_temp_divisor must be given together"
 ENDS = {"end_token_ids": [1]}

@@ -31,7 +31,7 @@ def rounded_once(name, *widened):
 
 
 def ragged_linear(*, x, square_sums_out=None, **keywords):
-    """The sums of squares are those of the rounded result."""
+    """The sums of squares belong to the rounded result."""
     y = rounded_once("ragged_linear")(x=x, **keywords)
     if square_sums_out is not None:
         rows = int(keywords.get("num_rows", len(x)))

@@ -113,8 +113,8 @@ class Step:
 
     Attributes:
         names: the requests, one letter each, in the order of the batch.
-        status: expected status of each row, a letter of :data:`STATUS`. If empty, that of the oracle.
-        deltas: expected number of tokens that the value model computes. If None, that of the oracle.
+        status: expected status of each row, a letter of :data:`STATUS`. If empty, the oracle's status.
+        deltas: expected number of tokens that the value model computes. If None, the oracle's number.
         likely: logits of tokens, by name of the request.
         drafts: tokens and parents of drafts, by name.
         draws: whether the caller draws a token for each row.

@@ -117,7 +117,7 @@ def running_server(folder, name, *options, speculation=None, value_model=True, *
     if value_model:
         environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
     environment |= variables
-    # `vllm serve` reads the version of a package whose name differs from that of the CPU build.
+    # `vllm serve` reads the version of a package whose name differs from the CPU build's.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256"]

@@ -155,7 +155,7 @@ ERRORS = {
         ),
         ({"weight": size(0, 0), "swiglu": False}, r"weight must have at least one row, got shape \[0, "),
         *each("norm_eps", (0.0, math.inf, math.nan, "1e-6"), "norm_eps must be a positive number or None, got {}"),
-        ({"norm_eps": None}, "square_sums are those of the norm: norm_eps must be given too"),
+        ({"norm_eps": None}, "square_sums belong to the norm: norm_eps must be passed as well"),
     ],
     "value_head": [
         ({"hidden": size(1, 0)}, "hidden must have at least one column"),

@@ -132,7 +132,7 @@ def test_padding_rows_have_nothing_to_score(device, backend):
 @pytest.mark.parametrize("rows", [0, 3])
 def test_step_without_rows_is_not_counted(backend, device, rows):
     """A step with padding rows only is counted, because its results are written."""
-    nobody = make_candidates(torch.zeros(0, 2, dtype=torch.int32), i32(), [], device)
+    empty = make_candidates(torch.zeros(0, 2, dtype=torch.int32), i32(), [], device)
     requests, step = make_requests([0] * rows, [False] * rows, device=device), torch.tensor([6], device=device)
-    select_scored(nobody, requests, no_ends(4, device), step=step, backend=backend)
+    select_scored(empty, requests, no_ends(4, device), step=step, backend=backend)
     assert step.item() == 6 + (rows > 0)

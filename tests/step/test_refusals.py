@@ -126,7 +126,7 @@ def test_classes_of_arguments(models):
 SLOTS, CONFIG = EngineSlots(torch.zeros(3, 4, dtype=torch.int32), 12), {"vocab_size": VOCAB}
 NOT_INT32 = "slots.table must be int32 [*, *] on cpu, got"
 NO_SOURCE = "values must be a ValueSource: ModelValues(value_model), ProbeValues(probe) or ConstantValues(), got"
-NO_GRAPHS = "graphs must be None or False unless values are those of a value model on a GPU, got True"
+NO_GRAPHS = "graphs must be None or False unless values come from a value model on a GPU, got True"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ VERIFY = {"verify": "same_draws"}
 
 
 def sure_of(*tokens):
-    """A draft chain in a row that draws token 50 at every node: as many of its tokens are accepted as begin with 50."""
+    """A draft chain in a row that draws token 50 at every node: its leading tokens 50 are accepted."""
     return dict(likely={"a": SURE}, drafts={"a": (list(tokens), CHAIN)}, options=VERIFY)
 
 
@@ -361,7 +361,7 @@ SCENARIOS = [
         ],
         **DRAFTS,
     ),
-    # Batches that are padded, as those of CUDA graphs.
+    # Batches that are padded, as for CUDA graphs.
     Scenario(
         "batches of every size in a graph",
         requests(*[TILT] * 3, TILT | LENGTHS, rows=(6, 2, 5, 0)),

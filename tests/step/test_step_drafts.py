@@ -93,6 +93,6 @@ def test_verified_tokens_follow_the_guided_distribution():
         second = tokens[accepted & (first == token), 1]
         assert len(second) > 300 and p_of(second, guided[1 + token]) > 1e-3
         assert p_of(second, guided[0]) < 1e-3
-    # The acceptance rate is that of the distributions.
+    # The distributions determine the acceptance rate.
     rate = (guided[0] * proposed).sum().item()
     assert abs(accepted.double().mean().item() - rate) < 4 * math.sqrt(rate * (1 - rate) / count)

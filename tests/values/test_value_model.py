@@ -128,7 +128,7 @@ def test_negative_tokens_are_outside_vocabulary(qwen2):
     seed=st.integers(0, 999),
 )
 def test_candidate_trees_equal_transformers(qwen2, rows, seed):
-    """A candidate's value is that of the sequence of prefix, delta, its ancestors from the root, and itself."""
+    """A candidate has the value of the sequence of prefix, delta, its ancestors from the root, and itself."""
     model, head, value_model = qwen2
     generator = torch.Generator().manual_seed(seed)
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731

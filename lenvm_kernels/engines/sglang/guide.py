@@ -116,7 +116,7 @@ class SGLangGuide:
     def discard_read_done(self, runner: ModelRunner) -> None:
         """Make the scheduler also wait for the value model before it overwrites the slot table.
 
-        The engine's event marks the base model's last read of the table, which precedes those of the value model.
+        The engine's event marks the base model's last read of the table, which precedes the value model's reads.
         Without an event, the scheduler waits for all work that is queued on its forward stream.
         """
         if self.reads_tokens:

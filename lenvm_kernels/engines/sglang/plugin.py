@@ -174,7 +174,7 @@ def load_probe(settings: Settings, runner: ModelRunner, options: Any) -> Sampled
 class SGLangPlugin:
     """The hooks of one process of the engine.
 
-    Their arguments are those of the hooked function, preceded by its result (AFTER) or by the function (AROUND).
+    They take the hooked function's arguments, preceded by its result (AFTER) or by the function (AROUND).
 
     Attributes:
         guide: the guidance of a scheduler process, which has one model runner that samples. None before it is loaded,

@@ -136,7 +136,7 @@ def capture_layers(model: Any, layers: list[int]) -> None:
     """
     if hasattr(model, "set_eagle3_layers_to_capture"):
         model.set_eagle3_layers_to_capture([layer - 1 for layer in layers])  # numbered by the layer before
-    # Models interpret the numbers differently, but all store those of the layers that read the states.
+    # Models interpret the numbers differently, but all store the layers that read the states.
     kept = [getattr(module, "layers_to_capture", ()) for module in model.modules()]
     if layers not in (sorted(captured) for captured in kept if isinstance(captured, (list, tuple, set))):
         raise ValueError(

@@ -49,7 +49,7 @@ def named_operator(
     Args:
         function: the public function.
         returns: dtype and shape of each returned tensor by name: fields of a named tuple, items of a tuple, or the only
-            tensor. If None, those of the reference, for a named tuple.
+            tensor. If None, the reference's forms, for a named tuple.
         compare: as in :class:`Operator`. If None, the result must be bitwise identical to the reference's.
         writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
         owners: index in the batch of the row that each item of a tensor belongs to, or -1 for no row; by tensor name,
@@ -131,10 +131,10 @@ def memory_of(x: Tensor) -> Tensor:
 
 
 def unchanged_around(name: str, memory: Tensor, expected: Tensor) -> Difference:
-    return differs(f"memory around {name}", memory, expected, nobody(memory))
+    return differs(f"memory around {name}", memory, expected, no_row(memory))
 
 
-def nobody(x: Tensor) -> Tensor:
+def no_row(x: Tensor) -> Tensor:
     """Owners for items that belong to no row."""
     return torch.full((len(x),), -1, device=x.device)
 

@@ -71,8 +71,8 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
 def owners(given: NamedInputs) -> dict[str, Tensor]:
     history, table_rows = given.arguments["history"], given.arguments["requests"].table_rows[: given.rows]
     of_table = owners_in_table(table_rows, len(history.cached_lens))
-    nobody = torch.full((1,), -1, device=of_table.device)
-    return {"history": of_table, "history.step": nobody, "history.uncounted": nobody}
+    no_row = torch.full((1,), -1, device=of_table.device)
+    return {"history": of_table, "history.step": no_row, "history.uncounted": no_row}
 
 
 OPERATOR = exact_operator(

@@ -92,8 +92,8 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
 def owners(given: NamedInputs) -> dict[str, Tensor]:
     table, table_rows = given.arguments["table"], given.arguments["table_rows"]
     of_table = owners_in_table(table_rows, len(table.faults))
-    nobody = torch.full((1,), -1, device=of_table.device)
-    return {"faults": of_table, "history": of_table, "history.step": nobody, "history.uncounted": nobody}
+    no_row = torch.full((1,), -1, device=of_table.device)
+    return {"faults": of_table, "history": of_table, "history.step": no_row, "history.uncounted": no_row}
 
 
 OPERATOR = exact_operator(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, expect
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import nobody
+from lenvm_kernels.fuzz.ops._calls import no_row
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
@@ -243,7 +243,7 @@ def compare(given: ReweightInputs, result: ReweightResult) -> list[Difference]:
     spare = result.spare_faults
     found = [
         differs("faults", result.faults, faults),
-        differs("faults of the table's other rows", spare, torch.zeros_like(spare), nobody(spare)),
+        differs("faults of the table's other rows", spare, torch.zeros_like(spare), no_row(spare)),
         beyond("guided probabilities", result.guided, expected, (relative, absolute + moved)),
         beyond("expected value", mean, expected_mean, (0.0, EXPECTED_VALUE_ERROR)),
         beyond("sum of guided probabilities", total, expected_total, (0.0, absolute)),

@@ -126,7 +126,7 @@ def make_inputs(
 
     Args:
         rows: ids of the requests. If None, 0, 1, 2 and so on.
-        longest: cached tokens that a table row must be able to hold. If None, those of the longest request.
+        longest: cached tokens that a table row must be able to hold. If None, the cached tokens of the longest request.
     """
     draws = Draws(seed, device)
     requests = draws.rows(len(cached) if rows is None else rows)

@@ -396,7 +396,7 @@ def ragged_linear(
     if norm_eps is not None:
         check_norm_eps(norm_eps, "a positive number or None")
     elif square_sums is not None:
-        raise ValueError("square_sums are those of the norm: norm_eps must be given too")
+        raise ValueError("square_sums belong to the norm: norm_eps must be passed as well")
     outputs = columns // 2 if swiglu else columns
     sizes["N"] = outputs
     _REST.check(backend, x, bias, num_rows, square_sums, residual, square_sums_out, sizes=sizes)

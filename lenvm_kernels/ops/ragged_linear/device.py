@@ -156,7 +156,7 @@ def _sum_parts(
 ):
     """fp32 [ROWS, COLUMNS]: the parts of sums, added in the order of the splits.
 
-    Four neighbours form a separate dimension, so that a thread loads 16 bytes next to those of the next thread. In the
+    Four neighbours form a separate dimension, so that neighbouring threads load neighbouring blocks of 16 bytes. In the
     layout of the result, it would load 32 bytes in two instructions, each of which would waste half of every sector.
     """
     m = tl.arange(0, ROWS)[:, None, None]
