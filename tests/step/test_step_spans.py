@@ -127,11 +127,17 @@ def test_several_spans_and_closings(models):
     assert start == 9 or BREAKS[texts[2][start - 1]] == 1
 
 
-@pytest.mark.parametrize("guidance", [GUIDANCE, SEVERAL, LANDINGS], ids=["one span", "several", "landings"])
-@pytest.mark.parametrize("options", [{}, {"backend": "triton", "max_delta": 7}])
-def test_output_with_spans_is_unchanged_by_drafts(models, options, guidance):
+OF_EACH_KIND = [GUIDANCE[0], SEVERAL[1], SEVERAL[2], LANDINGS[1], LANDINGS[3]]
+
+
+@pytest.mark.parametrize(
+    ("guidance", "options"),
+    [(GUIDANCE, {}), (SEVERAL, {}), (LANDINGS, {}), (OF_EACH_KIND, {"backend": "triton", "max_delta": 7})],
+    ids=["one span", "several", "landings", "kernels"],
+)
+def test_output_with_spans_is_unchanged_by_drafts(models, guidance, options):
     """Drafts include ends of spans and tokens after them."""
-    base, rows, count = EndingModel(), [4, 0, 6, 2, 5], 14 if options.get("backend") else 30
+    base, rows, count = EndingModel(), [4, 0, 6, 2, 5], 14 if options else 30
     options = options | {"text_breaks": BREAKS}
     plain = run_plain(models, rows, PROMPTS_OF_ALL, guidance, count, base, **options)
 
