@@ -52,7 +52,7 @@ class SpanColumns(NamedTuple):
 LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-5:]
 
 
-class SpanState(NamedTuple):
+class NodeSpan(NamedTuple):
     """Span state of requests, ``[REQUESTS]`` each."""
 
     ended: Any
@@ -81,7 +81,7 @@ def _of(column_ptr, stride, table_row, exists):
 
 @triton.jit
 def _after(
-    span,  # SpanState
+    span,  # NodeSpan
     token,
     place,  # length of the sequence with the token
     is_told,
@@ -103,7 +103,7 @@ def _after(
         is_known = is_told & (token >= 0) & (token < rules.W)
         is_due = is_due | ((tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0) & _LINE) != 0)
     closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
-    return SpanState(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
+    return NodeSpan(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
 
 # Callers pass slices, whose alignment must not trigger a recompilation.
@@ -192,7 +192,7 @@ def _limit_span_kernel(
     tl.debug_barrier()  # reads precede the overwrites, here and below
 
     rules = _Rules(patterns, first_bits, end_bits, start_bits, hard_limit, grace, text_breaks_ptr, W)
-    span = SpanState(ended != 0, begin, match, closing_from)
+    span = NodeSpan(ended != 0, begin, match, closing_from)
     for i in range(NEW):
         place = length - new_len + i + 1
         is_told = has_span & (i < new_len) & (place > 0)
@@ -220,7 +220,7 @@ def _limit_span_kernel(
             count += is_draft.to(tl.int32)
             parent = tl.where((parent >= 0) & (parent < j), parent, -1)
             is_parent = node == (parent + 1)[:, None]
-            behind = SpanState(
+            behind = NodeSpan(
                 tl.max(tl.where(is_parent, node_ended.to(tl.int32), 0), axis=1) > 0,
                 tl.sum(tl.where(is_parent, node_begin, 0), axis=1),
                 tl.sum(tl.where(is_parent, node_match, 0), axis=1),
