@@ -49,8 +49,8 @@ def add(commands: Any) -> None:
         required=True,
         metavar="W",
         help="value model, which must share the base model's vocabulary: as --model, where demo includes the shipped "
-        "adapters and value head; or a probe of the base model, demo-probe for the demo's probe; or none: a target is "
-        "then met by the end of the text alone; required",
+        "adapters and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
+        "end tokens meet a target; required",
     )
     add_value_head(models, "W")
     add_device(models)

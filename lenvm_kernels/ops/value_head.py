@@ -35,9 +35,9 @@ from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.value_head import value_head as _reference
 
 # A row's result must be bitwise identical in any batch. BLOCK_N determines the order of the sum over the columns of W1,
-# and BLOCK_K that of the sums over the columns of h, so both depend on H alone. BLOCK_M may depend on M as long as the
-# same number of warps shares the columns of a tile (checked by bench.codegen). The sizes are estimates from bytes for
-# an H200. Measured there with H = 1536: 8.3 us for 1 to 128 rows, 17 us for 320, 50 us for 4,096.
+# and BLOCK_K the order of the sums over the columns of h, so both depend on H alone. BLOCK_M may depend on M as long as
+# the same number of warps shares the columns of a tile (checked by bench.codegen). The sizes are estimates from bytes
+# for an H200. Measured there with H = 1536: 8.3 us for 1 to 128 rows, 17 us for 320, 50 us for 4,096.
 # - M <= 64: a multiprocessor reads about 110 GB/s, so W1 is read at full bandwidth only by some tens of programs,
 #   H / BLOCK_N. At H = 1536, 64 columns give 24 programs of 0.2 MB each, 2 to 4 us; narrower blocks would gain at most
 #   1 us. Splitting the sum over H would need the [M, H] activations in memory, because SiLU follows the sum.
@@ -46,8 +46,8 @@ from lenvm_kernels.reference.value_head import value_head as _reference
 # Hence 64 columns, and 128 from H = 2560 on, where 128 columns still give at least 20 programs.
 BLOCK_N, BLOCK_N_WIDE = 64, 128
 WIDE_FROM = 2560
-# Up to about one program per multiprocessor (4 * 24 programs at H = 1536), tiles of 64 rows take two thirds of the time
-# of tiles of 128 rows, which use half the multiprocessors.
+# Up to about one program per multiprocessor (4 * 24 programs at H = 1536), a launch with tiles of 64 rows takes two
+# thirds of the time. With tiles of 128 rows, half of the multiprocessors would be idle.
 BLOCK_M, BLOCK_M_FEW = 128, 64
 FEW_OUTPUTS = 256
 # 128 bytes of a row at a time, i.e. whole cache lines. The number of stages (24 or 32 KB each) lets two programs share

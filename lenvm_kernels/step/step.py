@@ -233,7 +233,8 @@ class GuidedStep:
             check_tensor("logits", logits, dtypes=FLOAT_DTYPES, shape=shape, device=device)
             is_changed = bool(self._scaled_rows or self._span_rows)
             if self._scaled_rows:
-                stages.scale_tokens(self._state, logits, batch.table_rows.repeat_interleave(nodes))
+                rows = batch.table_rows if drafts is None else batch.table_rows.repeat_interleave(nodes)
+                stages.scale_tokens(self._state, logits, rows)
         spans = stages.limit_spans(self._state, logits, batch, drafts) if self._span_rows else None
         return PreparedStep(logits, batch, drafts, spans, is_changed)
 

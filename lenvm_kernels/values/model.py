@@ -1,10 +1,10 @@
 """The value model: one ragged forward over the delta and the candidates of every request.
 
 It is a Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv 2604.27039). Each layer
-computes the same as in ``transformers``. A request's delta may have no token, one, or those of a whole prompt; its
-candidates never enter the cache. A forward makes no host-device sync and its shapes depend only on those of its
-arguments, so that a decode step can be captured in a CUDA graph. Its cost is proportional to the tokens in use, because
-its operators read their number on the device.
+computes the same as in ``transformers``. A request's delta may have no token, one token or a whole prompt; its
+candidates never enter the cache. A forward makes no host-device sync and its shapes depend only on the shapes of
+its arguments, so that a decode step can be captured in a CUDA graph. Its cost is proportional to the tokens in use,
+because its operators read their number on the device.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class RaggedBatch:
 class KVCache:
     """Keys and values of the value model by slot, on its device.
 
-    A slot table assigns the slots to requests: the engine's, or that of
+    A slot table assigns the slots to requests: the engine's table, or
     :class:`lenvm_kernels.paged_slots.PagedSlots`.
     """
 

@@ -42,13 +42,6 @@ ENDING = dict(ignore_eos=False, stop_token_ids=STOPS, max_new_tokens=40, min_p=0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    write_checkpoints(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def engine(folder):
     with running_server(folder, "engine", *OPTIONS) as server:
         yield server

@@ -135,8 +135,8 @@ class Scenario:
     Attributes:
         script: commands, which name requests by letters: ``prefill a@4[16:30]`` (in row 4, the tokens from 16 to 30),
             ``decode ab``, ``finish a``, and ``drop a`` (its last token). After a step, ``forwards 9 *`` checks the rows
-            of each forward of the value model, where ``*`` is any number and the default after ``decode``; ``embeds 6``
-            those of the vision tower; and ``holds 1 4`` which rows of the engine's pool hold slots.
+            of each forward of the value model, where ``*`` is any number and the default after ``decode``. ``embeds 6``
+            checks the rows of each forward of the vision tower, ``holds 1 4`` the rows of the engine's pool with slots.
         unguided: requests that keep their own filters in all steps.
         strided: a request that is guided in 4 to 8 steps.
         reads_images: whether the value model reads images.

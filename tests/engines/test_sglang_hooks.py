@@ -26,14 +26,7 @@ from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, value_source, working_bytes
 from lenvm_kernels.values import KVCache, ValueModel
-from tests.helpers.sglang_server import EOS, GENTLE, VOCAB, write_checkpoints
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    write_checkpoints(folder)
-    return folder
+from tests.helpers.sglang_server import EOS, GENTLE, VOCAB
 
 
 @pytest.fixture

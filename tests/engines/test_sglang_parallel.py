@@ -38,13 +38,6 @@ GUIDANCE = [*MODES, None, {}]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    write_checkpoints(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def ranks(folder):
     options, fail = ("--tp", "2", "--enable-metrics", *CHUNKS), {"LENVM_TEST_FAIL": str(folder / "fail")}
     with running_server(folder, "ranks", *options, **TWO_RANKS | fail) as server:

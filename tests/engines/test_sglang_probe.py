@@ -38,7 +38,6 @@ from tests.helpers.sglang_server import (
     rows_of,
     running_server,
     running_speculation,
-    write_checkpoints,
     write_eagle,
 )
 
@@ -49,10 +48,8 @@ ATOL = 5e-4  # on value logits of O(1), fp32
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(folder):
     """The checkpoints of all SGLang tests, and two probes of the base: of its last states, and also of inner layers."""
-    folder = tmp_path_factory.mktemp("models")
-    write_checkpoints(folder)
     write_base(folder, Qwen2ForCausalLM, Qwen2Config(**TINY | {"num_hidden_layers": LAYERS}))
     write_eagle(folder / "eagle")
     return folder

@@ -60,10 +60,8 @@ only_chain = pytest.mark.parametrize("engine", ["chain"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(folder):
     """The checkpoints of all SGLang tests, and two draft models: one similar to the base, and one for EAGLE."""
-    folder = tmp_path_factory.mktemp("models")
-    write_checkpoints(folder)
     draft = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0)
     for weight in draft.model.layers[-1].mlp.parameters():
         weight.data.mul_(0.7)

@@ -64,13 +64,6 @@ REASONING = json.dumps({"reasoning_start_str": WORDS[START], "reasoning_end_str"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    write_checkpoints(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def engine(folder):
     options = ("--enable-prompt-tokens-details", "--block-size", "32", "--reasoning-config", REASONING)
     with running_server(folder, "engine", *options) as server:

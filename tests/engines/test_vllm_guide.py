@@ -257,8 +257,8 @@ SCENARIOS = {
         Add(2, PROMPT[:8], SPAN),
         Step({4: ON, 2: ON}, [AFTER, G], likely=(EOS,)),
     ],
-    # With fewer drafts than the maximum, among other requests. Slot 4 ends its span in a draft and then in the first
-    # of two new tokens, slot 2 at its limit.
+    # With fewer drafts than the maximum, among other requests. The span in slot 4 ends in a draft, and then in the
+    # first of two new tokens. The span in slot 2 ends at its limit.
     "spans with drafts": [
         Add(4, PROMPT[:9], SPAN),
         Add(1, PROMPT[3:9], None),

@@ -1,8 +1,8 @@
 """fp32 arithmetic in Triton's interpreter with errors as large as a GPU's.
 
 The interpreter computes with numpy, which rounds fp32 better than compiled kernels do. ``pytest --rounding-seed N`` (or
-:func:`gpu_rounding`) gives these operations an error within the bounds that CUDA documents. Their instructions are
-those of the PTX that Triton 3.7 generates for sm_90:
+:func:`gpu_rounding`) gives these operations an error within the bounds that CUDA documents. The table
+lists the instructions of the PTX that Triton 3.7 generates for sm_90:
 
     x / y      div.full.f32       2 ulp
     exp(x)     ex2.approx.f32     2 ulp, of 2 to the power of x * log2(e) rounded to fp32

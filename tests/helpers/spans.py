@@ -21,7 +21,7 @@ SPANS_ENDED = 3, 3, 1, 0  # minimum per request
 def check_several(asked, prompt, output, statuses):
     """Check token by token that exactly the spans are guided, and that they are closed in time.
 
-    ``statuses`` are those of rows of guided steps by sequence length. Returns the number of ended spans."""
+    ``statuses`` are the statuses of guided rows by sequence length. Returns the number of ended spans."""
     params, ended = parse_guidance(asked), 0
     closing, limit = params.closing_token_ids, params.hard_limit + params.hard_limit_grace
     states = [params.span_state(prompt, output[:i]) for i in range(len(output) + 1)]

@@ -87,7 +87,7 @@ class SGLangGuide:
         self._sampling: ForwardBatch | None = None
         self._stepped = False
         self._report: StepReport | None = None
-        self._prepared: PreparedStep | None = None
+        self._prepared: PreparedStep | Exception | None = None
         # With speculative decoding, per table row: the new tokens since the last step, and their number.
         self._grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -249,9 +249,17 @@ class SGLangGuide:
 
     def change_logits(self, logits: torch.Tensor) -> None:
         """Apply token temperatures and limits of spans to the logits that the engine is about to sample from."""
-        if self._sampling is not None:
-            with self._failing_softly(self._sampling):
-                self._prepared = self._prepare(self._sampling, logits, len(logits))
+        batch = self._sampling
+        if batch is None:
+            return
+        if not needs_step(batch):  # token temperatures, which no step follows
+            with self._failing_softly(batch):
+                self._prepare(batch, logits, len(logits))
+            return
+        try:
+            self._prepared = self._prepare(batch, logits, len(logits))
+        except Exception as error:  # raised again in the step, so that ranks agree on failures once per step
+            self._prepared = error
 
     def _prepare(self, batch: ForwardBatch, logits: torch.Tensor | None, requests: int) -> PreparedStep:
         return self.step.prepare(logits, last_tokens(batch, requests)._replace(states=self._states_of(requests)))
@@ -315,6 +323,8 @@ class SGLangGuide:
             wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
             is_prompt = not batch.forward_mode.is_decode()
             prepared = self._prepare(batch, None, b) if self._prepared is None else self._prepared
+            if isinstance(prepared, Exception):
+                raise prepared
             table_rows = prepared.batch.table_rows
             faults = self.step.table.columns.faults[table_rows] if self.metrics else None
             sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, is_logits=is_logits, sample=sample)

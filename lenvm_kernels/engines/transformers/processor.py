@@ -37,8 +37,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
     """Guides one call of ``model.generate``, with a value model or by the end tokens alone.
 
     :func:`generate` does all of this in one call. Otherwise, make a processor for each call of ``model.generate`` and
-    pass its :attr:`generation_kwargs`. The processor applies sampling parameters itself, so those of ``generate`` must
-    be neutral.
+    pass its :attr:`generation_kwargs`. The processor applies sampling parameters itself, so the sampling parameters
+    of ``generate`` must be neutral.
 
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.

@@ -182,7 +182,7 @@ class DraftBackend(TorchNativeAttnBackend):
 class DraftBackends:
     """One backend per draft step; ``torch_native`` has none that drafts in several steps.
 
-    The drafts of a branch have ``steps`` separate slots after those of the committed tokens, in the layout of
+    The drafts of a branch have ``steps`` separate slots after the committed tokens, in the layout of
     :func:`assign_draft_cache_locs_contiguous`.
     """
 
