@@ -1,7 +1,7 @@
 """Triton kernels for LenVM length-guided decoding (arXiv 2604.27039), with pure-PyTorch references.
 
 :class:`GuidedStep` runs a full guided decode step for an engine. It calls these operators in order: :func:`limit_span`,
-:func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`; then, for a value model,
+:func:`begin_step`, :func:`topk_candidates`, :func:`select_scored`; then, for a value model,
 :func:`pack_drafts`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
 :func:`rope_cache`, :func:`value_tree_attention` and :func:`value_head`, or, for a probe, :func:`candidate_values`; then
 :func:`reweight_scatter`, :func:`sample_candidates` and :func:`verify_drafts`. :func:`parse_guidance` and
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
     from lenvm_kernels.guidance.sentences import text_breaks_of as text_breaks_of
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
+    from lenvm_kernels.ops.begin_step import begin_step as begin_step
+    from lenvm_kernels.ops.begin_step import empty_history as empty_history
     from lenvm_kernels.ops.candidate_values import candidate_values as candidate_values
     from lenvm_kernels.ops.catch_up import catch_up as catch_up
     from lenvm_kernels.ops.embed_tokens import embed_tokens as embed_tokens
-    from lenvm_kernels.ops.expand_drafts import expand_drafts as expand_drafts
-    from lenvm_kernels.ops.gather_requests import empty_history as empty_history
-    from lenvm_kernels.ops.gather_requests import gather_requests as gather_requests
     from lenvm_kernels.ops.limit_span import limit_span as limit_span
     from lenvm_kernels.ops.pack_drafts import pack_drafts as pack_drafts
     from lenvm_kernels.ops.ragged_layout import ragged_layout as ragged_layout
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.types import DeltaTokens as DeltaTokens
     from lenvm_kernels.types import Drafts as Drafts
     from lenvm_kernels.types import EmbeddedTokens as EmbeddedTokens
+    from lenvm_kernels.types import Filters as Filters
     from lenvm_kernels.types import GuidanceColumns as GuidanceColumns
     from lenvm_kernels.types import Mode as Mode
     from lenvm_kernels.types import RaggedLayout as RaggedLayout
@@ -79,21 +79,21 @@ __version__ = "0.1.0"
 _MODULES = {
     "engines.transformers.generate": "generate",
     "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
-    "ops.gather_requests": "empty_history",
+    "ops.begin_step": "empty_history",
     "paged_slots": "OutOfSlots PagedSlots",
     "step": (
         "ConstantValues EngineSlots GuidedStep ModelValues PreparedStep ProbeValues Sampling StepBatch StepConfig "
         "StepOutput value_source working_bytes"
     ),
     "types": (
-        "CandidateTrees Candidates DeltaTokens Drafts EmbeddedTokens GuidanceColumns Mode RaggedLayout "
+        "CandidateTrees Candidates DeltaTokens Drafts EmbeddedTokens Filters GuidanceColumns Mode RaggedLayout "
         "ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"
     ),
     "values": ("ImageTokens KVCache LengthProbe LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions"),
 }
 # Each operator is in the module of the same name.
 _OPERATORS = (
-    "candidate_values catch_up embed_tokens expand_drafts gather_requests limit_span pack_drafts "
+    "begin_step candidate_values catch_up embed_tokens limit_span pack_drafts "
     "ragged_layout ragged_linear reweight_scatter rope_cache sample_candidates select_scored topk_candidates "
     "value_head value_tree_attention verify_drafts"
 )

@@ -123,6 +123,38 @@ class EmbeddedTokens(NamedTuple):
     sin: Tensor
 
 
+class Drafts(NamedTuple):
+    """Draft tokens for the sequences of ``B`` requests, ``D`` columns each: a chain or a tree per request.
+
+    A *node* of a request is a place where a token is drawn: node 0 after the last token of the sequence, node
+    ``1 + j`` after draft ``j``.
+
+    Attributes:
+        token_ids: int32 or int64 ``[B, D]``. The list ends at the first negative id.
+        parents: int32 ``[B, D]``; the earlier column that each draft follows. For any other value (-1), the draft
+            follows the last token of the sequence.
+    """
+
+    token_ids: Annotated[Tensor, "int [B, D+]"]
+    parents: Annotated[Tensor, "int32 [B, D]"]
+
+
+class Filters(NamedTuple):
+    """Sampling filters of ``B`` requests, as in :func:`topk_candidates`. Expanded numbers are accepted.
+
+    Attributes:
+        top_k: int32 ``[B]``; tokens to keep, no limit if not positive.
+        top_p: fp32 ``[B]``; in (0, 1].
+        min_p: fp32 ``[B]``; in [0, 1].
+        temperature: fp32 ``[B]``; not read if the scores are probabilities.
+    """
+
+    top_k: Annotated[Tensor, "int32 [B]"]
+    top_p: Annotated[Tensor, "float32 [B]"]
+    min_p: Annotated[Tensor, "float32 [B]"]
+    temperature: Annotated[Tensor, "float32 [B]"]
+
+
 class SpanNodes(NamedTuple):
     """State of the spans at the nodes of ``B`` requests (see :class:`Drafts`; one node per request without drafts).
 
@@ -137,29 +169,46 @@ class SpanNodes(NamedTuple):
 
 
 class StepRequests(NamedTuple):
-    """Per-request inputs of a step of ``B`` requests, in tensors of ``N`` rows. Rows from ``B`` on are padding.
+    """Inputs of a step per node (:class:`Drafts`), for ``N`` requests. Requests from ``B`` on are padding.
 
     Attributes:
-        positions: int32 ``[N]``; position of the last token of the sequence; -1 in padding.
-        table_rows: int64 ``[N]``; row of the request in the slot table and the guidance table.
-        guided: bool ``[N]``; the request is guided.
-        wants_length: bool ``[N]``; predicted lengths are requested, or the request is between spans and still read.
-        entropy_threshold: fp32 ``[N]``; nats, NaN for no threshold.
-        generated: int32 ``[N]``; number of generated tokens.
-        seeds: int64 ``[N]``; seeds of the draws.
-        due: bool ``[N]``; ``value_stride`` includes this step. Other requests are guided only if a candidate ends them.
         cached_lens: int32 ``[N]``; tokens of the sequence in the value model's cache; 0 in padding.
+        draft_ids: int32 ``[N, D]``; the drafts, -1 from the first missing one on.
+        draft_parents: int32 ``[N, D]``; the earlier column that each draft follows, or -1.
+        positions: int32 ``[N (1 + D)]``; position of the token before the node; -1 in padding.
+        table_rows: int64 ``[N (1 + D)]``; row of the request in the slot table and the guidance table.
+        guided: bool ``[N (1 + D)]``; the node is guided.
+        wants_length: bool ``[N (1 + D)]``; predicted lengths are requested, or the request is between spans and still
+            read.
+        generated: int32 ``[N (1 + D)]``; number of generated tokens.
+        due: bool ``[N (1 + D)]``; ``value_stride`` includes this step. Other requests are guided only if a candidate
+            ends them.
+        last_tokens: int32 ``[N (1 + D)]``; the token before the node, -1 if there is none.
+        drawn: int32 ``[N (1 + D)]``; token drawn by the caller, negative if there is none.
+        top_k: int32 ``[N (1 + D)]``; sampling filter, as in :class:`Filters`.
+        top_p, min_p, temperature: fp32 ``[N (1 + D)]``; sampling filters.
     """
 
-    positions: Annotated[Tensor, "int32 [N]"]
-    table_rows: Annotated[Tensor, "int64 [N]"]
-    guided: Annotated[Tensor, "bool [N]"]
-    wants_length: Annotated[Tensor, "bool [N]"]
-    entropy_threshold: Annotated[Tensor, "float32 [N]"]
-    generated: Annotated[Tensor, "int32 [N]"]
-    seeds: Annotated[Tensor, "int64 [N]"]
-    due: Annotated[Tensor, "bool [N]"]
     cached_lens: Annotated[Tensor, "int32 [N]"]
+    draft_ids: Annotated[Tensor, "int32 [N, D]"]
+    draft_parents: Annotated[Tensor, "int32 [N, D]"]
+    positions: Annotated[Tensor, "int32 [N * (1 + D)]"]
+    table_rows: Annotated[Tensor, "int64 [N * (1 + D)]"]
+    guided: Annotated[Tensor, "bool [N * (1 + D)]"]
+    wants_length: Annotated[Tensor, "bool [N * (1 + D)]"]
+    generated: Annotated[Tensor, "int32 [N * (1 + D)]"]
+    due: Annotated[Tensor, "bool [N * (1 + D)]"]
+    last_tokens: Annotated[Tensor, "int32 [N * (1 + D)]"]
+    drawn: Annotated[Tensor, "int32 [N * (1 + D)]"]
+    top_k: Annotated[Tensor, "int32 [N * (1 + D)]"]
+    top_p: Annotated[Tensor, "float32 [N * (1 + D)]"]
+    min_p: Annotated[Tensor, "float32 [N * (1 + D)]"]
+    temperature: Annotated[Tensor, "float32 [N * (1 + D)]"]
+
+    @property
+    def drafts(self) -> Drafts:
+        """The drafts of all ``N`` requests."""
+        return Drafts(self.draft_ids, self.draft_parents)
 
 
 class StepHistory(NamedTuple):
@@ -194,22 +243,6 @@ class ScoredCandidates(NamedTuple):
     counts: Annotated[Tensor, "int32 [N]"]
     positions: Annotated[Tensor, "int32 [N]"]
     alone: Annotated[Tensor, "bool [N]"]
-
-
-class Drafts(NamedTuple):
-    """Draft tokens for the sequences of ``B`` requests, ``D`` columns each: a chain or a tree per request.
-
-    A *node* of a request is a place where a token is drawn: node 0 after the last token of the sequence, node
-    ``1 + j`` after draft ``j``.
-
-    Attributes:
-        token_ids: int32 or int64 ``[B, D]``. The list ends at the first negative id.
-        parents: int32 ``[B, D]``; the earlier column that each draft follows. For any other value (-1), the draft
-            follows the last token of the sequence.
-    """
-
-    token_ids: Annotated[Tensor, "int [B, D+]"]
-    parents: Annotated[Tensor, "int32 [B, D]"]
 
 
 class CandidateTrees(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from bench.harness import FLOATS, Benchmark, TimedCase, nbytes
 from bench.models import VOCAB
-from bench.ops.expand_drafts import chains
+from bench.ops.begin_step import chains
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS
 from lenvm_kernels.ops.limit_span import limit_span

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from bench.harness import Benchmark, TimedCase, nbytes
-from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, Status
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from bench.harness import Benchmark, TimedCase, nbytes
-from bench.ops.expand_drafts import chains
+from bench.ops.begin_step import chains
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 
 

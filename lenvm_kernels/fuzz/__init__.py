@@ -8,8 +8,7 @@ property tests draw from the same descriptions. ``check.py`` runs one case, ``ru
 # In the order in which a guided step calls them.
 OPERATORS = (
     "limit_span",
-    "gather_requests",
-    "expand_drafts",
+    "begin_step",
     "topk_candidates",
     "select_scored",
     "pack_drafts",

@@ -13,7 +13,7 @@ from torch import Tensor
 from lenvm_kernels.ops._common import ceil_div, next_power_of_2
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.ops.gather_requests import check_history
+from lenvm_kernels.ops.begin_step import check_history
 from lenvm_kernels.reference.catch_up import catch_up as _reference
 from lenvm_kernels.types import DeltaTokens, StepHistory, StepRequests
 
@@ -98,7 +98,7 @@ def empty_delta(rows: int, max_delta: int, device: torch.device) -> DeltaTokens:
 
 _SPEC = Spec("""
     counts: int32 [N]
-    requests: StepRequests of gather_requests (positions, table_rows, guided, wants_length, cached_lens)
+    requests: StepRequests of begin_step (positions, table_rows, guided, wants_length, cached_lens) [N]
     history: StepHistory (tokens, told_lens, cached_lens)
     slot_table: int32 [*, *]
     out?: DeltaTokens contiguous
@@ -121,9 +121,9 @@ def catch_up(
     Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        history: history passed to :func:`gather_requests`, which holds the last M tokens of each sequence.
+        history: history passed to :func:`begin_step`, which holds the last M tokens of each sequence.
             ``cached_lens`` is updated in place.
-        requests: result of :func:`gather_requests` for the same history.
+        requests: result of :func:`begin_step` for the same history.
         counts: int32 [N]; number of scored tokens (:func:`select_scored`). A request with 0 waits, unless the history
             has no room for ``max_new`` tokens beyond the missing ones.
         slot_table: int32 [R, pages]; token ``p`` of table row ``r`` lives in slot
@@ -140,13 +140,13 @@ def catch_up(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> from lenvm_kernels import GuidanceTable, empty_history, gather_requests, parse_guidance
+        >>> from lenvm_kernels import GuidanceTable, empty_history, begin_step, parse_guidance
         >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 60})], [{0}], "cpu").columns
         >>> history, slot_table = empty_history(1, 4, "cpu"), torch.tensor([[7, 5, 6, 4]], dtype=torch.int32)
         >>> for token, length, scored in ((11, 1, 0), (12, 2, 0), (13, 3, 2)):
         ...     lengths, counts = torch.tensor([[length], [scored]], dtype=torch.int32)
         ...     one = torch.tensor([token]), torch.tensor([0]), lengths
-        ...     delta = catch_up(history, gather_requests(table, *one, history=history), counts, slot_table)
+        ...     delta = catch_up(history, begin_step(table, *one, history=history), counts, slot_table)
         ...     print(delta.lens.item(), delta.token_ids.tolist(), delta.slots.tolist())
         0 [[0, 0, 0, 0]] [[-1, -1, -1, -1]]
         0 [[0, 0, 0, 0]] [[-1, -1, -1, -1]]

@@ -121,7 +121,7 @@ def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandida
 
 _SPEC = Spec("""
     candidates: Candidates of topk_candidates (token_ids, counts, status) contiguous
-    requests: StepRequests of gather_requests (due, wants_length, positions, table_rows)
+    requests: StepRequests of begin_step (due, wants_length, positions, table_rows) [N]
     eos_token_ids: int32 [R, E]
     drawn?: int32 [B]
     step?: int64 [1]
@@ -149,7 +149,7 @@ def select_scored(
     Args:
         candidates: result of :func:`topk_candidates`; ``K`` is a power of two up to 64. ``status`` is changed from
             ``GUIDE`` to ``NOT_DUE`` for requests that are not due and that no candidate ends.
-        requests: result of :func:`gather_requests`, with ``N >= B`` rows.
+        requests: result of :func:`begin_step`, with ``N >= B`` rows.
         eos_token_ids: int32 [R, E]; the tokens that end each request, by row of the guidance table.
         drawn: int32 [B]; next tokens that are not drawn from the candidates, negative if unknown. If ``None``, unknown.
         sample: whether the next token of a request with a single candidate is that candidate.
@@ -166,11 +166,11 @@ def select_scored(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> from lenvm_kernels import GuidanceTable, gather_requests, parse_guidance, topk_candidates
+        >>> from lenvm_kernels import GuidanceTable, begin_step, parse_guidance, topk_candidates
         >>> guidance = [parse_guidance({"target_length": 60}), parse_guidance({"return_values": True})]
         >>> table = GuidanceTable.from_params(guidance, [{0}, {0}], "cpu").columns
         >>> tokens, rows = torch.tensor([[11, 12], [0, 1]])
-        >>> requests = gather_requests(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32))
+        >>> requests = begin_step(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32))
         >>> probs = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
         >>> filters = dict(top_k=2, top_p=1.0, min_p=0.0, max_candidates=2, guided=requests.guided)
         >>> drawn = torch.tensor([-1, 2], dtype=torch.int32)

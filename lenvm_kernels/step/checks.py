@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, check_tensor
-from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import ImageTokens, ValueModel

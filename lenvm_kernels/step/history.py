@@ -2,7 +2,7 @@
 
 import torch
 
-from lenvm_kernels.ops.gather_requests import empty_history
+from lenvm_kernels.ops.begin_step import empty_history
 from lenvm_kernels.types import StepHistory
 
 

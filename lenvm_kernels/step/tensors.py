@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes
-from lenvm_kernels.ops.gather_requests import empty_requests
+NODE_FIELDS = ()
+from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.pack_drafts import empty_trees
 from lenvm_kernels.ops.select_scored import empty_scored
 from lenvm_kernels.step.graphs import bucket_of

@@ -12,13 +12,12 @@ from triton.backends.compiler import GPUTarget
 
 from bench.launches import intercept_launches, targeting
 from lenvm_kernels.guidance import GuidanceTable
-from lenvm_kernels.ops.expand_drafts import expand_drafts
-from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.begin_step import begin_step, empty_requests
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.verify_drafts import verify_drafts
-from lenvm_kernels.types import Drafts, ScoredCandidates
+from lenvm_kernels.types import Drafts, Filters, ScoredCandidates
 from tests.helpers.serving_variants import keys, note_key, slice_of_longer
 
 CPU = torch.device("cpu")
@@ -29,8 +28,16 @@ def calls(name, rows, with_drafts, drafts, changed):
     ids = changed(torch.ones(with_drafts, drafts, dtype=torch.int64))
     some = Drafts(ids, changed(torch.zeros(with_drafts, drafts, dtype=torch.int32)))
     numbers = torch.zeros(rows * (1 + drafts), dtype=torch.int32)
-    if name == "expand_drafts":
-        expand_drafts(empty_requests(rows, CPU), some, backend="triton")
+    per_request = [changed(torch.zeros(with_drafts, dtype=torch.int32)) for _ in range(4)]
+    if name == "begin_step":
+        table, out = GuidanceTable(40, CPU).columns, empty_requests(rows, CPU, drafts)
+        tokens, table_rows = (changed(torch.zeros(with_drafts, dtype=torch.int64)) for _ in range(2))
+        numbers = [x.float() for x in per_request[:3]]
+        filters = Filters(per_request[0], *(torch.ones(1).expand(with_drafts) if rows > 2 else x for x in numbers))
+        scores = changed(torch.zeros(with_drafts * (1 + drafts), 50))
+        options = dict(drafts=some, drawn=changed(scores[:, 0].long()), filters=filters, out=out)
+        options |= dict(scores=scores, addresses=torch.zeros(4, dtype=torch.int64))
+        begin_step(table, tokens, table_rows, per_request[3], **options, backend="triton")
     elif name == "limit_span":
         # An engine's table never changes its size.
         table, tokens = GuidanceTable(40, CPU).columns, changed(torch.zeros(with_drafts, 2, dtype=torch.int64))
@@ -43,7 +50,6 @@ def calls(name, rows, with_drafts, drafts, changed):
     elif name == "verify_drafts":
         verify_drafts(changed(numbers[: with_drafts * (1 + drafts)]), some, backend="triton")
     else:
-        per_request = [changed(torch.zeros(with_drafts, dtype=torch.int32)) for _ in range(4)]
         tokens = [changed(torch.ones(rows, dtype=torch.int64)) for _ in range(2)]
         lens = [*per_request[:2], some.token_ids, *per_request[2:]]
         ragged_layout(*tokens, *lens, candidate_parents=some.parents, backend="triton")

@@ -6,7 +6,9 @@
 import math
 
 import pytest
+import torch
 
+from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.value_tree_attention import plan_attention
 from tests.helpers.cases import arguments_of, changed, operators, small_case
 from tests.helpers.drafts import i32
@@ -86,17 +88,21 @@ ERRORS = {
         ({"candidates.token_ids": size(1, 3)}, f"candidates.token_ids {K_COLUMNS} 3"),
         ({"requests": rows(2)}, "requests must have a row for each of the 3 requests, got 2"),
     ],
-    "gather_requests": [
+    "begin_step": [
         ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),
         (
             {"new_lens": None, "tokens": size(1, 1)},
             r"new_lens must say how many of the tokens \[B, N\] are new, got None",
         ),
         ({"history.tokens": size(1, 0)}, r"history.tokens must be contiguous and have a column, got \[6, 0\]"),
-        ({"out": rows(2)}, "out must have a row for each of the 3 requests, got 2"),
+        ({"out": lambda x: empty_requests(2, torch.device("cpu"), 2)}, "out must have a row for each of the 3 requests, got 2"),
         *each("padding_row", (6, -1), r"padding_row must be in \[0, 6\), got {}"),
         ({"padding_row": 1.0}, "padding_row must be an int, got float"),
         ({"padding_row": True}, "padding_row must be an int, got bool"),
+        (
+            {"drafts": lambda x: x._make(y[:, :0] for y in x)},
+            "drafts.token_ids must have at least one column, got none",
+        ),
     ],
     "limit_span": [
         ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),
@@ -108,14 +114,6 @@ ERRORS = {
         ({"slot_table": size(0, 4)}, "slot_table must have at least 5 rows, got 4"),
         *each("page_size", (0, -4, 2.0, True, "4"), f"page_size {LEAST_1} {{}}"),
         *each("max_new", (0, -4, 2.0, True), f"max_new {LEAST_1} {{}}"),
-    ],
-    "expand_drafts": [
-        ({"requests": rows(2)}, "requests must have a row for each of the 3 requests with drafts, got 2"),
-        ({"requests": rows(9)}, r"out.positions must be int32 \[27\] on cpu, got int32 \[9\]"),
-        (
-            {"drafts": lambda x: x._make(y[:, :0] for y in x)},
-            "drafts.token_ids must have at least one column, got none",
-        ),
     ],
     "pack_drafts": [
         *(({"scored.token_ids": size(1, n)}, f"scored.token_ids {K_COLUMNS} {n}") for n in (0, 3, 6, 128)),

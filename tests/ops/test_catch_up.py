@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lenvm_kernels.ops.catch_up import catch_up
-from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
+from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from tests.helpers.drafts import i32
 
 

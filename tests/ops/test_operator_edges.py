@@ -69,5 +69,5 @@ def test_counters_are_zero_afterwards(device, name, rows):
 
 def test_number_of_requests_triggers_no_recompilation():
     """Operators on drafts; slices of longer tensors trigger none either."""
-    names = ["expand_drafts", "limit_span", "pack_drafts", "ragged_layout", "verify_drafts"]
+    names = ["begin_step", "limit_span", "pack_drafts", "ragged_layout", "verify_drafts"]
     assert variants(*names) == {f"_{name}_kernel": 1 for name in names}

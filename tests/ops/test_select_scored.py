@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, Status
 from tests.helpers.drafts import i32

@@ -20,5 +20,5 @@ def test_serving_compiles_nothing():
         for kernel in ("embed_tokens", "catch_up", "rope_cache", "select_scored"):
             assert served["warm"][f"_{kernel}_kernel"] == 1
     # Steps, predictions, and steps with drafts.
-    gathers = {name: served["warm"]["_gather_requests_kernel"] for name, served in report.items()}
+    gathers = {name: served["warm"]["_begin_step_kernel"] for name, served in report.items()}
     assert gathers == dict.fromkeys(kinds, 2) | {"with drafts": 3}

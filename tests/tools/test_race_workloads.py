@@ -136,7 +136,7 @@ def steps(values_class, model, width):
     return [*results, engine.step.table.columns.faults, *cache]
 
 
-DRAFT_KERNELS = {"_expand_drafts_kernel", "_pack_drafts_kernel", "_verify_drafts_kernel"}
+DRAFT_KERNELS = {"_pack_drafts_kernel", "_verify_drafts_kernel"}
 PROBE_KERNELS = {"_candidate_values_kernel"}
 
 

@@ -9,7 +9,7 @@ from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
-from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
+from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 
 SPARE_ROWS = 2  # table rows that no request of the batch uses
 LONGEST = 70  # maximum tokens of a sequence

@@ -8,7 +8,7 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import Case, Output
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, exact_operator
-from lenvm_kernels.fuzz.ops.expand_drafts import apart, draw_parents
+from lenvm_kernels.fuzz.ops._drafts import apart, draw_parents
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 
 OPTIONS: dict[str, list[Any]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
-from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, Status
 

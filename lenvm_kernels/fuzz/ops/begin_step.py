@@ -1,37 +1,54 @@
-"""``gather_requests``: shuffled table rows, dummy requests, histories of many steps and tokens."""
+"""``begin_step``: shuffled table rows, dummy requests, histories of many steps and tokens, drafts and spans."""
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.case import Case, dtype_of
+from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
+from lenvm_kernels.fuzz.ops._drafts import DRAFTS, draw_drafts, owners_of_nodes
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.guidance import GuidanceTable
-from lenvm_kernels.ops import gather_requests as ops
-from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
-from lenvm_kernels.types import Mode
+from lenvm_kernels.ops import begin_step as ops
+from lenvm_kernels.ops.begin_step import empty_history, empty_requests
+from lenvm_kernels.types import Filters, Mode, SpanNodes, StepRequests
 
 SPARE_ROWS = 3  # table rows that no request of the batch uses
 
-OPTIONS: dict[str, list[Any]] = {
+OPTIONS: dict[str, list[Any]] = DRAFTS | {
+    "drafts": [0, 2, 1, 3, 4, 5, 7, 8, 9],
     "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
     "active": [False, True],
     "table": ["whole", "columns apart"],
     "tokens": ["one", "1", "3", "9"],  # columns of new tokens
     "held": [1, 4, 16],
     "step": ["no history", "1", "9", "8589934594"],  # the last one is 2 if truncated to 32 bits
+    "spans": [False, True],
+    "filters": ["none", "each", "numbers"],
     "slices": [False, True],
     "constants": ["shipped", "small"],
 }
-CONSTANTS = {"small": {"REQUESTS": 4}}  # several programs
+# The fields with a row per node; the others have a row per request.
+NODE_FIELDS = StepRequests._fields[3:]
+CONSTANTS = {"small": {"NODES": 8}}  # several programs
 
 
 def _strided(x: Tensor, more: int) -> Tensor:
     """The same numbers with stride ``1 + more``, and ones between."""
     return torch.cat([x[:, None], torch.ones_like(x)[:, None].expand(-1, more)], dim=1)[:, 0]
+
+
+def _filters(draws: Draws, rows: Any, options: Mapping[str, Any]) -> Filters:
+    is_each = options["filters"] == "each"
+    drawn_rows = rows if is_each else 1
+    top_k = draws.integers("top_k", drawn_rows, low=-1, high=50).int()
+    shares = [draws.choose(x, drawn_rows, values=[0.0, 0.25, 1.0]).float() for x in Filters._fields[1:]]
+    if not is_each:
+        return Filters(*(x.expand(len(rows)) for x in (top_k, *shares)))
+    return Filters(_strided(top_k, 1), slice_of_longer(shares[0]), shares[1], _strided(shares[2], 2))
 
 
 def inputs(case: Case, device: torch.device) -> NamedInputs:
@@ -42,9 +59,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     columns = {
         "mode": draws.choose("mode", rows, values=[0, 0, *Mode]),
         "return_values": draws.chance("return_values", rows, of=0.5),
-        "entropy_threshold": draws.choose("entropy_threshold", rows, values=[math.nan, -1.0, 0.0, 0.7]),
         "prompt_len": draws.integers("prompt_len", rows, low=0, high=100_000),
-        "seed": draws.bits("seed", rows),
         "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1, 0, -2]),
         "span_ended": draws.chance("span_ended", rows, of=0.4),
         "span_start_bits": draws.choose("span_start_bits", rows, values=[0, 0, 2, 2**30]),
@@ -68,8 +83,19 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         per_request["active"] = is_active
     if options["tokens"] != "one":
         per_request["new_lens"] = draws.integers("new_lens", rows, low=-1, high=new + 1).int()
+    count_nodes = 1 + options["drafts"]
+    drawn = draws.choose("drawn", rows, count_nodes, values=[-1, 0, 7, 2**31 - 1])
+    per_request["drawn"] = drawn.to(dtype_of(options)).flatten()
     if options["slices"]:
         per_request = {name: slice_of_longer(x) for name, x in per_request.items()}
+    if options["spans"]:
+        ended = draws.chance("node ended", rows, count_nodes, of=0.4)
+        generated = draws.integers("node generated", rows, count_nodes, low=0, high=3000)
+        per_request["spans"] = SpanNodes(ended.flatten(), generated.int().flatten())
+    if options["drafts"]:
+        per_request["drafts"] = draw_drafts(draws, rows, options)
+    if options["filters"] != "none":
+        per_request["filters"] = _filters(draws, rows, options)
     arguments: dict[str, Any] = {"table": table, **per_request}
     arguments["padding_row"] = int(draws.integers("padding_row", 1, low=0, high=count + SPARE_ROWS - 1))
     if options["step"] != "no history":
@@ -84,33 +110,48 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         history.cached_lens[table_rows] = (lengths - uncached).clamp(min=0).int()
         arguments["history"] = history
     if options["padding"] != "no out":
-        out = empty_requests(count + int(options["padding"]), device)
+        out = empty_requests(count + int(options["padding"]), device, options["drafts"])
         arguments["out"] = to_fill(out, in_slices=options["slices"])
     return NamedInputs(arguments, count)
 
 
 def owners(given: NamedInputs) -> dict[str, Tensor]:
-    table, table_rows = given.arguments["table"], given.arguments["table_rows"]
-    of_table = owners_in_table(table_rows, len(table.faults))
+    arguments, table_rows = given.arguments, given.arguments["table_rows"].long()
+    of_table = owners_in_table(table_rows, len(arguments["table"].faults))
     no_row = torch.full((1,), -1, device=of_table.device)
-    return {"faults": of_table, "history": of_table, "history.step": no_row, "history.uncounted": no_row}
+    out, drafts = arguments.get("out"), arguments.get("drafts")
+    requests = given.rows if out is None else len(out.cached_lens)
+    columns = 0 if drafts is None else drafts.token_ids.shape[1]
+    of_nodes = owners_of_nodes(requests, columns, given.rows, of_table.device)
+    return {
+        **dict.fromkeys(NODE_FIELDS, of_nodes),
+        "faults": of_table,
+        "history": of_table,
+        "history.step": no_row,
+        "history.uncounted": no_row,
+    }
 
 
 OPERATOR = exact_operator(
-    ops.gather_requests,
+    ops.begin_step,
     options=OPTIONS,
     inputs=inputs,
     writes=("table.faults", "history", "out"),
     owners=owners,
     moved=("table_rows",),
     unwritten=lambda given: () if "history" in given.arguments else ("cached_lens",),
-    row_size=lambda options: 30,
-    row_work=lambda options: 20,
+    row_size=lambda options: 50 * (1 + options["drafts"]),
+    row_work=lambda options: 50 + 10 * options["drafts"],
     constants=CONSTANTS,
     free={
-        "tokens": "columns apart",
+        "tokens": "int32 columns apart",
+        "table_rows": "int32",
+        "drawn": "int32",
         "history.tokens": "columns",
+        "drafts.token_ids": "int32 apart",
+        "drafts.parents": "apart",
     }
+    | {f"filters.{name}": "strided" for name in Filters._fields}
     | {f"table.{name}": "strided" for name in ops.GatheredColumns._fields},
     reads={"table": ops.GatheredColumns._fields},
 )

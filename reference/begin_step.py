@@ -1,0 +1,90 @@
+"""State of the requests of a step and of their drafts, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.reference._common import tidy_drafts
+from lenvm_kernels.types import Drafts, Filters, GuidanceColumns, Mode, SpanNodes, StepHistory, StepRequests
+
+
+def begin_step(
+    table: GuidanceColumns,  # R requests; only the columns that are read need exist
+    tokens: Tensor,  # int32|int64 [B] or [B, N]
+    table_rows: Tensor,  # int32|int64 [B]
+    lengths: Tensor,  # int32 [B]
+    *,
+    new_lens: Tensor | None,  # int32 [B]
+    active: Tensor | None,  # bool [B]
+    history: StepHistory | None,
+    drafts: Drafts | None,  # [B, D]
+    spans: SpanNodes | None,  # [B * (1 + D)]
+    drawn: Tensor | None,  # int32|int64 [B * (1 + D)]
+    filters: Filters,  # [B]
+    addresses: Tensor | None,  # int64 [4]
+    scores: Tensor | None,  # [B * (1 + D), V]
+    vocab_mask: Tensor | None,  # int32 [B * (1 + D), ceil(V / 32)]
+    padding_row: int,
+    out: StepRequests,  # [N * (1 + D)]
+) -> StepRequests:
+    """See :func:`lenvm_kernels.ops.begin_step.begin_step`."""
+    count, device = tokens.shape[0], tokens.device
+    table_rows, tokens = table_rows.long(), tokens if tokens.dim() == 2 else tokens[:, None]
+    new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, tokens.shape[1])
+    active = torch.ones(count, dtype=torch.bool, device=device) if active is None else active
+
+    has_mode, ended = table.mode[table_rows] != Mode.UNGUIDED, table.span_ended[table_rows]
+    may_begin = has_mode & (table.span_start_bits[table_rows] != 0)
+    guided = active & has_mode & ~ended
+    # Between two spans the history must stay complete for the next one.
+    wants_length = active & (table.return_values[table_rows] | (may_begin & ended))
+    due = torch.ones_like(active)
+    if history is not None:
+        told_lens, cached_lens, held = history.told_lens[table_rows], history.cached_lens[table_rows], history.tokens
+        is_gap = told_lens < lengths - new_lens
+        lost = (guided | wants_length) & (is_gap | (lengths - cached_lens > held.shape[1]))
+        table.faults[table_rows] += lost.int()
+        guided, wants_length = guided & ~lost, wants_length & ~lost
+        due = (history.step - history.uncounted) % table.value_stride[table_rows].clamp(min=1) == 0
+        history.told_lens[table_rows] = torch.where(is_gap, told_lens, torch.maximum(told_lens, lengths))
+        out.cached_lens[:count], out.cached_lens[count:] = cached_lens, 0
+        for i in range(tokens.shape[1]):
+            position = lengths - new_lens + i
+            known = (i < new_lens) & (position >= 0)
+            held[table_rows[known], position[known] % held.shape[1]] = tokens[known, i].int()
+
+    rows, columns = out.draft_ids.shape
+    no_drafts = torch.empty(count, 0, dtype=torch.int32, device=device)
+    draft_ids, parents = tidy_drafts(Drafts(no_drafts, no_drafts) if drafts is None else drafts, rows)
+    out.draft_ids.copy_(draft_ids)
+    out.draft_parents.copy_(parents)
+    depth = torch.zeros(count, 1 + columns, dtype=torch.int32, device=device)
+    for j in range(columns):
+        behind = depth.gather(1, parents[:count, j : j + 1].long() + 1)[:, 0]
+        depth[:, 1 + j] = torch.where(draft_ids[:count, j] >= 0, behind + 1, 0)
+    last_tokens = tokens.gather(1, new_lens.clamp(min=1)[:, None].long() - 1).int()
+    is_there = torch.nn.functional.pad(draft_ids[:count] >= 0, (1, 0), value=True)
+    guided, wants_length = guided[:, None] & is_there, wants_length[:, None] & is_there
+    generated = (lengths - table.prompt_len[table_rows])[:, None] + depth
+    if spans is not None:
+        # A draft may begin the next span: the nodes after it are guided.
+        guided = (guided | (may_begin[:, None] & wants_length)) & ~spans.ended.view(depth.shape)
+        generated = spans.generated.view(depth.shape)
+
+    def write(target: Tensor, values: Tensor, padding: float) -> None:
+        target[: count * (1 + columns)] = values.expand(-1, 1 + columns).flatten()
+        target[count * (1 + columns) :] = padding
+
+    write(out.positions, lengths[:, None] - 1 + depth, -1)
+    write(out.table_rows, table_rows[:, None], padding_row)
+    write(out.guided, guided, False)
+    write(out.wants_length, wants_length, False)
+    write(out.generated, generated, 0)
+    write(out.due, due[:, None] & is_there, False)
+    write(out.last_tokens, torch.cat([last_tokens, draft_ids[:count]], dim=1), -1)
+    write(out.drawn, torch.full_like(depth, -1) if drawn is None else drawn.int().view(depth.shape), -1)
+    for name, padding in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("temperature", 1.0)):
+        write(getattr(out, name), getattr(filters, name)[:, None], padding)
+    for i, x in ((0, scores), (2, vocab_mask)):
+        if addresses is not None and x is not None:
+            addresses[i], addresses[i + 1] = x.data_ptr(), x.stride(0)
+    return out
