@@ -172,11 +172,14 @@ class StepRequests(NamedTuple):
     """Inputs of a step per node (:class:`Drafts`), for ``N`` requests. Requests from ``B`` on are padding.
 
     Attributes:
+        lengths: int32 ``[N]``; tokens of the sequence; 0 in padding.
+        request_rows: int64 ``[N]``; row of the request in the slot table and the guidance table.
+        needs_values: bool ``[N]``; the value model reads the sequence: it is guided or ``wants_length``.
         cached_lens: int32 ``[N]``; tokens of the sequence in the value model's cache; 0 in padding.
         draft_ids: int32 ``[N, D]``; the drafts, -1 from the first missing one on.
         draft_parents: int32 ``[N, D]``; the earlier column that each draft follows, or -1.
         positions: int32 ``[N (1 + D)]``; position of the token before the node; -1 in padding.
-        table_rows: int64 ``[N (1 + D)]``; row of the request in the slot table and the guidance table.
+        table_rows: int64 ``[N (1 + D)]``; row of the request.
         guided: bool ``[N (1 + D)]``; the node is guided.
         wants_length: bool ``[N (1 + D)]``; predicted lengths are requested, or the request is between spans and still
             read.
@@ -189,6 +192,9 @@ class StepRequests(NamedTuple):
         top_p, min_p, temperature: fp32 ``[N (1 + D)]``; sampling filters.
     """
 
+    lengths: Annotated[Tensor, "int32 [N]"]
+    request_rows: Annotated[Tensor, "int64 [N]"]
+    needs_values: Annotated[Tensor, "bool [N]"]
     cached_lens: Annotated[Tensor, "int32 [N]"]
     draft_ids: Annotated[Tensor, "int32 [N, D]"]
     draft_parents: Annotated[Tensor, "int32 [N, D]"]

@@ -202,6 +202,10 @@ def _begin_step_kernel(
     if drawn_ptr is not None:
         drawn = tl.load(drawn_ptr + row, mask=is_node, other=-1).to(tl.int32)
     table_row = tl.where(exists, table_row, padding_row)
+    needs_values = tl.max(tl.where(node == 0, (guided | wants_length).to(tl.int32), 0), axis=1) > 0
+    tl.store(requests.lengths + request, length, mask=is_row)
+    tl.store(requests.request_rows + request, table_row, mask=is_row)
+    tl.store(requests.needs_values + request, needs_values, mask=is_row)
     tl.store(requests.positions + row, (length - 1)[:, None] + depth, mask=mask)
     tl.store(requests.table_rows + row, table_row[:, None], mask=mask)
     tl.store(requests.guided + row, guided, mask=mask)

@@ -1,13 +1,15 @@
-"""CUDA graphs of a step's value forward: one per batch size bucket (powers of two) and number of nodes."""
+"""CUDA graphs of a step's launches: one per batch size bucket (powers of two) and kind of step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 
 from lenvm_kernels.ops._common import next_power_of_2
+
+Result = TypeVar("Result")
 
 
 def bucket_of(requests: int, max_requests: int) -> int:
@@ -16,34 +18,35 @@ def bucket_of(requests: int, max_requests: int) -> int:
 
 
 class Graphs:
-    """Runs a function through CUDA graphs. The function must read and write tensors at fixed addresses.
+    """Runs functions through CUDA graphs. They must read and write tensors at fixed addresses.
 
     Args:
-        score: the function. Takes the number of requests and the number of nodes per request; returns a tensor.
-        device: device of the function's tensors.
+        device: device of the tensors.
     """
 
-    def __init__(self, score: Callable[[int, int], torch.Tensor], device: torch.device) -> None:
-        self.score, self._device = score, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: Any = None  # memory shared by all graphs: only one runs at a time
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
-    def replay(self, requests: int, nodes: int) -> torch.Tensor:
-        """Run the function; the next replay overwrites its result. ``requests`` is a bucket (:func:`bucket_of`)."""
-        sizes = requests, nodes
-        if sizes not in self._captured:
+    def run(self, key: Hashable, function: Callable[[], Result]) -> Result:
+        """Run the function that was captured for ``key``; the next run overwrites its result.
+
+        The first call with a key runs and captures ``function``. Later calls replay the graph and ignore ``function``.
+        """
+        if key not in self._captured:
             # The first call runs eagerly: a capture launches no kernel and must not compile one.
-            result = self.score(requests, nodes)
-            self._captured[sizes] = self._capture(requests, nodes)
+            result = function()
+            self._captured[key] = self._capture(function)
             return result
-        graph, result = self._captured[sizes]
+        graph, result = self._captured[key]
         graph.replay()
         return result
 
-    def _capture(self, requests: int, nodes: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, function: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
-            result = self.score(requests, nodes)
+            result = function()
         return graph, result

@@ -55,6 +55,7 @@ def test_step_of_five_requests(device, backend):
     assert requests.generated.tolist() == [11, 3, 90, 10, 32, 0, 0]
     assert requests.last_tokens.tolist() == [11, 12, 14, 15, 17, -1, -1]
     assert requests.drawn.tolist() == [-1] * 7
+    assert requests.needs_values.tolist() == [False, True, True, True, False, False, False]
     assert requests.due.tolist() == [True, True, True, True, False, False, False]
     assert requests.cached_lens.tolist() == [9, 41, 97, 67, 29, 0, 0]
     assert history.step.item() == 6 and history.uncounted.item() == 2  # choose_candidates updates them
@@ -163,6 +164,9 @@ def test_nodes_count_the_drafts_before_them(device, backend):
     assert nodes.due.tolist() == no * 6 + yes * 4 + no * 2 + yes + no * 5 + no * 6
     assert nodes.last_tokens.tolist() == [5, 6, 0, 6, 9, 2, 5, 4, 4, 4, -1, -1, 5, *[-1] * 11]
     assert nodes.drawn.tolist() == [*range(18), *[-1] * 6]
+    assert nodes.lengths.tolist() == [41, 27, 40, 0]
+    assert nodes.request_rows.tolist() == [0, 2, 3, 1]
+    assert nodes.needs_values.tolist() == [True, True, True, False]
     assert nodes.cached_lens.tolist() == [40, 25, 35, 0]
     none = [-1] * 5
     assert nodes.draft_ids.tolist() == [[6, 0, 6, 9, 2], [4, 4, 4, -1, -1], none, none]
@@ -189,6 +193,7 @@ def test_spans_guide_exactly_the_nodes_inside(device, backend):
     nodes = begin_step(table, *batch_of([9, 22, 30], device), drafts=drafts, spans=spans, backend=backend)
     assert nodes.guided.tolist() == [not x for x in ended]
     assert nodes.wants_length.tolist() == [True] * 3 + [False] * 6
+    assert nodes.needs_values.tolist() == [True, True, True]
     assert nodes.generated.tolist() == generated
 
 

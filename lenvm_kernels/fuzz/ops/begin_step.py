@@ -32,7 +32,7 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "constants": ["shipped", "small"],
 }
 # The fields with a row per node; the others have a row per request.
-NODE_FIELDS = StepRequests._fields[3:]
+NODE_FIELDS = StepRequests._fields[6:]
 CONSTANTS = {"small": {"NODES": 8}}  # several programs
 
 
