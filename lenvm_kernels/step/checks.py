@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, check_tensor
+from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, ceil_div, check_tensor
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import ImageTokens, ValueModel
 
+_DRAFTS = Spec("drafts: Drafts")
 NO_IMAGES = "images must be None unless the value model is a vision-language model"
 
 
@@ -26,28 +28,44 @@ def check_class(name: str, value: object, accepted: type) -> None:
 
 def checked_drafts(drafts: Drafts, requests: int, config: StepConfig, device: torch.device) -> Drafts:
     """The checked drafts, with token ids as int64: kernels are compiled for one dtype."""
-    check_drafts(drafts, requests, device)
+    _DRAFTS.check("auto", drafts, device=device, sizes={"B": requests})
     if drafts.token_ids.shape[1] != config.max_drafts:
         came = drafts.token_ids.shape[1]
         raise ValueError(f"drafts must have max_drafts = {config.max_drafts} columns, got {came}")
     return drafts._replace(token_ids=drafts.token_ids.long())
 
 
+def checked_scores(scores: torch.Tensor, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """The checked scores of ``shape[0]`` rows, without padding columns beyond a vocabulary of ``shape[1]`` tokens.
+
+    They may have fewer columns: the output layers of some models have no row for special tokens of the prompt.
+    """
+    rows, vocab = shape
+    check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(rows, None), device=device)
+    if scores.shape[1] == 0:
+        raise ValueError("scores must have at least one column, got none")
+    return scores[:, :vocab] if scores.shape[1] > vocab else scores
+
+
+def checked_mask(mask: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor | None:
+    """The checked ``sampling.vocab_mask`` for the columns of the scores."""
+    if mask is None:
+        return None
+    rows, words = scores.shape[0], ceil_div(scores.shape[1], 32)
+    check_tensor("sampling.vocab_mask", mask, dtypes=torch.int32, shape=(rows, None), device=scores.device)
+    if mask.shape[1] < words:
+        raise ValueError(f"sampling.vocab_mask must have at least {words} columns, got {mask.shape[1]}")
+    return mask[:, :words]
+
+
 def check_step(
-    scores: torch.Tensor,
-    shape: tuple[int, int],
-    device: torch.device,
-    *,
-    probs: torch.Tensor | None,
-    drawn: torch.Tensor | None,
-    backend: str,
+    rows: int, device: torch.device, *, probs: torch.Tensor | None, drawn: torch.Tensor | None, backend: str
 ) -> None:
-    """Raise unless the scores, and the optional arguments of a step, fit ``shape``: its rows and its vocabulary."""
-    check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=shape, device=device)
+    """Raise unless the optional arguments of a step fit its number of rows."""
     if drawn is not None:
-        check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=shape[:1], device=device)
+        check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(rows,), device=device)
     if probs is not None:
-        check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(shape[0], None), device=device)
+        check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
 
 
 def check_states(
@@ -84,7 +102,7 @@ def completed(config: StepConfig, slots: SlotTable, device: torch.device | None,
     if slots.num_slots < 1:
         raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
     if config.graphs and not can_have_graphs:
-        raise ValueError("graphs must be None or False unless values come from a value model on a GPU, got True")
+        raise ValueError("graphs must be None or False unless the values are on a GPU, got True")
     return replace(
         config,
         max_requests=config.max_requests or slots.table.shape[0],

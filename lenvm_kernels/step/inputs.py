@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from lenvm_kernels.ops._common import COLUMNS, INT_DTYPES, ceil_div, check_tensor, per_request
+from lenvm_kernels.ops._common import COLUMNS, INT_DTYPES, check_tensor, per_request
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
-from lenvm_kernels.types import Drafts, SpanNodes
+from lenvm_kernels.types import Drafts, Filters, SpanNodes
+
+FILTER_DTYPES = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32, temperature=torch.float32)
+MAX_NUMBERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,8 @@ class StepConfig:
         score_all: also score the candidates of requests that need no values (``SINGLE``, ``SKIP``), for inspection.
         text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); sentence and line ends in the base model's vocabulary, so
             that outputs end where sentences do. If None, ends need the same probability everywhere.
-        graphs: run the value model from CUDA graphs, one per power of two of requests. If None, True on a GPU. A graph
-            is captured on first use, which stalls that step; :meth:`GuidedStep.warm_up` captures all in advance.
+        graphs: run steps from CUDA graphs, one per power of two of requests. If None, True on a GPU. A graph is captured
+            on first use, which stalls that step; :meth:`GuidedStep.warm_up` captures all in advance.
         backend: backend of the operators: ``auto``, ``triton`` or ``reference``.
 
     Raises:
@@ -152,16 +155,6 @@ class StepBatch(NamedTuple):
             return self.tokens[:, None], torch.ones_like(self.lengths)
         return self.tokens, self.new_lens
 
-    def last_tokens(self, drafts: Drafts | None) -> torch.Tensor:
-        """int64 ``[B (1 + D)]``: the token before each node, or padding where there is none."""
-        tokens = self.tokens
-        if self.new_lens is not None:
-            column = self.new_lens.clamp(1, tokens.shape[1]).long() - 1
-            tokens = tokens.gather(1, column[:, None])[:, 0]
-        if drafts is None:
-            return tokens
-        return torch.cat([tokens[:, None], drafts.token_ids.long()], dim=1).flatten()
-
 
 class PreparedStep(NamedTuple):
     """A batch that :meth:`GuidedStep.prepare` has checked, for :meth:`GuidedStep.step`.
@@ -198,27 +191,29 @@ class Sampling(NamedTuple):
     vocab_mask: torch.Tensor | None = None
     sample: bool = False
 
-    def per_node(
-        self, requests: int, nodes: int, vocab_size: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``top_k``, ``top_p``, ``min_p`` and ``temperature`` as tensors with one element per node.
+    def filters(self, requests: int, device: torch.device, numbers: dict[Any, torch.Tensor]) -> Filters:
+        """The filters as tensors ``[requests]``. ``numbers`` keeps a tensor of each number for later steps.
 
         Raises:
             TypeError, ValueError: naming the field, what came and what is accepted.
         """
         if self.temperature is not None and not self.is_logits:
             raise ValueError("sampling.temperature must be None when scores are probabilities (is_logits=False)")
-        if self.vocab_mask is not None:
-            shape = (requests * nodes, ceil_div(vocab_size, 32))
-            check_tensor("sampling.vocab_mask", self.vocab_mask, dtypes=torch.int32, shape=shape, device=device)
-
-        top_k = per_request("sampling.top_k", self.top_k, torch.int32, requests, device)
-        top_p = per_request("sampling.top_p", self.top_p, torch.float32, requests, device)
-        min_p = per_request("sampling.min_p", self.min_p, torch.float32, requests, device)
-        temperature = self.temperature
-        if temperature is not None:
-            temperature = per_request("sampling.temperature", temperature, torch.float32, requests, device)
-        if nodes > 1:
-            top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (top_k, top_p, min_p))
-            temperature = None if temperature is None else temperature.repeat_interleave(nodes)
-        return top_k, top_p, min_p, temperature
+        if len(numbers) > MAX_NUMBERS:
+            numbers.clear()
+        fields = []
+        for name, dtype in FILTER_DTYPES.items():
+            value = getattr(self, name)
+            if name == "temperature" and value is None:
+                value = 1.0
+            if isinstance(value, torch.Tensor):
+                label = f"sampling.{name}"
+                fields.append(
+                    check_tensor(label, value, dtypes=dtype, shape=(requests,), device=device, unit_stride=False)
+                )
+                continue
+            key = name, type(value), value if isinstance(value, (int, float)) else None
+            if key not in numbers:
+                numbers[key] = per_request(f"sampling.{name}", value, dtype, 1, device)
+            fields.append(numbers[key].expand(requests))
+        return Filters(*fields)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.step.tensors import StepRows
+from lenvm_kernels.step.stages import StepResult
 from lenvm_kernels.types import Candidates, VerifiedTokens
 
 
@@ -16,12 +16,14 @@ from lenvm_kernels.types import Candidates, VerifiedTokens
 class StepOutput:
     """The result of a guided step, on the device.
 
+    On a GPU, a later step overwrites ``candidates``, ``value_logits`` and ``probs``, which belong to its CUDA graph.
     With drafts, each node of a request has a separate row (:class:`Drafts`), and ``B`` stands for ``B (1 + D)``.
 
     Attributes:
         candidates: candidates of each request, with its ``status`` and the probability that was cut off, ``lost_mass``.
-        value_logits: fp32 ``[B, K]``; value logits of the candidates, 0 for candidates that are not scored. With a
-            :class:`LengthProbe`, each summarizes a distribution (:func:`candidate_values`).
+        value_logits: fp32 ``[B, K]``; value logits of the candidates, arbitrary for candidates that are not scored. With
+            a :class:`LengthProbe`, each summarizes a distribution (:func:`candidate_values`). None with
+            :class:`ConstantValues`.
         probs: fp32 ``[B, K]``; guided probabilities of the candidates.
         tokens: int32 ``[B]``; next tokens, drawn from the candidates with ``sample``, otherwise from ``drawn``. Without
             ``drawn``, -1 for requests that must be drawn with their own filters. None without both.
@@ -31,22 +33,26 @@ class StepOutput:
     """
 
     candidates: Candidates
-    value_logits: torch.Tensor
+    value_logits: torch.Tensor | None
     probs: torch.Tensor
     tokens: torch.Tensor | None
     remaining_lengths: torch.Tensor | None
     verified: VerifiedTokens | None = None
 
 
-def lengths_after(
-    next_tokens: torch.Tensor, table: GuidanceTable, rows: StepRows, value_logits: torch.Tensor
-) -> torch.Tensor:
-    """fp32 ``[B]``: lengths predicted after ``next_tokens``; NaN where none is wanted or the token is not scored."""
-    scored, nodes = rows.scored, rows.nodes
-    is_scored = torch.arange(value_logits.shape[1], device=value_logits.device) < scored.counts[:, None]
-    is_next = is_scored & (scored.token_ids == next_tokens[:, None])
-    z = torch.where(is_next, value_logits, 0.0).sum(1)
-    return lengths_of(z, next_tokens, table, nodes.table_rows, nodes.wants_length & is_next.any(1))
+def first_rows(result: StepResult, requests: int, nodes: int, *, is_reused: bool) -> StepOutput:
+    """The output of the first requests of a result, which the next step overwrites if ``is_reused``."""
+    count, rows = requests * nodes, len(result.drawn.tokens)
+    candidates, value_logits, (probs, tokens, lengths), verified = result
+    if count < rows:
+        candidates = Candidates(*(x[:count] for x in candidates))
+        value_logits = None if value_logits is None else value_logits[:count]
+        probs, tokens, lengths = probs[:count], tokens[:count], lengths[:count]
+        verified = None if verified is None else VerifiedTokens(*(x[:requests] for x in verified))
+    if is_reused:
+        tokens, lengths = tokens.clone(), lengths.clone()
+        verified = None if verified is None else VerifiedTokens(*(x.clone() for x in verified))
+    return StepOutput(candidates, value_logits, probs, tokens, lengths, verified)
 
 
 def lengths_of(

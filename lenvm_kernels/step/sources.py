@@ -70,8 +70,8 @@ class ValueSource(ABC):
 
     @abstractmethod
     def value_logits(
-        self, requests: int, nodes: int, states: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, rows: StepRows, states: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Value logits of the candidates of a step.
 
         Args:

@@ -1,4 +1,4 @@
-"""The stages of a guided step, in order: scale tokens and limit spans; look up, choose, (values), reweight, draw."""
+"""The stages of a guided step, in order: scale tokens and limit spans; begin; choose, (values), draw, verify."""
 
 from __future__ import annotations
 
@@ -6,46 +6,68 @@ from typing import NamedTuple
 
 import torch
 
-from lenvm_kernels.ops.expand_drafts import expand_drafts
-from lenvm_kernels.ops.gather_requests import gather_requests
+from lenvm_kernels.ops.begin_step import begin_step
+from lenvm_kernels.ops.draw import draw
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.select_scored import select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from lenvm_kernels.step.inputs import PreparedStep, Sampling, StepBatch
-from lenvm_kernels.step.tensors import StepRows, StepState, apply_spans
-from lenvm_kernels.types import Candidates, Drafts, SpanNodes, StepRequests
+from lenvm_kernels.step.inputs import StepBatch
+from lenvm_kernels.step.tensors import StepRows, StepState
+from lenvm_kernels.types import Candidates, Drafts, DrawnTokens, Filters, SpanNodes, VerifiedTokens
 
 
-class StepView(NamedTuple):
-    """The checked arguments of a step, and the tensors that its stages write.
+class StepCall(NamedTuple):
+    """Arguments of a step that determine its launches.
 
     Attributes:
-        prepared, scores, sampling: arguments of :meth:`GuidedStep.step`.
-        drawn: int32 ``[B]``; the same, or None.
-        filters: top_k, top_p, min_p and temperature of each node.
-        rows: the tensors of the batch.
-        padded: the tensors of its graph, which the value source reads: the batch and its padding.
+        scores: ``[rows, V]``. With ``addresses``, a tensor of the same dtype and width that is not read.
+        vocab_mask: int32 ``[rows, ceil(V / 32)]`` or None; likewise.
+        is_logits: whether the scores are logits.
+        sample: whether tokens are drawn from the candidates.
+        verifies: whether drafts are verified.
         backend: backend of the operators.
+        is_aligned: whether each row of the scores begins at a multiple of 16 elements.
+        addresses: int64 ``[4]``; where the scores and the mask are, see :func:`begin_step`. If None, they are passed.
     """
 
-    prepared: PreparedStep
     scores: torch.Tensor
-    sampling: Sampling
-    drawn: torch.Tensor | None
-    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-    rows: StepRows
-    padded: StepRows
+    vocab_mask: torch.Tensor | None
+    is_logits: bool
+    sample: bool
+    verifies: bool
     backend: str
+    is_aligned: bool
+    addresses: torch.Tensor | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The properties on which a CUDA graph of the step depends."""
+        scores, mask, *options = self
+        return scores.dtype, scores.shape[1], mask is None, *options[:-1]
+
+    def at_addresses(self, addresses: torch.Tensor, rows: int) -> StepCall:
+        """The same call for ``rows`` rows of scores and mask that are found at ``addresses`` when it runs."""
+        scores, mask = (x if x is None else x[:1].expand(rows, -1) for x in (self.scores, self.vocab_mask))
+        return self._replace(scores=scores, vocab_mask=mask, addresses=addresses)
+
+
+class StepResult(NamedTuple):
+    """What the launches of a step return, for all rows."""
+
+    candidates: Candidates
+    value_logits: torch.Tensor | None
+    drawn: DrawnTokens
+    verified: VerifiedTokens | None
 
 
 def scale_tokens(state: StepState, logits: torch.Tensor, table_rows: torch.Tensor) -> None:
     """Apply token temperatures to ``logits [N, V]`` of requests in ``table_rows [N]``, in place."""
-    columns = state.table.columns
-    scales = columns.token_scales[table_rows].to(logits.dtype)
-    logits.scatter_reduce_(1, columns.scaled_token_ids[table_rows], scales, "prod")
+    columns, width = state.table.columns, logits.shape[1]
+    token_ids, scales = columns.scaled_token_ids[table_rows], columns.token_scales[table_rows].to(logits.dtype)
+    if width < state.config.vocab_size:
+        is_known = token_ids < width
+        token_ids, scales = torch.where(is_known, token_ids, 0), torch.where(is_known, scales, 1.0)
+    logits.scatter_reduce_(1, token_ids, scales, "prod")
 
 
 def limit_spans(state: StepState, logits: torch.Tensor | None, batch: StepBatch, drafts: Drafts | None) -> SpanNodes:
@@ -63,108 +85,98 @@ def limit_spans(state: StepState, logits: torch.Tensor | None, batch: StepBatch,
     )
 
 
-def gather(state: StepState, batch: StepBatch, backend: str) -> StepRequests:
-    """The state of the requests, padded to the number of requests of their graph."""
-    requests = batch.tokens.shape[0]
-    return gather_requests(
+def begin(
+    state: StepState,
+    rows: StepRows,
+    batch: StepBatch,
+    *,
+    drafts: Drafts | None = None,
+    spans: SpanNodes | None = None,
+    drawn: torch.Tensor | None = None,
+    filters: Filters | None = None,
+    scores: torch.Tensor | None = None,
+    vocab_mask: torch.Tensor | None = None,
+    backend: str,
+) -> None:
+    """Copy what the step reads per request to ``rows``, in one launch."""
+    begin_step(
         state.table.columns,
         batch.tokens,
         batch.table_rows,
         batch.lengths,
         new_lens=batch.new_lens,
-        active=state.tensors.rows(requests).all_active if batch.active is None else batch.active,
+        active=batch.active,
         history=state.history.columns,
+        drafts=drafts,
+        spans=spans,
+        drawn=drawn,
+        filters=filters,
+        addresses=state.tensors.addresses,
+        scores=scores,
+        vocab_mask=vocab_mask,
         padding_row=state.padding_row,
-        out=state.tensors.rows(state.padded(requests)).requests,
+        out=rows.requests,
         backend=backend,
-        validate=False,
-    )
-
-
-def look_up(state: StepState, view: StepView) -> None:
-    """Read the state of the requests from the tables, and expand it to the nodes of their drafts."""
-    _, batch, drafts, spans, _ = view.prepared
-    requests = gather(state, batch, view.backend)
-    if drafts is not None:
-        expand_drafts(requests, drafts, out=view.padded.nodes, backend=view.backend)
-        if spans is not None:
-            apply_spans(view.rows.nodes, spans, state.table.columns)
-
-
-def choose(state: StepState, view: StepView) -> Candidates:
-    """The candidates of all nodes. Writes the candidates whose values are needed, and the trees that they form."""
-    config, table, nodes = state.config, state.table.columns, view.rows.nodes
-    _, batch, drafts, _, _ = view.prepared
-    top_k, top_p, min_p, temperature = view.filters
-    candidates = topk_candidates(
-        view.scores,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        max_candidates=config.max_candidates,
-        temperature=temperature,
-        is_logits=view.sampling.is_logits,
-        entropy_threshold=nodes.entropy_threshold,
-        guided=nodes.guided,
-        vocab_mask=view.sampling.vocab_mask,
-        end_token_ids=table.ending_token_ids,
-        min_end_prob=table.min_end_prob,
-        least_share=table.least_share,
-        due_length=table.due_length,
-        generated=nodes.generated,
-        text_breaks=config.text_breaks,
-        last_tokens=None if config.text_breaks is None else batch.last_tokens(drafts),
-        table_rows=nodes.table_rows,
-        backend=view.backend,
-        validate=False,
-    )
-    select_scored(
-        candidates,
-        view.padded.nodes,
-        table.ending_token_ids,
-        drawn=view.rows.none_drawn if view.drawn is None else view.drawn,
-        sample=view.sampling.sample,
-        score_all=config.score_all,
-        step=state.history.columns.step,
-        out=view.padded.scored,
-        backend=view.backend,
         validate=False,
     )
     if not batch.counts:
         state.history.columns.uncounted.add_(1)
-    if drafts is not None and view.padded.trees is not None:
-        pack_drafts(view.padded.scored, drafts, out=view.padded.trees, backend=view.backend)
+
+
+def choose(state: StepState, rows: StepRows, call: StepCall) -> Candidates:
+    """The candidates of all nodes. Writes the candidates whose values are needed, and the trees that they form."""
+    requests, config = rows.requests, state.config
+    candidates = topk_candidates(
+        call.scores,
+        top_k=requests.top_k,
+        top_p=requests.top_p,
+        min_p=requests.min_p,
+        max_candidates=config.max_candidates,
+        temperature=requests.temperature if call.is_logits else None,
+        is_logits=call.is_logits,
+        guided=requests.guided,
+        vocab_mask=call.vocab_mask,
+        addresses=call.addresses,
+        is_aligned=call.is_aligned,
+        table=state.table.columns,
+        table_rows=requests.table_rows,
+        generated=requests.generated,
+        text_breaks=config.text_breaks,
+        last_tokens=None if config.text_breaks is None else requests.last_tokens,
+        requests=requests,
+        drawn=requests.drawn,
+        sample=call.sample,
+        score_all=config.score_all,
+        step=state.history.columns.step,
+        scored=rows.scored,
+        backend=call.backend,
+        validate=False,
+    )
+    if rows.trees is not None:
+        pack_drafts(rows.scored, requests.drafts, out=rows.trees, backend=call.backend)
     return candidates
 
 
-def reweight(
-    state: StepState, view: StepView, candidates: Candidates, value_logits: torch.Tensor, probs: torch.Tensor | None
-) -> torch.Tensor:
-    """fp32 ``[B, K]``: the guided probabilities of the candidates, which are also written to ``probs``."""
-    return reweight_scatter(
+def draw_tokens(
+    state: StepState,
+    rows: StepRows,
+    candidates: Candidates,
+    values: tuple[torch.Tensor, torch.Tensor] | None,
+    call: StepCall,
+) -> DrawnTokens:
+    """Guided probabilities, next tokens, and predicted lengths of all nodes."""
+    value_logits, predicted = (None, None) if values is None else values
+    return draw(
         candidates,
         value_logits,
         state.table.columns,
-        table_rows=view.rows.nodes.table_rows,
-        generated=view.rows.nodes.generated,
+        rows.requests,
+        rows.scored,
+        predicted=predicted,
+        sample=call.sample,
+        drawn=rows.requests.drawn,
+        temperature=rows.requests.temperature if call.is_logits else None,
         text_breaks=state.config.text_breaks,
-        probs=probs,
-        backend=view.backend,
+        backend=call.backend,
         validate=False,
     )
-
-
-def draw(view: StepView, candidates: Candidates, guided_probs: torch.Tensor) -> torch.Tensor | None:
-    """int32 ``[B]``: the next token of each node, from its candidates or from ``drawn``; None without both."""
-    if not view.sampling.sample:
-        return view.drawn
-    tokens = sample_candidates(
-        candidates,
-        guided_probs,
-        view.rows.nodes.seeds,
-        view.rows.scored.positions,
-        temperature=view.filters[3],
-        backend=view.backend,
-        validate=False,
-    )
-    return tokens if view.drawn is None else torch.where(tokens >= 0, tokens, view.drawn)

@@ -229,8 +229,7 @@ class GuidedStep:
         if drafts is not None:
             drafts, nodes = checks.checked_drafts(drafts, requests, config, device), 1 + config.max_drafts
         if logits is not None:
-            shape = requests * nodes, config.vocab_size
-            check_tensor("logits", logits, dtypes=FLOAT_DTYPES, shape=shape, device=device)
+            check_tensor("logits", logits, dtypes=FLOAT_DTYPES, shape=(requests * nodes, None), device=device)
             is_changed = bool(self._scaled_rows or self._span_rows)
             if self._scaled_rows:
                 rows = batch.table_rows if drafts is None else batch.table_rows.repeat_interleave(nodes)
@@ -256,11 +255,18 @@ class GuidedStep:
         guidance, which ``table.columns.faults`` counts, until :meth:`extend` passes its tokens again. The step makes no
         host-device sync.
 
+        On a GPU all launches after the first are replayed from a CUDA graph (``StepConfig.graphs``), unless the caller
+        captures a graph itself. A graph depends on the number of requests (rounded up to a power of two) and drafts,
+        on the dtype, width and alignment of the scores, and on ``sampling.is_logits``, ``sampling.sample``,
+        ``vocab_mask`` and ``verify`` being set. A caller that captures the step in its own graph must capture it anew
+        if one of these changes, or if the first request with a span or with token temperatures arrives.
+
         Args:
             prepared: the batch.
             sampling: how the next tokens are drawn (:class:`Sampling`). Can be reused while the filters stay the same.
             scores: fp32, bf16 or fp16 ``[B, V]``; what the caller made of the logits, such as probabilities. If None,
-                the logits that were passed to :meth:`prepare`.
+                the logits that were passed to :meth:`prepare`. Columns from ``vocab_size`` on are ignored, and a
+                narrower tensor has candidates in its columns only.
             probs: fp32, bf16 or fp16 ``[B, V]``; rows of requests that are guided or have a single candidate are
                 rewritten in place (:func:`reweight_scatter`). May be ``scores``.
             drawn: int32 or int64 ``[B]``; tokens drawn with the requests' own filters, for requests that are not drawn
@@ -272,43 +278,69 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        config, device = self.config, self.device
+        config, device, state = self.config, self.device, self._state
         checks.check_class("prepared", prepared, PreparedStep)
         checks.check_class("sampling", sampling, Sampling)
         if scores is None and (scores := prepared.logits) is None:
             raise ValueError("scores must be given unless logits were passed to prepare, got neither")
         backend = resolve_backend(config.backend, "scores", scores)
-        batch, drafts = prepared.batch, prepared.drafts
+        _, batch, drafts, spans, _ = prepared
         if verify not in (None, "same_draws") or (verify and (drafts is None or not sampling.sample)):
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
         requests, nodes = batch.tokens.shape[0], 1 if drafts is None else 1 + config.max_drafts
-        shape = requests * nodes, config.vocab_size
-        checks.check_step(scores, shape, device, probs=probs, drawn=drawn, backend=backend)
-        checks.check_states(batch.states, shape[0], device, self.values.needs_states)
-        filters = sampling.per_node(requests, nodes, config.vocab_size, device)
-        drawn = None if drawn is None else drawn.int()
+        count = requests * nodes
+        scores = checks.checked_scores(scores, (count, config.vocab_size), device)
+        mask = checks.checked_mask(sampling.vocab_mask, scores)
+        checks.check_step(count, device, probs=probs, drawn=drawn, backend=backend)
+        checks.check_states(batch.states, count, device, self.values.needs_states)
+        filters = sampling.filters(requests, device, self._numbers)
         self.flush()
 
-        tensors, state = self._state.tensors, self._state
-        rows, padded = tensors.rows(requests, nodes), tensors.rows(state.padded(requests), nodes)
-        view = StepView(prepared, scores, sampling, drawn, filters, rows, padded, backend)
+        graphs = None if self._graphs is None or torch.cuda.is_current_stream_capturing() else self._graphs
+        rows = state.tensors.rows(requests if graphs is None else bucket_of(requests, self.max_requests), nodes)
+        with profiler_range("begin"):
+            stages.begin(
+                state,
+                rows,
+                batch,
+                drafts=drafts,
+                spans=None if drafts is None else spans,  # without drafts the table has the same state
+                drawn=None if drawn is None else drawn.long(),
+                filters=filters,
+                scores=scores,
+                vocab_mask=mask,
+                backend=backend,
+            )
+        options = (sampling.is_logits, sampling.sample, verify is not None, backend, rows_are_aligned(scores))
+        call = StepCall(scores, mask, *options)
+        if graphs is None:
+            result = self._guide(rows, call, batch.states)
+        else:
+            if rows.states is not None:
+                rows.states[:count] = batch.states
+            key = rows.sizes, call.key
+            result = graphs.run(key, lambda: self._guide_from_addresses(rows, call))
+        output = first_rows(result, requests, nodes, is_reused=graphs is not None)
+        if probs is not None:
+            scatter_probs(output.candidates, output.probs, state.table.columns, rows.requests.table_rows, probs)
+        if not sampling.sample and drawn is None:
+            output = output._replace(tokens=None)
+        return output if self._value_rows else replace(output, remaining_lengths=None)
+
+    def _guide(self, rows: StepRows, call: StepCall, states: torch.Tensor | None) -> StepResult:
         with profiler_range("candidates"):
-            stages.look_up(state, view)
-            candidates = stages.choose(state, view)
+            candidates = stages.choose(self._state, rows, call)
         with profiler_range("values"):
-            z, predicted = (x[: shape[0]] for x in self.values.value_logits(*padded.sizes, batch.states))
-        wants_lengths = bool(self._value_rows) and (sampling.sample or drawn is not None)
-        value_logits = z.masked_fill(rows.scored.alone[:, None], 0.0) if wants_lengths else z
-        with profiler_range("reweight"):
-            guided_probs = stages.reweight(state, view, candidates, value_logits, probs)
-        with profiler_range("sample"):
-            tokens = stages.draw(view, candidates, guided_probs)
-            lengths = verified = None
-            if tokens is not None and wants_lengths:
-                lengths = lengths_after(tokens, self.table, rows, predicted)
-            if tokens is not None and drafts is not None and verify is not None:
-                verified = verify_drafts(tokens, drafts, backend=backend)
-        return StepOutput(candidates, value_logits, guided_probs, tokens, lengths, verified)
+            values = self.values.value_logits(rows, states)
+        with profiler_range("draw"):
+            drawn = stages.draw_tokens(self._state, rows, candidates, values, call)
+            verified = verify_drafts(drawn.tokens, rows.requests.drafts, backend=call.backend) if call.verifies else None
+        return StepResult(candidates, None if values is None else values[0], drawn, verified)
+
+    def _guide_from_addresses(self, rows: StepRows, call: StepCall) -> StepResult:
+        """A step that reads tensors at fixed addresses only, for a CUDA graph."""
+        call = call.at_addresses(self._state.tensors.addresses, len(rows.requests.positions))
+        return self._guide(rows, call, rows.states)
 
     @torch.no_grad()
     def predict(self, batch: StepBatch) -> torch.Tensor:

@@ -7,14 +7,12 @@ from typing import NamedTuple
 import torch
 
 from lenvm_kernels.guidance.table import GuidanceTable
-NODE_FIELDS = ()
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.pack_drafts import empty_trees
-from lenvm_kernels.ops.select_scored import empty_scored
-from lenvm_kernels.step.graphs import bucket_of
+from lenvm_kernels.ops.topk_candidates import empty_scored
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import SlotTable, StepConfig
-from lenvm_kernels.types import CandidateTrees, GuidanceColumns, Mode, ScoredCandidates, SpanNodes, StepRequests
+from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates, StepRequests
 
 
 class StepRows(NamedTuple):
@@ -22,21 +20,17 @@ class StepRows(NamedTuple):
 
     Attributes:
         sizes: N requests, and nodes per request.
-        requests: state of ``N`` requests.
-        nodes: state of their ``N * nodes`` nodes; without drafts, the same as ``requests``.
+        requests: inputs of the requests and their nodes.
         scored: candidates to score, per node.
         trees: drafts and candidates to score, per request. None without drafts or without a value model.
-        all_active: bool ``[N]``; True.
-        none_drawn: int32 ``[N * nodes]``; -1.
+        states: hidden states of the base model per node. None if the value source reads none.
     """
 
     sizes: tuple[int, int]
     requests: StepRequests
-    nodes: StepRequests
     scored: ScoredCandidates
     trees: CandidateTrees | None
-    all_active: torch.Tensor
-    none_drawn: torch.Tensor
+    states: torch.Tensor | None
 
     def score_chains(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Mark the first ``counts [B]`` of ``tokens [B, C]`` to be scored as a chain, each after the previous one.
@@ -49,7 +43,7 @@ class StepRows(NamedTuple):
         computed.token_ids[:b, :columns] = tokens.int()
         computed.counts.zero_()
         computed.counts[:b] = counts
-        computed.positions.copy_(self.requests.positions + 1)
+        computed.positions.copy_(self.requests.lengths)
         if self.trees is not None:
             requests, most = self.trees.parents.shape
             self.trees.parents.copy_(torch.arange(most, device=tokens.device) - 1)
@@ -58,66 +52,54 @@ class StepRows(NamedTuple):
             self.trees.columns[:, 0] = torch.arange(nodes, device=tokens.device).repeat(requests)
 
 
-def apply_spans(nodes: StepRequests, spans: SpanNodes, table: GuidanceColumns) -> None:
-    """Guide exactly the nodes where a span is open, and count their generated tokens from its start.
-
-    A request between two spans is not guided, but a draft may begin its next span: the nodes after that are guided.
-    """
-    rows = nodes.table_rows
-    may_begin = (table.span_start_bits[rows] != 0) & (table.mode[rows] != Mode.UNGUIDED) & nodes.wants_length
-    nodes.guided.logical_or_(may_begin).logical_and_(~spans.ended)
-    nodes.generated.copy_(spans.generated)
-
-
 class StepTensors:
     """The tensors of the largest step, and slices of them for smaller ones.
 
     Args:
-        max_requests: maximum batch size of a step.
-        max_drafts: D, draft tokens per request.
-        max_candidates: K, candidates per node.
+        config: configuration of the step, with ``max_requests`` resolved.
         device: device of the tensors.
         trees: whether candidates and drafts are scored together, see :func:`pack_drafts`.
+        states: :attr:`ValueSource.needs_states`.
 
     Attributes:
-        requests, scored, trees: all rows of the fields of :class:`StepRows`.
+        addresses: int64 ``[4]``; addresses of the scores and the vocabulary mask, see :func:`begin_step`.
+        no_drafts: ``[max_requests, D]``; no draft.
     """
 
     def __init__(
-        self, max_requests: int, max_drafts: int, max_candidates: int, device: torch.device, *, trees: bool
+        self, config: StepConfig, device: torch.device, *, trees: bool, states: tuple[int, torch.dtype] | None
     ) -> None:
-        nodes = 1 + max_drafts
-        self.requests = empty_requests(max_requests, device)
-        self._nodes = empty_nodes(self.requests, max_drafts) if max_drafts else self.requests
-        self.scored = empty_scored(max_requests * nodes, max_candidates, device)
-        self.trees: CandidateTrees | None = None
-        if trees and max_drafts:
-            self.trees = empty_trees(max_requests, max_drafts, max_candidates, device)
-        # Passing constants in place of None avoids further kernel variants.
-        self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
-        self._none_drawn = torch.full((max_requests * nodes,), -1, dtype=torch.int32, device=device)
+        requests, drafts, columns = config.max_requests or 1, config.max_drafts, config.max_candidates
+        nodes = requests * (1 + drafts)
+        self._requests = empty_requests(requests, device, drafts)
+        self._scored = empty_scored(nodes, columns, device)
+        self._trees = empty_trees(requests, drafts, columns, device) if trees and drafts else None
+        self._states = None if states is None else torch.zeros(nodes, states[0], dtype=states[1], device=device)
+        self.addresses = torch.zeros(4, dtype=torch.int64, device=device)
+        self.no_drafts = Drafts(*(torch.full_like(self._requests.draft_ids, -1) for _ in Drafts._fields))
         self._rows: dict[tuple[int, int], StepRows] = {}
 
     def rows(self, requests: int, nodes: int = 1) -> StepRows:
         """The rows of ``requests`` requests with ``nodes`` nodes each. Cached, because slicing takes microseconds."""
-        sizes = requests, nodes
+        sizes, count = (requests, nodes), requests * nodes
         if sizes not in self._rows:
-            first_requests = StepRequests(*(x[:requests] for x in self.requests))
-            node_fields = {name: getattr(self._nodes, name)[: requests * nodes] for name in NODE_FIELDS}
-            trees = None
-            if nodes > 1 and self.trees is not None:
-                trees = CandidateTrees(*(x[:requests] for x in self.trees))
-                trees = trees._replace(columns=self.trees.columns[: requests * nodes])
+            drafts, most = nodes - 1, len(self._requests.lengths)
+            fields = [x[: requests if len(x) == most else count] for x in self._requests]
+            inputs = StepRequests(*fields)
             self._rows[sizes] = StepRows(
                 sizes,
-                first_requests,
-                first_requests if nodes == 1 else first_requests._replace(**node_fields),
-                ScoredCandidates(*(x[: requests * nodes] for x in self.scored)),
-                trees,
-                self._all_active[:requests],
-                self._none_drawn[: requests * nodes],
+                inputs._replace(draft_ids=inputs.draft_ids[:, :drafts], draft_parents=inputs.draft_parents[:, :drafts]),
+                ScoredCandidates(*(x[:count] for x in self._scored)),
+                self._tree_rows(requests, nodes) if drafts else None,
+                None if self._states is None else self._states[:count],
             )
         return self._rows[sizes]
+
+    def _tree_rows(self, requests: int, nodes: int) -> CandidateTrees | None:
+        if self._trees is None:
+            return None
+        trees = CandidateTrees(*(x[:requests] for x in self._trees))
+        return trees._replace(columns=self._trees.columns[: requests * nodes])
 
 
 class StepState(NamedTuple):
@@ -141,7 +123,3 @@ class StepState(NamedTuple):
     def padding_row(self) -> int:
         """Table row of the dummy requests that pad a batch to its graph's size."""
         return len(self.table) - 1
-
-    def padded(self, requests: int) -> int:
-        """The number of requests of the graph that runs a batch."""
-        return bucket_of(requests, self.config.max_requests or 1) if self.config.graphs else requests
