@@ -144,7 +144,6 @@ class StepRequests(NamedTuple):
         table_rows: int64 ``[N]``; row of the request in the slot table and the guidance table.
         guided: bool ``[N]``; the request is guided.
         wants_length: bool ``[N]``; predicted lengths are requested, or the request is between spans and still read.
-        entropy_threshold: fp32 ``[N]``; nats, NaN for no threshold.
         generated: int32 ``[N]``; number of generated tokens.
         seeds: int64 ``[N]``; seeds of the draws.
         due: bool ``[N]``; ``value_stride`` includes this step. Other requests are guided only if a candidate ends them.
@@ -155,7 +154,6 @@ class StepRequests(NamedTuple):
     table_rows: Annotated[Tensor, "int64 [N]"]
     guided: Annotated[Tensor, "bool [N]"]
     wants_length: Annotated[Tensor, "bool [N]"]
-    entropy_threshold: Annotated[Tensor, "float32 [N]"]
     generated: Annotated[Tensor, "int32 [N]"]
     seeds: Annotated[Tensor, "int64 [N]"]
     due: Annotated[Tensor, "bool [N]"]

@@ -28,7 +28,6 @@ def expand_drafts(
         each(requests.table_rows),
         each(requests.guided) & is_there,
         each(requests.wants_length) & is_there,
-        each(requests.entropy_threshold),
         each(requests.generated) + depth,
         each(requests.seeds),
         each(requests.due) & is_there,

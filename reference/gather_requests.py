@@ -1,7 +1,5 @@
 """Per-request inputs of a step, gathered from the tables, in plain PyTorch."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -55,7 +53,6 @@ def gather_requests(
     write(out.table_rows, table_rows, padding_row)
     write(out.guided, guided, False)
     write(out.wants_length, wants_length, False)
-    write(out.entropy_threshold, table.entropy_threshold[table_rows], math.nan)
     write(out.generated, lengths - table.prompt_len[table_rows], 0)
     write(out.seeds, table.seed[table_rows], 0)
     write(out.due, due, False)

@@ -11,7 +11,6 @@ OPERATORS = (
     "gather_requests",
     "expand_drafts",
     "topk_candidates",
-    "select_scored",
     "pack_drafts",
     "catch_up",
     "ragged_layout",

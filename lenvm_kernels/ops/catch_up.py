@@ -124,7 +124,7 @@ def catch_up(
         history: history passed to :func:`gather_requests`, which holds the last M tokens of each sequence.
             ``cached_lens`` is updated in place.
         requests: result of :func:`gather_requests` for the same history.
-        counts: int32 [N]; number of scored tokens (:func:`select_scored`). A request with 0 waits, unless the history
+        counts: int32 [N]; number of scored tokens (:func:`topk_candidates`). A request with 0 waits, unless the history
             has no room for ``max_new`` tokens beyond the missing ones.
         slot_table: int32 [R, pages]; token ``p`` of table row ``r`` lives in slot
             ``slot_table[r, p // page_size] * page_size + p % page_size``. Rows may be strided.

@@ -28,7 +28,6 @@ class DraftNodes(NamedTuple):
     table_rows: Tensor
     guided: Tensor
     wants_length: Tensor
-    entropy_threshold: Tensor
     generated: Tensor
     seeds: Tensor
     due: Tensor
@@ -61,7 +60,6 @@ def _expand_drafts_kernel(
     table_row = tl.load(requests.table_rows + request, mask=is_row, other=0)
     guided = tl.load(requests.guided + request, mask=is_row, other=False)
     wants_length = tl.load(requests.wants_length + request, mask=is_row, other=False)
-    entropy_threshold = tl.load(requests.entropy_threshold + request, mask=is_row, other=float("nan"))
     generated = tl.load(requests.generated + request, mask=is_row, other=0)
     seed = tl.load(requests.seeds + request, mask=is_row, other=0)
     due = tl.load(requests.due + request, mask=is_row, other=False)
@@ -84,7 +82,6 @@ def _expand_drafts_kernel(
     tl.store(nodes.table_rows + row, table_row[:, None], mask=mask)
     tl.store(nodes.guided + row, guided[:, None] & is_there, mask=mask)
     tl.store(nodes.wants_length + row, wants_length[:, None] & is_there, mask=mask)
-    tl.store(nodes.entropy_threshold + row, entropy_threshold[:, None], mask=mask)
     tl.store(nodes.generated + row, generated[:, None] + depth, mask=mask)
     tl.store(nodes.seeds + row, seed[:, None], mask=mask)
     tl.store(nodes.due + row, due[:, None] & is_there, mask=mask)

@@ -34,7 +34,6 @@ class GatheredColumns(NamedTuple):
 
     mode: Tensor
     return_values: Tensor
-    entropy_threshold: Tensor
     prompt_len: Tensor
     seed: Tensor
     value_stride: Tensor
@@ -79,8 +78,6 @@ def _gather_requests_kernel(
         active = exists & tl.load(active_ptr + request, mask=exists, other=False)
     mode = tl.load(table.mode + table_row * stride.mode, mask=exists, other=_UNGUIDED)
     wants_length = tl.load(table.return_values + table_row * stride.return_values, mask=exists, other=False)
-    threshold_ptr = table.entropy_threshold + table_row * stride.entropy_threshold
-    entropy_threshold = tl.load(threshold_ptr, mask=exists, other=float("nan"))
     prompt_len = tl.load(table.prompt_len + table_row * stride.prompt_len, mask=exists, other=0)
     seed = tl.load(table.seed + table_row * stride.seed, mask=exists, other=0)
     value_stride = tl.load(table.value_stride + table_row * stride.value_stride, mask=exists, other=1)
@@ -116,7 +113,6 @@ def _gather_requests_kernel(
     tl.store(requests.table_rows + request, tl.where(exists, table_row, padding_row), mask=is_row)
     tl.store(requests.guided + request, guided, mask=is_row)
     tl.store(requests.wants_length + request, wants_length, mask=is_row)
-    tl.store(requests.entropy_threshold + request, entropy_threshold, mask=is_row)
     tl.store(requests.generated + request, length - prompt_len, mask=is_row)
     tl.store(requests.seeds + request, seed, mask=is_row)
     tl.store(requests.due + request, due, mask=is_row)
@@ -218,7 +214,7 @@ def gather_requests(
             [B, N].
         active: bool [B]; requests that are False are treated as unguided. If ``None``, all are active.
         history: history of the table's rows (:func:`empty_history`), updated in place except for ``step``, which
-            :func:`select_scored` updates, and ``cached_lens``, which :func:`catch_up` updates. If ``None``,
+            :func:`topk_candidates` updates, and ``cached_lens``, which :func:`catch_up` updates. If ``None``,
             ``cached_lens`` is left untouched and all requests are due.
         padding_row: table row of dummy requests.
         out: contiguous result tensors to reuse, of ``N >= B`` rows (:func:`empty_requests`). If ``None``, ``B`` rows.

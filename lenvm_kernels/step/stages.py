@@ -12,7 +12,6 @@ from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.select_scored import select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step.inputs import PreparedStep, Sampling, StepBatch
 from lenvm_kernels.step.tensors import StepRows, StepState, apply_spans
@@ -93,7 +92,7 @@ def look_up(state: StepState, view: StepView) -> None:
 
 def choose(state: StepState, view: StepView) -> Candidates:
     """The candidates of all nodes. Writes the candidates whose values are needed, and the trees that they form."""
-    config, table, nodes = state.config, state.table.columns, view.rows.nodes
+    config, nodes = state.config, view.rows.nodes
     _, batch, drafts, _, _ = view.prepared
     top_k, top_p, min_p, temperature = view.filters
     candidates = topk_candidates(
@@ -104,29 +103,19 @@ def choose(state: StepState, view: StepView) -> Candidates:
         max_candidates=config.max_candidates,
         temperature=temperature,
         is_logits=view.sampling.is_logits,
-        entropy_threshold=nodes.entropy_threshold,
         guided=nodes.guided,
         vocab_mask=view.sampling.vocab_mask,
-        end_token_ids=table.ending_token_ids,
-        min_end_prob=table.min_end_prob,
-        least_share=table.least_share,
-        due_length=table.due_length,
+        table=state.table.columns,
+        table_rows=nodes.table_rows,
         generated=nodes.generated,
         text_breaks=config.text_breaks,
         last_tokens=None if config.text_breaks is None else batch.last_tokens(drafts),
-        table_rows=nodes.table_rows,
-        backend=view.backend,
-        validate=False,
-    )
-    select_scored(
-        candidates,
-        view.padded.nodes,
-        table.ending_token_ids,
+        requests=view.padded.nodes,
         drawn=view.rows.none_drawn if view.drawn is None else view.drawn,
         sample=view.sampling.sample,
         score_all=config.score_all,
         step=state.history.columns.step,
-        out=view.padded.scored,
+        scored=view.padded.scored,
         backend=view.backend,
         validate=False,
     )

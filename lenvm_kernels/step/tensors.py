@@ -10,7 +10,7 @@ from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.pack_drafts import empty_trees
-from lenvm_kernels.ops.select_scored import empty_scored
+from lenvm_kernels.ops.topk_candidates import empty_scored
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import SlotTable, StepConfig

@@ -7,7 +7,7 @@ from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
 from tests.helpers.drafts import i32
 
-GUIDED, LENGTHS = {"target_length": 60, "entropy_threshold": 0.5}, {"return_values": True}
+GUIDED, LENGTHS = {"target_length": 60}, {"return_values": True}
 BOTH = {"scale": 2.0} | LENGTHS
 SPANS = {"target_length": 60, "end_token_ids": [3], "start_token_ids": [4]}
 
@@ -51,13 +51,11 @@ def test_step_of_five_requests(device, backend):
     assert requests.table_rows.tolist() == [0, 4, 1, 6, 2, 5, 5]
     assert requests.guided.tolist() == [False, False, True, False, False, False, False]
     assert requests.wants_length.tolist() == [False, True, False, True, False, False, False]
-    assert requests.entropy_threshold.isnan().tolist() == [True, True, False, True, True, True, True]
-    assert requests.entropy_threshold[2].item() == 0.5
     assert requests.generated.tolist() == [11, 3, 90, 10, 32, 0, 0]
     assert requests.seeds.tolist() == [0, 2**40 + 4, 2**40 + 1, 2**40 + 6, 0, 0, 0]
     assert requests.due.tolist() == [True, True, True, True, False, False, False]
     assert requests.cached_lens.tolist() == [9, 41, 97, 67, 29, 0, 0]
-    assert history.step.item() == 6 and history.uncounted.item() == 2  # select_scored updates them
+    assert history.step.item() == 6 and history.uncounted.item() == 2  # topk_candidates and the step update them
     no = [-7, -7, -7]
     assert history.tokens.tolist() == [[-7, 11, -7], [14, -7, 13], [16, 17, -7], no, [12, -7, -7], no, [15, -7, -7]]
     assert history.told_lens.tolist() == [11, 100, 32, 40, 43, 60, 70]

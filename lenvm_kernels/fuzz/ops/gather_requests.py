@@ -1,6 +1,5 @@
 """``gather_requests``: shuffled table rows, dummy requests, histories of many steps and tokens."""
 
-import math
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     columns = {
         "mode": draws.choose("mode", rows, values=[0, 0, *Mode]),
         "return_values": draws.chance("return_values", rows, of=0.5),
-        "entropy_threshold": draws.choose("entropy_threshold", rows, values=[math.nan, -1.0, 0.0, 0.7]),
         "prompt_len": draws.integers("prompt_len", rows, low=0, high=100_000),
         "seed": draws.bits("seed", rows),
         "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1, 0, -2]),
