@@ -1,7 +1,7 @@
 """Triton kernels for LenVM length-guided decoding (arXiv 2604.27039), with pure-PyTorch references.
 
 :class:`GuidedStep` runs a full guided decode step for an engine. It calls these operators in order: :func:`limit_span`,
-:func:`begin_step`, :func:`topk_candidates`, :func:`select_scored`; then, for a value model,
+:func:`begin_step`, :func:`topk_candidates`; then, for a value model,
 :func:`pack_drafts`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
 :func:`rope_cache`, :func:`value_tree_attention` and :func:`value_head`, or, for a probe, :func:`candidate_values`; then
 :func:`reweight_scatter`, :func:`sample_candidates` and :func:`verify_drafts`. :func:`parse_guidance` and
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter as reweight_scatter
     from lenvm_kernels.ops.rope_cache import rope_cache as rope_cache
     from lenvm_kernels.ops.sample_candidates import sample_candidates as sample_candidates
-    from lenvm_kernels.ops.select_scored import select_scored as select_scored
     from lenvm_kernels.ops.topk_candidates import topk_candidates as topk_candidates
     from lenvm_kernels.ops.value_head import value_head as value_head
     from lenvm_kernels.ops.value_tree_attention import value_tree_attention as value_tree_attention
@@ -94,7 +93,7 @@ _MODULES = {
 # Each operator is in the module of the same name.
 _OPERATORS = (
     "begin_step candidate_values catch_up embed_tokens limit_span pack_drafts "
-    "ragged_layout ragged_linear reweight_scatter rope_cache sample_candidates select_scored topk_candidates "
+    "ragged_layout ragged_linear reweight_scatter rope_cache sample_candidates topk_candidates "
     "value_head value_tree_attention verify_drafts"
 )
 _MODULE_OF = {name: f"ops.{name}" for name in _OPERATORS.split()}

@@ -1,4 +1,4 @@
-"""Candidate extraction: top-k, then top-p, then min-p on each row's probabilities.
+"""Candidate extraction: top-k, then top-p, then min-p on each row's probabilities; choice of the scored candidates.
 
 Source: section 1 of the specification; ``LenvmGuidance`` candidate selection in the LenVM fork of SGLang.
 """
@@ -6,7 +6,7 @@ Source: section 1 of the specification; ``LenvmGuidance`` candidate selection in
 import torch
 
 from lenvm_kernels.reference._common import breaks_of, compute_dtype
-from lenvm_kernels.types import Candidates, Status
+from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, Status, StepRequests
 
 # A row below this temperature is greedy, as in SGLang: its only candidate is the most probable token.
 GREEDY_TEMPERATURE = 1e-6
@@ -27,17 +27,19 @@ def topk_candidates(
     max_candidates: int,
     temperature: torch.Tensor | None,  # [B]
     is_logits: bool,
-    entropy_threshold: torch.Tensor | None,  # [B]
     guided: torch.Tensor | None,  # [B]
     vocab_mask: torch.Tensor | None,  # [B, ceil(V / 32)]
-    end_token_ids: torch.Tensor | None,  # [R, E]
-    min_end_prob: torch.Tensor | None,  # [R]
-    least_share: torch.Tensor | None,  # [R]
-    due_length: torch.Tensor | None,  # [R]
+    table: GuidanceColumns | None,  # R requests; only the columns that are read need exist
+    table_rows: torch.Tensor | None,  # [B]
     generated: torch.Tensor | None,  # [B]
     text_breaks: torch.Tensor | None,  # [S]
     last_tokens: torch.Tensor | None,  # [B]
-    table_rows: torch.Tensor | None,  # [B]
+    requests: StepRequests | None,  # [N]
+    drawn: torch.Tensor | None,  # [B]
+    sample: bool,
+    score_all: bool,
+    step: torch.Tensor | None,  # [1]
+    scored: ScoredCandidates | None,  # [N, K]
 ) -> Candidates:
     """See :func:`lenvm_kernels.ops.topk_candidates.topk_candidates`."""
     dtype, device = compute_dtype(scores), scores.device
@@ -80,8 +82,8 @@ def topk_candidates(
     q = torch.where(score > nothing, p.gather(1, token), 0.0)
 
     of_row = torch.arange(rows, device=device) if table_rows is None else table_rows.long()
-    if least_share is not None:
-        min_p = torch.maximum(min_p, least_share[of_row])
+    if table is not None:
+        min_p = torch.maximum(min_p, table.least_share[of_row])
     limit = torch.where((top_k <= 0) | (top_k >= vocab), vocab, top_k.long())
     limit = torch.where(greedy, 1, limit)
     column = torch.arange(columns, device=device)
@@ -93,21 +95,22 @@ def topk_candidates(
     if guided is not None:
         keep &= guided[:, None]
         broken &= guided
-    if end_token_ids is not None and min_end_prob is not None:
-        least = min_end_prob[of_row].to(dtype)
+    if table is not None:
+        ending, min_end_prob = table.ending_token_ids[of_row].long(), table.min_end_prob[of_row]
+        least = min_end_prob.to(dtype)
         if text_breaks is not None and last_tokens is not None:
             by_bits = [WITHIN_LINE, AFTER_LINE, AFTER_SENTENCE, AFTER_SENTENCE]
             scales = torch.tensor(by_bits, dtype=dtype, device=device)
             least = least * scales[breaks_of(last_tokens, text_breaks)]
-        if due_length is not None and generated is not None:
-            late = (generated.to(dtype) / due_length[of_row].to(dtype).clamp(min=1) - 1).clamp(min=0)
+        if generated is not None:
+            late = (generated.to(dtype) / table.due_length[of_row].to(dtype).clamp(min=1) - 1).clamp(min=0)
             halvings = HALVINGS * late.clamp(max=OVERDUE) + HALVINGS_OVERDUE * (late - OVERDUE).clamp(min=0)
             least = least * torch.exp2(-halvings.clamp(max=MOST_HALVINGS))
-        ends = ends_among_candidates(x, p, end_token_ids[of_row].long(), least, nothing, max_candidates)
+        ends = ends_among_candidates(x, p, ending, least, nothing, max_candidates)
         ends = torch.where(keep[:, :1], ends, -1)  # only rows with candidates
         # The most probable token that does not end the output always stays.
-        goes_on = (token[:, :, None] != end_token_ids[of_row].long()[:, None, :]).all(dim=2) & (score > nothing)
-        goes_on &= keep[:, :1] & (min_end_prob[of_row] < torch.inf)[:, None]
+        goes_on = (token[:, :, None] != ending[:, None, :]).all(dim=2) & (score > nothing)
+        goes_on &= keep[:, :1] & (min_end_prob < torch.inf)[:, None]
         keep[:, :-1] |= (goes_on & (goes_on.cumsum(dim=1) == 1))[:, :-1]
         is_other = keep & ~(token[:, :, None] == ends[:, None, :]).any(dim=2)
         room = max_candidates - (ends >= 0).sum(dim=1, keepdim=True)
@@ -128,11 +131,50 @@ def topk_candidates(
     lost_mass = torch.where(broken, torch.nan, lost_mass)
 
     status = torch.where(counts > 0, int(Status.GUIDE), int(Status.UNGUIDED))
-    if entropy_threshold is not None:
+    if table is not None:
         entropy = torch.special.entr(q / kept_mass[:, None]).sum(dim=1)
-        status = torch.where((counts > 1) & (entropy <= entropy_threshold), int(Status.SKIP), status)
+        is_low = entropy <= table.entropy_threshold[of_row]
+        status = torch.where((counts > 1) & is_low, int(Status.SKIP), status)
     status = torch.where(counts == 1, int(Status.SINGLE), status)
-    return Candidates(token.int(), q, counts.int(), status.to(torch.int8), lost_mass)
+    candidates = Candidates(token.int(), q, counts.int(), status.to(torch.int8), lost_mass)
+    if table is None or requests is None or scored is None:
+        return candidates
+    if step is not None and len(scored.counts) > 0:
+        step += 1
+    ending = table.ending_token_ids[of_row]
+    return choose_scored(candidates, requests, ending, drawn=drawn, sample=sample, score_all=score_all, scored=scored)
+
+
+def choose_scored(
+    candidates: Candidates,  # [B, K]
+    requests: StepRequests,  # [N]
+    ending_token_ids: torch.Tensor,  # [B, E]
+    *,
+    drawn: torch.Tensor | None,  # [B]
+    sample: bool,
+    score_all: bool,
+    scored: ScoredCandidates,  # [N, K]
+) -> Candidates:
+    """Write the candidates that the value model scores, and return the candidates with the status ``NOT_DUE``."""
+    token_ids, counts = candidates.token_ids, candidates.counts
+    count = len(counts)
+    is_end = (token_ids[:, :, None] == ending_token_ids[:, None]).any(2) & (token_ids >= 0)
+    is_left_out = (candidates.status == Status.GUIDE) & ~requests.due[:count] & ~is_end.any(1)
+    status = candidates.status.masked_fill(is_left_out, int(Status.NOT_DUE))
+    is_guide = status == Status.GUIDE
+    next_tokens = torch.full_like(counts, -1) if drawn is None else drawn
+    if sample:
+        next_tokens = torch.where(status == Status.SINGLE, token_ids[:, 0], next_tokens)
+    alone = requests.wants_length[:count] & ~is_guide & (next_tokens >= 0)
+    results = ScoredCandidates(
+        token_ids=torch.cat((torch.where(alone, next_tokens, token_ids[:, 0])[:, None], token_ids[:, 1:]), dim=1),
+        counts=torch.where(alone, 1, counts if score_all else torch.where(is_guide, counts, 0)),
+        positions=requests.positions[:count] + 1,
+        alone=alone,
+    )
+    for written, result, padding in zip(scored, results, (-1, 0, 0, False), strict=True):
+        written[:count], written[count:] = result, padding
+    return candidates._replace(status=status)
 
 
 def ends_among_candidates(

@@ -10,7 +10,7 @@ import torch
 from bench.harness import Benchmark, TimedCase, nbytes
 from bench.ops.begin_step import chains
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
-from lenvm_kernels.ops.select_scored import empty_scored
+from lenvm_kernels.ops.topk_candidates import empty_scored
 
 
 def make_call(*, B=64, D, K, index=torch.int64):

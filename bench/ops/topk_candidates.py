@@ -12,34 +12,42 @@ import triton
 from bench import peers
 from bench.harness import FLOATS, Benchmark, TimedCase
 from bench.models import VOCAB
-from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.guidance import GuidanceTable
+from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, empty_scored, topk_candidates
 
-OPTIONS = ("temperature", "entropy_threshold", "guided", "vocab_mask", "end_token_ids", "min_end_prob", "least_share")
-OPTIONS += ("due_length", "generated", "table_rows", "text_breaks", "last_tokens")
-TABLE_ROWS, ENDS = 9, 12  # rows of the requests' table, end tokens per row
+TABLE_ROWS, ENDS = 9, 8  # rows of the requests' table, end-of-sequence tokens per row
+OF_TABLE = ("table", "table_rows", "generated", "text_breaks", "last_tokens")
+OF_STEP = ("requests", "scored", "drawn", "step", "sample")
+OPTIONS = ("temperature", "guided", "vocab_mask", *OF_TABLE)
 
 
-def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=()):
-    """A call with ``K`` slots for candidates and the options ``given``."""
+def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=(), padding=0, score_all=False):
+    """A call with ``K`` slots for candidates and the options ``given``, in a step with ``padding`` more requests."""
+    device = torch.get_default_device()
 
     def full(*shape, value=0.0, dtype=torch.float32):
         return torch.full(shape, value, dtype=dtype)
 
+    requests = empty_requests(B + padding, device)
+    for x in requests:
+        x.fill_(1)
     options = dict(
         temperature=full(B, value=1.0),
-        entropy_threshold=full(B, value=torch.nan),
         guided=full(B, value=1, dtype=torch.bool),
-        vocab_mask=full(B, V // 32, value=-1, dtype=torch.int32),
-        end_token_ids=full(TABLE_ROWS, ENDS, value=-2, dtype=torch.int32),
-        min_end_prob=full(TABLE_ROWS),
-        least_share=full(TABLE_ROWS),
-        due_length=full(TABLE_ROWS),
-        generated=full(B, dtype=torch.int32),
+        vocab_mask=full(B, -(-V // 32), value=-1, dtype=torch.int32),
+        table=GuidanceTable(TABLE_ROWS, device, max_eos=ENDS).columns,
         table_rows=torch.randint(TABLE_ROWS, (B,)),
+        generated=full(B, dtype=torch.int32),
         text_breaks=full(V, dtype=torch.int8),
         last_tokens=full(B, dtype=torch.int64),
+        requests=requests,
+        scored=empty_scored(B + padding, K, device),
+        drawn=full(B, value=-1, dtype=torch.int32),
+        step=torch.ones(1, dtype=torch.int64),
+        sample=True,
     )
-    options = {name: options[name] for name in given} | dict(max_candidates=K, is_logits=is_logits)
+    options = {name: options[name] for name in given} | dict(max_candidates=K, is_logits=is_logits, score_all=score_all)
     options |= dict(top_k=full(B, value=k, dtype=torch.int32), top_p=full(B, value=0.95), min_p=full(B, value=0.01))
     return partial(topk_candidates, torch.randn(B, V, dtype=getattr(torch, dtype)), **options)
 
@@ -63,7 +71,13 @@ FORMS = {
 }
 FORMS |= {f"topk_candidates {x} of probabilities": dict(B=64, K=8, dtype=x, is_logits=False) for x in FLOATS}
 FORMS["topk_candidates with every option"] = dict(B=64, K=8, dtype="float16", given=OPTIONS)
+FORMS |= {
+    f"topk_candidates K{K} V{V} in a step": dict(B=64, K=K, V=V, given=(*OPTIONS, *OF_STEP), padding=8, score_all=K > 8)
+    for K in (8, 64)
+    for V in (VOCAB, MAX_VOCAB)
+}
 FORMS["topk_candidates, every size 1"] = dict(B=1, K=1, V=1, is_logits=False)
+FORMS["topk_candidates in a step, every size 1"] = dict(B=1, K=1, V=1, given=(*OF_TABLE, *OF_STEP))
 
 BENCHMARK = Benchmark(
     "topk_candidates",

@@ -10,7 +10,6 @@ OPERATORS = (
     "limit_span",
     "begin_step",
     "topk_candidates",
-    "select_scored",
     "pack_drafts",
     "catch_up",
     "ragged_layout",

@@ -108,7 +108,7 @@ def _sizes_of_trees(rows: int, drafts: int, candidates: int) -> dict[str, int]:
 
 
 _SPEC = Spec("""
-    scored: ScoredCandidates of select_scored (token_ids, counts, positions) contiguous
+    scored: ScoredCandidates of topk_candidates (token_ids, counts, positions) contiguous
     drafts: Drafts
 """)
 _OUT = Spec("out: CandidateTrees contiguous")
@@ -126,8 +126,8 @@ def pack_drafts(
     Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        scored: result of :func:`select_scored` for the nodes of ``N`` requests; ``K`` is a power of two up to 64. If a
-            draft is listed twice below the same parent, the candidate shares the column of the first.
+        scored: written by :func:`topk_candidates` for the nodes of ``N`` requests; ``K`` is a power of two up to 64.
+            If a draft is listed twice below the same parent, the candidate shares the column of the first.
         drafts: drafts of the first ``B <= N`` requests. The other requests have none. Rows may be strided.
         out: contiguous result tensors to reuse. If ``None``, they are allocated.
         backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.

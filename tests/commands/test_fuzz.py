@@ -133,7 +133,8 @@ def test_draws_of_a_row_are_the_same_in_any_batch():
 # Arguments that index rows of other tensors, and options with which they do.
 INDICES = {
     **dict.fromkeys(("limit_span", "begin_step"), (lambda given: given.arguments["table_rows"], {})),
-    **dict.fromkeys(("select_scored", "catch_up"), (lambda given: given.arguments["requests"].table_rows, {})),
+    "topk_candidates": (lambda given: given.arguments["table_rows"], {"max_eos": 1, "table_rows": "int64"}),
+    "catch_up": (lambda given: given.arguments["requests"].table_rows, {}),
     "verify_drafts": (lambda given: given.arguments["drafts"].parents.flatten(), {"drafts": 9, "parents": "tree"}),
     "embed_tokens": (lambda given: given.arguments["token_ids"], {}),
     "reweight_scatter": (lambda given: given.table_rows, {}),

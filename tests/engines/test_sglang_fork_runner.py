@@ -76,21 +76,22 @@ def expected_row(plain, request, probs, environment):
     sampling, row, params = request.sampling_params, probs[None].clone(), GuidanceParams()
     if sampling.custom_params:
         params = parse_guidance(sampling.custom_params, gamma=gamma, constraint="eq")
+    table = GuidanceTable.from_params([params], [{EOS}], "cpu").columns
+    generated = torch.tensor([len(request.tokens) - len(request.origin_input_ids)], dtype=torch.int32)
     candidates = topk_candidates(
         row,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         max_candidates=int(environment.get("LENVM_MAX_CANDIDATES", 64)),
-        entropy_threshold=float("nan") if params.entropy_threshold is None else params.entropy_threshold,
         guided=torch.tensor([params.mode != Mode.UNGUIDED]),
+        table=table,
+        generated=generated,
     )
     status = Status(candidates.status.item())
     if status not in (Status.GUIDE, Status.SINGLE):
         return with_own_filters(request, probs), status
     value_logits = plain.after(request.tokens, request.items)[candidates.token_ids.clamp(min=0).long()]
-    table = GuidanceTable.from_params([params], [{EOS}], "cpu").columns
-    generated = torch.tensor([len(request.tokens) - len(request.origin_input_ids)], dtype=torch.int32)
     reweight_scatter(candidates, value_logits, table, generated=generated, probs=row)
     return row[0], status
 

@@ -98,28 +98,23 @@ def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None, mask=No
     logits = smollm2.model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
     if adjust is not None:
         adjust(logits)
-    threshold = float("nan") if params.entropy_threshold is None else params.entropy_threshold
+    table = GuidanceTable.from_params([params], [{smollm2.tokenizer.eos_token_id, *ends}], "cpu").columns
+    of_requests = dict(table_rows=torch.zeros(n, dtype=torch.long), generated=torch.arange(n, dtype=torch.int32))
     candidates = topk_candidates(
         logits,
         top_k=torch.full([n], SAMPLING["top_k"], dtype=torch.int32),
         top_p=torch.ones(n),
         min_p=torch.full([n], SAMPLING["min_p"]),
         is_logits=True,
-        entropy_threshold=torch.full([n], threshold),
         vocab_mask=mask,
+        table=table,
+        **of_requests,
     )
-    table = GuidanceTable.from_params([params], [{smollm2.tokenizer.eos_token_id, *ends}], "cpu").columns
     assert [row["length"] for row in rows[:n]] == list(range(len(prompt), len(prompt) + n))
     column = {name: [row[name] for row in rows[:n]] for name in ("status", "token_ids", "value_logits", "probs")}
     assert column["status"] == candidates.status.tolist()
     assert column["token_ids"] == candidates.token_ids.tolist()
-    expected = reweight_scatter(
-        candidates,
-        torch.tensor(column["value_logits"]),
-        table,
-        table_rows=torch.zeros(n, dtype=torch.long),
-        generated=torch.arange(n, dtype=torch.int32),
-    )
+    expected = reweight_scatter(candidates, torch.tensor(column["value_logits"]), table, **of_requests)
     torch.testing.assert_close(torch.tensor(column["probs"]), expected, rtol=0, atol=ATOL)
     assert all(row["token"] in (-1, token) for row, token in zip(rows, output, strict=False))
 

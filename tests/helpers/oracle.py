@@ -46,16 +46,11 @@ class PlainStep:
         filters = {name: torch.tensor([number]) for name, number in sampling.items()}
         filters["top_k"] = filters["top_k"].int()
         table = GuidanceTable.from_params([params], [{self.eos}], "cpu").columns
-        ends = dict(end_token_ids=table.ending_token_ids, min_end_prob=table.min_end_prob, due_length=table.due_length)
-        ends["least_share"] = table.least_share
-        ends["generated"] = torch.tensor([generated]).int()
-        threshold = table.entropy_threshold
-        candidates = topk_candidates(
-            logits, **filters, **ends, entropy_threshold=threshold, is_logits=True, backend="reference"
-        )
+        of_request = dict(table=table, generated=torch.tensor([generated]).int(), backend="reference")
+        candidates = topk_candidates(logits, **filters, **of_request, is_logits=True)
         tokens = candidates.token_ids[0].tolist()
         listed = [token for token in tokens if token >= 0]
         values = dict(zip(listed, self.values([[*prefix, token] for token in listed]), strict=True))
         z = torch.tensor([[values.get(token, 0.0) for token in tokens]], dtype=torch.float64)
-        reweight_scatter(candidates, z, table, generated=ends["generated"], probs=probs, backend="reference")
+        reweight_scatter(candidates, z, **of_request, probs=probs)
         return probs[0], values, Status(candidates.status.item()).name

@@ -38,16 +38,14 @@ def each(argument, values, message):
 
 TOGETHER = "must be given together"
 LEAST_1 = "must be an int of at least 1, got"
-NO_ENDS = dict.fromkeys(
-    ("end_token_ids", "min_end_prob", "least_share", "due_length", "generated", "text_breaks", "last_tokens")
-)
+OF_TABLE = ("table_rows", "generated", "text_breaks", "last_tokens", "requests", "drawn", "step", "scored")
 K_COLUMNS = "must have a power of two up to 64 columns, got"
 ALL_HEADS = ("q", "k_new", "v_new", "k_cache", "v_cache", "out")
 HEADS = "q must have a multiple of the heads of k_new, got"
 # Three requests with every optional tensor; the changed arguments, and the message.
 ERRORS = {
     "topk_candidates": [
-        *(({"scores": size(1, n)}, f"scores must have 1 to 262144 columns, got {n}") for n in (0, 262_145)),
+        *(({"scores": size(1, n)}, f"scores must have 1 to 1048576 columns, got {n}") for n in (0, 1_048_577)),
         *each("max_candidates", (0, 12, 128), "max_candidates must be a power of two up to 64, got {}"),
         *each("top_k", (2**31, -(2**31) - 1), "top_k must be an int32, got {}"),
         ({"top_k": 5.0}, "top_k must be an integer or a tensor .*, got float"),
@@ -57,21 +55,25 @@ ERRORS = {
         ({"min_p": False}, "min_p must be a number or a tensor .*, got bool"),
         ({"temperature": [1.0]}, "temperature must be a number or a tensor .*, got list"),
         ({"is_logits": False}, "temperature must be None when scores are probabilities"),
-        *(({x: None}, f"due_length and generated {TOGETHER}, with end_token_ids") for x in ("due_length", "generated")),
-        (NO_ENDS | {"due_length": 1, "generated": 1}, f"due_length and generated {TOGETHER}, with end_token_ids"),
         *(
-            ({x: None}, f"text_breaks and last_tokens {TOGETHER}, with end_token_ids")
-            for x in ("text_breaks", "last_tokens")
+            (dict.fromkeys({*OF_TABLE, "table"} - {x}), "table must be given with table_rows, .* or scored, got None")
+            for x in OF_TABLE
         ),
-        (NO_ENDS | {"text_breaks": 1, "last_tokens": 1}, f"text_breaks and last_tokens {TOGETHER}, with end_token_ids"),
-        *(({x: None}, f"end_token_ids and min_end_prob {TOGETHER}") for x in ("end_token_ids", "min_end_prob")),
-        (NO_ENDS | {"least_share": 1}, f"least_share {TOGETHER} with end_token_ids"),
+        *(({x: None}, f"text_breaks and last_tokens {TOGETHER}") for x in ("text_breaks", "last_tokens")),
+        *(({x: None}, f"requests and scored {TOGETHER}") for x in ("requests", "scored")),
+        *(
+            (
+                dict.fromkeys({"requests", "drawn", "step", "scored"} - {x}),
+                "scored must be given with drawn or step, got",
+            )
+            for x in ("drawn", "step")
+        ),
         (
-            {name: size(0, 1) for name in ("end_token_ids", "min_end_prob", "least_share", "due_length")}
-            | {"table_rows": None},
-            "end_token_ids must have a row for each of the 3 requests, got 1",
+            {"table_rows": None, "table": rows(2)},
+            r"table must have a row for each of the 3 requests, got 2 \(or give table_rows\)",
         ),
-        ({"end_token_ids": size(1, 0)}, "end_token_ids must have at least one column, got none"),
+        ({"requests": rows(2), "scored": rows(2)}, "requests must have a row for each of the 3 requests, got 2"),
+        ({"scored.token_ids": size(1, 3)}, r"scored.token_ids must be int32 \[3, 2\] on cpu, got int32 \[3, 3\]"),
     ],
     "reweight_scatter": [
         *(({"value_logits": size(1, n)}, f"value_logits {K_COLUMNS} {n}") for n in (0, 3, 128)),
@@ -83,10 +85,6 @@ ERRORS = {
     "sample_candidates": [
         *(({"guided_probs": size(1, n)}, f"guided_probs {K_COLUMNS} {n}") for n in (0, 3, 128)),
         ({"candidates": None}, "candidates must be the Candidates of topk_candidates, got NoneType"),
-    ],
-    "select_scored": [
-        ({"candidates.token_ids": size(1, 3)}, f"candidates.token_ids {K_COLUMNS} 3"),
-        ({"requests": rows(2)}, "requests must have a row for each of the 3 requests, got 2"),
     ],
     "begin_step": [
         ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),

@@ -1,4 +1,4 @@
-"""``topk_candidates``: cases by hand, golden pairs of the fork, and tokens beyond the last slot."""
+"""``topk_candidates``: cases by hand, golden pairs of the fork, tokens beyond the last slot, and scored candidates."""
 
 import json
 import math
@@ -11,10 +11,13 @@ import torch
 import triton
 from hypothesis import given, settings
 
+from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.topk_candidates import TILE, topk_candidates
-from lenvm_kernels.types import Candidates, Status
+from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, TILE, CandidateColumns, empty_scored, topk_candidates
+from lenvm_kernels.types import GUIDANCE_COLUMNS, Candidates, Status
 from tests.helpers.cases import assert_right, cases
+from tests.helpers.drafts import i32
 from tests.helpers.matches import assert_matches
 
 SLOTS = 4
@@ -23,9 +26,13 @@ INF, NAN = math.inf, math.nan
 
 
 def choose(x, device, backend, **options):
-    """Candidates of ``x``, one row of scores per request, moved to the CPU. Filters are off by default."""
+    """Candidates of ``x``, one row of scores per request, moved to the CPU. Filters are off by default, and columns of
+    the guidance table have the values of requests without guidance."""
     options = dict(top_k=0, top_p=1.0, min_p=0.0, max_candidates=SLOTS) | options
     options = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in options.items()}
+    columns = {name: options.pop(name) for name in CandidateColumns._fields if name in options}
+    if columns:
+        options["table"] = GuidanceTable(len(x), device).columns._replace(**columns)
     return Candidates(*(y.cpu() for y in topk_candidates(x.to(device), **options, backend=backend)))
 
 
@@ -104,7 +111,7 @@ LISTS = [
 
 
 def tail(options, ids, *, least, ends=(-2, 7, 4, 1, 7, 12), lost=0.0, logits=False):
-    options = {"max_candidates": 8, "end_token_ids": [list(ends)], "min_end_prob": least} | options
+    options = {"max_candidates": 8, "ending_token_ids": [list(ends)], "min_end_prob": least} | options
     return (
         HandCase.of_logits(LOGITS, {"temperature": 0.5} | options, ids, lost)
         if logits
@@ -180,8 +187,8 @@ AFTER_BREAKS = [
     )
 ]
 HAND_CASES = [*FILTERS, *END_LISTS, *NOT_ONLY_ENDS, *LATE, *SHARES, *AFTER_BREAKS]
-DTYPES = {"end_token_ids": torch.int32, "text_breaks": torch.int8, "generated": torch.int32}
-DTYPES |= dict.fromkeys(("min_end_prob", "least_share", "due_length"), torch.float32)
+DTYPES = {name: GUIDANCE_COLUMNS[name].dtype for name in CandidateColumns._fields}
+DTYPES |= {"text_breaks": torch.int8, "generated": torch.int32}
 DTYPES |= {"last_tokens": torch.int64, "guided": torch.bool, "vocab_mask": torch.int32}
 
 
@@ -189,7 +196,7 @@ DTYPES |= {"last_tokens": torch.int64, "guided": torch.bool, "vocab_mask": torch
 def test_cases_by_hand(device, backend, case):
     """Numbers apply to all requests; here there is one. The laws have tensors, strides and several programs."""
     options = {
-        name: torch.tensor(x if name in ("end_token_ids", "text_breaks") else [x], dtype=DTYPES[name])
+        name: torch.tensor(x if name in ("ending_token_ids", "text_breaks") else [x], dtype=DTYPES[name])
         if name in DTYPES
         else x
         for name, x in case.options.items()
@@ -216,7 +223,7 @@ def test_requests_use_the_end_tokens_of_their_table_row(device, backend):
     """Table columns are strided; the requests' rows are in any order."""
     table = torch.tensor([[6, -2, 9, 9], [0, 8, 9, 9], [-2, -2, 9, 9], [2, 7, 9, 9]], dtype=torch.int32)
     columns = torch.tensor([[0.2, 0.08, 0.0, 1e-3], [0.9, 0.5, 0.9, 0.0], [INF, 40.0, 40.0, INF]]).T
-    options = dict(end_token_ids=table[:, :2], min_end_prob=columns[:, 0], least_share=columns[:, 1], top_k=2)
+    options = dict(ending_token_ids=table[:, :2], min_end_prob=columns[:, 0], least_share=columns[:, 1], top_k=2)
     options |= dict(due_length=columns[:, 2], generated=torch.tensor([50, 50, 44, 50], dtype=torch.int32))
     found = choose(torch.tensor(TAIL).repeat(4, 1), device, backend, **options, table_rows=torch.tensor([3, 0, 1, 2]))
     assert found.token_ids.tolist() == [[5, 2, 7, -1], [5, -1, -1, -1], [5, 2, 8, 0], [5, -1, -1, -1]]
@@ -245,7 +252,8 @@ def test_fp32_reference_matches_fp64_reference(case):
     assert_right(case, "cpu", partial(topk_candidates, backend="reference"))
 
 
-@pytest.mark.parametrize("vocab, slots", [(262_144, 4), (70 * TILE + 9, 64)])
+# Gemma 3 has 262,208 tokens, Gemma 3n 262,400.
+@pytest.mark.parametrize("vocab, slots", [(262_208, 4), (262_400, 64), (MAX_VOCAB, 8), (70 * TILE + 9, 64)])
 def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     x = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).bfloat16()  # many ties
     x[0, vocab - 7] = 9.0
@@ -277,3 +285,120 @@ def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles
     found = choose(x, device, backend, min_p=min_p, top_p=top_p, is_logits=is_logits)
     assert found.token_ids.tolist() == [[3, 35, 34, 70]] * 6 + [[220, 188, 189, 153]] * 6
     torch.testing.assert_close(found.lost_mass, torch.tensor([0.1] * 4 + [0.0] * 2 + [0.1] * 6))
+
+
+# --- candidates that the value model scores ---
+
+
+UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE = Status
+VOCAB = 80
+NEVER, ALWAYS = NAN, 100.0  # entropy thresholds
+
+
+def choose_in_step(device, backend, requests, padding=0, step=None, **options):
+    """The candidates of the requests of a step, and the choice among them, moved to the CPU.
+
+    Args:
+        requests: the candidates, status, whether it is due, and end tokens of each.
+        padding: rows of the step beyond the requests.
+        step: number of the step.
+        options: ``max_candidates``, ``wants_length`` of all requests, ``drawn``, ``sample`` and ``score_all``.
+    """
+    listed, status, due, ends = zip(*requests, strict=True)
+    count, rows = len(requests), len(requests) + padding
+    scores = torch.zeros(count, VOCAB)
+    for row, tokens in enumerate(listed):
+        scores[row, tokens] = 0.5 ** torch.arange(1.0, 1 + len(tokens))
+    in_step = empty_requests(rows, device)
+    for x in in_step:
+        x.fill_(1)  # exposes reads of dummy requests
+    in_step.positions[:count] = torch.arange(4, 4 + count)
+    in_step.wants_length[:count] = options.pop("wants_length")
+    in_step.due[:count] = torch.tensor(due)
+    scored = empty_scored(rows, options["max_candidates"], device)
+    for x in scored:
+        x.fill_(9)
+    if "drawn" in options:
+        options["drawn"] = i32(*options["drawn"])
+    candidates = choose(
+        scores,
+        device,
+        backend,
+        guided=torch.tensor([s != UNGUIDED for s in status]),
+        top_k=i32(*map(len, listed)),
+        # The rows of the table are in descending order.
+        table_rows=torch.arange(count).flip(0),
+        entropy_threshold=torch.tensor([ALWAYS if s == SKIP else NEVER for s in status]).flip(0),
+        ending_token_ids=torch.tensor([[*e, *[-2] * (3 - len(e))] for e in ends], dtype=torch.int32).flip(0),
+        requests=in_step,
+        scored=scored,
+        step=step,
+        **options,
+    )
+    return candidates, scored._make(x.cpu() for x in scored)
+
+
+# One request of each status; the last is not due, because no candidate is an end.
+STEP = [
+    ([5, 6], UNGUIDED, False, ()),
+    ([7, 8], GUIDE, True, ()),
+    ([0], SINGLE, False, ()),
+    ([9, 4], SKIP, False, (4, 9)),
+    ([2, 3], NOT_DUE, False, (6, 5)),
+]
+IDS, COUNTS = [[-1, -1], [7, 8], [0, -1], [9, 4], [2, 3]], [0, 2, 1, 2, 2]
+# Options; then tokens, counts, and which requests have one token alone, the next one.
+SELECTIONS = [
+    ({}, IDS, [0, 2, 0, 0, 0], [0, 0, 0, 0, 0]),
+    ({"score_all": True}, IDS, COUNTS, [0, 0, 0, 0, 0]),
+    ({"sample": True}, IDS, [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),  # the single candidate, token 0
+    ({"drawn": [3] * 5}, [[3, -1], [7, 8], [3, -1], [3, 4], [3, 3]], [1, 2, 1, 1, 1], [1, 0, 1, 1, 1]),
+    ({"drawn": [0, 0, -1, -2, -1]}, [[0, -1], *IDS[1:]], [1, 2, 0, 0, 0], [1, 0, 0, 0, 0]),
+    ({"drawn": [-1, 3, 3, -1, -1], "sample": True}, IDS, [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),
+    (
+        {"drawn": [3, -1, -1, 3, 0], "score_all": True},
+        [[3, -1], [7, 8], [0, -1], [3, 4], [0, 3]],
+        [1, 2, 1, 1, 1],
+        [1, 0, 0, 1, 1],
+    ),
+    ({"drawn": [-1] * 4 + [7], "score_all": True}, [*IDS[:4], [7, 3]], [0, 2, 1, 2, 1], [0, 0, 0, 0, 1]),
+]
+
+
+@pytest.mark.parametrize(("options", "token_ids", "counts", "alone"), SELECTIONS)
+def test_scored_tokens_of_each_status(device, backend, options, token_ids, counts, alone):
+    """Rows of padding have nothing to score. Without requested lengths, no token is scored alone."""
+    step, options = torch.tensor([2**32 - 1], device=device), options | {"max_candidates": 2}
+    candidates, scored = choose_in_step(device, backend, STEP, padding=2, step=step, wants_length=True, **options)
+    assert candidates.status.tolist() == [*Status] and candidates.token_ids.tolist() == IDS
+    assert scored.token_ids.tolist() == [*token_ids, [-1, -1], [-1, -1]]
+    assert scored.counts.tolist() == [*counts, 0, 0]
+    assert scored.positions.tolist() == [5, 6, 7, 8, 9, 0, 0]
+    assert scored.alone.int().tolist() == [*alone, 0, 0]
+    assert step.item() == 2**32
+    candidates, scored = choose_in_step(device, backend, STEP, wants_length=False, **options)
+    assert candidates.status.tolist() == [*Status] and scored.token_ids.tolist() == IDS and not scored.alone.any()
+    assert scored.counts.tolist() == (COUNTS if options.get("score_all") else [0, 2, 0, 0, 0])
+
+
+def test_end_token_among_candidates_makes_request_due(device, backend):
+    """No request is due by its stride."""
+    requests = [
+        ([1, 2, 3, 4], GUIDE, False, (4,)),  # first end token, in the last candidate column
+        ([30, 31, 32, 33], GUIDE, False, (11, 12, 32)),  # last end token
+        ([30, 31], NOT_DUE, False, (33,)),
+        ([8, 9, 33, 4], NOT_DUE, False, (7,)),  # end tokens of other requests
+        ([40, 41], NOT_DUE, False, ()),
+        ([1, 2, 3, 4], SKIP, False, (4,)),
+        ([1, 2, 3, 9], SKIP, False, (4,)),
+        ([9], SINGLE, False, (4,)),
+        ([], UNGUIDED, False, (4,)),
+        ([70, 5, 60, 61], GUIDE, False, (5, -2, 70)),
+    ]
+    listed, status, _, _ = zip(*requests, strict=True)
+    candidates, scored = choose_in_step(device, backend, requests, max_candidates=4, wants_length=False)
+    assert candidates.status.tolist() == list(status)
+    assert candidates.counts.tolist() == list(map(len, listed))
+    assert scored.counts.tolist() == [
+        len(tokens) if s == GUIDE else 0 for tokens, s in zip(listed, status, strict=True)
+    ]

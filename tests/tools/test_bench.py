@@ -101,18 +101,18 @@ def test_suite_of_parts(monkeypatch, tmp_path):
     """One part succeeds, one fails and one runs out of time; the summary lists all three."""
     scripts = {"tests": "print('boom'); exit(3)", "profile": "import time; print('begun', flush=True); time.sleep(60)"}
     commands = {part: [sys.executable, "-c", script] for part, script in scripts.items()}
-    commands["select_scored"] = gpu_suite.command("select_scored", tmp_path)
+    commands["pack_drafts"] = gpu_suite.command("pack_drafts", tmp_path)
     monkeypatch.setattr(gpu_suite, "command", lambda part, out: commands[part])
-    monkeypatch.setattr(gpu_suite, "SECONDS", {"tests": 60, "profile": 5, "select_scored": 120})
+    monkeypatch.setattr(gpu_suite, "SECONDS", {"tests": 60, "profile": 5, "pack_drafts": 120})
     monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(tmp_path)])
     assert gpu_suite.main() == 1
     text = (tmp_path / "summary.md").read_text()
     assert "| tests | failed with exit status 3 | boom |" in text and "| profile | ended after 5 s | begun |" in text
-    assert "| select_scored | done | " in text and "| B 64 K 8 E 8 | " in text
-    log = (tmp_path / "select_scored.txt").read_text().splitlines()
-    assert log[0].startswith("select_scored on ") and log[1].startswith("| case | warm us |")
-    shapes = [case["shape"] for case in json.loads((tmp_path / "select_scored.json").read_text())["cases"]]
-    assert shapes == BENCHMARKS["select_scored"].shapes(quick=not torch.cuda.is_available())
+    assert "| pack_drafts | done | " in text and "| B 64 D 4 K 8 | " in text
+    log = (tmp_path / "pack_drafts.txt").read_text().splitlines()
+    assert log[0].startswith("pack_drafts on ") and log[1].startswith("| case | warm us |")
+    shapes = [case["shape"] for case in json.loads((tmp_path / "pack_drafts.json").read_text())["cases"]]
+    assert shapes == BENCHMARKS["pack_drafts"].shapes(quick=not torch.cuda.is_available())
 
 
 def test_parts_of_the_suite_are_commands():
@@ -120,4 +120,4 @@ def test_parts_of_the_suite_are_commands():
     assert sum(gpu_suite.SECONDS.values()) <= 660
     tests = [word for word in gpu_suite.command("tests", Path()) if word.startswith("tests/")]
     assert "tests/ops" in tests and all(Path(path).exists() for path in tests)
-    assert "select_scored" in gpu_suite.command("select_scored", Path())
+    assert "pack_drafts" in gpu_suite.command("pack_drafts", Path())

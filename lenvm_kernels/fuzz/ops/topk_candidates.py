@@ -1,4 +1,6 @@
-"""``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with different filters."""
+"""``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with different filters.
+
+Requests of a step are of every status, due or not, with and without a known next token."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +9,28 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
-from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned
+from lenvm_kernels.fuzz.ops._calls import (
+    Form,
+    NamedInputs,
+    NamedResult,
+    memory_of,
+    named_operator,
+    no_row,
+    owners_of_rows,
+    unchanged_around,
+    with_copies,
+)
+from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of_longer, to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops.topk_candidates import topk_candidates
-from lenvm_kernels.types import Candidates
+from lenvm_kernels.guidance import GuidanceTable
+from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
+from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.topk_candidates import CandidateColumns, empty_scored, topk_candidates
+from lenvm_kernels.reference.topk_candidates import choose_scored
+from lenvm_kernels.types import Candidates, GuidanceColumns, Status
 
 NAN, INF = float("nan"), float("inf")
+STEP_OPTIONS = ("requests", "drawn", "sample", "score_all", "step", "scored")
 KINDS = ["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing", "halves"]
 # Relative distance to a filter's bound within which fp32 and fp64 may disagree.
 BOUND_WIDTH = 1e-5
@@ -27,17 +44,23 @@ OPTIONS: dict[str, list[Any]] = {
     "broken": [False, True],
     "padding": [0, 5],
     "temperature": [False, True],
-    "entropy_threshold": [False, True],
     "guided": [False, True],
     "vocab_mask": [False, True],
-    "ends": [0, 1, 3, 5],
-    "least_share": [False, True],
-    "due": [False, True],
+    "max_eos": [0, 1, 8],  # 0 for no table
+    "table_rows": ["none", "int64", "int32"],
+    "generated": [False, True],
     "text_breaks": [0, 1, 6],
+    "scored": ["none", "0", "1", "40"],  # rows of the scored candidates beyond the requests
+    "slices": [False, True],
+    "drawn": [False, True],
+    "sample": [False, True],
+    "score_all": [False, True],
+    "step": ["none", "1", "4294967295"],
     "constants": ["shipped", "small"],
 }
 # Several programs per row at sizes that the interpreter can handle.
 CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
+SPARE_ROWS = 2  # table rows that no request of the batch uses
 
 
 def inputs(case: Case, device: torch.device) -> NamedInputs:
@@ -65,39 +88,75 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         values = [1.0, 0.7, 2.0, 0.01, 100.0, 0.0, 1e-7, 1e-6]
         broken = [NAN, INF] if options["broken"] else []
         arguments["temperature"] = pick("temperature", values + broken).float()
-    if options["entropy_threshold"]:
-        arguments["entropy_threshold"] = pick("entropy_threshold", [NAN, 0.0, 0.5, 2.0]).float()
     if options["guided"]:
         arguments["guided"] = pick("guided", [True, True, False])
     if options["vocab_mask"]:
         words = draws.bits("vocab_mask", rows, -(-vocab // 32)).int()
         arguments["vocab_mask"] = padded_rows(words, options["padding"], value=-1)
-    if options["ends"]:
-        # In half of the rows, one is near the id of the best token; some are invalid, some are duplicates.
-        ends = draws.integers("ends", rows, options["ends"], low=-2, high=min(vocab, 9) + 1)
-        best = x.nan_to_num(-INF, -INF, -INF).argmax(dim=1)
-        ends[:, 0] = torch.where(
-            draws.chance("near the best", rows, of=0.5), best + pick("beside it", [-1, 0, 1]), ends[:, 0]
-        )
-        least = pick("min_end_prob", [0.0, 1e-4, 0.01, 0.1, 0.5, INF]).float()
-        # The table has strided columns, and its rows are in another order than the requests.
-        table_rows = torch.arange(len(x) - 1, -1, -1, device=device)
-        arguments["end_token_ids"] = padded_rows(ends.flip(0).int(), options["padding"], value=0)
-        arguments["min_end_prob"] = torch.stack([least.flip(0), least * NAN], dim=1)[:, 0]
-        arguments["table_rows"] = table_rows
-        if options["least_share"]:
-            share = pick("least_share", [0.0, 0.05, 0.3, 1.0]).float()
-            arguments["least_share"] = torch.stack([share * NAN, share.flip(0)], dim=1)[:, 1]
-        if options["due"]:
-            due = pick("due_length", [0.0, 1.0, 20.0, 77.5, 4096.0, INF]).float()
-            arguments["due_length"] = torch.stack([due * NAN, due.flip(0)], dim=1)[:, 1]
-            share = pick("late", [0.0, 0.9, 1.0, 1.04, 1.3, 2.0, 90.0])
-            arguments["generated"] = torch.where(due < INF, due * share, 50 * share).int()
-        if options["text_breaks"]:
-            arguments["text_breaks"] = torch.tensor([1, 2, 0, 3, 0, 1], dtype=torch.int8, device=device)
-            arguments["text_breaks"] = arguments["text_breaks"][: options["text_breaks"]]
-            arguments["last_tokens"] = draws.integers("last_tokens", rows, low=-2, high=options["text_breaks"])
+    if options["max_eos"]:
+        arguments |= table_options(case, device, x)
+        if options["scored"] != "none":
+            arguments |= step_options(case, device)
     return NamedInputs(arguments, len(rows))
+
+
+def table_options(case: Case, device: torch.device, x: Tensor) -> dict[str, Any]:
+    """The guidance of requests with the scores ``x``, and what the end of an output depends on."""
+    options, draws, rows = case.options, case.draws(device), case.rows
+    width, vocab = options["max_eos"] + MAX_SPAN_ENDS, x.shape[1]
+    # Some ends are invalid, some are duplicates. In half of the rows, one is near the id of the best token.
+    ends = draws.integers("ends", rows, width, low=-2, high=min(vocab, 9) + 1)
+    ends = torch.where(draws.chance("no end", rows, width, of=0.6), -2, ends)
+    best = x.nan_to_num(-INF, -INF, -INF).argmax(dim=1) + draws.choose("beside it", rows, values=[-1, 0, 1])
+    ends[:, 0] = torch.where(draws.chance("near the best", rows, of=0.5), best, ends[:, 0])
+    due_length = draws.choose("due_length", rows, values=[0.0, 1.0, 20.0, 77.5, 4096.0, INF])
+    columns = {
+        "min_end_prob": draws.choose("min_end_prob", rows, values=[0.0, 1e-4, 0.01, 0.1, 0.5, INF]),
+        "least_share": draws.choose("least_share", rows, values=[0.0, 0.0, 0.05, 0.3, 1.0]),
+        "due_length": due_length,
+        "entropy_threshold": draws.choose("entropy_threshold", rows, values=[NAN, NAN, 0.0, 0.5, 2.0]),
+        "ending_token_ids": ends,
+    }
+    table_rows = draws.rows(len(rows))
+    arguments: dict[str, Any] = {}
+    if options["table_rows"] != "none":
+        table_rows = draws.places("table_rows", rows, SPARE_ROWS)
+        arguments["table_rows"] = table_rows.to(dtype_of(options, "table_rows"))
+    table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=options["max_eos"]).columns
+    fill(table, table_rows, columns, elsewhere=0)
+    arguments["table"] = table
+    if options["generated"]:
+        share = draws.choose("late", rows, values=[0.0, 0.9, 1.0, 1.04, 1.3, 2.0, 90.0])
+        arguments["generated"] = torch.where(due_length < INF, due_length * share, 50 * share).int()
+    if options["text_breaks"]:
+        breaks = torch.tensor([1, 2, 0, 3, 0, 1], dtype=torch.int8, device=device)
+        arguments["text_breaks"] = breaks[: options["text_breaks"]]
+        arguments["last_tokens"] = draws.integers("last_tokens", rows, low=-2, high=options["text_breaks"])
+    return arguments
+
+
+def step_options(case: Case, device: torch.device) -> dict[str, Any]:
+    """What decides which candidates are scored."""
+    options, draws, rows = case.options, case.draws(device), case.rows
+    total = len(case.rows_and(options["scored"]))
+    requests = empty_requests(total, device)
+    for x in requests:
+        x.fill_(1)  # exposes reads of dummy requests
+    columns = {
+        "positions": draws.integers("positions", rows, low=0, high=100_000),
+        "wants_length": draws.chance("wants_length", rows, of=0.5),
+        "due": draws.chance("due", rows, of=0.4),
+    }
+    fill(requests, slice(len(rows)), columns)
+    scored = empty_scored(total, options["max_candidates"], device)
+    arguments: dict[str, Any] = {"requests": requests, "scored": to_fill(scored, in_slices=options["slices"])}
+    if options["drawn"]:
+        drawn = draws.choose("drawn", rows, values=[-1, -1, -2, 0, 3, 2**31 - 1]).int()
+        arguments["drawn"] = slice_of_longer(drawn) if options["slices"] else drawn
+    arguments |= {name: options[name] for name in ("sample", "score_all")}
+    if options["step"] != "none":
+        arguments["step"] = torch.tensor([int(options["step"])], device=device)
+    return arguments
 
 
 def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
@@ -131,22 +190,30 @@ def returns(given: NamedInputs) -> dict[str, Form]:
     }
 
 
+def owners(given: NamedInputs) -> dict[str, Tensor]:
+    return {"step": no_row(given.arguments["step"])} if "step" in given.arguments else {}
+
+
 def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     """A token within BOUND_WIDTH of a filter's bound may be on either side; everything else must match fp64."""
-    found, tolerance = Candidates(**result.tensors), TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
+    tensors, tolerance = result.tensors, TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
+    found = Candidates(*(tensors[name] for name in Candidates._fields))
     expected, fewest, most = (_reference(given, width) for width in (0.0, -BOUND_WIDTH, BOUND_WIDTH))
     listed = torch.arange(found.probs.shape[1], device=found.probs.device) < found.counts[:, None]
     clear = fewest.counts == most.counts
-    has_ends = "min_end_prob" in given.arguments
-    if has_ends:  # with different ends, neither list is a prefix of the other
+    known, settled = torch.ones_like(listed), clear
+    if "table" in given.arguments:
+        table, table_rows = _table_of(given)
+        # With different ends, neither list is a prefix of the other.
         clear &= (fewest.token_ids == most.token_ids).all(1)
-    known = clear[:, None] if has_ends else torch.ones_like(listed)
-    settled = clear
-    if "entropy_threshold" in given.arguments:
+        known = clear[:, None]
         q = expected.probs / expected.probs.sum(1, keepdim=True)
-        distance = torch.special.entr(q).sum(1) - given.arguments["entropy_threshold"]
+        distance = torch.special.entr(q).sum(1) - table.entropy_threshold[table_rows]
         settled = clear & ~(distance.abs() < BOUND_WIDTH)
     between = (fewest.counts <= found.counts) & (found.counts <= most.counts)
+    status = found.status
+    if "scored" in given.arguments:
+        status = torch.where(status == Status.NOT_DUE, int(Status.GUIDE), status)
     return [
         Difference("counts", ~between, found.counts, expected.counts),
         differs(
@@ -166,18 +233,45 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
             torch.where(clear, expected.lost_mass, found.lost_mass.double()),
             (0.0, sum(tolerance)),
         ),
-        differs("status", found.status, torch.where(settled, expected.status, found.status)),
+        differs("status before the choice", status, torch.where(settled, expected.status, status)),
+        *_differences_of_choice(given, result, found._replace(status=status)),
     ]
 
 
+def _differences_of_choice(given: NamedInputs, result: NamedResult, found: Candidates) -> list[Difference]:
+    """Differences from the choice of scored candidates among the candidates that were found."""
+    if "scored" not in given.arguments:
+        return []
+    arguments, written = with_copies(given.arguments, ("scored", "step"))
+    if "step" in written:
+        written["step"] += len(arguments["scored"].counts) > 0
+    table, table_rows = _table_of(given)
+    choice = {name: arguments.get(name) for name in ("requests", "drawn", "sample", "score_all", "scored")}
+    status = choose_scored(found, ending_token_ids=table.ending_token_ids[table_rows], **choice).status
+    differences = [differs("status", result.tensors["status"], status)]
+    for name, x in written.items():
+        of_rows = no_row(x) if name == "step" else owners_of_rows(x, given.rows)
+        differences.append(differs(name, result.tensors[name], x, of_rows))
+        differences.append(unchanged_around(name, result.around[name], memory_of(x)))
+    return differences
+
+
+def _table_of(given: NamedInputs) -> tuple[GuidanceColumns, Tensor]:
+    """The table, and the row of each request in it."""
+    table_rows = given.arguments.get("table_rows", torch.arange(given.rows, device=given.arguments["scores"].device))
+    return given.arguments["table"], table_rows.long()
+
+
 def _reference(given: NamedInputs, width: float) -> Candidates:
-    """The reference in fp64, with each filter's bound moved by the share ``width``, outwards if positive."""
-    arguments = given.arguments | {"scores": given.arguments["scores"].double()}
+    """The candidates of the fp64 reference, with each filter's bound moved by ``width``, outwards if positive."""
+    arguments = {name: x for name, x in given.arguments.items() if name not in STEP_OPTIONS}
+    arguments["scores"] = arguments["scores"].double()
     arguments["top_p"] = arguments["top_p"] * (1 + width)
     arguments["min_p"] = arguments["min_p"] * (1 - width)
-    for name in ("min_end_prob", "least_share"):
-        if name in arguments:
-            arguments[name] = arguments[name] * (1 - width)
+    if "table" in arguments:
+        table = arguments["table"]
+        moved = {name: getattr(table, name) * (1 - width) for name in ("min_end_prob", "least_share")}
+        arguments["table"] = table._replace(**moved)
     return topk_candidates(**arguments, backend="reference")
 
 
@@ -193,18 +287,20 @@ OPERATOR = named_operator(
     inputs=inputs,
     returns=returns,
     compare=compare,
+    writes=("scored", "step"),
+    owners=owners,
     most_rows=16_384,
     row_size=lambda options: options["vocab"],
     row_work=_row_work,
     constants=CONSTANTS,
     free={
         "scores": "float32 bfloat16 float16 float64 columns apart",
-        **dict.fromkeys(("top_k", "top_p", "min_p", "temperature", "entropy_threshold"), "strided"),
-        **dict.fromkeys(("min_end_prob", "least_share", "due_length"), "strided"),
+        **dict.fromkeys(("top_k", "top_p", "min_p", "temperature"), "strided"),
+        **{f"table.{name}": "strided" for name in CandidateColumns._fields},
         "vocab_mask": "apart",
-        "end_token_ids": "columns apart",
+        "table.ending_token_ids": "columns apart",
         "text_breaks": "rows",
-        "last_tokens": "int32",
-        "table_rows": "int32",
+        **dict.fromkeys(("last_tokens", "table_rows"), "int32"),
     },
+    reads={"table": CandidateColumns._fields, "requests": ("positions", "wants_length", "due")},
 )

@@ -8,22 +8,39 @@ Two launches. The first streams the scores once and stores the maximum and the s
 tokens. The K best tokens are in the K tiles with the largest maxima, because a token of any other tile has K better
 ones. The second launch, with one program per request, adds the sums and rereads these tiles to extract the tokens.
 The selection is exact, and no reduction order depends on the number of requests.
+
+For a step, the second launch also decides which candidates the value model scores: those of requests that are
+reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
+candidates would end it, because there the longest and the shortest output part. If predicted lengths are requested
+without reweighting, only the next token is scored, provided it is known.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, ceil_div, next_power_of_2, per_request, with_row_stride
+from lenvm_kernels.ops._common import (
+    COLUMNS,
+    MAX_CANDIDATES,
+    ceil_div,
+    next_power_of_2,
+    per_request,
+    row_strides,
+    select_columns,
+    with_row_stride,
+)
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._spec import Spec
+from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.ops.topk_candidates.filter import _exponent_scale, _filter_kernel, _load_scores
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
-from lenvm_kernels.types import Candidates
+from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, StepRequests
 
-MAX_VOCAB = 262_144
+# A thread of the second launch then holds 64 tile maxima: 168 of 255 registers on sm_90 with 8 candidates, no spill.
+MAX_VOCAB = 1_048_576
 
 # Tokens per tile: four per lane of a warp in fp32, eight per lane of half a warp in 16 bits, so that both reductions
 # are shuffles without a barrier. Smaller tiles give the second launch more to choose from (1,187 for
@@ -37,6 +54,16 @@ TILE = 128
 PROGRAM_BYTES = 8192
 # In scores. If the vocabulary is a multiple of it, every row of a contiguous tensor begins at a multiple.
 ALIGNMENT = 16
+
+
+class CandidateColumns(NamedTuple):
+    """Columns of the guidance table that the second launch reads."""
+
+    min_end_prob: Tensor
+    least_share: Tensor
+    due_length: Tensor
+    entropy_threshold: Tensor
+    ending_token_ids: Tensor
 
 
 # The row stride of a batch of one is arbitrary. ROWS_ALIGNED, not the stride, therefore determines the width of loads,
@@ -84,7 +111,7 @@ def _scan_kernel(
     tl.store(tile_sum_ptr + request * tiles + tile, total, mask=tile < tiles)
 
 
-@operator(reference=_reference)
+@operator(reference=_reference, mutates=["scored", "step"])
 def _launch(
     out: Candidates,
     scores: Tensor,
@@ -94,79 +121,95 @@ def _launch(
     max_candidates: int,
     temperature: Tensor | None,
     is_logits: bool,
-    entropy_threshold: Tensor | None,
     guided: Tensor | None,
     vocab_mask: Tensor | None,
-    end_token_ids: Tensor | None,
-    min_end_prob: Tensor | None,
-    least_share: Tensor | None,
-    due_length: Tensor | None,
+    table: CandidateColumns | None,
+    table_rows: Tensor | None,
     generated: Tensor | None,
     text_breaks: Tensor | None,
     last_tokens: Tensor | None,
-    table_rows: Tensor | None,
+    requests: StepRequests | None,
+    drawn: Tensor | None,
+    sample: bool,
+    score_all: bool,
+    step: Tensor | None,
+    scored: ScoredCandidates | None,
 ) -> None:
-    (requests, vocab), device = scores.shape, scores.device
-    if requests == 0:
-        return
+    (count, vocab), device = scores.shape, scores.device
+    rows = count if scored is None else scored.counts.shape[0]
     tiles = ceil_div(vocab, TILE)
-    tile_max = torch.empty(requests, tiles, dtype=torch.float32, device=device)
-    tile_sum = torch.empty(requests, tiles, dtype=torch.float32, device=device)
+    tile_max = torch.empty(count, tiles, dtype=torch.float32, device=device)
+    tile_sum = torch.empty(count, tiles, dtype=torch.float32, device=device)
     inputs = (scores, scores.stride(0), *with_row_stride(vocab_mask), vocab)
-    ends = 1 if end_token_ids is None else end_token_ids.shape[1]
-    program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
-    _scan_kernel[(requests, ceil_div(tiles, program_tiles))](
-        tile_max,
-        tile_sum,
-        guided,
-        temperature,
-        *inputs,
-        IS_LOGITS=is_logits,
-        ROWS_ALIGNED=vocab % ALIGNMENT == 0 and (requests == 1 or scores.stride(0) % ALIGNMENT == 0),
-        ALIGNMENT=ALIGNMENT,
-        TILE=TILE,
-        PROGRAM_TILES=program_tiles,
-        num_warps=4,
-    )
-    columns = [x for c in (end_token_ids, min_end_prob, least_share, due_length) for x in with_row_stride(c)]
-    sentences = 0 if text_breaks is None else text_breaks.shape[0]
-    of_requests = (guided, temperature, top_k, top_p, min_p, entropy_threshold)
-    _filter_kernel[(requests,)](
-        out,
-        tile_max,
-        tile_sum,
-        *of_requests,
-        *columns,
-        generated,
-        text_breaks,
-        sentences,
-        last_tokens,
-        table_rows,
-        *inputs,
-        ends,
-        IS_LOGITS=is_logits,
-        K=max_candidates,
-        ENDS=next_power_of_2(ends),
-        TILE=TILE,
-        TILES=next_power_of_2(tiles),
-        num_warps=4 if max_candidates <= 16 else 8,
-        # Fusing a product with an addition across threads would give the threads different entropies.
-        enable_fp_fusion=False,
-    )
+    if count:
+        program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
+        _scan_kernel[(count, ceil_div(tiles, program_tiles))](
+            tile_max,
+            tile_sum,
+            guided,
+            temperature,
+            *inputs,
+            IS_LOGITS=is_logits,
+            ROWS_ALIGNED=vocab % ALIGNMENT == 0 and (count == 1 or scores.stride(0) % ALIGNMENT == 0),
+            ALIGNMENT=ALIGNMENT,
+            TILE=TILE,
+            PROGRAM_TILES=program_tiles,
+            num_warps=4,
+        )
+    if rows:
+        strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
+        sentences = 0 if text_breaks is None else text_breaks.shape[0]
+        filters = (guided, temperature, top_k, top_p, min_p)
+        _filter_kernel[(rows,)](
+            out,
+            tile_max,
+            tile_sum,
+            *filters,
+            table,
+            strides,
+            table_rows,
+            generated,
+            text_breaks,
+            sentences,
+            last_tokens,
+            scored,
+            requests,
+            drawn,
+            step,
+            int(sample),
+            *inputs,
+            count,
+            ends,
+            SCORE_ALL=score_all,
+            IS_LOGITS=is_logits,
+            K=max_candidates,
+            ENDS=next_power_of_2(ends),
+            TILE=TILE,
+            TILES=next_power_of_2(tiles),
+            num_warps=4 if max_candidates <= 16 else 8,
+            # Fusing a product with an addition across threads would give the threads different entropies.
+            enable_fp_fusion=False,
+        )
+
+
+def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandidates:
+    """Result tensors for the ``scored`` of :func:`topk_candidates`."""
+    return empty(ScoredCandidates, device, {"N": rows, "K": columns})
 
 
 _SPEC = Spec(f"""
     scores: float [B, V=1..{MAX_VOCAB}]
     guided?: bool [B]
     vocab_mask?: int32 [B, (V + 31) // 32]
-    end_token_ids?: int32 [R, E+]
-    min_end_prob?: float32 [R] strided
-    least_share?: float32 [R] strided
-    due_length?: float32 [R] strided
+    table?: GuidanceColumns ({", ".join(CandidateColumns._fields)}) strided
+    table_rows?: int [B]
     generated?: int32 [B]
     text_breaks?: int8 [S]
     last_tokens?: int [B]
-    table_rows?: int [B]
+    requests?: StepRequests of gather_requests (positions, wants_length, due)
+    drawn?: int32 [B]
+    step?: int64 [1]
+    scored?: ScoredCandidates contiguous
 """)
 
 
@@ -179,17 +222,19 @@ def topk_candidates(
     max_candidates: int = 8,
     temperature: Tensor | float | None = None,
     is_logits: bool = False,
-    entropy_threshold: Tensor | float | None = None,
     guided: Tensor | None = None,
     vocab_mask: Tensor | None = None,
-    end_token_ids: Tensor | None = None,
-    min_end_prob: Tensor | None = None,
-    least_share: Tensor | None = None,
-    due_length: Tensor | None = None,
+    table: GuidanceColumns | None = None,
+    table_rows: Tensor | None = None,
     generated: Tensor | None = None,
     text_breaks: Tensor | None = None,
     last_tokens: Tensor | None = None,
-    table_rows: Tensor | None = None,
+    requests: StepRequests | None = None,
+    drawn: Tensor | None = None,
+    sample: bool = False,
+    score_all: bool = False,
+    step: Tensor | None = None,
+    scored: ScoredCandidates | None = None,
     backend: str = "auto",
     validate: bool = True,
 ) -> Candidates:
@@ -199,8 +244,24 @@ def topk_candidates(
     is never a candidate. A broken request (NaN or +inf among its scores, no token to choose, or a temperature that is
     not finite) becomes unguided and is marked in ``lost_mass``. It does not affect other requests.
 
+    A request's parameters in ``table`` add to its filters:
+
+    - A token of ``ending_token_ids`` with probability at least ``min_end_prob`` is a candidate regardless of ``top_k``,
+      ``top_p`` and ``min_p``. If all columns are taken, it replaces the least probable other candidate. The most
+      probable token that does not end the output always stays, so that the output can continue. Above 1, no end token
+      is added; inf disables both rules. Ids outside the vocabulary are ignored.
+    - ``least_share`` is the lower bound of the request's ``min_p``.
+    - Beyond ``due_length`` generated tokens, ``min_end_prob`` halves with each tenth of it, and with each hundredth
+      from 1.5 times of it on. The further past its target a request is, the less probable an end it accepts.
+    - A request is skipped if the entropy of its renormalised candidates is at or below ``entropy_threshold``.
+
+    With ``scored``, the call also decides which candidates the value model scores in a step. A request that is not due
+    and that no candidate ends then gets the status ``NOT_DUE`` instead of ``GUIDE``.
+
+    Causes no host-device sync, and no recompilation for a new number of requests.
+
     Args:
-        scores: fp32, bf16 or fp16 ``[B, V]``, V up to 262,144, last dimension contiguous; probabilities or logits.
+        scores: fp32, bf16 or fp16 ``[B, V]``, V up to 1,048,576, last dimension contiguous; probabilities or logits.
         top_k: int32 ``[B]``, or one number for all requests; number of tokens to keep. ``<= 0`` or ``>= V`` is no
             limit. The list never exceeds ``max_candidates``.
         top_p: fp32 ``[B]`` or a number, in (0, 1]; a token stays while the mass before it is ``<= top_p``.
@@ -209,29 +270,25 @@ def topk_candidates(
         max_candidates: K, columns per request, a power of two up to 64.
         temperature: fp32 ``[B]`` or a number, only with logits. Below 1e-6 a request is greedy: one candidate. None: 1.
         is_logits: whether ``scores`` are logits, whose softmax at the request's temperature gives the probabilities.
-        entropy_threshold: fp32 ``[B]`` or a number, in nats, NaN for none. A request is skipped if the entropy of its
-            renormalised candidates is at or below it.
         guided: bool ``[B]``. Unguided requests are not read, and their results are empty. If None, all are guided.
         vocab_mask: int32 ``[B, ceil(V / 32)]``, bit 1 = allowed, token ``t`` is bit ``t % 32`` of word ``t // 32`` (as
             packed by xgrammar). Applied before everything else.
-        end_token_ids: int32 ``[R, E]``, last dimension contiguous; tokens that end the output of a request. Entries
-            outside the vocabulary are ignored. A token with probability at least ``min_end_prob`` is a candidate
-            regardless of ``top_k``, ``top_p`` and ``min_p``. If all columns are taken, it replaces the least probable
-            other candidate. The most probable token that does not end the output always stays, so that the output can
-            continue. If None, no tokens are added.
-        min_end_prob: fp32 ``[R]``; required with ``end_token_ids``. Above 1, no end token is added; inf disables
-            ``end_token_ids`` for the request.
-        least_share: fp32 ``[R]``; with ``end_token_ids``, lower bound of the request's ``min_p``. If None, 0.
-        due_length: fp32 ``[R]``; tokens by which the output should have ended, inf for no limit. ``min_end_prob``
-            halves with each tenth of it generated beyond, and with each hundredth from 1.5 times of it on. The further
-            past its target a request is, the less probable an end it accepts. If None, no limit.
-        generated: int32 ``[B]``; required with ``due_length``, number of generated tokens.
+        table: guidance parameters of ``R`` requests. If None, only the filters apply.
+        table_rows: int32 or int64 ``[B]``; row of each request in the table. If None, request i has row i.
+        generated: int32 ``[B]``; number of generated tokens, for ``due_length``. If None, 0.
         text_breaks: int8 ``[S]``; the :class:`TextBreak` of each token of the vocabulary, see :func:`text_breaks_of`.
             ``min_end_prob`` is multiplied by 1/10,000 after the end of a sentence, by 1/10 after the end of a line, and
             by 100 elsewhere. If None, it is not scaled.
         last_tokens: int32 or int64 ``[B]``; required with ``text_breaks``, the token before each request's scores.
-        table_rows: int32 or int64 ``[B]``; row of each request in the tensors of ``R`` rows. If None, request i has
-            row i.
+        requests: result of :func:`gather_requests` or :func:`expand_drafts` with ``N >= B`` rows; required with
+            ``scored``.
+        drawn: int32 ``[B]``; next tokens that are not drawn from the candidates, negative if unknown. If None, unknown.
+        sample: whether the next token of a request with a single candidate is that candidate.
+        score_all: whether to score all candidates, also those that are not reweighted.
+        step: int64 ``[1]``; :attr:`StepHistory.step`, incremented if ``scored`` has a row. If None, no history is kept.
+        scored: :class:`ScoredCandidates` of ``N`` rows and ``K`` columns, contiguous, which is written. Rows from ``B``
+            on have nothing to score, so that a CUDA graph captured for a larger batch can run. If None, the candidates
+            are only selected.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments and convert numbers to tensors. If False, ``backend`` must be
             ``triton`` or ``reference``.
@@ -247,41 +304,45 @@ def topk_candidates(
         >>> topk_candidates(logits, top_k=3, top_p=1.0, min_p=0.0, max_candidates=4, is_logits=True).token_ids
         tensor([[ 2,  0,  1, -1]], dtype=torch.int32)
     """
-    ends = (end_token_ids, min_end_prob, least_share, due_length, generated, text_breaks, last_tokens, table_rows)
+    of_table = (table_rows, generated, text_breaks, last_tokens)
+    of_step = (requests, drawn, step, scored)
     if validate:
         if max_candidates not in COLUMNS:
             raise ValueError(f"max_candidates must be a power of two up to {MAX_CANDIDATES}, got {max_candidates!r}")
         if temperature is not None and not is_logits:
             raise ValueError("temperature must be None when scores are probabilities (is_logits=False)")
-        if (end_token_ids is None) != (min_end_prob is None):
-            raise ValueError("end_token_ids and min_end_prob must be given together")
-        if least_share is not None and end_token_ids is None:
-            raise ValueError("least_share must be given together with end_token_ids")
-        if (due_length is None) != (generated is None) or (due_length is not None and end_token_ids is None):
-            raise ValueError("due_length and generated must be given together, with end_token_ids")
-        if (text_breaks is None) != (last_tokens is None) or (text_breaks is not None and end_token_ids is None):
-            raise ValueError("text_breaks and last_tokens must be given together, with end_token_ids")
-        backend, sizes = _SPEC.check(backend, scores, guided, vocab_mask, *ends)
-        requests = sizes["B"]
-        rows = sizes.get("R", requests)
-        if table_rows is None and rows < requests:
-            raise ValueError(f"end_token_ids must have a row for each of the {requests} requests, got {rows}")
-        of_requests = requests, scores.device
-        top_k = per_request("top_k", top_k, torch.int32, *of_requests)
-        top_p = per_request("top_p", top_p, torch.float32, *of_requests)
-        min_p = per_request("min_p", min_p, torch.float32, *of_requests)
+        if table is None and any(x is not None for x in (*of_table, *of_step)):
+            options = "table_rows, generated, text_breaks, last_tokens, requests, drawn, step or scored"
+            raise ValueError(f"table must be given with {options}, got None")
+        if (text_breaks is None) != (last_tokens is None):
+            raise ValueError("text_breaks and last_tokens must be given together")
+        if (requests is None) != (scored is None):
+            raise ValueError("requests and scored must be given together")
+        if scored is None and not (drawn is None and step is None):
+            raise ValueError("scored must be given with drawn or step, got None")
+        arguments = (scores, guided, vocab_mask, table, *of_table, *of_step)
+        backend, sizes = _SPEC.check(backend, *arguments, sizes={"K": max_candidates})
+        count = sizes["B"]
+        if table_rows is None and sizes.get("R", count) < count:
+            came = f"{sizes['R']} (or give table_rows)"
+            raise ValueError(f"table must have a row for each of the {count} requests, got {came}")
+        if sizes.get("N", count) < count:
+            raise ValueError(f"requests must have a row for each of the {count} requests, got {sizes['N']}")
+        top_k = per_request("top_k", top_k, torch.int32, count, scores.device)
+        top_p = per_request("top_p", top_p, torch.float32, count, scores.device)
+        min_p = per_request("min_p", min_p, torch.float32, count, scores.device)
         if temperature is not None:
-            temperature = per_request("temperature", temperature, torch.float32, *of_requests)
-        if entropy_threshold is not None:
-            entropy_threshold = per_request("entropy_threshold", entropy_threshold, torch.float32, *of_requests)
-    requests, device, dtype = scores.shape[0], scores.device, compute_dtype(scores)
+            temperature = per_request("temperature", temperature, torch.float32, count, scores.device)
+    count, device, dtype = scores.shape[0], scores.device, compute_dtype(scores)
     candidates = Candidates(
-        token_ids=torch.empty(requests, max_candidates, dtype=torch.int32, device=device),
-        probs=torch.empty(requests, max_candidates, dtype=dtype, device=device),
-        counts=torch.empty(requests, dtype=torch.int32, device=device),
-        status=torch.empty(requests, dtype=torch.int8, device=device),
-        lost_mass=torch.empty(requests, dtype=dtype, device=device),
+        token_ids=torch.empty(count, max_candidates, dtype=torch.int32, device=device),
+        probs=torch.empty(count, max_candidates, dtype=dtype, device=device),
+        counts=torch.empty(count, dtype=torch.int32, device=device),
+        status=torch.empty(count, dtype=torch.int8, device=device),
+        lost_mass=torch.empty(count, dtype=dtype, device=device),
     )
-    filters = (top_k, top_p, min_p, max_candidates, temperature, is_logits, entropy_threshold, guided, vocab_mask)
-    _launch(backend, candidates, scores, *filters, *ends)
+    columns = None if table is None else select_columns(CandidateColumns, table)
+    filters = (top_k, top_p, min_p, max_candidates, temperature, is_logits, guided, vocab_mask)
+    scoring = (requests, drawn, sample, score_all, step, scored)
+    _launch(backend, candidates, scores, *filters, columns, *of_table, *scoring)
     return candidates

@@ -1,4 +1,5 @@
-"""Second launch of :mod:`lenvm_kernels.ops.topk_candidates`: the best tokens of the best tiles, and the filters."""
+"""Second launch of :mod:`lenvm_kernels.ops.topk_candidates`: the best tokens of the best tiles, the filters, and the
+choice of the candidates that the value model scores."""
 
 import triton
 import triton.language as tl
@@ -24,6 +25,7 @@ _LINE, _SENTENCE = tl.constexpr(int(TextBreak.LINE)), tl.constexpr(int(TextBreak
 _NO_KEY = tl.constexpr(-(2**63))
 _UNGUIDED, _GUIDE = tl.constexpr(int(Status.UNGUIDED)), tl.constexpr(int(Status.GUIDE))
 _SINGLE, _SKIP = tl.constexpr(int(Status.SINGLE)), tl.constexpr(int(Status.SKIP))
+_NOT_DUE = tl.constexpr(int(Status.NOT_DUE))
 
 
 # A key packs a score and its token into an int64 that sorts like candidates: by score, then by lower token id.
@@ -70,22 +72,39 @@ def _load_scores(scores_ptr, stride_scores_request, mask_ptr, stride_mask_reques
     return x
 
 
+@triton.jit
+def _store_scored(
+    scored, requests, drawn_ptr, sample, request, tokens, count, status, K: tl.constexpr, SCORE_ALL: tl.constexpr
+):
+    """Store the tokens of a request that the value model scores: its candidates, or only its next token."""
+    column = tl.arange(0, K)
+    is_guide = status == _GUIDE
+    next_token = tl.full([], -1, tl.int32)
+    if drawn_ptr is not None:
+        next_token = tl.load(drawn_ptr + request)
+    first_token = tl.max(tl.where(column == 0, tokens, -1), axis=0)
+    next_token = tl.where((status == _SINGLE) & (sample != 0), first_token, next_token)
+    alone = tl.load(requests.wants_length + request) & (is_guide == 0) & (next_token >= 0)
+    scored_count = tl.where(alone, 1, tl.where(is_guide | SCORE_ALL, count, 0))
+    tl.store(scored.token_ids + request * K + column, tl.where((column == 0) & alone, next_token, tokens))
+    tl.store(scored.counts + request, scored_count)
+    tl.store(scored.positions + request, tl.load(requests.positions + request) + 1)
+    tl.store(scored.alone + request, alone)
+
+
 # Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
+    do_not_specialize=["sample", "B"],
     do_not_specialize_on_alignment=[
         "guided_ptr",
         "temperature_ptr",
         "top_k_ptr",
         "top_p_ptr",
         "min_p_ptr",
-        "entropy_threshold_ptr",
-        "end_token_ids_ptr",
-        "min_end_prob_ptr",
-        "least_share_ptr",
-        "due_length_ptr",
+        "table_rows_ptr",
         "generated_ptr",
         "last_tokens_ptr",
-        "table_rows_ptr",
+        "drawn_ptr",
     ],
 )
 def _filter_kernel(
@@ -97,26 +116,26 @@ def _filter_kernel(
     top_k_ptr,  # [B]
     top_p_ptr,  # [B]
     min_p_ptr,  # [B]
-    entropy_threshold_ptr,  # [B] or None
-    end_token_ids_ptr,  # [R, E] or None
-    stride_end_token_ids_row,
-    min_end_prob_ptr,  # [R] or None
-    stride_min_end_prob_row,
-    least_share_ptr,  # [R] or None
-    stride_least_share_row,
-    due_length_ptr,  # [R] or None
-    stride_due_length_row,
+    table,  # CandidateColumns or None
+    stride,  # its strides
+    table_rows_ptr,  # [B] or None
     generated_ptr,  # [B] or None
     text_breaks_ptr,  # [S] or None
     S,
     last_tokens_ptr,  # [B] or None
-    table_rows_ptr,  # [B] or None
+    scored,  # ScoredCandidates of N >= B rows, written, or None
+    requests,  # StepRequests of N rows, or None
+    drawn_ptr,  # int32 [B] or None
+    step_ptr,  # int64 [1] or None, written
+    sample,  # whether the candidates are drawn from
     scores_ptr,  # [B, V]
     stride_scores_request,
     mask_ptr,  # [B, ceil(V / 32)] or None
     stride_mask_request,
     V,
+    B,
     E,
+    SCORE_ALL: tl.constexpr,
     IS_LOGITS: tl.constexpr,
     K: tl.constexpr,
     ENDS: tl.constexpr,  # a power of two >= E
@@ -125,13 +144,26 @@ def _filter_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, K)
+    no_tokens = tl.full([K], -1, tl.int32)
+    if scored is not None:
+        if step_ptr is not None:
+            tl.atomic_add(step_ptr, 1, mask=request == 0, sem="relaxed")
+        if request >= B:
+            tl.store(scored.token_ids + request * K + column, no_tokens)
+            tl.store(scored.counts + request, 0)
+            tl.store(scored.positions + request, 0)
+            tl.store(scored.alone + request, False)
+            return
     if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
         if not tl.load(guided_ptr + request):
-            tl.store(candidates.token_ids + request * K + column, tl.full([K], -1, tl.int32))
+            tl.store(candidates.token_ids + request * K + column, no_tokens)
             tl.store(candidates.probs + request * K + column, tl.zeros([K], tl.float32))
             tl.store(candidates.counts + request, 0)
             tl.store(candidates.status + request, _UNGUIDED)
             tl.store(candidates.lost_mass + request, 0.0)
+            if scored is not None:
+                status = tl.full([], _UNGUIDED, tl.int32)
+                _store_scored(scored, requests, drawn_ptr, sample, request, no_tokens, 0, status, K, SCORE_ALL)
             return
     nothing = -float("inf") if IS_LOGITS else 0.0
     scale, greedy, usable = _exponent_scale(temperature_ptr, request)
@@ -150,15 +182,14 @@ def _filter_kernel(
     limit = tl.where((top_k <= 0) | (top_k >= V), V, top_k)
     limit = tl.where(greedy, 1, limit)
     sought = limit  # number of tokens to extract
-    if end_token_ids_ptr is not None:
+    if table is not None:
         table_row = request
         if table_rows_ptr is not None:
             table_row = tl.load(table_rows_ptr + request).to(tl.int64)
-        least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
+        least = tl.load(table.min_end_prob + table_row * stride.min_end_prob)
         has_ends = least < float("inf")
         sought = tl.where(has_ends, V, limit)
-        if least_share_ptr is not None:
-            min_p = tl.maximum(min_p, tl.load(least_share_ptr + table_row * stride_least_share_row))
+        min_p = tl.maximum(min_p, tl.load(table.least_share + table_row * stride.least_share))
     keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
     chosen = tl.full([K], -1, tl.int32)
     for k in range(tl.minimum(sought, K)):
@@ -176,10 +207,10 @@ def _filter_kernel(
     first = 1 / total if IS_LOGITS else best  # probability of the best token
     room = K  # columns for tokens that do not end the output
     is_alone = True  # whether all tokens taken so far end the output
-    if end_token_ids_ptr is not None:
+    if table is not None:
         # End tokens that are candidates regardless of the filters. They take at most all columns but one.
         slot = tl.arange(0, ENDS)
-        end = tl.load(end_token_ids_ptr + table_row * stride_end_token_ids_row + slot, mask=slot < E, other=-1)
+        end = tl.load(table.ending_token_ids + table_row * stride.ending_token_ids + slot, mask=slot < E, other=-1)
         is_token = (end >= 0) & (end < V)
         end_score = _load_scores(*scores, request, end, is_token, IS_LOGITS)
         end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
@@ -188,8 +219,8 @@ def _filter_kernel(
             ended = tl.load(text_breaks_ptr + last, mask=(last >= 0) & (last < S), other=0)
             after_line = tl.where((ended & _LINE) != 0, _AFTER_LINE, _WITHIN)
             least *= tl.where((ended & _SENTENCE) != 0, _AFTER_SENTENCE, after_line)
-        if due_length_ptr is not None:
-            due_length = tl.maximum(tl.load(due_length_ptr + table_row * stride_due_length_row), 1.0)
+        if generated_ptr is not None:
+            due_length = tl.maximum(tl.load(table.due_length + table_row * stride.due_length), 1.0)
             late = tl.maximum(tl.load(generated_ptr + request).to(tl.float32) / due_length - 1, 0.0)
             halvings = tl.minimum(late, _OVERDUE) * _HALVINGS + tl.maximum(late - _OVERDUE, 0.0) * _HALVINGS_OVERDUE
             least *= tl.exp2(-tl.minimum(halvings, _MOST_HALVINGS))
@@ -216,7 +247,7 @@ def _filter_kernel(
         keep = usable & (keep | (k == 0))
         if k < K:
             taken = keep
-            if end_token_ids_ptr is not None:
+            if table is not None:
                 is_end = (tl.max((end_keys == key).to(tl.int32), axis=0) > 0) & (key != _NO_KEY)
                 ends_output = tl.max((is_token & (end == _key_token(key))).to(tl.int32), axis=0) > 0
                 keep = keep | (usable & has_ends & is_alone & (ends_output == 0) & (key != _NO_KEY))
@@ -232,7 +263,7 @@ def _filter_kernel(
             mass += tl.where(taken, p, 0.0)
         else:
             cut_by_columns = cut_by_columns | keep
-    if end_token_ids_ptr is not None:
+    if table is not None:
         for _ in range(E):
             key = tl.max(end_keys, axis=0)
             end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
@@ -245,11 +276,17 @@ def _filter_kernel(
             mass += tl.where(taken, p, 0.0)
 
     status = tl.where(count > 0, _GUIDE, _UNGUIDED)
-    if entropy_threshold_ptr is not None:
+    if table is not None:
         share = tl.where(probs > 0, probs / mass, 1.0)  # 1 contributes nothing
         entropy = -tl.sum(share * tl.log(share), axis=0)
-        status = tl.where((count > 1) & (entropy <= tl.load(entropy_threshold_ptr + request)), _SKIP, status)
+        threshold = tl.load(table.entropy_threshold + table_row * stride.entropy_threshold)
+        status = tl.where((count > 1) & (entropy <= threshold), _SKIP, status)
     status = tl.where(count == 1, _SINGLE, status)
+    if scored is not None:
+        is_end = tl.max(((tokens[:, None] == end[None, :]) & is_token[None, :]).to(tl.int32), axis=1)
+        is_left_out = (tl.load(requests.due + request) == 0) & (tl.max(is_end, axis=0) == 0)
+        status = tl.where((status == _GUIDE) & is_left_out, _NOT_DUE, status)
+        _store_scored(scored, requests, drawn_ptr, sample, request, tokens, count, status, K, SCORE_ALL)
     lost_mass = tl.where(cut_by_columns, (1.0 if IS_LOGITS else total) - mass, 0.0)
     tl.store(candidates.token_ids + request * K + column, tokens)
     tl.store(candidates.probs + request * K + column, probs)
