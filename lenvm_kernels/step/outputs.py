@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.step.tensors import StepRows
 from lenvm_kernels.types import Candidates, VerifiedTokens
 
 
@@ -20,8 +19,9 @@ class StepOutput:
 
     Attributes:
         candidates: candidates of each request, with its ``status`` and the probability that was cut off, ``lost_mass``.
-        value_logits: fp32 ``[B, K]``; value logits of the candidates, 0 for candidates that are not scored. With a
-            :class:`LengthProbe`, each summarizes a distribution (:func:`candidate_values`).
+        value_logits: fp32 ``[B, K]``; value logits of the candidates, arbitrary for candidates that are not scored. With
+            a :class:`LengthProbe`, each summarizes a distribution (:func:`candidate_values`). None with
+            :class:`ConstantValues`.
         probs: fp32 ``[B, K]``; guided probabilities of the candidates.
         tokens: int32 ``[B]``; next tokens, drawn from the candidates with ``sample``, otherwise from ``drawn``. Without
             ``drawn``, -1 for requests that must be drawn with their own filters. None without both.
@@ -31,22 +31,11 @@ class StepOutput:
     """
 
     candidates: Candidates
-    value_logits: torch.Tensor
+    value_logits: torch.Tensor | None
     probs: torch.Tensor
     tokens: torch.Tensor | None
     remaining_lengths: torch.Tensor | None
     verified: VerifiedTokens | None = None
-
-
-def lengths_after(
-    next_tokens: torch.Tensor, table: GuidanceTable, rows: StepRows, value_logits: torch.Tensor
-) -> torch.Tensor:
-    """fp32 ``[B]``: lengths predicted after ``next_tokens``; NaN where none is wanted or the token is not scored."""
-    scored, nodes = rows.scored, rows.nodes
-    is_scored = torch.arange(value_logits.shape[1], device=value_logits.device) < scored.counts[:, None]
-    is_next = is_scored & (scored.token_ids == next_tokens[:, None])
-    z = torch.where(is_next, value_logits, 0.0).sum(1)
-    return lengths_of(z, next_tokens, table, nodes.table_rows, nodes.wants_length & is_next.any(1))
 
 
 def lengths_of(

@@ -1,4 +1,4 @@
-"""The stages of a guided step, in order: scale tokens and limit spans; look up, choose, (values), reweight, draw."""
+"""The stages of a guided step, in order: scale tokens and limit spans; look up, choose, (values), draw."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 import torch
 
+from lenvm_kernels.ops.draw import draw
 from lenvm_kernels.ops.expand_drafts import expand_drafts
 from lenvm_kernels.ops.gather_requests import gather_requests
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.select_scored import select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step.inputs import PreparedStep, Sampling, StepBatch
 from lenvm_kernels.step.tensors import StepRows, StepState, apply_spans
-from lenvm_kernels.types import Candidates, Drafts, SpanNodes, StepRequests
+from lenvm_kernels.types import Candidates, Drafts, DrawnTokens, SpanNodes, StepRequests
 
 
 class StepView(NamedTuple):
@@ -137,34 +136,27 @@ def choose(state: StepState, view: StepView) -> Candidates:
     return candidates
 
 
-def reweight(
-    state: StepState, view: StepView, candidates: Candidates, value_logits: torch.Tensor, probs: torch.Tensor | None
-) -> torch.Tensor:
-    """fp32 ``[B, K]``: the guided probabilities of the candidates, which are also written to ``probs``."""
-    return reweight_scatter(
+def draw_tokens(
+    state: StepState,
+    view: StepView,
+    candidates: Candidates,
+    values: tuple[torch.Tensor, torch.Tensor] | None,
+    probs: torch.Tensor | None,
+) -> DrawnTokens:
+    """Guided probabilities, which are also written to ``probs``, next tokens, and predicted lengths of all nodes."""
+    value_logits, predicted = (None, None) if values is None else values
+    return draw(
         candidates,
         value_logits,
         state.table.columns,
-        table_rows=view.rows.nodes.table_rows,
-        generated=view.rows.nodes.generated,
+        view.rows.nodes,
+        view.rows.scored,
+        predicted=predicted,
+        sample=view.sampling.sample,
+        drawn=view.rows.none_drawn if view.drawn is None else view.drawn,
+        temperature=view.filters[3],
         text_breaks=state.config.text_breaks,
         probs=probs,
         backend=view.backend,
         validate=False,
     )
-
-
-def draw(view: StepView, candidates: Candidates, guided_probs: torch.Tensor) -> torch.Tensor | None:
-    """int32 ``[B]``: the next token of each node, from its candidates or from ``drawn``; None without both."""
-    if not view.sampling.sample:
-        return view.drawn
-    tokens = sample_candidates(
-        candidates,
-        guided_probs,
-        view.rows.nodes.seeds,
-        view.rows.scored.positions,
-        temperature=view.filters[3],
-        backend=view.backend,
-        validate=False,
-    )
-    return tokens if view.drawn is None else torch.where(tokens >= 0, tokens, view.drawn)

@@ -23,7 +23,7 @@ from lenvm_kernels.step import checks, stages
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import PreparedStep, Sampling, SlotTable, StepBatch, StepConfig
-from lenvm_kernels.step.outputs import StepOutput, lengths_after, lengths_of
+from lenvm_kernels.step.outputs import StepOutput, lengths_of
 from lenvm_kernels.step.sources import PromptTokens, ValueSource
 from lenvm_kernels.step.stages import StepView
 from lenvm_kernels.step.tensors import StepState, StepTensors
@@ -43,8 +43,7 @@ class GuidedStep:
     :func:`working_bytes` documents the memory of a step and of its cache.
 
     The stages of a step are :func:`torch.profiler.record_function` ranges: ``lenvm.candidates``, ``lenvm.values`` (with
-    ``lenvm.layers`` and ``lenvm.head`` inside, unless a CUDA graph is replayed), ``lenvm.reweight`` and
-    ``lenvm.sample``.
+    ``lenvm.layers`` and ``lenvm.head`` inside, unless a CUDA graph is replayed) and ``lenvm.draw``.
 
     Args:
         values: the source of values: :class:`ModelValues` of a value model; :class:`ProbeValues` of a probe, which
@@ -143,7 +142,6 @@ class GuidedStep:
         """
         self.table.flush()
         self._state.history.flush()
-        self.values.flush()
 
     def told_lens(self, table_rows: torch.Tensor) -> torch.Tensor:
         """int32 ``[B]``; number of tokens of each sequence that were passed to :meth:`extend` and steps without a gap.
@@ -296,19 +294,23 @@ class GuidedStep:
             stages.look_up(state, view)
             candidates = stages.choose(state, view)
         with profiler_range("values"):
-            z, predicted = (x[: shape[0]] for x in self.values.value_logits(*padded.sizes, batch.states))
-        wants_lengths = bool(self._value_rows) and (sampling.sample or drawn is not None)
-        value_logits = z.masked_fill(rows.scored.alone[:, None], 0.0) if wants_lengths else z
-        with profiler_range("reweight"):
-            guided_probs = stages.reweight(state, view, candidates, value_logits, probs)
-        with profiler_range("sample"):
-            tokens = stages.draw(view, candidates, guided_probs)
-            lengths = verified = None
-            if tokens is not None and wants_lengths:
-                lengths = lengths_after(tokens, self.table, rows, predicted)
-            if tokens is not None and drafts is not None and verify is not None:
+            values = self.values.value_logits(*padded.sizes, batch.states)
+        if values is not None:
+            values = values[0][: shape[0]], values[1][: shape[0]]
+        with profiler_range("draw"):
+            guided_probs, tokens, lengths = stages.draw_tokens(state, view, candidates, values, probs)
+            verified = None
+            if drafts is not None and verify is not None:
                 verified = verify_drafts(tokens, drafts, backend=backend)
-        return StepOutput(candidates, value_logits, guided_probs, tokens, lengths, verified)
+        has_tokens = sampling.sample or drawn is not None
+        return StepOutput(
+            candidates,
+            None if values is None else values[0],
+            guided_probs,
+            tokens if has_tokens else None,
+            lengths if has_tokens and self._value_rows else None,
+            verified,
+        )
 
     @torch.no_grad()
     def predict(self, batch: StepBatch) -> torch.Tensor:
@@ -346,8 +348,9 @@ class GuidedStep:
         wants_length, padded = stages.gather(self._state, before, backend).wants_length[:b], self._state.padded(b)
         self._state.tensors.rows(padded, nodes).score_chains(tokens, torch.where(wants_length, new_lens, 0))
         with profiler_range("values"):
-            z, _ = self.values.value_logits(padded, nodes)
-        z = z.view(padded, nodes, -1)[:b, :columns, 0]
+            values = self.values.value_logits(padded, nodes)
+        assert values is not None  # sources that read tokens compute values
+        z = values[0].view(padded, nodes, -1)[:b, :columns, 0]
         is_wanted = wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
         return lengths_of(z, tokens, self.table, table_rows, is_wanted).view(batch.tokens.shape)
 
