@@ -236,13 +236,13 @@ class DrawnTokens(NamedTuple):
     """Guided probabilities and next tokens of ``B`` requests.
 
     Attributes:
-        probs: fp32 ``[B, K]``; guided probabilities of the candidates, 0 in padding.
+        guided_probs: fp32 ``[B, K]``; probabilities of the candidates, 0 in padding.
         tokens: int32 ``[B]``; next tokens; negative where neither a candidate was drawn nor a token was passed.
         remaining_lengths: fp32 ``[B]``; predicted number of tokens after ``tokens``. NaN for requests without
             ``return_values``, and for tokens that are not scored.
     """
 
-    probs: Annotated[Tensor, "float32 [B, K]"]
+    guided_probs: Annotated[Tensor, "float32 [B, K]"]
     tokens: Annotated[Tensor, "int32 [B]"]
     remaining_lengths: Annotated[Tensor, "float32 [B]"]
 

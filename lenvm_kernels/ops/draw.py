@@ -110,7 +110,7 @@ def _draw_kernel(
     inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
     options = (requests.table_rows, requests.generated, text_breaks_ptr, S, E)
     table_row, token_ids, _, probs, counted = _reweight(request, valid, *inputs, *options, K, MAX_STEPS)
-    tl.store(out.probs + request * K + column, probs, mask=valid)
+    tl.store(out.guided_probs + request * K + column, probs, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
     p = tl.where(probs > 0, probs, 0.0)  # NaN compares false
@@ -158,7 +158,7 @@ def _launch(
     sample: bool,
     probs: Tensor | None,
 ) -> None:
-    rows, columns = out.probs.shape
+    rows, columns = out.guided_probs.shape
     if rows == 0:
         return
     values = (*with_row_stride(value_logits), *with_row_stride(predicted))
@@ -170,7 +170,7 @@ def _launch(
         out, *inputs, sentences, *ends, rows, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
     )
     if probs is not None:
-        launch_scatter(probs, out.probs, candidates, table.mode, requests.table_rows)
+        launch_scatter(probs, out.guided_probs, candidates, table.mode, requests.table_rows)
 
 
 _SPEC = Spec(f"""
@@ -245,10 +245,12 @@ def draw(
         >>> guidance = parse_guidance({"target_length": 9, "op": "le", "return_values": True})
         >>> table = GuidanceTable.from_params([guidance], [{2}], "cpu").columns
         >>> requests = gather_requests(table, *torch.tensor([[11], [0]]), torch.tensor([4], dtype=torch.int32))
-        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), top_k=2, top_p=1.0, min_p=0.0, max_candidates=2)
+        >>> filters = dict(top_k=2, top_p=1.0, min_p=0.0, max_candidates=2)
+        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **filters)
         >>> scored = select_scored(candidates, requests, table.eos_token_ids)
         >>> draw(candidates, torch.zeros(1, 2), table, requests, scored)  # token 2 ends the output: the shortest
-        DrawnTokens(probs=tensor([[0., 1.]]), tokens=tensor([2], dtype=torch.int32), remaining_lengths=tensor([0.]))
+        DrawnTokens(guided_probs=tensor([[0., 1.]]), tokens=tensor([2], dtype=torch.int32), \
+remaining_lengths=tensor([0.]))
     """
     if validate:
         arguments = (candidates, value_logits, table, requests, scored, predicted, drawn, temperature, text_breaks, probs)
