@@ -4,8 +4,8 @@
 :func:`begin_step`, :func:`topk_candidates`; then, for a value model,
 :func:`pack_drafts`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
 :func:`rope_cache`, :func:`value_tree_attention` and :func:`value_head`, or, for a probe, :func:`candidate_values`; then
-:func:`reweight_scatter`, :func:`sample_candidates` and :func:`verify_drafts`. :func:`parse_guidance` and
-:class:`GuidanceTable` hold request parameters, :class:`ValueModel` is the value model, and :func:`generate` does
+:func:`draw` and :func:`verify_drafts`. :func:`reweight_scatter` computes and scatters the probabilities that
+:func:`draw` draws from. :func:`parse_guidance` and :class:`GuidanceTable` hold request parameters, :class:`ValueModel` is the value model, and :func:`generate` does
 everything in one call with ``transformers``.
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.begin_step import empty_history as empty_history
     from lenvm_kernels.ops.candidate_values import candidate_values as candidate_values
     from lenvm_kernels.ops.catch_up import catch_up as catch_up
+    from lenvm_kernels.ops.draw import draw as draw
     from lenvm_kernels.ops.embed_tokens import embed_tokens as embed_tokens
     from lenvm_kernels.ops.limit_span import limit_span as limit_span
     from lenvm_kernels.ops.pack_drafts import pack_drafts as pack_drafts
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.ragged_linear import ragged_linear as ragged_linear
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter as reweight_scatter
     from lenvm_kernels.ops.rope_cache import rope_cache as rope_cache
-    from lenvm_kernels.ops.sample_candidates import sample_candidates as sample_candidates
     from lenvm_kernels.ops.topk_candidates import topk_candidates as topk_candidates
     from lenvm_kernels.ops.value_head import value_head as value_head
     from lenvm_kernels.ops.value_tree_attention import value_tree_attention as value_tree_attention
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.types import Candidates as Candidates
     from lenvm_kernels.types import CandidateTrees as CandidateTrees
     from lenvm_kernels.types import DeltaTokens as DeltaTokens
+    from lenvm_kernels.types import DrawnTokens as DrawnTokens
     from lenvm_kernels.types import Drafts as Drafts
     from lenvm_kernels.types import EmbeddedTokens as EmbeddedTokens
     from lenvm_kernels.types import Filters as Filters
@@ -85,15 +86,15 @@ _MODULES = {
         "StepOutput value_source working_bytes"
     ),
     "types": (
-        "CandidateTrees Candidates DeltaTokens Drafts EmbeddedTokens Filters GuidanceColumns Mode RaggedLayout "
+        "CandidateTrees Candidates DeltaTokens Drafts DrawnTokens EmbeddedTokens Filters GuidanceColumns Mode RaggedLayout "
         "ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"
     ),
     "values": ("ImageTokens KVCache LengthProbe LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions"),
 }
 # Each operator is in the module of the same name.
 _OPERATORS = (
-    "begin_step candidate_values catch_up embed_tokens limit_span pack_drafts "
-    "ragged_layout ragged_linear reweight_scatter rope_cache sample_candidates topk_candidates "
+    "begin_step candidate_values catch_up draw embed_tokens limit_span pack_drafts "
+    "ragged_layout ragged_linear reweight_scatter rope_cache topk_candidates "
     "value_head value_tree_attention verify_drafts"
 )
 _MODULE_OF = {name: f"ops.{name}" for name in _OPERATORS.split()}

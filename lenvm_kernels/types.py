@@ -271,6 +271,21 @@ class CandidateTrees(NamedTuple):
     columns: Annotated[Tensor, "int64 [N * (1 + D), K]"]
 
 
+class DrawnTokens(NamedTuple):
+    """Guided probabilities and next tokens of ``B`` requests.
+
+    Attributes:
+        guided_probs: fp32 ``[B, K]``; probabilities of the candidates, 0 in padding.
+        tokens: int32 ``[B]``; next tokens; negative where neither a candidate was drawn nor a token was passed.
+        remaining_lengths: fp32 ``[B]``; predicted number of tokens after ``tokens``. NaN for requests without
+            ``return_values``, and for tokens that are not scored.
+    """
+
+    guided_probs: Annotated[Tensor, "float32 [B, K]"]
+    tokens: Annotated[Tensor, "int32 [B]"]
+    remaining_lengths: Annotated[Tensor, "float32 [B]"]
+
+
 class VerifiedTokens(NamedTuple):
     """New tokens of ``B`` sequences with ``D`` drafts.
 
@@ -351,6 +366,8 @@ class GuidanceColumns(NamedTuple):
         due_length: fp32 ``[R]``; a total target plus its tolerance, beyond which ``min_end_prob`` falls, or inf.
         entropy_threshold: fp32 ``[R]``; nats, NaN for no threshold.
         answer_length: fp32 ``[R]``; expected tokens after the span.
+        target_logit: fp32 ``[R]``; value logit of the target length plus ``answer_length``, at least one token: the
+            value of every candidate without a value model.
         prompt_len: int32 ``[R]``; tokens that do not count as generated. At the start of a span, :func:`limit_span`
             writes the number of tokens before it.
         hard_limit: int32 ``[R]``; generated tokens at which an open span is ended, the largest int32 for no limit.
@@ -389,6 +406,7 @@ class GuidanceColumns(NamedTuple):
     due_length: Annotated[Tensor, Column(torch.float32, inf)]
     entropy_threshold: Annotated[Tensor, Column(torch.float32, nan)]
     answer_length: Annotated[Tensor, _NUMBER]
+    target_logit: Annotated[Tensor, _NUMBER]
     prompt_len: Annotated[Tensor, _INTEGER]
     hard_limit: Annotated[Tensor, Column(torch.int32, 2**31 - 1)]
     hard_limit_grace: Annotated[Tensor, _INTEGER]

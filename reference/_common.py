@@ -9,9 +9,9 @@ from lenvm_kernels.types import Drafts, TextBreak
 SQUARES_GROUP = 64
 
 
-def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
     """Compute dtype of a reference: fp64 if any input is fp64, else fp32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def sums_of_squares(x: torch.Tensor) -> torch.Tensor:

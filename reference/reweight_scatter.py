@@ -19,7 +19,7 @@ TARGET_MARGIN, TARGET_MARGIN_SHARE = 1e-12, 1e-6
 
 def reweight_scatter(
     candidates: Candidates,
-    value_logits: torch.Tensor,  # [B, K]
+    value_logits: torch.Tensor | None,  # [B, K]
     table: GuidanceColumns,
     *,
     table_rows: torch.Tensor | None,  # [B]
@@ -29,7 +29,7 @@ def reweight_scatter(
 ) -> torch.Tensor:
     """See :func:`lenvm_kernels.ops.reweight_scatter.reweight_scatter`."""
     if table_rows is None:
-        table_rows = torch.arange(len(value_logits), device=value_logits.device)
+        table_rows = torch.arange(len(candidates.probs), device=candidates.probs.device)
     table_rows = table_rows.long()
 
     def column(name):
@@ -42,7 +42,7 @@ def reweight_scatter(
     q = torch.where(active, p / p.sum(dim=1, keepdim=True), 0.0)
 
     eos = (candidates.token_ids[:, :, None] == table.ending_token_ids[table_rows][:, None, :]).any(dim=2)
-    z = value_logits.double()
+    z = (target_logits(candidates, table, table_rows) if value_logits is None else value_logits).double()
     needs_value = active & (~eos | (mode == Mode.VALUE_BIAS))
     faulty = guided & (needs_value & ~z.isfinite()).any(dim=1, keepdim=True)
     table.faults.index_add_(0, table_rows, (faulty[:, 0] | candidates.broken).int())
@@ -114,13 +114,18 @@ def reweight_scatter(
 
     result = torch.where(((mode == Mode.MUL) & (scale <= 0)) | reached, q, result)
     result = torch.where(guided & ~faulty & (expected_value >= column("value_min")), result, q)
-    result = result.to(compute_dtype(value_logits, candidates.probs))
+    result = result.to(compute_dtype(candidates.probs, value_logits))
     if probs is not None:
         written = (guided[:, 0] | (candidates.status == Status.SINGLE)).nonzero()[:, 0]
         dense = torch.zeros(len(written), probs.shape[1], dtype=probs.dtype, device=probs.device)
         ids = torch.where(active, candidates.token_ids, 0).long()[written]
         probs[written] = dense.scatter_add_(1, ids, result[written].to(probs.dtype))  # padding adds 0
     return result
+
+
+def target_logits(candidates: Candidates, table: GuidanceColumns, table_rows: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[B, K]``: the value logits of candidates without a value model."""
+    return table.target_logit[table_rows.long()][:, None].expand_as(candidates.probs)
 
 
 def remaining_of_target(

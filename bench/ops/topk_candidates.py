@@ -13,7 +13,7 @@ from bench import peers
 from bench.harness import FLOATS, Benchmark, TimedCase
 from bench.models import VOCAB
 from lenvm_kernels.guidance import GuidanceTable
-from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, empty_scored, topk_candidates
 
 TABLE_ROWS, ENDS = 9, 8  # rows of the requests' table, end-of-sequence tokens per row

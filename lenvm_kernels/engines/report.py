@@ -119,14 +119,14 @@ class Stopwatch:
 
 
 def columns_of(output: StepOutput, at: Any = slice(None)) -> dict[str, list[Any]]:
-    """Columns of a step's output, restricted to the rows ``at``."""
+    """Columns of a step's output, restricted to the rows ``at``. No ``value_logits`` without a model or probe."""
     tensors = dict(
         status=output.candidates.status,
         token_ids=output.candidates.token_ids,
         value_logits=output.value_logits,
         probs=output.probs,
     )
-    return {name: tensor[at].tolist() for name, tensor in tensors.items()}
+    return {name: tensor[at].tolist() for name, tensor in tensors.items() if tensor is not None}
 
 
 def write_line(file: Path, columns: dict[str, list[Any]], **of_step: Any) -> None:

@@ -20,6 +20,6 @@ OPERATORS = (
     "value_head",
     "candidate_values",
     "reweight_scatter",
-    "sample_candidates",
+    "draw",
     "verify_drafts",
 )

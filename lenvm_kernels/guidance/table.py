@@ -68,6 +68,7 @@ class _RowLayout:
             "nats_per_token": -math.log(params.gamma),
             "target_length": self._aimed_at(params),
             "due_length": due_length if params.counts_down else None,
+            "target_logit": _target_logit(params),
             "prompt_len": span.begin,
             "allows_eos": params.allow_eos,
             "span_ended": span.end is not None,
@@ -109,6 +110,12 @@ class _RowLayout:
         first, last = ends["eos_token_ids"][0], ends["span_end_token_ids"][1]  # adjacent columns
         columns["ending_token_ids"] = row_bytes[:, first:last].view(_PACKED["eos_token_ids"].dtype)
         return columns
+
+
+def _target_logit(params: GuidanceParams) -> float:
+    """The value logit of the target length plus the answer. At least one token, because a value of 0 marks an end."""
+    nats = -math.log(params.gamma) * max(1.0, (params.target_length or 0.0) + params.answer_length)
+    return min(nats + math.log(-math.expm1(-nats)), torch.finfo(torch.float32).max)
 
 
 class GuidanceTable:
@@ -205,7 +212,7 @@ class GuidanceTable:
             params: the request's parameters. If None, the request is unguided.
             eos_token_ids: the ids that end its output.
             prompt_len: tokens of its sequence that do not count as generated, for targets that are totals.
-            seed: seed of its draws (:func:`sample_candidates`), any int64.
+            seed: seed of its draws (:func:`draw`), any int64.
             span: state of its span (:meth:`GuidanceParams.span_state`). If None, a span is open that begins after
                 ``prompt_len`` tokens, and nothing has been generated.
 

@@ -80,15 +80,13 @@ class ValueSource(ABC):
             states: the batch's states (:class:`StepBatch`).
 
         Returns:
-            fp32 ``[requests * nodes, K]``, the logits that guide and those that predict lengths; arbitrary where a
-            candidate is not scored. Both are the same tensor unless the source predicts a distribution.
+            fp32 ``[requests * nodes, K]``, the logits that guide and the logits that predict lengths; arbitrary where a
+            candidate is not scored. Both are the same tensor unless the source predicts a distribution. None if every
+            candidate has the value of its request's target (``target_logit`` of :class:`GuidanceColumns`).
         """
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:  # noqa: B027, stateful sources only
         """Admit a request to a row. Raises ValueError, naming the field, for guidance that the source cannot give."""
-
-    def flush(self) -> None:  # noqa: B027
-        """Copy to the device the state that :meth:`add_request` has staged."""
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
         """Raise unless the source reads images and ``images`` describe ``tokens`` tokens."""
@@ -111,38 +109,12 @@ class ConstantValues(ValueSource):
 
     early = EARLY_WITHOUT_VALUES
 
-    def bind(self, state: StepState) -> None:
-        """See :class:`ValueSource`."""
-        super().bind(state)
-        size = len(state.table), state.config.max_candidates
-        self._row_values = torch.zeros(size, dtype=torch.float32, device=state.slots.table.device)
-        self._staged: dict[int, float] = {}
-
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
         """See :class:`ValueSource`."""
-        params = params or GuidanceParams()
-        check_without_values(params)
-        # At least one token: a value of 0 marks an end.
-        length = max(1.0, (params.target_length or 0.0) + params.answer_length)
-        nats = -math.log(params.gamma) * length
-        self._staged[table_row] = nats + math.log(-math.expm1(-nats))
+        check_without_values(params or GuidanceParams())
 
-    def flush(self) -> None:
-        """See :class:`ValueSource`."""
-        if not self._staged:
-            return
-        staged = torch.tensor([[*self._staged], [*self._staged.values()]], dtype=torch.float64)
-        values = self._row_values
-        staged = (staged.pin_memory() if values.is_cuda else staged).to(values.device, non_blocking=True)
-        values[staged[0].long()] = staged[1, :, None].float()
-        self._staged.clear()
-
-    def value_logits(
-        self, requests: int, nodes: int, states: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`ValueSource`."""
-        z = self._row_values[self._state.tensors.rows(requests, nodes).nodes.table_rows]
-        return z, z
+    def value_logits(self, requests: int, nodes: int, states: torch.Tensor | None = None) -> None:
+        """None: the table has the value, see :class:`ValueSource`."""
 
 
 class ProbeValues(ValueSource):

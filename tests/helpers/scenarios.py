@@ -14,9 +14,9 @@ from torch.nn.functional import softplus
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
+from lenvm_kernels.reference.draw import draw_tokens
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.types import Mode, Status
@@ -378,8 +378,7 @@ class Driver:
             seeds = torch.tensor([asked.seed for asked in asked_of])
             lengths = torch.tensor([len(sequence) for sequence in sequences])
             temperature = torch.as_tensor(filters["temperature"]).expand(len(rows)).contiguous()
-            greedy = dict(temperature=temperature, backend="reference")
-            tokens = sample_candidates(candidates, output.probs, seeds, lengths, **greedy)
+            tokens = draw_tokens(candidates, output.probs, seeds, lengths, temperature)
             if "drawn" in options:
                 tokens = torch.where(tokens >= 0, tokens, options["drawn"].int())
         assert (output.tokens is None) == (tokens is None)

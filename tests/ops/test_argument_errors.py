@@ -76,15 +76,16 @@ ERRORS = {
         ({"scored.token_ids": size(1, 3)}, r"scored.token_ids must be int32 \[3, 2\] on cpu, got int32 \[3, 3\]"),
     ],
     "reweight_scatter": [
-        *(({"value_logits": size(1, n)}, f"value_logits {K_COLUMNS} {n}") for n in (0, 3, 128)),
+        *(({"candidates.token_ids": size(1, n)}, f"candidates.token_ids {K_COLUMNS} {n}") for n in (0, 3, 128)),
         (
             {"table_rows": None, "table": rows(2)},
             r"table must have a row for each of the 3 requests, got 2 \(or give table_rows\)",
         ),
     ],
-    "sample_candidates": [
-        *(({"guided_probs": size(1, n)}, f"guided_probs {K_COLUMNS} {n}") for n in (0, 3, 128)),
+    "draw": [
+        *(({"candidates.token_ids": size(1, n)}, f"candidates.token_ids {K_COLUMNS} {n}") for n in (0, 3, 128)),
         ({"candidates": None}, "candidates must be the Candidates of topk_candidates, got NoneType"),
+        ({"requests": rows(2), "scored": rows(2)}, "requests must have a row for each of the 3 requests, got 2"),
     ],
     "begin_step": [
         ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, TILE, CandidateColumns, empty_scored, topk_candidates
 from lenvm_kernels.types import GUIDANCE_COLUMNS, Candidates, Status
 from tests.helpers.cases import assert_right, cases

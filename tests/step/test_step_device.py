@@ -191,7 +191,7 @@ def test_backend_reaches_every_operator(device, monkeypatch):
         raise AssertionError("a reference ran")
 
     operators = "begin_step topk_candidates catch_up ragged_layout embed_tokens"
-    operators += " ragged_linear rope_cache value_head reweight_scatter sample_candidates"
+    operators += " ragged_linear rope_cache value_head draw"
     for name in operators.split():
         monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
     monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
@@ -293,7 +293,7 @@ def test_stages_of_step_are_profiler_ranges(models):
     with profile() as profiler:
         engine.decode([0, 1], PROMPTS[:2], random_scores(2))
     ranges = sorted((e.time_range.start, e.name) for e in profiler.events() if e.name.startswith("lenvm."))
-    stages = ["candidates", "values", "layers", "head", "reweight", "sample"]
+    stages = ["candidates", "values", "layers", "head", "draw"]
     assert [name for _, name in ranges] == [f"lenvm.{stage}" for stage in stages]
 
 

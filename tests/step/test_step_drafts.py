@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
+from lenvm_kernels.reference.draw import draw_tokens
 from lenvm_kernels.step import Sampling, StepBatch, working_bytes
 from lenvm_kernels.types import Candidates, Drafts, Status
 from tests.helpers.drafted_steps import BaseModel, run_drafted, run_plain
@@ -80,7 +80,7 @@ def test_verified_tokens_follow_the_guided_distribution():
     )
     seeds = torch.randint(2**62, (count,), generator=generator).repeat_interleave(2)
     positions = torch.tensor([7, 8], dtype=torch.int32).repeat(count)
-    drawn = sample_candidates(candidates, guided[nodes], seeds, positions)
+    drawn = draw_tokens(candidates, guided[nodes], seeds, positions)
     verified = verify_drafts(drawn, drafts)
     tokens, accepted = verified.tokens.long(), verified.lens == 2
     assert torch.equal(accepted, tokens[:, 0] == first)

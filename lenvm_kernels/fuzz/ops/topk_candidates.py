@@ -24,7 +24,7 @@ from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
-from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import CandidateColumns, empty_scored, topk_candidates
 from lenvm_kernels.reference.topk_candidates import choose_scored
 from lenvm_kernels.types import Candidates, GuidanceColumns, Status

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns
+from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns, with_row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import _GUIDE, _SINGLE, _UNGUIDED, _reweight
@@ -22,11 +22,11 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
 from lenvm_kernels.types import Candidates, GuidanceColumns
 
-# Candidates per program without scatter, two per lane of its one warp. Few, because a program iterates until its last
-# request has converged, and because 256 candidates spill registers.
+# Candidates per program, two per lane of its one warp. Few, because a program iterates until its last request has
+# converged, and because 256 candidates spill registers.
 TILE = 64
-# Elements of [B, V] zeroed per program of the scatter: 64 KB of fp32. Measured on an H200, V = 151,936: 19 us at B 64,
-# 74 % of copy bandwidth, and 50 us at B 256, 113 %. Other sizes have not been measured.
+# Elements of [B, V] zeroed per program of the scatter: 64 KB of fp32. Chosen when one launch reweighted and scattered
+# (on an H200, V = 151,936: 19 us at B 64, 50 us at B 256). Neither other sizes nor the two launches have been measured.
 SLICE = 16_384
 # The slowest of a million requests took 43: hard_rows(10_000, 8, seed 0 to 99) in tests/ops/test_reweight_scatter.py.
 MAX_STEPS = tl.constexpr(64)
@@ -44,6 +44,7 @@ class ReweightColumns(NamedTuple):
     counts_down: Tensor
     faults: Tensor
     answer_length: Tensor
+    target_logit: Tensor
     ending_token_ids: Tensor
 
 
@@ -54,7 +55,7 @@ class ReweightColumns(NamedTuple):
 def _reweight_kernel(
     out_ptr,  # [B, K]
     candidates,  # Candidates
-    value_logits_ptr,  # [B, K]
+    value_logits_ptr,  # [B, K] or None
     stride_value_logits_request,
     table,  # ReweightColumns
     stride,  # its strides
@@ -76,63 +77,52 @@ def _reweight_kernel(
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
 
-@triton.jit(
-    do_not_specialize=["E", "S"],
-    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr", "text_breaks_ptr"],
-)
-def _reweight_scatter_kernel(
-    out_ptr,  # [B, K]
+@triton.jit(do_not_specialize_on_alignment=["table_rows_ptr"])
+def _scatter_kernel(
     dense_ptr,  # [B, V]
     stride_dense_request,
-    candidates,  # Candidates
-    value_logits_ptr,  # [B, K]
-    stride_value_logits_request,
-    table,  # ReweightColumns
-    stride,  # its strides
+    guided_probs_ptr,  # [B, K]
+    token_ids_ptr,  # [B, K]
+    status_ptr,  # [B]
+    mode_ptr,  # [R]
+    stride_mode,
     table_rows_ptr,  # [B] or None
-    generated_ptr,  # [B] or None
-    text_breaks_ptr,  # [S] or None
-    S,
-    E,
     V,
     K: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    request, slice_id = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * SLICE
     table_row = request
     if table_rows_ptr is not None:
         table_row = tl.load(table_rows_ptr + request).to(tl.int64)
-    status = tl.load(candidates.status + request)
-    guided = (status == _GUIDE) & (tl.load(table.mode + table_row * stride.mode) != _UNGUIDED)
-    written = guided | (status == _SINGLE)
-    start = slice_id * SLICE
-    if written:
-        token = start + tl.arange(0, SLICE)
-        zero = tl.zeros([SLICE], dense_ptr.dtype.element_ty)
-        tl.store(dense_ptr + request * stride_dense_request + token, zero, mask=token < V)
+    status = tl.load(status_ptr + request)
+    guided = (status == _GUIDE) & (tl.load(mode_ptr + table_row * stride_mode) != _UNGUIDED)
+    if guided | (status == _SINGLE):
+        row_ptr, token = dense_ptr + request * stride_dense_request, start + tl.arange(0, SLICE)
+        tl.store(row_ptr + token, tl.zeros([SLICE], dense_ptr.dtype.element_ty), mask=token < V)
         tl.debug_barrier()  # zeros are written before candidates
+        place = request * K + tl.arange(0, K)
+        candidate = tl.load(token_ids_ptr + place)
+        is_here = (candidate >= start) & (candidate < start + SLICE)
+        tl.store(row_ptr + candidate, tl.load(guided_probs_ptr + place), mask=is_here)
 
-    # Only the slices that hold candidates, and the first, need the probabilities.
-    token = tl.load(candidates.token_ids + request * K + tl.arange(0, K))
-    here = (token >= start) & (token < start + SLICE)
-    if (slice_id == 0) | (written & (tl.max(here.to(tl.int32), axis=0) > 0)):
-        tile = request + tl.zeros([1, 1], tl.int64)
-        inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
-        options = (table_rows_ptr, generated_ptr, text_breaks_ptr, S, E)
-        table_rows, tokens, active, result, counted = _reweight(tile, tile >= 0, *inputs, *options, K, MAX_STEPS)
-        if slice_id == 0:
-            tl.store(out_ptr + tile * K + tl.arange(0, K)[None, :], result)
-            tl.atomic_add(table.faults + table_rows * stride.faults, 1, mask=counted)
-        if written:
-            inside = active & (tokens >= start) & (tokens < start + SLICE)
-            tl.store(dense_ptr + tile * stride_dense_request + tokens, result, mask=inside)
+
+def launch_scatter(
+    probs: Tensor, guided_probs: Tensor, candidates: Candidates, mode: Tensor, table_rows: Tensor | None
+) -> None:
+    """Write ``guided_probs [B, K]`` into the rows of ``probs [B, V]``, see :func:`reweight_scatter`."""
+    (requests, vocab), columns = probs.shape, guided_probs.shape[1]
+    dense, listed = (probs, probs.stride(0)), (guided_probs, candidates.token_ids, candidates.status)
+    _scatter_kernel[(requests, ceil_div(vocab, SLICE))](
+        *dense, *listed, mode, mode.stride(0), table_rows, vocab, K=columns, SLICE=SLICE, num_warps=4
+    )
 
 
 @operator(reference=_reference, mutates=["table.faults", "probs"])
 def _launch(
     out: Tensor,
     candidates: Candidates,
-    value_logits: Tensor,
+    value_logits: Tensor | None,
     table: ReweightColumns,
     table_rows: Tensor | None,
     generated: Tensor | None,
@@ -142,24 +132,20 @@ def _launch(
     requests, columns = out.shape
     if requests == 0:
         return
-    inputs = (candidates, value_logits, value_logits.stride(0), table, row_strides(table))
+    tile_requests = max(1, TILE // columns)
+    inputs = (candidates, *with_row_stride(value_logits), table, row_strides(table))
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
     options = (table_rows, generated, text_breaks, sentences, table.ending_token_ids.shape[1])
-    if probs is None:
-        tile_requests = max(1, TILE // columns)
-        _reweight_kernel[(ceil_div(requests, tile_requests),)](
-            out, *inputs, *options, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
-        )
-    else:
-        dense, vocab = (probs, probs.stride(0)), probs.shape[1]
-        _reweight_scatter_kernel[(requests, ceil_div(vocab, SLICE))](
-            out, *dense, *inputs, *options, vocab, K=columns, SLICE=SLICE, num_warps=4, enable_fp_fusion=False
-        )
+    _reweight_kernel[(ceil_div(requests, tile_requests),)](
+        out, *inputs, *options, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
+    )
+    if probs is not None:
+        launch_scatter(probs, out, candidates, table.mode, table_rows)
 
 
 _SPEC = Spec(f"""
-    value_logits: single [B, K=2**n]
     candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
+    value_logits?: single [B, K]
     table: GuidanceColumns ({", ".join(ReweightColumns._fields)}) strided single
     table_rows?: int [B]
     generated?: int32 [B]
@@ -170,7 +156,7 @@ _SPEC = Spec(f"""
 
 def reweight_scatter(
     candidates: Candidates,
-    value_logits: Tensor,
+    value_logits: Tensor | None,
     table: GuidanceColumns,
     *,
     table_rows: Tensor | None = None,
@@ -191,7 +177,8 @@ def reweight_scatter(
     Args:
         candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns.
         value_logits: fp32 ``[B, K]``; raw value logits, ``v = sigmoid(z)``. Ignored in padding and, in every mode but
-            ``value_bias``, for end-of-sequence candidates, whose value is 0.
+            ``value_bias``, for end-of-sequence candidates, whose value is 0. If None, ``table.target_logit`` is the
+            value logit of every candidate.
         table: guidance parameters of ``R`` requests.
         table_rows: int32 or int64 ``[B]``; row of each request in the table. If None, request i has row i.
         generated: int32 ``[B]``; tokens generated so far, for targets that are totals. If None, 0.
@@ -219,14 +206,14 @@ def reweight_scatter(
         tensor([[0., 1.]])
     """
     if validate:
-        arguments = (value_logits, candidates, table, table_rows, generated, text_breaks, probs)
+        arguments = (candidates, value_logits, table, table_rows, generated, text_breaks, probs)
         backend, sizes = _SPEC.check(backend, *arguments)
         requests, rows = sizes["B"], sizes["R"]
         if table_rows is None and rows < requests:
             came = f"{rows} (or give table_rows)"
             raise ValueError(f"table must have a row for each of the {requests} requests, got {came}")
-    dtype = compute_dtype(value_logits, candidates.probs)
-    out = torch.empty(*value_logits.shape, dtype=dtype, device=value_logits.device)
+    dtype = compute_dtype(candidates.probs, value_logits)
+    out = torch.empty_like(candidates.probs, dtype=dtype)
     columns = select_columns(ReweightColumns, table)
     _launch(backend, out, candidates, value_logits, columns, table_rows, generated, text_breaks, probs)
     return out

@@ -151,13 +151,22 @@ def _remaining_of_target(target, tolerance, counts_down, generated):
 
 
 @triton.jit
+def _load_value_logits(value_logits_ptr, stride_request, request, column, table, stride, table_row, mask):
+    """The value logits of candidates; without a tensor, every candidate has the value of the request's target."""
+    if value_logits_ptr is None:
+        return tl.load(table.target_logit + table_row * stride.target_logit + 0 * column, mask=mask, other=0.0)
+    else:
+        return tl.load(value_logits_ptr + request * stride_request + column, mask=mask, other=0.0)
+
+
+@triton.jit
 def _reweight(
     request,  # [REQUESTS, 1] int64
     valid,  # [REQUESTS, 1]; results of requests beyond B are not stored
     candidates,  # Candidates
-    value_logits_ptr,  # [B, K]
+    value_logits_ptr,  # [B, K] or None
     stride_value_logits_request,
-    table,  # _Table
+    table,  # ReweightColumns or DrawColumns
     stride,  # its strides
     table_rows_ptr,  # [B] or None
     generated_ptr,  # [B] or None
@@ -197,7 +206,8 @@ def _reweight(
     ends_ptr = table.ending_token_ids + table_row * stride.ending_token_ids
     for i in range(E):
         eos = eos | (token == tl.load(ends_ptr + i, mask=valid, other=-2))
-    z = tl.load(value_logits_ptr + request * stride_value_logits_request + column, mask=valid & active, other=0.0)
+    logits = (value_logits_ptr, stride_value_logits_request)
+    z = _load_value_logits(*logits, request, column, table, stride, table_row, valid & active)
     finite = tl.abs(z) <= 3.4028234e38  # NaN compares false
     unusable = active & (finite == 0) & ((eos == 0) | (mode == _VALUE_BIAS))
     faulty = guided & (_request_max(unusable.to(tl.int32)) > 0)

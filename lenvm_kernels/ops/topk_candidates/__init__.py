@@ -206,7 +206,7 @@ _SPEC = Spec(f"""
     generated?: int32 [B]
     text_breaks?: int8 [S]
     last_tokens?: int [B]
-    requests?: StepRequests of gather_requests (positions, wants_length, due)
+    requests?: StepRequests of begin_step (positions, wants_length, due)
     drawn?: int32 [B]
     step?: int64 [1]
     scored?: ScoredCandidates contiguous
@@ -280,7 +280,7 @@ def topk_candidates(
             ``min_end_prob`` is multiplied by 1/10,000 after the end of a sentence, by 1/10 after the end of a line, and
             by 100 elsewhere. If None, it is not scaled.
         last_tokens: int32 or int64 ``[B]``; required with ``text_breaks``, the token before each request's scores.
-        requests: result of :func:`gather_requests` or :func:`expand_drafts` with ``N >= B`` rows; required with
+        requests: result of :func:`begin_step` with ``N >= B`` rows; required with
             ``scored``.
         drawn: int32 ``[B]``; next tokens that are not drawn from the candidates, negative if unknown. If None, unknown.
         sample: whether the next token of a request with a single candidate is that candidate.

@@ -1,0 +1,153 @@
+"""``draw``: the cases of ``reweight_scatter``; any int64 as seed, greedy requests, scored and passed tokens."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs
+from lenvm_kernels.fuzz.ops import reweight_scatter as weights
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, named_operator, owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops._common import INTERPRETED
+from lenvm_kernels.ops.draw import DrawColumns, draw
+from lenvm_kernels.ops.begin_step import empty_requests
+from lenvm_kernels.reference.draw import draw_tokens
+from lenvm_kernels.types import ScoredCandidates
+
+OPTIONS: dict[str, list[Any]] = {
+    **{name: values for name, values in weights.OPTIONS.items() if name not in ("table_rows", "generated")},
+    "predicted": [False, True],
+    "drawn": [False, True],
+    "sample": [True, False],
+    "temperature": [False, True],
+    "rows_not_there": ["none", "2"],
+    "constants": ["shipped", "large tiles"],
+}
+CONSTANTS = {"large tiles": {"TILE": 8192 if INTERPRETED else 128}}
+
+
+def inputs(case: Case, device: torch.device) -> NamedInputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    of_weights = replace(case, options={**options, "table_rows": "int64", "generated": True})
+    given = weights.inputs(of_weights, device)
+    candidates, table, table_rows, k = given.candidates, given.table, given.table_rows, options["columns"]
+    seeds, positions = (
+        draws.bits(name, rows) >> draws.choose(f"width of {name}", rows, values=[0, 31, 32, 50])
+        for name in ("seeds", "positions")
+    )
+    wants_length = draws.chance("wants_length", rows, of=0.8)
+    fill(table, table_rows, {"seed": seeds, "return_values": draws.chance("return_values", rows, of=0.8)})
+
+    column = draws.integers("drawn column", rows, 1, low=0, high=k - 1)
+    drawn = draws.choose("drawn", rows, values=[-1, -2, 0, 5]).int()
+    drawn = torch.where(draws.chance("a candidate", rows, of=0.5), candidates.token_ids.gather(1, column)[:, 0], drawn)
+    # A token that is scored alone is in the first column, and needs not be a candidate.
+    alone = draws.chance("alone", rows, of=0.3) & (drawn >= 0)
+    first = torch.where(alone, drawn, candidates.token_ids[:, 0])
+    all_scored = draws.chance("all are scored", rows, of=0.7)
+    scored_counts = torch.where(all_scored, candidates.counts, candidates.counts // 2).masked_fill(alone, 1)
+
+    total = len(case.rows_and(options["rows_not_there"]))
+    requests = empty_requests(total, device)
+    for x in requests:
+        x.fill_(1)  # exposes reads of rows beyond the batch
+    of_requests = dict(table_rows=table_rows, generated=given.arguments["generated"], wants_length=wants_length)
+    fill(requests, slice(len(rows)), of_requests)
+    scored = ScoredCandidates(
+        token_ids=torch.zeros(total, k, dtype=torch.int32, device=device),
+        counts=torch.ones(total, dtype=torch.int32, device=device),
+        positions=torch.ones(total, dtype=torch.int32, device=device),
+        alone=torch.ones(total, dtype=torch.bool, device=device),
+    )
+    scored_ids = torch.cat((first[:, None], candidates.token_ids[:, 1:]), dim=1)
+    of_scored = dict(token_ids=scored_ids, counts=scored_counts, positions=positions & 0x7FFFFFFF, alone=alone)
+    fill(scored, slice(len(rows)), of_scored)
+
+    value_logits = given.value_logits if given.has_value_logits else None
+    arguments: dict[str, Any] = dict(candidates=candidates, value_logits=value_logits, table=table)
+    arguments |= dict(requests=requests, scored=scored, sample=options["sample"])
+    if options["predicted"]:
+        spread = draws.choose("spread of predicted", rows, values=[1.0, 10.0, 60.0])[:, None]
+        arguments["predicted"] = padded_rows((draws.normal("predicted", rows, k) * spread).float(), options["padding"])
+    if options["drawn"]:
+        arguments["drawn"] = drawn
+    if options["temperature"]:
+        arguments["temperature"] = draws.choose("temperature", rows, values=[1.0, 0.0, 1e-7, 1e-6, math.nan]).float()
+    arguments |= {name: given.arguments[name] for name in ("text_breaks", "probs") if name in given.arguments}
+    return NamedInputs(arguments, len(rows))
+
+
+def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+    a, rows = given.arguments, given.rows
+    candidates, table, scored = a["candidates"], a["table"], a["scored"]
+    table_rows = a["requests"].table_rows[:rows]
+    target_logits = table.target_logit[table_rows][:, None].repeat(1, candidates.probs.shape[1])
+    value_logits = target_logits if a["value_logits"] is None else a["value_logits"]
+    options = {name: a[name] for name in ("text_breaks", "probs") if name in a}
+    options |= dict(table_rows=table_rows, generated=a["requests"].generated[:rows])
+    guided_probs, tokens, lengths = (result.tensors[x] for x in ("guided_probs", "tokens", "remaining_lengths"))
+    faults, probs = result.tensors["faults"], result.tensors.get("probs")
+    is_spare = owners_in_table(table_rows, len(faults)) < 0
+    between = None if probs is None else result.around["probs"].view(max(rows, 1), -1)[:rows, probs.shape[1] :]
+    of_weights = weights.ReweightResult(guided_probs, faults[table_rows], faults[is_spare], probs, between)
+    found = weights.compare(weights.ReweightInputs(candidates, value_logits, table, table_rows, options), of_weights)
+
+    # The draw from given probabilities is exact.
+    passed = a.get("drawn", torch.full_like(tokens, -1))
+    expected = passed
+    if a["sample"]:
+        requests = table.seed[table_rows], scored.positions[:rows]
+        own = draw_tokens(candidates, guided_probs, *requests, a.get("temperature"))
+        expected = torch.where(own >= 0, own, passed)
+    found.append(differs("tokens", tokens, expected))
+
+    column = torch.arange(candidates.probs.shape[1], device=tokens.device)
+    is_token = (column < scored.counts[:rows, None]) & (scored.token_ids[:rows] == tokens[:, None])
+    z = torch.where(is_token, a.get("predicted", target_logits).double(), 0.0).sum(1)
+    nats = torch.nn.functional.softplus(z).masked_fill((table.eos_token_ids[table_rows] == tokens[:, None]).any(1), 0.0)
+    is_wanted = a["requests"].wants_length[:rows] & table.return_values[table_rows] & is_token.any(1)
+    expected = torch.where(is_wanted, nats / table.nats_per_token[table_rows].double(), math.nan)
+    found.append(beyond("remaining lengths", lengths, expected, TOLERANCE["draw"][torch.float32]))
+    return found
+
+
+def _row_work(options: Mapping[str, Any]) -> float:
+    return weights.row_work({**options, "constants": "shipped"}) + 6 * options["columns"]
+
+
+OPERATOR = named_operator(
+    draw,
+    options=OPTIONS,
+    inputs=inputs,
+    returns=lambda given: {
+        "guided_probs": (torch.float32, given.arguments["candidates"].probs.shape),
+        "tokens": (torch.int32, (given.rows,)),
+        "remaining_lengths": (torch.float32, (given.rows,)),
+    },
+    compare=compare,
+    writes=("table.faults", "probs"),
+    owners=lambda given: {
+        "faults": owners_in_table(given.arguments["requests"].table_rows[: given.rows], len(given.arguments["table"].faults))
+    },
+    most_rows=65_536,
+    row_size=lambda options: options["vocab"] + 40 * options["columns"],
+    row_work=_row_work,
+    constants=CONSTANTS,
+    free=weights.FREE
+    | {
+        "predicted": "float64 apart",
+        "table.eos_token_ids": "columns apart",
+        **dict.fromkeys(("table.seed", "table.return_values"), "strided"),
+    },
+    reads={
+        "candidates": weights.READS,
+        "table": DrawColumns._fields,
+        "requests": ("table_rows", "generated", "wants_length"),
+        "scored": ("token_ids", "counts", "positions"),
+    },
+)

@@ -1,0 +1,267 @@
+"""The end of a step, in one launch: guided probabilities, the next tokens, and the predicted lengths after them.
+
+Inverse CDF: the first column ``j`` with ``p_0 + ... + p_j > u (p_0 + ... + p_{K-1})``, where ``u`` is a uniform number
+computed from the request's seed and the token's position (Philox4x32-10; Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011). The columns are added in order, and ``enable_fp_fusion=False`` keeps every product separate
+from a sum, so the draw from given probabilities is bitwise identical to the reference's.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns, with_row_stride
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec
+from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE, launch_scatter
+from lenvm_kernels.ops.reweight_scatter.reweight import (
+    _GUIDE,
+    _SINGLE,
+    _load_value_logits,
+    _request_max,
+    _request_min,
+    _request_sum,
+    _reweight,
+    _softplus,
+)
+from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.reference.draw import draw as _reference
+from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
+from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, ScoredCandidates, StepRequests
+
+_GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
+
+
+class DrawColumns(NamedTuple):
+    """Columns of the guidance table that the kernel accesses."""
+
+    mode: Tensor
+    scale: Tensor
+    nats_per_token: Tensor
+    value_min: Tensor
+    target_length: Tensor
+    tolerance: Tensor
+    counts_down: Tensor
+    faults: Tensor
+    answer_length: Tensor
+    target_logit: Tensor
+    ending_token_ids: Tensor
+    eos_token_ids: Tensor
+    seed: Tensor
+    return_values: Tensor
+
+
+class DrawRequests(NamedTuple):
+    """Fields of :class:`StepRequests`, and the :class:`ScoredCandidates` of the same requests."""
+
+    table_rows: Tensor
+    generated: Tensor
+    wants_length: Tensor
+    positions: Tensor
+    scored_ids: Tensor
+    scored_counts: Tensor
+
+
+@triton.jit
+def _drawn_column(p, column, seed, position, K: tl.constexpr):
+    """The column that each request draws with the weights ``p [REQUESTS, K]``; -1 without a positive weight."""
+    cumulative = tl.zeros_like(p)
+    for i in tl.static_range(K):
+        p_i = _request_max(tl.where(column == i, p, 0.0))
+        cumulative += tl.where(column >= i, p_i, 0.0)
+    # Counter: the position; key: the seed.
+    word, _, _, _ = tl.randint4x(seed, position)
+    threshold = (word >> 8).to(tl.float32) * 2.0**-24 * _request_max(cumulative)
+    # Sums never decrease, so the columns not beyond the threshold come first, and their number is the drawn column.
+    not_beyond = _request_sum(tl.where(cumulative > threshold, 0, 1))
+    return tl.minimum(not_beyond, _request_max(tl.where(p > 0, column, -1)))
+
+
+@triton.jit(
+    do_not_specialize=["sample", "S", "E", "EOS", "B"],  # a new batch size must not trigger a recompilation
+    do_not_specialize_on_alignment=["drawn_ptr", "temperature_ptr", "text_breaks_ptr"],
+)
+def _draw_kernel(
+    out,  # DrawnTokens, written
+    candidates,  # Candidates
+    value_logits_ptr,  # [B, K] or None
+    stride_value_logits_request,
+    predicted_ptr,  # [B, K] or None
+    stride_predicted_request,
+    table,  # DrawColumns
+    stride,  # its strides
+    requests,  # DrawRequests
+    drawn_ptr,  # [B] or None
+    temperature_ptr,  # [B] or None
+    text_breaks_ptr,  # [S] or None
+    sample,  # whether tokens are drawn from the candidates
+    S,
+    E,  # columns of ending_token_ids
+    EOS,  # columns of eos_token_ids
+    B,
+    K: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    request = (tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS))[:, None].to(tl.int64)
+    valid, column = request < B, tl.arange(0, K)[None, :]
+    inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
+    options = (requests.table_rows, requests.generated, text_breaks_ptr, S, E)
+    table_row, token_ids, _, probs, counted = _reweight(request, valid, *inputs, *options, K, MAX_STEPS)
+    tl.store(out.guided_probs + request * K + column, probs, mask=valid)
+    tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
+
+    p = tl.where(probs > 0, probs, 0.0)  # NaN compares false
+    seed = tl.load(table.seed + table_row * stride.seed, mask=valid, other=0)
+    position = tl.load(requests.positions + request, mask=valid, other=0).to(tl.int64)
+    place = _drawn_column(p, column, seed, position, K)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + request, mask=valid, other=1.0)
+        most_probable = _request_min(tl.where(p == _request_max(p), column, K))
+        place = tl.where((temperature < _GREEDY_TEMPERATURE) & (place >= 0), most_probable, place)
+    status = tl.load(candidates.status + request, mask=valid, other=0)
+    found = ((status == _GUIDE) | (status == _SINGLE)) & (place >= 0) & (sample != 0)
+    token = _request_max(tl.where(found & (column == place), token_ids, -1))
+    if drawn_ptr is not None:
+        token = tl.where(found, token, tl.load(drawn_ptr + request, mask=valid, other=-1))
+    tl.store(out.tokens + request, token, mask=valid)
+
+    scored_count = tl.load(requests.scored_counts + request, mask=valid, other=0)
+    scored_id = tl.load(requests.scored_ids + request * K + column, mask=valid, other=-1)
+    is_token = (column < scored_count) & (scored_id == token) & valid
+    predicted = (predicted_ptr, stride_predicted_request)
+    z = _request_sum(_load_value_logits(*predicted, request, column, table, stride, table_row, is_token))
+    nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token, mask=valid, other=1.0)
+    length = tl.div_rn(_softplus(z), nats_per_token)
+    for i in range(EOS):
+        eos = tl.load(table.eos_token_ids + table_row * stride.eos_token_ids + i, mask=valid, other=-2)
+        length = tl.where(token == eos, 0.0, length)
+    wants_length = tl.load(requests.wants_length + request, mask=valid, other=0) != 0
+    returns = tl.load(table.return_values + table_row * stride.return_values, mask=valid, other=0) != 0
+    is_wanted = wants_length & returns & (_request_max(is_token.to(tl.int32)) > 0)
+    tl.store(out.remaining_lengths + request, tl.where(is_wanted, length, float("nan")), mask=valid)
+
+
+@operator(reference=_reference, mutates=["table.faults", "probs"])
+def _launch(
+    out: DrawnTokens,
+    candidates: Candidates,
+    value_logits: Tensor | None,
+    predicted: Tensor | None,
+    table: DrawColumns,
+    requests: DrawRequests,
+    drawn: Tensor | None,
+    temperature: Tensor | None,
+    text_breaks: Tensor | None,
+    sample: bool,
+    probs: Tensor | None,
+) -> None:
+    rows, columns = out.guided_probs.shape
+    if rows == 0:
+        return
+    values = (*with_row_stride(value_logits), *with_row_stride(predicted))
+    inputs = (candidates, *values, table, row_strides(table), requests, drawn, temperature, text_breaks, int(sample))
+    sentences = 0 if text_breaks is None else text_breaks.shape[0]
+    ends = (table.ending_token_ids.shape[1], table.eos_token_ids.shape[1])
+    tile_requests = max(1, TILE // columns)
+    _draw_kernel[(ceil_div(rows, tile_requests),)](
+        out, *inputs, sentences, *ends, rows, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
+    )
+    if probs is not None:
+        launch_scatter(probs, out.guided_probs, candidates, table.mode, requests.table_rows)
+
+
+_SPEC = Spec(f"""
+    candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
+    value_logits?: single [B, K]
+    table: GuidanceColumns ({", ".join(DrawColumns._fields)}) strided single
+    requests: StepRequests of begin_step (table_rows, generated, wants_length)
+    scored: ScoredCandidates of select_scored (token_ids, counts, positions) contiguous
+    predicted?: single [B, K]
+    drawn?: int32 [B]
+    temperature?: float32 [B]
+    text_breaks?: int8 [S]
+    probs?: float [B, V]
+""")
+
+
+def draw(
+    candidates: Candidates,  # [B, K]
+    value_logits: Tensor | None,  # [B, K]
+    table: GuidanceColumns,
+    requests: StepRequests,  # [N]
+    scored: ScoredCandidates,  # [N, K]
+    *,
+    predicted: Tensor | None = None,  # [B, K]
+    sample: bool = True,
+    drawn: Tensor | None = None,  # int32 [B]
+    temperature: Tensor | None = None,  # fp32 [B]
+    text_breaks: Tensor | None = None,  # int8 [S]
+    probs: Tensor | None = None,  # [B, V]
+    backend: str = "auto",
+    validate: bool = True,
+) -> DrawnTokens:  # [B, K], [B]
+    """Reweight the candidates, draw each request's next token, and predict the output's length after it.
+
+    The probabilities are those of :func:`reweight_scatter`. A draw depends only on the request's probabilities, its
+    seed (``table.seed``) and the token's position (``scored.positions``). It is the same on CPU and GPU, in any batch,
+    and when a request is rerun: draws of a seed at different positions are independent, draws at the same position are
+    equal. The uniform number has 24 bits. A candidate's probability is therefore exact to within 2^-24 of the total,
+    and a candidate with a smaller share may never be drawn.
+
+    The predicted length after a token is ``-softplus(z) / ln(gamma)`` of its value logit ``z``, and 0 after an end of
+    sequence.
+
+    Causes no host-device sync, and no recompilation for a new number of requests.
+
+    Args:
+        candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns. Requests without guidance must be
+            marked in ``status`` (argument ``guided`` of :func:`topk_candidates`).
+        value_logits: fp32 ``[B, K]``, see :func:`reweight_scatter`; arbitrary for candidates that are not scored.
+        table: guidance parameters of ``R`` requests.
+        requests: result of :func:`begin_step`, with ``N >= B`` rows.
+        scored: result of :func:`select_scored`, with ``N`` rows. Lengths are predicted after scored tokens only.
+        predicted: fp32 ``[B, K]``; the value logits that predict lengths. If None, every candidate has the value logit
+            ``table.target_logit``, as without ``value_logits``.
+        sample: whether requests of status ``GUIDE`` and ``SINGLE`` are drawn from their candidates.
+        drawn: int32 ``[B]``; next tokens of the requests that are not drawn from their candidates. If None, -1.
+        temperature: fp32 ``[B]``. Requests below 1e-6 take the most probable candidate, the first one of a tie. The
+            probabilities already include the temperature. If None, no request is greedy.
+        text_breaks: int8 ``[S]``, see :func:`reweight_scatter`.
+        probs: fp32, bf16 or fp16 ``[B, V]``, see :func:`reweight_scatter`; written in a second launch.
+        backend: ``auto``, ``triton`` or ``reference``.
+        validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
+
+    Returns:
+        The :class:`DrawnTokens`. A request without a positive probability counts as not drawn from its candidates.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
+
+    Example:
+        >>> from lenvm_kernels import GuidanceTable, begin_step, parse_guidance, select_scored, topk_candidates
+        >>> guidance = parse_guidance({"target_length": 9, "op": "le", "return_values": True})
+        >>> table = GuidanceTable.from_params([guidance], [{2}], "cpu").columns
+        >>> requests = begin_step(table, *torch.tensor([[11], [0]]), torch.tensor([4], dtype=torch.int32))
+        >>> filters = dict(top_k=2, top_p=1.0, min_p=0.0, max_candidates=2)
+        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **filters)
+        >>> scored = select_scored(candidates, requests, table.eos_token_ids)
+        >>> draw(candidates, torch.zeros(1, 2), table, requests, scored)  # token 2 ends the output: the shortest
+        DrawnTokens(guided_probs=tensor([[0., 1.]]), tokens=tensor([2], dtype=torch.int32), \
+remaining_lengths=tensor([0.]))
+    """
+    if validate:
+        arguments = (candidates, value_logits, table, requests, scored, predicted, drawn, temperature, text_breaks, probs)
+        backend, sizes = _SPEC.check(backend, *arguments)
+        if sizes["N"] < sizes["B"]:
+            raise ValueError(f"requests must have a row for each of the {sizes['B']} requests, got {sizes['N']}")
+    guided_probs = torch.empty_like(candidates.probs, dtype=compute_dtype(candidates.probs, value_logits))
+    row = guided_probs[:, 0]
+    out = DrawnTokens(guided_probs, torch.empty_like(row, dtype=torch.int32), torch.empty_like(row))
+    of_requests = (requests.table_rows, requests.generated, requests.wants_length)
+    inputs = DrawRequests(*of_requests, scored.positions, scored.token_ids, scored.counts)
+    columns, options = select_columns(DrawColumns, table), (drawn, temperature, text_breaks, sample, probs)
+    _launch(backend, out, candidates, value_logits, predicted, columns, inputs, *options)
+    return out
