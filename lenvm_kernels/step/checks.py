@@ -12,6 +12,7 @@ import torch
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, ceil_div, check_tensor
 from lenvm_kernels.ops._spec import Spec
+from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import ImageTokens, ValueModel
@@ -85,13 +86,15 @@ def check_predict(tokens: torch.Tensor, config: StepConfig) -> None:
         raise ValueError(f"batch.tokens must have 1 to 1 + max_drafts = {nodes} columns, got {columns}")
 
 
-def completed(config: StepConfig, slots: SlotTable, device: torch.device | None, can_have_graphs: bool) -> StepConfig:
+def completed(
+    config: StepConfig, slots: SlotTable, device: torch.device | None, graphs_class: type[Graphs]
+) -> StepConfig:
     """The configuration with ``max_requests`` and ``graphs`` resolved, and its tensors on the step's device.
 
     Args:
         config, slots: arguments of the step, which are checked.
         device: device of the value source. If None, the slots' device.
-        can_have_graphs: whether CUDA graphs can run the source.
+        graphs_class: runs the step if it has graphs.
     """
     if not isinstance(config, StepConfig):
         raise TypeError(f"config must be a StepConfig, got {type(config).__name__}")
@@ -101,8 +104,9 @@ def completed(config: StepConfig, slots: SlotTable, device: torch.device | None,
     check_tensor("slots.table", slots.table, dtypes=torch.int32, shape=(None, None), device=device)
     if slots.num_slots < 1:
         raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
+    can_have_graphs = graphs_class.supports(device) and config.backend != "reference"
     if config.graphs and not can_have_graphs:
-        raise ValueError("graphs must be None or False unless the values are on a GPU, got True")
+        raise ValueError("graphs must be None or False unless kernels run on a GPU, got True")
     return replace(
         config,
         max_requests=config.max_requests or slots.table.shape[0],

@@ -29,6 +29,11 @@ class Graphs:
         self._pool: Any = None  # memory shared by all graphs: only one runs at a time
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
+    @staticmethod
+    def supports(device: torch.device) -> bool:
+        """Whether functions on the device can be captured."""
+        return device.type == "cuda"
+
     def run(self, key: Hashable, function: Callable[[], Result]) -> Result:
         """Run the function that was captured for ``key``; the next run overwrites its result.
 

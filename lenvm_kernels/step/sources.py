@@ -12,10 +12,8 @@ import torch
 
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
 from lenvm_kernels.ops.candidate_values import num_counters
-from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.step import checks
-from lenvm_kernels.step.graphs import Graphs
-from lenvm_kernels.step.tensors import StepState
+from lenvm_kernels.step.tensors import StepRows, StepState
 from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
@@ -46,7 +44,6 @@ class ValueSource(ABC):
         needs_states: number of columns and dtype of the base model's states that each step must be given; None if the
             source reads none.
         device: device of the source, which must be the slot table's device. If None, any.
-        can_have_graphs: whether CUDA graphs can run the source.
         early: tokens past the target at which outputs end that wait for the end of a sentence.
         cache: keys and values of the tokens; None if the source caches none.
     """
@@ -54,7 +51,6 @@ class ValueSource(ABC):
     needs_tokens = False
     needs_states: tuple[int, torch.dtype] | None = None
     device: torch.device | None = None
-    can_have_graphs = False
     early = EARLY_WITH_VALUES
     cache: KVCache | None = None
 
@@ -75,12 +71,11 @@ class ValueSource(ABC):
         """Value logits of the candidates of a step.
 
         Args:
-            requests: rows of the step's tensors (:class:`StepTensors`), padding included.
-            nodes: per request.
-            states: the batch's states (:class:`StepBatch`).
+            rows: tensors of the step, padding included.
+            states: the states of all rows (:class:`StepBatch`). None if the source reads none.
 
         Returns:
-            fp32 ``[requests * nodes, K]``, the logits that guide and the logits that predict lengths; arbitrary where a
+            fp32 ``[rows, K]``, the logits that guide and the logits that predict lengths; arbitrary where a
             candidate is not scored. Both are the same tensor unless the source predicts a distribution. None if every
             candidate has the value of its request's target (``target_logit`` of :class:`GuidanceColumns`).
         """
@@ -113,7 +108,7 @@ class ConstantValues(ValueSource):
         """See :class:`ValueSource`."""
         check_without_values(params or GuidanceParams())
 
-    def value_logits(self, requests: int, nodes: int, states: torch.Tensor | None = None) -> None:
+    def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> None:
         """None: the table has the value, see :class:`ValueSource`."""
 
 
@@ -131,7 +126,8 @@ class ProbeValues(ValueSource):
     def bind(self, state: StepState) -> None:
         """See :class:`ValueSource`."""
         super().bind(state)
-        count = num_counters(*state.tensors.scored.token_ids.shape)
+        nodes = (state.config.max_requests or 1) * (1 + state.config.max_drafts)
+        count = num_counters(nodes, state.config.max_candidates)
         counters = torch.zeros(count, dtype=torch.int32, device=self.probe.device)
         self._options: dict[str, Any] = dict(counters=counters, backend=state.config.backend)
 
@@ -141,17 +137,16 @@ class ProbeValues(ValueSource):
             check_with_probe(params)
 
     def value_logits(
-        self, requests: int, nodes: int, states: torch.Tensor | None = None
+        self, rows: StepRows, states: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
         assert states is not None
-        rows = self._state.tensors.rows(requests, nodes)
         return self.probe.value_logits(
             states,
             rows.scored.token_ids,
             self._state.table.columns,
-            table_rows=rows.nodes.table_rows,
-            generated=rows.nodes.generated,
+            table_rows=rows.requests.table_rows,
+            generated=rows.requests.generated,
             **self._options,
         )
 
@@ -175,72 +170,42 @@ class ModelValues(ValueSource):
 
     Args:
         value_model: the value model.
-
-    Attributes:
-        graphs_class: runs the forward if the step has graphs.
     """
 
     needs_tokens = True
-    graphs_class = Graphs
 
     def __init__(self, value_model: ValueModel) -> None:
         self.value_model, self.device = value_model, value_model.device
-        self.can_have_graphs = value_model.device.type == "cuda"
 
     def bind(self, state: StepState) -> None:
         """See :class:`ValueSource`."""
         super().bind(state)
-        config, device = state.config, self.value_model.device
         self.cache: KVCache = KVCache.of_slots(self.value_model, state.slots.num_slots)
-        max_requests = len(state.tensors.requests.positions)
-        self._delta = empty_delta(max_requests, config.max_delta, device)
-        self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=device) * config.max_delta
-        self._graphs = self.graphs_class(self._score, device) if config.graphs else None
 
     def value_logits(
-        self, requests: int, nodes: int, states: torch.Tensor | None = None
+        self, rows: StepRows, states: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
-        if self._graphs is not None:
-            z = self._graphs.replay(requests, nodes).clone()  # the next replay overwrites it
-            return z, z
-        z = self._score(requests, nodes)
-        return z, z
-
-    def _score(self, requests: int, nodes: int) -> torch.Tensor:
-        state = self._state
-        rows = state.tensors.rows(requests, nodes)
-        trees = rows.trees
+        state, trees, (requests, nodes) = self._state, rows.trees, rows.sizes
         computed = rows.scored if trees is None else trees
-        options: dict[str, Any] = dict(page_size=state.slots.page_size, backend=state.config.backend)
-        delta = catch_up(
-            state.history.columns,
-            rows.requests,
-            computed.counts,
-            state.slots.table,
-            max_new=1 + state.config.max_drafts,
-            out=DeltaTokens(*(x[:requests] for x in self._delta)),
-            **options,
-        )
         batch = RaggedBatch.build(
-            delta.token_ids.flatten(),
-            delta.slots.flatten(),
-            self._delta_starts[:requests],
-            delta.lens,
+            self.value_model,
             computed.token_ids,
             computed.counts,
-            delta.cached_lens,
             state.slots.table,
-            rows.requests.table_rows,
+            requests=rows.requests,
+            history=state.history.columns,
+            max_new=1 + state.config.max_drafts,
             candidate_parents=None if trees is None else trees.parents,
+            page_size=state.slots.page_size,
             expected_rows=math.ceil(LIVE_SHARE * requests * (1 + computed.token_ids.shape[1])),
-            **options,
+            backend=state.config.backend,
         )
         z = self.value_model.forward(batch, self.cache, backend=state.config.backend)
-        if trees is None:
-            return z
-        columns = trees.columns.view(requests, -1)
-        return z.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0.0).view(requests * nodes, -1)
+        if trees is not None:
+            columns = trees.columns.view(requests, -1)
+            z = z.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0.0).view(requests * nodes, -1)
+        return z, z
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
         """See :class:`ValueSource`."""

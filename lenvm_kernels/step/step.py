@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -20,14 +22,14 @@ from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backen
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.step import checks, stages
-from lenvm_kernels.step.graphs import bucket_of
+from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import PreparedStep, Sampling, SlotTable, StepBatch, StepConfig
-from lenvm_kernels.step.outputs import StepOutput, lengths_after, lengths_of
+from lenvm_kernels.step.outputs import StepOutput, first_rows, lengths_of
 from lenvm_kernels.step.sources import PromptTokens, ValueSource
-from lenvm_kernels.step.stages import StepView
-from lenvm_kernels.step.tensors import StepState, StepTensors
-from lenvm_kernels.step.warm_up import calls_of_every_kind
+from lenvm_kernels.step.stages import StepCall, StepResult
+from lenvm_kernels.step.tensors import StepRows, StepState, StepTensors
+from lenvm_kernels.step.warm_up import dummy_steps
 from lenvm_kernels.types import Drafts, Mode
 from lenvm_kernels.values import ImageTokens
 
@@ -42,9 +44,9 @@ class GuidedStep:
 
     :func:`working_bytes` documents the memory of a step and of its cache.
 
-    The stages of a step are :func:`torch.profiler.record_function` ranges: ``lenvm.candidates``, ``lenvm.values`` (with
-    ``lenvm.layers`` and ``lenvm.head`` inside, unless a CUDA graph is replayed), ``lenvm.reweight`` and
-    ``lenvm.sample``.
+    The stages of a step are :func:`torch.profiler.record_function` ranges: ``lenvm.begin``, and unless a CUDA graph is
+    replayed, ``lenvm.candidates``, ``lenvm.values`` (with ``lenvm.layers`` and ``lenvm.head`` inside) and
+    ``lenvm.draw``.
 
     Args:
         values: the source of values: :class:`ModelValues` of a value model; :class:`ProbeValues` of a probe, which
@@ -57,6 +59,7 @@ class GuidedStep:
         config: the configuration, with ``max_requests`` and ``graphs`` resolved.
         table: :class:`GuidanceTable` of the requests.
         values: the :class:`ValueSource`.
+        graphs_class: runs the launches of a step if ``config.graphs``.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -67,11 +70,13 @@ class GuidedStep:
         >>> step.add_request(3, parse_guidance({"target_length": 200}), eos_token_ids={151_645}, prompt_len=17)
     """
 
+    graphs_class = Graphs
+
     def __init__(self, values: ValueSource, slots: SlotTable, config: StepConfig) -> None:
         if not isinstance(values, ValueSource):
             accepted = "a ValueSource: ModelValues(value_model), ProbeValues(probe) or ConstantValues()"
             raise TypeError(f"values must be {accepted}, got {type(values).__name__}")
-        self.config = config = checks.completed(config, slots, values.device, values.can_have_graphs)
+        self.config = config = checks.completed(config, slots, values.device, self.graphs_class)
         self.device, self.values = slots.table.device, values
         table_rows = slots.table.shape[0]
         self.max_requests = config.max_requests or table_rows
@@ -85,10 +90,11 @@ class GuidedStep:
         )
         # Kept on the host to skip launches that no request needs.
         self._scaled_rows, self._value_rows, self._span_rows = set[int](), set[int](), set[int]()
-        sizes = self.max_requests, config.max_drafts, config.max_candidates
-        tensors = StepTensors(*sizes, self.device, trees=values.needs_tokens)
+        tensors = StepTensors(config, self.device, trees=values.needs_tokens, states=values.needs_states)
         history = History(table_rows + 1, config.max_delta, self.device, reads_tokens=values.needs_tokens)
         self._state = StepState(config, slots, self.table, tensors, history)
+        self._graphs = self.graphs_class(self.device) if config.graphs else None
+        self._numbers: dict[Any, torch.Tensor] = {}
         values.bind(self._state)
 
     def add_request(
@@ -143,7 +149,6 @@ class GuidedStep:
         """
         self.table.flush()
         self._state.history.flush()
-        self.values.flush()
 
     def told_lens(self, table_rows: torch.Tensor) -> torch.Tensor:
         """int32 ``[B]``; number of tokens of each sequence that were passed to :meth:`extend` and steps without a gap.
@@ -296,8 +301,7 @@ class GuidedStep:
         filters = sampling.filters(requests, device, self._numbers)
         self.flush()
 
-        graphs = None if self._graphs is None or torch.cuda.is_current_stream_capturing() else self._graphs
-        rows = state.tensors.rows(requests if graphs is None else bucket_of(requests, self.max_requests), nodes)
+        graphs, rows = self._rows_for(requests, nodes)
         with profiler_range("begin"):
             stages.begin(
                 state,
@@ -324,8 +328,15 @@ class GuidedStep:
         if probs is not None:
             scatter_probs(output.candidates, output.probs, state.table.columns, rows.requests.table_rows, probs)
         if not sampling.sample and drawn is None:
-            output = output._replace(tokens=None)
+            output = replace(output, tokens=None, remaining_lengths=None)
         return output if self._value_rows else replace(output, remaining_lengths=None)
+
+    def _rows_for(self, requests: int, nodes: int) -> tuple[Graphs | None, StepRows]:
+        """What runs a batch, None unless a graph does, and its tensors, which are padded for a graph."""
+        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        graphs = None if is_captured else self._graphs
+        size = requests if graphs is None else bucket_of(requests, self.max_requests)
+        return graphs, self._state.tensors.rows(size, nodes)
 
     def _guide(self, rows: StepRows, call: StepCall, states: torch.Tensor | None) -> StepResult:
         with profiler_range("candidates"):
@@ -375,42 +386,71 @@ class GuidedStep:
 
         # The sequence ends before the tokens, which are scored as candidates at their own positions.
         before = StepBatch(tokens, table_rows, lengths - new_lens, torch.zeros_like(lengths))
-        wants_length, padded = stages.gather(self._state, before, backend).wants_length[:b], self._state.padded(b)
-        self._state.tensors.rows(padded, nodes).score_chains(tokens, torch.where(wants_length, new_lens, 0))
+        graphs, rows = self._rows_for(b, nodes)
+        no_drafts = None if nodes == 1 else Drafts(*(x[:b] for x in self._state.tensors.no_drafts))
+        stages.begin(self._state, rows, before, drafts=no_drafts, backend=backend)
+        wants_length = rows.requests.wants_length.view(-1, nodes)[:b, 0]
+        rows.score_chains(tokens, torch.where(wants_length, new_lens, 0))
+        compute = partial(self.values.value_logits, rows)
         with profiler_range("values"):
-            z, _ = self.values.value_logits(padded, nodes)
-        z = z.view(padded, nodes, -1)[:b, :columns, 0]
+            values = compute() if graphs is None else graphs.run((rows.sizes, "values"), compute)
+        assert values is not None  # sources that read tokens compute values
+        z = values[0].view(-1, nodes, values[0].shape[1])[:b, :columns, 0]
         is_wanted = wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
         return lengths_of(z, tokens, self.table, table_rows, is_wanted).view(batch.tokens.shape)
 
+    @torch.no_grad()
     def warm_up(
         self,
         scores_dtype: torch.dtype = torch.float32,
         *,
         is_logits: bool = True,
-        probs_dtype: torch.dtype = torch.float32,
+        sample: bool = True,
+        probs_dtype: torch.dtype | None = None,
         progress: bool = True,
     ) -> None:
-        """Compile every kernel and capture every graph, so that no later step has to.
+        """Compile every kernel and capture the graphs of every batch size, so that no later step has to.
 
-        Covers batches of every size and any optional arguments, if the row stride of scores and probs is ``vocab_size``
-        or a multiple of 16 elements, and ``tokens [B, N]`` have ``1 + max_drafts`` columns.
+        Covers steps with and without drafts, if ``tokens [B, N]`` have ``1 + max_drafts`` columns. The kernels of steps
+        with a ``vocab_mask`` are compiled, but their graphs are captured on first use. The memory that the warm-up takes
+        does not depend on the size of ``scores``: dummy requests share one row.
 
         Args:
             scores_dtype, is_logits: dtype of the scores passed to :meth:`step`, and whether they are logits.
-            probs_dtype: dtype of the ``probs`` passed to :meth:`step`.
+            sample: :attr:`Sampling.sample` of the steps.
+            probs_dtype: dtype of the ``probs`` passed to :meth:`step`. If None, none are passed.
             progress: show a progress bar on stderr.
         """
         sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
         with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
             for size in bar:  # largest first: the later graphs reuse its memory
-                rows = torch.full((size,), self._state.padding_row, dtype=torch.int64, device=self.device)
-                for scores, batch, drafts, options in calls_of_every_kind(
-                    self.config, rows, scores_dtype, probs_dtype, self.values.needs_states, is_logits=is_logits
-                ):
-                    for logits in (None, scores) if is_logits else (None,):
-                        stages.limit_spans(self._state, logits, batch, drafts)
-                    self.step(self.prepare(None, batch, drafts), scores=scores, **options)
-                    if self.values.needs_tokens:
-                        self.predict(batch)
+                self._warm_up_size(size, size == sizes[0], scores_dtype, probs_dtype, is_logits, sample)
         self.values.warm_up(self._state.padding_row)
+
+    def _warm_up_size(
+        self,
+        size: int,
+        is_last: bool,
+        scores_dtype: torch.dtype,
+        probs_dtype: torch.dtype | None,
+        is_logits: bool,
+        sample: bool,
+    ) -> None:
+        rows = torch.full((size,), self._state.padding_row, dtype=torch.int64, device=self.device)
+        arguments = (self.config, rows, scores_dtype, self.values.needs_states)
+        for has_mask in (False, True) if is_last else (False,):
+            options = dict(is_logits=is_logits, sample=sample, has_mask=has_mask)
+            for scores, batch, drafts, sampling in dummy_steps(*arguments, **options):
+                spans = stages.limit_spans(self._state, None, batch, drafts)
+                if is_logits:
+                    stages.limit_spans(self._state, scores, batch, drafts)
+                probs = None
+                if is_last and probs_dtype is not None:
+                    probs = torch.zeros_like(scores, dtype=probs_dtype)
+                prepared = self.prepare(None, batch, drafts)
+                for each in (prepared, prepared._replace(spans=spans)) if is_last else (prepared,):
+                    self.step(each, sampling, scores=scores, probs=probs)
+                    if drafts is not None and sample:
+                        self.step(each, sampling, scores=scores, verify="same_draws")
+                if self.values.needs_tokens:
+                    self.predict(batch)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -13,53 +12,58 @@ from lenvm_kernels.step.inputs import Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
 
 
-def calls_of_every_kind(
+class DummyStep(NamedTuple):
+    """Arguments of a step of dummy requests, which are not guided, so that no element of ``scores`` is read."""
+
+    scores: torch.Tensor
+    batch: StepBatch
+    drafts: Drafts | None
+    sampling: Sampling
+
+
+def dummy_steps(
     config: StepConfig,
     table_rows: torch.Tensor,
     scores_dtype: torch.dtype,
-    probs_dtype: torch.dtype,
     states: tuple[int, torch.dtype] | None,
     *,
     is_logits: bool,
-) -> Iterator[tuple[torch.Tensor, StepBatch, Drafts | None, dict[str, Any]]]:
-    """Scores, batch, drafts and further arguments of :meth:`GuidedStep.step` for dummy requests, in all combinations.
+    sample: bool,
+    has_mask: bool,
+) -> Iterator[DummyStep]:
+    """Steps without drafts, with one and with several new tokens, and with drafts.
 
     Args:
         config: configuration of the step.
         table_rows: int64 ``[B]``; rows of the requests.
         scores_dtype, is_logits: dtype of the scores, and whether they are logits.
-        probs_dtype: dtype of ``probs``.
         states: :attr:`ValueSource.needs_states`.
+        sample: whether tokens are drawn from the candidates.
+        has_mask: whether there is a ``vocab_mask``.
     """
     size, device, vocab, max_drafts = len(table_rows), table_rows.device, config.vocab_size, config.max_drafts
-    # Triton compiles a kernel variant for each absent argument, and for unaligned rows.
-    yes_or_no = (False, True)
-    strides = {vocab, 16 * ceil_div(vocab, 16)}
-    # Drafts per request, and columns of ``tokens``.
-    widths = {(0, 1), (0, 1 + max_drafts), (max_drafts, 1 + max_drafts)}
 
-    def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
+    def rows_of(width: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        # One row in memory: the scores of a large batch would take gigabytes that an engine has reserved.
+        return torch.zeros(1, width, dtype=dtype, device=device).expand(count, -1)
 
-    for (drafted, width), stride, has_temperature, has_mask, has_probs in itertools.product(
-        sorted(widths), strides, {False, is_logits}, yes_or_no, yes_or_no
-    ):
-        rows = size * (1 + drafted)
-        mask = full(0, torch.int32, rows, ceil_div(vocab, 32)) if has_mask else None
-        scores, probs = (full(0, dtype, rows, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype))
-        none, lens = full(-1, torch.int32, size, drafted), full(0, torch.int32, size)
-        tokens = full(0, torch.int64, *((size, width) if width > 1 else (size,)))
-        row_states = None if states is None else full(0, states[1], rows, states[0])
-        batch = StepBatch(tokens, table_rows, lens, lens if width > 1 else None, states=row_states)
-        drafts = Drafts(none.long(), none) if drafted else None
-        temperature = 1.0 if has_temperature else None
-        yield (
-            scores,
-            batch,
-            drafts,
-            dict(
-                sampling=Sampling(0, 1.0, 0.0, temperature, is_logits, mask, sample=True),
-                probs=probs if has_probs else None,
-                verify="same_draws" if drafted else None,
+    lens = torch.zeros(size, dtype=torch.int32, device=device)
+    for drafted, width in sorted({(0, 1), (0, 1 + max_drafts), (max_drafts, 1 + max_drafts)}):
+        nodes = size * (1 + drafted)
+        tokens = torch.zeros((size, width) if width > 1 else (size,), dtype=torch.int64, device=device)
+        row_states = None if states is None else rows_of(states[0], states[1], nodes).contiguous()
+        none = torch.full((size, drafted), -1, dtype=torch.int32, device=device)
+        yield DummyStep(
+            rows_of(vocab, scores_dtype, nodes),
+            StepBatch(tokens, table_rows, lens, lens if width > 1 else None, states=row_states),
+            Drafts(none.long(), none) if drafted else None,
+            Sampling(
+                top_k=0,
+                top_p=1.0,
+                min_p=0.0,
+                temperature=1.0 if is_logits else None,
+                is_logits=is_logits,
+                vocab_mask=rows_of(ceil_div(vocab, 32), torch.int32, nodes) if has_mask else None,
+                sample=sample,
             ),
         )
