@@ -6,13 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
 from lenvm_kernels.ops.candidate_values import num_counters
-from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.step import checks
 from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.step.tensors import StepState
@@ -25,17 +24,6 @@ EARLY_WITH_VALUES, EARLY_WITHOUT_VALUES = 6.0, 3.0
 # Expected share of a forward's rows in use, out of one delta token and K candidates per request. A request with five
 # of eight candidates uses six of nine rows.
 LIVE_SHARE = 2 / 3
-
-
-class PromptTokens(NamedTuple):
-    """Tokens to compute, as in :meth:`GuidedStep.extend`; ``ends [B]`` are the places after each request's tokens."""
-
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    table_rows: torch.Tensor
-    starts: torch.Tensor
-    ends: torch.Tensor
-    cached_lens: torch.Tensor
 
 
 class ValueSource(ABC):
@@ -94,7 +82,7 @@ class ValueSource(ABC):
         """Raise unless the source reads images and ``images`` describe ``tokens`` tokens."""
         raise ValueError(checks.NO_IMAGES)
 
-    def extend(self, prompts: PromptTokens, begins: Sequence[int], images: ImageTokens | None) -> None:  # noqa: B027
+    def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:  # noqa: B027
         """Compute and cache the tokens of prompts, see :meth:`GuidedStep.extend`."""
 
     def warm_up(self, table_row: int) -> None:  # noqa: B027
@@ -220,9 +208,6 @@ class ModelValues(ValueSource):
         super().bind(state)
         config, device = state.config, self.value_model.device
         self.cache: KVCache = KVCache.of_slots(self.value_model, state.slots.num_slots)
-        max_requests = len(state.tensors.requests.positions)
-        self._delta = empty_delta(max_requests, config.max_delta, device)
-        self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=device) * config.max_delta
         self._graphs = self.graphs_class(self._score, device) if config.graphs else None
 
     def value_logits(
@@ -240,29 +225,18 @@ class ModelValues(ValueSource):
         rows = state.tensors.rows(requests, nodes)
         trees = rows.trees
         computed = rows.scored if trees is None else trees
-        options: dict[str, Any] = dict(page_size=state.slots.page_size, backend=state.config.backend)
-        delta = catch_up(
-            state.history.columns,
-            rows.requests,
-            computed.counts,
-            state.slots.table,
-            max_new=1 + state.config.max_drafts,
-            out=DeltaTokens(*(x[:requests] for x in self._delta)),
-            **options,
-        )
         batch = RaggedBatch.build(
-            delta.token_ids.flatten(),
-            delta.slots.flatten(),
-            self._delta_starts[:requests],
-            delta.lens,
+            self.value_model,
             computed.token_ids,
             computed.counts,
-            delta.cached_lens,
             state.slots.table,
-            rows.requests.table_rows,
+            requests=rows.requests,
+            history=state.history.columns,
+            max_new=1 + state.config.max_drafts,
             candidate_parents=None if trees is None else trees.parents,
+            page_size=state.slots.page_size,
             expected_rows=math.ceil(LIVE_SHARE * requests * (1 + computed.token_ids.shape[1])),
-            **options,
+            backend=state.config.backend,
         )
         z = self.value_model.forward(batch, self.cache, backend=state.config.backend)
         if trees is None:
@@ -274,24 +248,27 @@ class ModelValues(ValueSource):
         """See :class:`ValueSource`."""
         checks.check_images(images, tokens, self.value_model)
 
-    def extend(self, prompts: PromptTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
+    def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
         """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""
-        tokens, slots, table_rows, starts, ends, cached_lens = prompts
-        config, slot_table = self._state.config, self._state.slots
+        tokens, starts, lens, cached_lens, table_rows = prompts
+        config, slots, ends = self._state.config, self._state.slots, starts + lens
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=tokens.device)
         for chunk in chunks_of(len(tokens), begins, config.chunk_tokens):
             chunk_starts, chunk_ends = (x.clamp(chunk.start, chunk.stop) for x in (starts, ends))
-            batch = RaggedBatch.build(
+            delta = DeltaTokens(
                 tokens[chunk],
-                slots[chunk],
-                chunk_starts - chunk.start,
-                chunk_ends - chunk_starts,
+                starts=chunk_starts - chunk.start,
+                lens=chunk_ends - chunk_starts,
+                cached_lens=cached_lens + chunk_starts - starts,
+                table_rows=table_rows,
+            )
+            batch = RaggedBatch.build(
+                self.value_model,
                 no_candidates,
                 torch.zeros_like(starts),
-                cached_lens + chunk_starts - starts,
-                slot_table.table,
-                table_rows,
-                page_size=slot_table.page_size,
+                slots.table,
+                delta=delta,
+                page_size=slots.page_size,
                 images=None if images is None else images.of_tokens(chunk),
                 backend=config.backend,
             )
@@ -302,8 +279,8 @@ class ModelValues(ValueSource):
         none = torch.zeros(1, dtype=torch.int32, device=self.device)
         prompt = torch.zeros(self._state.config.chunk_tokens, dtype=torch.int64, device=self.device)
         for length in self.value_model.sizes_of_every_tile(len(prompt)):
-            chunk = prompt[:length]
-            self.extend(PromptTokens(chunk, chunk, torch.full_like(prompt[:1], table_row), none, none, none), [0], None)
+            delta = DeltaTokens(prompt[:length], none, none, none, torch.full_like(prompt[:1], table_row))
+            self.extend(delta, [0], None)
 
 
 def value_source(model: ValueModel | LengthProbe | None) -> ValueSource:
