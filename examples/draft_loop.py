@@ -90,8 +90,7 @@ def arrive(table_row, text, guidance):
     params = parse_guidance(guidance, gamma=models.value_model.lenvm_config.gamma)
     step.add_request(table_row, params, eos_token_ids, prompt_len=len(tokens), seed=table_row)
     table_rows, prompt = int32([table_row]), int32(tokens[:-1])
-    positions = torch.arange(len(prompt), device=device)
-    step.extend(prompt, slots.slots(table_rows, positions), table_rows, int32([0]), int32([len(prompt)]), int32([0]))
+    step.extend(prompt, table_rows, int32([0]), int32([len(prompt)]), int32([0]))
     return DraftedRequest(table_row, len(tokens), tokens)
 
 

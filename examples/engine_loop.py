@@ -73,11 +73,10 @@ def arrive(table_row, text, guidance, seed):
     slots.extend(table_row, len(tokens))
     params = None if guidance is None else parse_guidance(guidance, gamma=value_model.lenvm_config.gamma)
     table_rows, prompt = int32([table_row]), int32(tokens[:-1])
-    positions = torch.arange(len(prompt), device=device)
 
     # A request arrives: its parameters, then all of its prompt but the last token.
     step.add_request(table_row, params, eos_token_ids, prompt_len=len(tokens), seed=seed)
-    step.extend(prompt, slots.slots(table_rows, positions), table_rows, int32([0]), int32([len(prompt)]), int32([0]))
+    step.extend(prompt, table_rows, int32([0]), int32([len(prompt)]), int32([0]))
 
     return Request(table_row, text, guidance, len(tokens), tokens, DynamicCache())
 

@@ -1,11 +1,11 @@
 """Triton kernels for LenVM length-guided decoding (arXiv 2604.27039), with pure-PyTorch references.
 
 :class:`GuidedStep` runs a full guided decode step for an engine. It calls these operators in order: :func:`limit_span`,
-:func:`begin_step`, :func:`topk_candidates`; then, for a value model,
-:func:`pack_drafts`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
-:func:`rope_cache`, :func:`value_tree_attention` and :func:`value_head`, or, for a probe, :func:`candidate_values`; then
-:func:`draw` and :func:`verify_drafts`. :func:`reweight_scatter` computes and scatters the probabilities that
-:func:`draw` draws from. :func:`parse_guidance` and :class:`GuidanceTable` hold request parameters, :class:`ValueModel` is the value model, and :func:`generate` does
+:func:`begin_step`, :func:`topk_candidates`; then, for a value model, :func:`pack_drafts`, :func:`lay_out`,
+:func:`embed_tokens`, :func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention` and :func:`value_head`,
+or, for a probe, :func:`candidate_values`; then :func:`draw` and :func:`verify_drafts`. :func:`reweight_scatter`
+computes the probabilities that :func:`draw` draws from, and scatters them. :func:`parse_guidance` and
+:class:`GuidanceTable` hold request parameters, :class:`ValueModel` is the value model, and :func:`generate` does
 everything in one call with ``transformers``.
 """
 
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.begin_step import begin_step as begin_step
     from lenvm_kernels.ops.begin_step import empty_history as empty_history
     from lenvm_kernels.ops.candidate_values import candidate_values as candidate_values
-    from lenvm_kernels.ops.catch_up import catch_up as catch_up
     from lenvm_kernels.ops.draw import draw as draw
     from lenvm_kernels.ops.embed_tokens import embed_tokens as embed_tokens
+    from lenvm_kernels.ops.lay_out import lay_out as lay_out
     from lenvm_kernels.ops.limit_span import limit_span as limit_span
     from lenvm_kernels.ops.pack_drafts import pack_drafts as pack_drafts
-    from lenvm_kernels.ops.ragged_layout import ragged_layout as ragged_layout
     from lenvm_kernels.ops.ragged_linear import ragged_linear as ragged_linear
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter as reweight_scatter
     from lenvm_kernels.ops.rope_cache import rope_cache as rope_cache
@@ -93,9 +92,8 @@ _MODULES = {
 }
 # Each operator is in the module of the same name.
 _OPERATORS = (
-    "begin_step candidate_values catch_up draw embed_tokens limit_span pack_drafts "
-    "ragged_layout ragged_linear reweight_scatter rope_cache topk_candidates "
-    "value_head value_tree_attention verify_drafts"
+    "begin_step candidate_values draw embed_tokens lay_out limit_span pack_drafts ragged_linear reweight_scatter "
+    "rope_cache topk_candidates value_head value_tree_attention verify_drafts"
 )
 _MODULE_OF = {name: f"ops.{name}" for name in _OPERATORS.split()}
 _MODULE_OF |= {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart
 from lenvm_kernels.loading.models import chat_tokens
 from lenvm_kernels.ops._common import next_power_of_2
+from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import KVCache, RaggedBatch, ValueModel
 
 try:
@@ -163,16 +164,13 @@ class ValueEngine:
             columns = next_power_of_2(columns)
         candidates = [[*piece.candidate_ids, *[-1] * (columns - len(piece.candidate_ids))] for piece in pieces]
         at = own.places([piece.part for piece in pieces])
+        token_ids = own.to_device(torch.tensor(tokens, dtype=torch.int64))
         batch = RaggedBatch.build(
-            own.to_device(torch.tensor(tokens, dtype=torch.int64)),
-            at.slots,
-            at.begins,
-            at.lens,
+            self.value_model,
             own.to_device(torch.tensor(candidates, dtype=torch.int32).view(len(pieces), columns)),
             own.to_device(torch.tensor(counts, dtype=torch.int32)),
-            at.starts,
             own.slots.table,
-            at.table_rows,
+            delta=DeltaTokens(token_ids, at.begins, at.lens, at.starts, at.table_rows),
             page_size=PAGE_SIZE,
             backend=self._backend,
         )

@@ -80,6 +80,24 @@ class Candidates(NamedTuple):
         return self.lost_mass.isnan()
 
 
+class DeltaTokens(NamedTuple):
+    """Tokens of ``B`` requests that a value-model forward computes and caches, such as prompts.
+
+    Attributes:
+        token_ids: int32 or int64 ``[D]``; the tokens of all requests. Tokens that belong to no request are ignored.
+        starts: int32 ``[B]``; index in ``token_ids`` of each request's first token.
+        lens: int32 ``[B]``; number of tokens of each request, 0 or more, at most ``D`` in total.
+        cached_lens: int32 ``[B]``; cached tokens of each request, which is the position of its first delta token.
+        table_rows: int32 or int64 ``[B]``; row of each request in the slot table.
+    """
+
+    token_ids: Annotated[Tensor, "int [D]"]
+    starts: Annotated[Tensor, "int32 [B]"]
+    lens: Annotated[Tensor, "int32 [B]"]
+    cached_lens: Annotated[Tensor, "int32 [B]"]
+    table_rows: Annotated[Tensor, "int [B]"]
+
+
 class RaggedLayout(NamedTuple):
     """The ``T = D + B * K`` token rows of one value-model forward, and the rows of each request's candidates.
 
@@ -90,10 +108,15 @@ class RaggedLayout(NamedTuple):
         positions: int64 ``[T]``; position in the request's sequence, 0 in padding.
         slots: int64 ``[T]``; cache slot for the key and value of a delta token, -1 for all other rows.
         q_offsets: int32 ``[B+1]``; first row of each request, then the number of rows in use.
+        cached_lens: int32 ``[B]``; number of cached tokens before each request's delta.
         candidate_rows: int64 ``[B, K]``; row of each candidate, -1 in padding columns.
         head_rows: int64 ``[B*K]``; the rows of all candidates in request order, then -1.
         head_targets: int64 ``[B*K]``; a permutation of ``0 .. B*K - 1``: the index in a flattened ``[B, K]`` of the
             value logit of each of the ``head_rows``. Padding maps to the padding columns, in order.
+        plan: int32 ``[P, 8]``; work list of :func:`value_tree_attention`. The first element is the number of items.
+            The next rows are the items, each one split of one query tile: request, table row, first row, new tokens,
+            delta tokens, cached tokens, tile, split. All other elements are 0.
+        counters: int32 ``[C]``; zeros, as the operators of one forward need them. Each launch restores them.
         parents: int32 ``[T]``; the row of a candidate's parent, -1 for all other rows. None if no candidate has one.
     """
 
@@ -101,9 +124,12 @@ class RaggedLayout(NamedTuple):
     positions: Annotated[Tensor, "int64 [T]"]
     slots: Annotated[Tensor, "int64 [T]"]
     q_offsets: Annotated[Tensor, "int32 [B + 1]"]
+    cached_lens: Annotated[Tensor, "int32 [B]"]
     candidate_rows: Annotated[Tensor, "int64 [B, K]"]
     head_rows: Annotated[Tensor, "int64 [B * K]"]
     head_targets: Annotated[Tensor, "int64 [B * K]"]
+    plan: Annotated[Tensor, "int32 [P, 8]"]
+    counters: Annotated[Tensor, "int32 [C]"]
     parents: Annotated[Tensor | None, "int32 [T]"] = None
 
 
@@ -298,22 +324,6 @@ class VerifiedTokens(NamedTuple):
     tokens: Annotated[Tensor, "int32 [B, 1 + D]"]
     lens: Annotated[Tensor, "int32 [B]"]
     nodes: Annotated[Tensor, "int32 [B, 1 + D]"]
-
-
-class DeltaTokens(NamedTuple):
-    """Tokens that the value model computes and caches in a step, for ``N`` requests including padding.
-
-    Attributes:
-        token_ids: int64 ``[N, M]``; the tokens from column 0 on, then 0.
-        slots: int64 ``[N, M]``; cache slots of their keys and values, then -1.
-        lens: int32 ``[N]``; number of tokens.
-        cached_lens: int32 ``[N]``; number of tokens before them, all of which are cached.
-    """
-
-    token_ids: Annotated[Tensor, "int64 [N, M]"]
-    slots: Annotated[Tensor, "int64 [N, M]"]
-    lens: Annotated[Tensor, "int32 [N]"]
-    cached_lens: Annotated[Tensor, "int32 [N]"]
 
 
 class Column(NamedTuple):

@@ -1,8 +1,5 @@
 """Value-tree attention in plain PyTorch: dense scores and an explicit mask, one request after the other."""
 
-from collections.abc import Callable
-from itertools import pairwise
-
 import torch
 
 from lenvm_kernels.reference._common import compute_dtype
@@ -30,7 +27,8 @@ def value_tree_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     kv_heads = k_new.shape[1]
-    offsets = q_offsets.tolist()
+    offsets, max_len = q_offsets.tolist(), slot_table.shape[1] * page_size
+    cached_lens = cached_lens.clamp(max=max_len)
     requests = zip(table_rows.tolist(), cached_lens.tolist(), candidate_lens.tolist(), strict=True)
 
     for (table_row, cached, candidates), start, end in zip(requests, offsets, offsets[1:], strict=False):
@@ -49,34 +47,6 @@ def value_tree_attention(
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
         out[start:end] = torch.einsum("hgjt,thd->jhgd", weights, values).flatten(1, 2).to(q.dtype)
     return out
-
-
-def plan_attention(
-    table_rows: torch.Tensor,  # int32|int64 [B]
-    cached_lens: torch.Tensor,  # int32 [B]
-    q_offsets: torch.Tensor,  # int32 [B + 1]
-    candidate_lens: torch.Tensor,  # int32 [B]
-    *,
-    tile_tokens: int,
-    split_tiles: int,
-    num_splits: Callable[[int], int],
-) -> torch.Tensor:  # int32 [1 + items, 8]
-    """See :func:`lenvm_kernels.ops.value_tree_attention.plan_attention`.
-
-    Args:
-        tile_tokens: tokens per tile.
-        split_tiles: number of leading tiles of a request that are split.
-        num_splits: returns the number of splits for a number of cached tokens.
-    """
-    items = []
-    requests = zip(table_rows.tolist(), cached_lens.tolist(), candidate_lens.tolist(), strict=True)
-    for request, ((table_row, cached, candidates), (start, end)) in enumerate(
-        zip(requests, pairwise(q_offsets.tolist()), strict=True)
-    ):
-        for tile in range(-(-(end - start) // tile_tokens)):
-            for split in range(num_splits(cached) if tile < split_tiles else 1):
-                items.append([request, table_row, start, end - start, end - start - candidates, cached, tile, split])
-    return torch.tensor([[len(items), *[0] * 7], *items], dtype=torch.int32, device=q_offsets.device)
 
 
 def tree_mask(cached: int, delta: int, candidates: int, parents: list[int], device: torch.device) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Places(NamedTuple):
     """Places of the ``D`` tokens of ``B`` parts, on the device.
 
     Attributes:
-        token_rows, positions, slots: int64 ``[D]``; table row, position and slot of each token.
+        token_rows, positions: int64 ``[D]``; table row and position of each token.
         table_rows: int64 ``[B]``; table row of each part.
         begins, lens, starts: int32 ``[B]``; first token of each part in ``D``, its tokens, and the position of the
             first.
@@ -54,7 +54,6 @@ class Places(NamedTuple):
 
     token_rows: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
     table_rows: torch.Tensor
     begins: torch.Tensor
     lens: torch.Tensor
@@ -165,8 +164,8 @@ class OwnSlots:
         positions = np.arange(lens.sum()) + np.repeat(starts - begins, lens)
         token_rows, token_positions = self.to_device(np.stack((np.repeat(table_rows, lens), positions)))
         table_rows, first, count, start = self.to_device(np.stack((table_rows, begins, lens, starts)))
-        slots, sizes = self.slots.slots(token_rows, token_positions), (first.int(), count.int(), start.int())
-        return Places(token_rows, token_positions, slots, table_rows, *sizes, begins.tolist())
+        sizes = (first.int(), count.int(), start.int())
+        return Places(token_rows, token_positions, table_rows, *sizes, begins.tolist())
 
     def extend(
         self,
@@ -190,7 +189,7 @@ class OwnSlots:
         at = self.places(parts)
         tokens = token_ids(at.token_rows, at.positions)
         lens = at.lens if lens is None else lens
-        step.extend(tokens, at.slots, at.table_rows, at.begins, lens, at.starts, begins=at.host_begins, images=images)
+        step.extend(tokens, at.table_rows, at.begins, lens, at.starts, begins=at.host_begins, images=images)
         for part in parts:
             self.computed(part.table_row, part.end)
 

@@ -117,7 +117,6 @@ def completed(
 
 def check_prompts(
     tokens: torch.Tensor,
-    slots: torch.Tensor,
     table_rows: torch.Tensor,
     starts: torch.Tensor,
     lens: torch.Tensor,
@@ -126,7 +125,6 @@ def check_prompts(
 ) -> None:
     """Raise unless the tensors fit as arguments of :meth:`GuidedStep.extend`."""
     check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
-    check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
     check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
     for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
         check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=device)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,17 +23,6 @@ EARLY_WITH_VALUES, EARLY_WITHOUT_VALUES = 6.0, 3.0
 # Expected share of a forward's rows in use, out of one delta token and K candidates per request. A request with five
 # of eight candidates uses six of nine rows.
 LIVE_SHARE = 2 / 3
-
-
-class PromptTokens(NamedTuple):
-    """Tokens to compute, as in :meth:`GuidedStep.extend`; ``ends [B]`` are the places after each request's tokens."""
-
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    table_rows: torch.Tensor
-    starts: torch.Tensor
-    ends: torch.Tensor
-    cached_lens: torch.Tensor
 
 
 class ValueSource(ABC):
@@ -87,7 +76,7 @@ class ValueSource(ABC):
         """Raise unless the source reads images and ``images`` describe ``tokens`` tokens."""
         raise ValueError(checks.NO_IMAGES)
 
-    def extend(self, prompts: PromptTokens, begins: Sequence[int], images: ImageTokens | None) -> None:  # noqa: B027
+    def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:  # noqa: B027
         """Compute and cache the tokens of prompts, see :meth:`GuidedStep.extend`."""
 
     def warm_up(self, table_row: int) -> None:  # noqa: B027
@@ -211,24 +200,27 @@ class ModelValues(ValueSource):
         """See :class:`ValueSource`."""
         checks.check_images(images, tokens, self.value_model)
 
-    def extend(self, prompts: PromptTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
+    def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
         """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""
-        tokens, slots, table_rows, starts, ends, cached_lens = prompts
-        config, slot_table = self._state.config, self._state.slots
+        tokens, starts, lens, cached_lens, table_rows = prompts
+        config, slots, ends = self._state.config, self._state.slots, starts + lens
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=tokens.device)
         for chunk in chunks_of(len(tokens), begins, config.chunk_tokens):
             chunk_starts, chunk_ends = (x.clamp(chunk.start, chunk.stop) for x in (starts, ends))
-            batch = RaggedBatch.build(
+            delta = DeltaTokens(
                 tokens[chunk],
-                slots[chunk],
-                chunk_starts - chunk.start,
-                chunk_ends - chunk_starts,
+                starts=chunk_starts - chunk.start,
+                lens=chunk_ends - chunk_starts,
+                cached_lens=cached_lens + chunk_starts - starts,
+                table_rows=table_rows,
+            )
+            batch = RaggedBatch.build(
+                self.value_model,
                 no_candidates,
                 torch.zeros_like(starts),
-                cached_lens + chunk_starts - starts,
-                slot_table.table,
-                table_rows,
-                page_size=slot_table.page_size,
+                slots.table,
+                delta=delta,
+                page_size=slots.page_size,
                 images=None if images is None else images.of_tokens(chunk),
                 backend=config.backend,
             )
@@ -239,8 +231,8 @@ class ModelValues(ValueSource):
         none = torch.zeros(1, dtype=torch.int32, device=self.device)
         prompt = torch.zeros(self._state.config.chunk_tokens, dtype=torch.int64, device=self.device)
         for length in self.value_model.sizes_of_every_tile(len(prompt)):
-            chunk = prompt[:length]
-            self.extend(PromptTokens(chunk, chunk, torch.full_like(prompt[:1], table_row), none, none, none), [0], None)
+            delta = DeltaTokens(prompt[:length], none, none, none, torch.full_like(prompt[:1], table_row))
+            self.extend(delta, [0], None)
 
 
 def value_source(model: ValueModel | LengthProbe | None) -> ValueSource:

@@ -26,11 +26,11 @@ from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import PreparedStep, Sampling, SlotTable, StepBatch, StepConfig
 from lenvm_kernels.step.outputs import StepOutput, first_rows, lengths_of
-from lenvm_kernels.step.sources import PromptTokens, ValueSource
+from lenvm_kernels.step.sources import ValueSource
 from lenvm_kernels.step.stages import StepCall, StepResult
 from lenvm_kernels.step.tensors import StepRows, StepState, StepTensors
 from lenvm_kernels.step.warm_up import dummy_steps
-from lenvm_kernels.types import Drafts, Mode
+from lenvm_kernels.types import DeltaTokens, Drafts, Mode
 from lenvm_kernels.values import ImageTokens
 
 
@@ -163,7 +163,6 @@ class GuidedStep:
     def extend(
         self,
         tokens: torch.Tensor,
-        slots: torch.Tensor,
         table_rows: torch.Tensor,
         starts: torch.Tensor,
         lens: torch.Tensor,
@@ -179,7 +178,6 @@ class GuidedStep:
 
         Args:
             tokens: int32 or int64 ``[D]``; tokens of all requests.
-            slots: int32 or int64 ``[D]``; slot of each token.
             table_rows: int32 or int64 ``[B]``; row of each request in the slot table.
             starts: int32 ``[B]``; the first token of each request in ``tokens``.
             lens: int32 ``[B]``; number of tokens per request to compute, 0 or more.
@@ -193,17 +191,17 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        checks.check_prompts(tokens, slots, table_rows, starts, lens, cached_lens, self.device)
+        checks.check_prompts(tokens, table_rows, starts, lens, cached_lens, self.device)
         begins = checks.check_begins(begins, len(tokens))
         if images is not None:
             self.values.check_images(images, len(tokens))
         self.flush()
         # Kernels are compiled for one dtype.
-        tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
+        tokens, table_rows = tokens.long(), table_rows.long()
         table = self.table.columns
         needs_model = (table.mode[table_rows] != Mode.UNGUIDED) | table.return_values[table_rows]
-        ends = starts + torch.where(needs_model, lens, 0)
-        self.values.extend(PromptTokens(tokens, slots, table_rows, starts, ends, cached_lens), begins, images)
+        prompts = DeltaTokens(tokens, starts, torch.where(needs_model, lens, 0), cached_lens, table_rows)
+        self.values.extend(prompts, begins, images)
         self._state.history.extend(table_rows, torch.where(needs_model, cached_lens + lens, 0))
 
     @torch.no_grad()

@@ -20,10 +20,8 @@ from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
 from lenvm_kernels.ops.rope_cache import rope_cache
-from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
-from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
-from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.types import EmbeddedTokens
 from lenvm_kernels.values.checkpoint import (
@@ -41,11 +39,6 @@ from lenvm_kernels.values.config import DISCOUNTED_RETURN, LenVMConfig
 from lenvm_kernels.values.images import embed_images, embedding_with_images, load_vision_tower
 from lenvm_kernels.values.ragged_batch import KVCache, RaggedBatch
 from lenvm_kernels.values.weights import FusedWeights
-
-# Counters shared by the launches of a forward, one launch at a time: enough for a prompt of 64k tokens, or for 4,096
-# requests with 8 key/value heads. Operators that need more allocate their own.
-COUNTERS = 1 << 16
-
 
 class ValueModel:
     """A length value model ready to run: weights on one device in one dtype, and the ragged forward.
@@ -69,11 +62,9 @@ class ValueModel:
         >>> model = ValueModel.from_pretrained("path/to/value-model", device="cuda")
         >>> cache = KVCache.of_slots(model, 128)
         >>> i32 = lambda x: torch.tensor(x, dtype=torch.int32, device="cuda")
-        >>> delta, candidates = i32([11, 12, 13]), i32([[21, 22]])  # a prompt, and two candidates for the next token
-        >>> slots = i32([[7, 8, 9]])  # of the prompt's tokens
-        >>> batch = RaggedBatch.build(
-        ...     delta, slots[0], i32([0]), i32([3]), candidates, i32([2]), i32([0]), slots, i32([0])
-        ... )
+        >>> candidates, slot_table = i32([[21, 22]]), i32([[7, 8, 9]])  # slots of the prompt's three tokens
+        >>> prompt = DeltaTokens(i32([11, 12, 13]), i32([0]), lens=i32([3]), cached_lens=i32([0]), table_rows=i32([0]))
+        >>> batch = RaggedBatch.build(model, candidates, i32([2]), slot_table, delta=prompt)
         >>> z = model.forward(batch, cache)  # fp32 [1, 2]
     """
 
@@ -104,8 +95,6 @@ class ValueModel:
         if config.mrope_sections is not None:  # which of a token's three positions each frequency rotates with
             sections = torch.tensor(config.mrope_sections)
             self._rope_axis = torch.arange(3).repeat_interleave(sections).to(self.device)
-        # Zeros, which every launch restores. Not allocated in the capture of a graph, which may never be replayed.
-        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
 
     @classmethod
     def from_pretrained(
@@ -237,7 +226,7 @@ class ValueModel:
                 norm_eps=self.config.rms_norm_eps,
                 targets=layout.head_targets,
                 square_sums=square_sums,
-                counters=self._zeros(value_head_counters(len(layout.head_rows))),
+                counters=layout.counters,
                 backend=backend,
             ).view(layout.candidate_rows.shape)
         if self.lenvm_config.target_form == DISCOUNTED_RETURN:
@@ -250,33 +239,19 @@ class ValueModel:
         weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
         return rows_of_every_tile(most, [(*w.shape, swiglu, w.dtype) for w, swiglu in weights])
 
-    def _zeros(self, count: int) -> torch.Tensor | None:
-        """The shared counters, or None if there are fewer than ``count``."""
-        return self._counters if count <= COUNTERS else None
-
     def _run_layers(self, batch: RaggedBatch, cache: KVCache, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of all layers, [T, H], and its sums of squares; writes keys and values to ``cache``."""
         config, layout = self.config, batch.layout
         num_rows = layout.q_offsets[-1:]
         live: dict[str, Any] = dict(num_rows=num_rows, expected_rows=batch.expected_rows, backend=backend)
         hidden, square_sums, cos, sin = self._embed(batch, num_rows, backend)
-        plan = plan_attention(
-            batch.table_rows,
-            batch.cached_lens,
-            layout.q_offsets,
-            batch.candidate_lens,
-            total_tokens=len(hidden),
-            max_len=batch.slot_table.shape[1] * batch.page_size,
-            group=config.num_heads // config.num_kv_heads,
-            backend=backend,
-        )
         # Each operator that adds to the residual stream writes the sums of squares for the norm that follows.
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps, square_sums=square_sums)
         adds: dict[str, Any] = dict(square_sums_out=square_sums)
         for i, layer in enumerate(self.layers):
             # Nested, so that each intermediate result is freed as soon as the next operator has read it.
             hidden = ragged_linear(
-                self._attend(i, hidden, square_sums, cos, sin, plan, batch, cache, backend),
+                self._attend(i, hidden, square_sums, cos, sin, batch, cache, backend),
                 layer.o,
                 layer.o_bias,
                 residual=hidden,
@@ -325,7 +300,6 @@ class ValueModel:
         square_sums: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        plan: torch.Tensor,
         batch: RaggedBatch,
         cache: KVCache,
         backend: str,
@@ -354,13 +328,13 @@ class ValueModel:
             v_cache,
             batch.slot_table,
             batch.table_rows,
-            batch.cached_lens,
+            layout.cached_lens,
             layout.q_offsets,
             batch.candidate_lens,
             parents=layout.parents,
             page_size=batch.page_size,
-            plan=plan,
-            counters=self._zeros(attention_counters(batch.table_rows.shape[0], config.num_kv_heads)),
+            plan=layout.plan,
+            counters=layout.counters,
             backend=backend,
         )
         return attended.flatten(1)

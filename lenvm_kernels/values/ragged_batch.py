@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from lenvm_kernels.ops._common import INT_DTYPES, check_tensor
-from lenvm_kernels.ops.ragged_layout import ragged_layout
-from lenvm_kernels.types import RaggedLayout
+from lenvm_kernels.ops.lay_out import lay_out
+from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
 from lenvm_kernels.values.checkpoint import ValueModelConfig
 from lenvm_kernels.values.images import ImageTokens
 
 
 class _Model(Protocol):
-    """The attributes of a value model that a cache needs."""
+    """The attributes of a value model that a batch and a cache need."""
 
     config: ValueModelConfig
     dtype: torch.dtype
@@ -33,10 +33,9 @@ class RaggedBatch:
     vary, at almost no cost.
     """
 
-    layout: RaggedLayout  # token ids, positions, slots and q_offsets of the T rows, and where the candidates are
+    layout: RaggedLayout  # the T rows, the work list of the attention, and counters, which no other forward shares
     slot_table: torch.Tensor  # int32 [R, pages], page of the cache that holds each page of a row's tokens
     table_rows: torch.Tensor  # int32 | int64 [B], row of each request in slot_table
-    cached_lens: torch.Tensor  # int32 [B], tokens of the request already in the cache
     candidate_lens: torch.Tensor  # int32 [B]
     page_size: int = 1  # slots per page
     expected_rows: int | None = None  # estimated number of rows in use, see ragged_linear. If None, all
@@ -45,16 +44,15 @@ class RaggedBatch:
     @classmethod
     def build(
         cls,
-        delta_ids: torch.Tensor,
-        delta_slots: torch.Tensor,
-        delta_starts: torch.Tensor,
-        delta_lens: torch.Tensor,
+        model: _Model,
         candidate_ids: torch.Tensor,
         candidate_lens: torch.Tensor,
-        cached_lens: torch.Tensor,
         slot_table: torch.Tensor,
-        table_rows: torch.Tensor,
         *,
+        delta: DeltaTokens | None = None,
+        requests: StepRequests | None = None,
+        history: StepHistory | None = None,
+        max_new: int = 1,
         candidate_parents: torch.Tensor | None = None,
         page_size: int = 1,
         expected_rows: int | None = None,
@@ -64,55 +62,46 @@ class RaggedBatch:
         """Lay out a batch in ``T = D + B * K`` rows, without a host-device sync.
 
         Args:
-            delta_ids: int32 or int64 [D], delta tokens of all requests. Tokens of no request are ignored.
-            delta_slots: int32 or int64 [D], slot of each delta token's key and value, which must be its slot in the
-                slot table.
-            delta_starts: int32 [B], the first delta token of each request in ``delta_ids``.
-            delta_lens: int32 [B], delta tokens of each request, 0 or more, at most ``D`` in total.
-            candidate_ids: int32 or int64 [B, K], the candidates of each request from column 0 on. ``K`` may be 0: the
-                forward then only extends the cache.
-            candidate_lens: int32 [B], candidates of each request, 0 to ``K``.
-            cached_lens: int32 [B], tokens of each request already in the cache.
-            slot_table: int32 [R, pages]. Token ``p`` of table row ``r`` is stored in slot
-                ``slot_table[r, p // page_size] * page_size + p % page_size``.
-            table_rows: int32 or int64 [B], the row of ``slot_table`` of each request.
-            candidate_parents: int32 [B, K], column of each candidate's parent among the request's candidates, which
-                must be an earlier one; with any other number (-1), it follows the delta. If None, all follow the delta.
-            page_size: slots per page.
+            model: the value model that will compute the batch.
+            candidate_ids, candidate_lens, slot_table, delta, requests, history, max_new, candidate_parents, page_size:
+                as in :func:`lay_out`. With ``K`` of 0, the forward only extends the cache.
             expected_rows: estimated number of rows in use (:func:`ragged_linear`). If None, all.
-            images: images of the D delta tokens, for a value model that reads images. If None, all tokens are text.
+            images: images of the tokens of ``delta``, for a value model that reads images. If None, all are text.
             backend: backend of the layout, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
-            The batch, on the device of ``delta_ids``. It references lengths and tables without copying them.
+            The batch, on the device of ``candidate_ids``. It references lengths and tables without copying them.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type, dtype, shape or device. Values are not checked, which
                 would need a host-device sync.
         """
-        layout = ragged_layout(
-            delta_ids,
-            delta_slots,
-            delta_starts,
-            delta_lens,
-            candidate_ids,
-            candidate_lens,
-            cached_lens,
-            candidate_parents=candidate_parents,
+        lay_out_tokens = partial(
+            lay_out,
+            candidate_lens=candidate_lens,
+            slot_table=slot_table,
+            num_heads=model.config.num_heads,
+            num_kv_heads=model.config.num_kv_heads,
+            page_size=page_size,
             backend=backend,
         )
-        device, b = delta_ids.device, candidate_ids.shape[0]
-        if images is not None:
+        layout = lay_out_tokens(
+            candidate_ids,
+            delta=delta,
+            requests=requests,
+            history=history,
+            max_new=max_new,
+            candidate_parents=candidate_parents,
+        )
+        if images is not None and delta is not None:
             # Laying out token indices gives the index of each row's delta token.
-            numbers, no_ids = torch.arange(len(delta_ids), device=device), torch.full_like(candidate_ids, -1)
-            lens = delta_lens, no_ids, candidate_lens, cached_lens
-            token = ragged_layout(numbers, delta_slots, delta_starts, *lens, backend=backend).token_ids
+            indices = delta._replace(token_ids=torch.arange(len(delta.token_ids), device=candidate_ids.device))
+            token = lay_out_tokens(torch.full_like(candidate_ids, -1), delta=indices).token_ids
             positions = torch.where(token < 0, layout.positions, images.positions[:, token])
             rows = torch.where(token < 0, -1, images.rows[token])
             images = ImageTokens(positions, rows, images.embeds)
-        check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
-        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, page_size, expected_rows, images)
+        table_rows = (delta or requests).table_rows
+        return cls(layout, slot_table, table_rows, candidate_lens, page_size, expected_rows, images)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.helpers.memory import GuardedMemory
 
 OPERATORS = operators()
 # This operator rejects an empty batch.
-NEVER_EMPTY = "ragged_layout"
+NEVER_EMPTY = "lay_out"
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name != NEVER_EMPTY])
@@ -69,5 +69,5 @@ def test_counters_are_zero_afterwards(device, name, rows):
 
 def test_number_of_requests_triggers_no_recompilation():
     """Operators on drafts; slices of longer tensors trigger none either."""
-    names = ["begin_step", "limit_span", "pack_drafts", "ragged_layout", "verify_drafts"]
+    names = ["begin_step", "lay_out", "limit_span", "pack_drafts", "verify_drafts"]
     assert variants(*names) == {f"_{name}_kernel": 1 for name in names}

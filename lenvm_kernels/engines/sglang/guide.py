@@ -210,7 +210,6 @@ class SGLangGuide:
                 lens = lens.masked_fill(to_device(torch.tensor(batch.lenvm_decoding), self.device), 0)
             self.step.extend(
                 batch.input_ids,
-                batch.out_cache_loc,
                 batch.req_pool_indices,
                 batch.extend_start_loc.int(),
                 lens,

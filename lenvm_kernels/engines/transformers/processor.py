@@ -267,10 +267,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         """Pass all tokens of the prompts but the last to the value model."""
         width = tokens.shape[1]
         first = width - self._prompt_lens  # after the padding
-        positions = (torch.arange(width, device=tokens.device) - first[:, None]).clamp(min=0)
         self._step.extend(
             tokens.flatten(),
-            self._slots.slots(self._table_rows[:, None], positions).flatten(),
             self._table_rows,
             starts=(starts := (self._table_rows * width + first).int()),
             lens=self._prompt_lens - 1,

@@ -23,7 +23,7 @@ from lenvm_kernels.fuzz.case import (
     whole_memory,
 )
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops.ragged_layout import owners_of_tokens
+from lenvm_kernels.fuzz.ops.lay_out import owners_of_tokens
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
 

@@ -34,11 +34,10 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
     SPLIT_LEN,
     SPLIT_SLACK,
     SPLIT_TILES,
-    _launch_plan,
-    _load_item,
-    _num_splits,
+    load_item,
+    make_plan,
     num_counters,
-    plan_attention,
+    num_splits,
     plan_shape,
     workspace_shape,
 )
@@ -62,7 +61,6 @@ __all__ = [  # includes the names of plan.py
     "SPLIT_LEN",
     "SPLIT_SLACK",
     "num_counters",
-    "plan_attention",
     "plan_shape",
     "value_tree_attention",
     "workspace_shape",
@@ -106,8 +104,8 @@ def _value_tree_attention_kernel(
     # Most programs process at most one item. Registers are scarce, so nothing is hoisted out of the loop over items.
     num_items = tl.load(ptr.plan)
     for item in tl.range(tl.program_id(1), num_items, tl.num_programs(1), disable_licm=True):
-        request, table_row, first_row, tokens, delta, cached, tile, split = _load_item(ptr.plan, item)
-        splits = tl.where(tile < SPLIT_TILES, _num_splits(cached), 1)
+        request, table_row, first_row, tokens, delta, cached, tile, split = load_item(ptr.plan, item)
+        splits = tl.where(tile < SPLIT_TILES, num_splits(cached), 1)
 
         # Key blocks: first the split's cached tokens; then, in the last split, the delta tokens up to the last one
         # visible to the tile's last row.
@@ -262,11 +260,11 @@ def _launch(
     if total_tokens == 0 or num_requests == 0:
         return
     group = q_heads // kv_heads
-    sizes = (total_tokens, num_requests, group, slot_table.shape[1] * page_size)
+    max_len = slot_table.shape[1] * page_size
     if plan is None:
-        plan = q_offsets.new_empty(plan_shape(*sizes))
-        _launch_plan("triton", plan, table_rows, cached_lens, q_offsets, candidate_lens, group)
-    max_splits, workspace_rows = workspace_shape(*sizes)
+        lens = (cached_lens, q_offsets, candidate_lens)
+        plan = make_plan(table_rows, *lens, total_tokens=total_tokens, group=group, max_len=max_len)
+    max_splits, workspace_rows = workspace_shape(total_tokens, num_requests, group, max_len)
     partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
     partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
     tensors = AttentionTensors(
@@ -326,7 +324,7 @@ def value_tree_attention(
     page_size: int = 1,
     sm_scale: float | None = None,
     out: Tensor | None = None,
-    plan: Tensor | None = None,  # int32, of plan_attention
+    plan: Tensor | None = None,  # int32, of a RaggedLayout
     counters: Tensor | None = None,  # int32 [num_counters or more]
     backend: str = "auto",
 ) -> Tensor:  # [T, Hq, D], as q
@@ -353,7 +351,7 @@ def value_tree_attention(
         k_cache, v_cache: keys and values of cached tokens by slot, same dtype.
         slot_table: a row of pages for each request slot of the engine; with ``page_size=1``, a row of slots.
         table_rows: row of each request in ``slot_table``.
-        cached_lens: number of cached tokens of each request, 0 to ``max pages * page_size``.
+        cached_lens: number of cached tokens of each request, 0 to ``max pages * page_size``; larger numbers are clamped.
         q_offsets: first new row of each request, starting at 0, then the number of rows in use. Rows of ``out`` from
             ``q_offsets[B]`` on (padding of a captured graph) are left untouched.
         candidate_lens: number of candidates among the new tokens of each request.
@@ -363,8 +361,8 @@ def value_tree_attention(
         page_size: slots per page.
         sm_scale: factor on the scores. If ``None``, ``1 / sqrt(D)``.
         out: result tensor to reuse. If ``None``, allocated, with arbitrary rows from ``q_offsets[B]`` on.
-        plan: result of :func:`plan_attention` for the same requests. If ``None``, it is computed. The kernel takes the
-            requests' rows and lengths from the plan alone.
+        plan: plan of the :class:`RaggedLayout` of the same requests (:func:`lay_out`), which all layers share. If
+            ``None``, it is computed. The kernel takes the requests' rows and lengths from the plan alone.
         counters: zeros, at least ``num_counters(B, Hkv)``, which are zeros again afterwards. Launches that may overlap
             must not share them. If ``None``, they are allocated.
         backend: ``auto``, ``triton`` (``D`` up to 256, up to 64 query heads per key/value head, strides of ``q`` and

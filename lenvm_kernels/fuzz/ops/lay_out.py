@@ -1,0 +1,201 @@
+"""``lay_out``: passed deltas in any order, deltas from a history, trees, and lengths beyond the slot table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Output
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, exact_operator, owners_in_table, owners_of_rows
+from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
+from lenvm_kernels.fuzz.ops.expand_drafts import apart, draw_parents
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
+from lenvm_kernels.ops.lay_out import lay_out
+from lenvm_kernels.types import DeltaTokens
+
+SPARE_ROWS = 2  # table rows that no request of the batch uses
+BEYOND = 9  # tokens by which a sequence may exceed the slot table
+
+OPTIONS: dict[str, list[Any]] = {
+    "source": ["delta", "history"],
+    "columns": [0, 1, 2, 7, 8, 17],
+    "longest": [2, 1, 70],  # maximum tokens of a delta that is passed
+    "held": [1, 2, 3, 5, 16, 64],
+    "max_new": [1, 1, 2, 5],
+    "spare": [0, 1, 40],  # number of tokens of no request, or of dummy requests
+    "table_len": [70, 2000],  # the longer one has several splits
+    "page_size": [1, 4, 16],
+    "dtype": ["int64", "int32", "mixed"],
+    "candidate_lens": ["in range", "any"],
+    "parents": ["none", "tree", "chain", "any"],
+    "heads": [(1, 1), (6, 2), (64, 1)],
+    "slices": [False, True],
+    "constants": ["shipped", "small", "smallest"],
+}
+CONSTANTS = {"small": {"TILE": 16}, "smallest": {"TILE": 4}}  # several iterations of every loop
+
+
+def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
+    """Random 31-bit numbers from 1 on, distinct with high probability."""
+    return draws.integers(name, rows, *shape, low=1, high=2**31 - 1)
+
+
+def inputs(case: Case, device: torch.device) -> NamedInputs:
+    """Token ids are distinct, so that any misplaced one is detected."""
+    options, draws, count = case.options, case.draws(device), len(case.rows)
+    rows, columns = draws.rows(case.rows), options["columns"]
+    beyond = 0 if options["candidate_lens"] == "in range" else 2
+    is_step = options["source"] == "history"
+    dummies = options["spare"] if is_step else 0
+
+    def with_dummies(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_zeros(dummies, *x.shape[1:])])
+
+    candidate_ids = _number(draws, "candidate_ids", rows, columns) + (2**40 if options["dtype"] == "int64" else 0)
+    candidate_lens = draws.integers("candidate_lens", rows, low=-beyond, high=columns + beyond)
+    arguments: dict[str, Any] = {
+        "candidate_ids": with_dummies(candidate_ids).to(torch.int64 if options["dtype"] == "int64" else torch.int32),
+        "candidate_lens": with_dummies(candidate_lens.int()),
+    }
+    if options["parents"] != "none":  # with another row stride than the candidates
+        parents = with_dummies(draw_parents(draws, options["parents"], rows, columns))
+        arguments["candidate_parents"] = apart(parents, 2)
+
+    page_size, table_rows = options["page_size"], draws.places("table_rows", rows, SPARE_ROWS)
+    pages = -(-options["table_len"] // page_size)
+    slot_table = torch.zeros(count + SPARE_ROWS, pages + 3, dtype=torch.int32, device=device)[:, :pages]
+    slot_table[table_rows] = draws.choose("pages", rows, pages, values=[0, 1, 17, 2**26, 2**31 - 1]).int()
+    arguments["slot_table"] = slot_table
+    if is_step:
+        arguments |= _step(draws, rows, table_rows, pages * page_size, options)
+    else:
+        arguments["delta"] = _delta(draws, rows, table_rows, pages * page_size, options)
+    if options["slices"]:
+        arguments["candidate_lens"] = slice_of_longer(arguments["candidate_lens"])
+    num_heads, num_kv_heads = options["heads"]
+    arguments |= dict(page_size=page_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return NamedInputs(arguments, count)
+
+
+def _delta(
+    draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]
+) -> DeltaTokens:
+    """Deltas of requests in shuffled order, with tokens of no request before, between and after."""
+    count = len(rows)
+    short = draws.chance("short", rows, of=0.5)
+    longest = torch.where(short, min(2, options["longest"]), options["longest"])
+    lens = draws.integers("delta_lens", rows, low=0, high=2**30) % (longest + 1)
+    owners = torch.cat([rows, -1 - torch.arange(options["spare"], device=rows.device)])
+    lengths = torch.cat([lens, torch.ones_like(owners[count:])])
+    order = draws.bits("order", owners).argsort()
+    starts = torch.empty_like(lengths)
+    starts[order] = lengths[order].cumsum(0) - lengths[order]
+
+    owner = torch.repeat_interleave(owners[order], lengths[order])
+    token = torch.arange(len(owner), device=rows.device) - torch.repeat_interleave(starts[order], lengths[order])
+    token_ids = _number(draws, "delta_ids", owner * 2**20 + token) + (2**40 if options["dtype"] == "int64" else 0)
+    cached_lens = draws.integers("cached_lens", rows, low=0, high=table_len + BEYOND)
+    far = draws.chance("far", rows, of=0.1)
+    cached_lens = torch.where(far, 2**31 - 1 - cached_lens, cached_lens)
+    index = torch.int32 if options["dtype"] == "int32" else torch.int64
+    table_rows = table_rows.to(index)
+    return DeltaTokens(token_ids.to(index), starts[:count].int(), lens.int(), cached_lens.int(), table_rows)
+
+
+def _step(draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Decoding requests with no, some and too many missing tokens, and dummy requests behind them."""
+    count, held, max_new = len(rows), options["held"], options["max_new"]
+    lengths = draws.integers("lengths", rows, low=1, high=table_len + BEYOND)
+    missing = draws.choose("missing", rows, values=[-9, -1, 0, 1, 1, 2, held - max_new, held - 1, held, held + 1])
+    cached_lens = (lengths - missing).clamp(min=0)
+
+    requests = empty_requests(count + options["spare"], rows.device)
+    for x in requests:
+        x.zero_()
+    requests.positions[count:] = -1
+    requests.table_rows[count:] = count + SPARE_ROWS  # the last row, beyond the slot table
+    of_requests = {
+        "positions": lengths - 1,
+        "table_rows": table_rows,
+        "guided": draws.chance("guided", rows, of=0.6),
+        "wants_length": draws.chance("wants_length", rows, of=0.3),
+        "cached_lens": cached_lens,
+    }
+    fill(requests, slice(count), of_requests)
+    history = empty_history(count + SPARE_ROWS + 1, held, rows.device)
+    history.cached_lens.fill_(3)  # exposes writes to spare rows
+    history.cached_lens[table_rows] = cached_lens.int()
+    history.tokens[table_rows] = _number(draws, "tokens", rows, held).int()
+    return dict(requests=requests, history=history, max_new=max_new)
+
+
+def owners_of_tokens(rows: Tensor, q_offsets: Tensor) -> Tensor:
+    """The request of each row of a forward, -1 for padding."""
+    row = torch.arange(len(rows), device=rows.device)
+    owner = torch.searchsorted(q_offsets[1:].long(), row, right=True)
+    return owner.masked_fill(owner >= len(q_offsets) - 1, -1)
+
+
+def owners(given: NamedInputs) -> dict[str, Tensor]:
+    arguments = dict(given.arguments)
+    found = {}
+    if "history" in arguments:
+        history = arguments["history"]
+        arguments["history"] = history._replace(cached_lens=history.cached_lens.clone())
+        table_rows = arguments["requests"].table_rows[: given.rows]
+        no_row = torch.full((1,), -1, device=table_rows.device)
+        found["history"] = owners_in_table(table_rows, len(history.cached_lens))
+        found |= {"history.step": no_row, "history.uncounted": no_row}
+    layout = lay_out(**arguments, backend="reference")
+    found |= dict.fromkeys(("token_ids", "positions", "slots", "parents"), _of_tokens(layout._asdict()))
+    requests = torch.arange(len(layout.cached_lens), device=layout.plan.device)
+    found["q_offsets"] = torch.cat([requests[:1] - 1, requests])
+    return found | {name: torch.full((len(getattr(layout, name)),), -1) for name in ("head_rows", "plan", "counters")}
+
+
+def _of_tokens(layout: dict[str, Tensor]) -> Tensor:
+    return owners_of_tokens(layout["token_ids"], layout["q_offsets"])
+
+
+def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
+    layout = result.tensors
+    q_offsets, rows, of_tokens = layout["q_offsets"], layout["candidate_rows"], _of_tokens(layout)
+    of_requests = owners_of_rows(rows, given.rows)
+    relative = torch.where(rows < 0, -1, rows - q_offsets[:-1, None])
+    found = [Output(name, layout[name], of_tokens) for name in ("token_ids", "positions", "slots")]
+    found.append(Output("candidate_rows from the request's first on", relative, of_requests))
+    found.append(Output("cached_lens", layout["cached_lens"], of_requests))
+    if "parents" in layout:
+        first_rows = q_offsets[of_tokens]  # arbitrary for padding, which has no parents
+        from_first = torch.where(layout["parents"] < 0, -1, layout["parents"] - first_rows)
+        found.append(Output("parents from the request's first row on", from_first, of_tokens))
+    if "history.cached_lens" in layout:
+        written = layout["history.cached_lens"]
+        of_table = owners_in_table(given.arguments["requests"].table_rows[: given.rows], len(written))
+        found.append(Output("history.cached_lens", written, of_table))
+    return found
+
+
+OPERATOR = exact_operator(
+    lay_out,
+    options=OPTIONS,
+    inputs=inputs,
+    writes=("history",),
+    owners=owners,
+    outputs=outputs,
+    row_size=lambda options: options["longest"] + options["columns"] + options["held"] + options["table_len"],
+    row_work=lambda options: 300,
+    constants=CONSTANTS,
+    free={
+        "candidate_ids": "int64 apart",
+        "candidate_parents": "apart",
+        "slot_table": "rows columns apart",
+        "history.tokens": "columns",
+    },
+    reads={
+        "history": ("tokens", "cached_lens"),
+        "requests": ("positions", "table_rows", "guided", "wants_length", "cached_lens"),
+    },
+)

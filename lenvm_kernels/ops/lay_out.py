@@ -1,0 +1,407 @@
+"""Layout of one value-model forward: for each request its delta tokens, then its candidates, and the attention plan.
+
+Source: section 2 of the specification. The candidates of a request are at the position after its delta; in a tree, a
+candidate is at the position after its parent. The layout also has the compacted list of rows for the value head, the
+places of their logits in a ``[B, K]``, the work list of the attention, and zeroed counters.
+
+The delta tokens are passed, such as prompts, or chosen from the history of decoding requests. The value model does not
+need to process every token when it is drawn: a request that needs no values in a step waits, and its missing tokens are
+computed at the next step that needs values, or before its history would overflow. The choice depends on the request
+alone, so that its values are the same in any batch.
+
+One launch with one program per request. A program computes its offsets as integer sums over the lengths of all earlier
+requests, which are exact in any order. It writes its own rows, columns and plan items, and a share of the padding. A
+request's padding columns map to separate places after the last candidate, so that one scatter of its columns also
+writes its share of the -1 at the end of ``head_rows``.
+"""
+
+from functools import partial
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, with_row_stride
+from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._spec import Spec, empty
+from lenvm_kernels.ops.gather_requests import check_history
+from lenvm_kernels.ops.value_head import num_counters as head_counters
+from lenvm_kernels.ops.value_tree_attention.plan import (
+    BLOCK_M,
+    ITEM_SIZE,
+    SPLIT_TILES,
+    most_splits,
+    num_counters,
+    num_items,
+    plan_shape,
+    store_items,
+)
+from lenvm_kernels.reference.lay_out import lay_out as _lay_out
+from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
+
+# Requests per iteration of the sums over the lengths, and tokens per iteration of the copies. Up to 1,024 requests, the
+# sums are one iteration. A prompt of 32k tokens takes 32 iterations (about 40 us if each waits for memory, next to a
+# prefill of many ms). A decode step's one token leaves most lanes idle, which costs no memory traffic. With 8 warps, a
+# thread has 4 elements. Measured on an H200 without the choice of deltas and the plan: 3.4 us for 64 requests with 8
+# candidates. Other sizes have not been measured.
+TILE = 1024
+NUM_WARPS = 8
+
+
+@triton.jit
+def _lengths(
+    requests,
+    lens_ptr,
+    cached_lens_ptr,
+    candidate_lens_ptr,
+    request,
+    B,
+    D,
+    max_len,
+    HELD: tl.constexpr,
+    MAX_NEW: tl.constexpr,
+    K: tl.constexpr,
+):
+    """(cached tokens, delta tokens, candidates) of requests as int64; 0 beyond B.
+
+    Lengths are clamped to the slot table, to D and to K, so that a broken one harms no other request."""
+    exists = request < B
+    cached = tl.load(cached_lens_ptr + request, mask=exists, other=0).to(tl.int64)
+    candidates = tl.load(candidate_lens_ptr + request, mask=exists, other=0).to(tl.int64)
+    candidates = tl.minimum(tl.maximum(candidates, 0), K)
+    if requests is None:
+        delta = tl.load(lens_ptr + request, mask=exists, other=0).to(tl.int64)
+        delta = tl.minimum(tl.maximum(delta, 0), D)
+    else:
+        length = tl.load(requests.positions + request, mask=exists, other=-1).to(tl.int64) + 1
+        guided = tl.load(requests.guided + request, mask=exists, other=False)
+        wants_length = tl.load(requests.wants_length + request, mask=exists, other=False)
+        missing = tl.maximum(length - cached, 0)
+        computes = (guided | wants_length) & ((candidates > 0) | (missing > HELD - MAX_NEW))
+        delta = tl.where(computes, tl.minimum(missing, HELD), 0)
+        cached = tl.minimum(cached, length)
+    return tl.minimum(tl.maximum(cached, 0), max_len), delta, candidates
+
+
+@triton.jit
+def _store_rows(layout, row, token_id, position, slot, parent, mask):
+    tl.store(layout.token_ids + row, token_id, mask=mask)
+    tl.store(layout.positions + row, position, mask=mask)
+    tl.store(layout.slots + row, slot, mask=mask)
+    if layout.parents is not None:
+        tl.store(layout.parents + row, parent, mask=mask)
+
+
+@triton.jit
+def _earlier(parent, column):
+    """``parent`` where it is an earlier column than ``column``, else -1."""
+    return tl.where((parent >= 0) & (parent < column), parent, -1).to(tl.int64)
+
+
+# Callers pass slices, whose alignment must not trigger a recompilation.
+@triton.jit(
+    do_not_specialize=[
+        "stride_candidate_ids_request",
+        "stride_parents_request",
+        "stride_slot_table_row",
+        "pages",
+        "B",
+        "D",
+        "most_items",
+        "num_counters",
+    ],
+    do_not_specialize_on_alignment=[
+        "token_ids_ptr",
+        "starts_ptr",
+        "lens_ptr",
+        "cached_lens_ptr",
+        "table_rows_ptr",
+        "candidate_ids_ptr",
+        "candidate_lens_ptr",
+        "parents_ptr",
+        "slot_table_ptr",
+    ],
+)
+def _lay_out_kernel(
+    layout,  # RaggedLayout, written
+    requests,  # StepRequests, or None if the delta is passed
+    history_lens_ptr,  # int32 [R], written; None if the delta is passed
+    token_ids_ptr,  # [D] of the delta, or [R, HELD] of the history
+    starts_ptr,  # int32 [B] of the delta, or None
+    lens_ptr,  # int32 [B] of the delta, or None
+    cached_lens_ptr,  # int32 [B]
+    table_rows_ptr,  # int32|int64 [B]
+    candidate_ids_ptr,  # [B, K]
+    stride_candidate_ids_request,
+    candidate_lens_ptr,  # int32 [B]
+    parents_ptr,  # int32 [B, K] or None
+    stride_parents_request,
+    slot_table_ptr,  # int32 [R, pages]
+    stride_slot_table_row,
+    pages,
+    B,
+    D,
+    most_items,
+    num_counters,
+    HELD: tl.constexpr,  # tokens that the history holds per request
+    MAX_NEW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,  # tokens of a query tile
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two >= K
+    TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPS)
+    request = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILE).to(tl.int64)
+    D = D.to(tl.int64)
+    T = D + B.to(tl.int64) * K
+    max_len = pages.to(tl.int64) * PAGE_SIZE
+
+    # Rows, places in the list of candidates, and plan items: of earlier requests, and in total.
+    first_row, end_row = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    first_place, end_place = first_row, first_row
+    first_item, end_item = first_row, first_row
+    for first in range(0, B, TILE):
+        other = first + tile
+        cached, delta, candidates = _lengths(
+            requests, lens_ptr, cached_lens_ptr, candidate_lens_ptr, other, B, D, max_len, HELD, MAX_NEW, K
+        )
+        rows = delta + candidates
+        items = num_items(rows, cached, TILE_TOKENS)
+        is_earlier = other < request
+        first_row += tl.sum(tl.where(is_earlier, rows, 0), axis=0)
+        end_row += tl.sum(rows, axis=0)
+        first_place += tl.sum(tl.where(is_earlier, candidates, 0), axis=0)
+        end_place += tl.sum(candidates, axis=0)
+        first_item += tl.sum(tl.where(is_earlier, items, 0), axis=0)
+        end_item += tl.sum(items, axis=0)
+
+    cached, delta, candidates = _lengths(
+        requests, lens_ptr, cached_lens_ptr, candidate_lens_ptr, request, B, D, max_len, HELD, MAX_NEW, K
+    )
+    table_row = tl.load(table_rows_ptr + request).to(tl.int64)
+    tl.store(layout.q_offsets + request, first_row.to(tl.int32))
+    tl.store(layout.q_offsets + B, end_row.to(tl.int32), mask=request == 0)
+    tl.store(layout.cached_lens + request, cached.to(tl.int32))
+    if history_lens_ptr is not None:
+        tl.store(history_lens_ptr + table_row, (cached + delta).to(tl.int32), mask=delta > 0)
+
+    pages_ptr = slot_table_ptr + table_row * stride_slot_table_row
+    for first in range(0, delta, TILE):
+        token = first + tile
+        row, position = first_row + token, cached + token
+        is_delta = (token < delta) & (row < T)
+        if requests is None:
+            source = tl.load(starts_ptr + request).to(tl.int64) + token
+            is_readable = is_delta & (source >= 0) & (source < D)
+        else:
+            source = table_row * HELD + position % HELD
+            is_readable = is_delta
+        token_id = tl.load(token_ids_ptr + source, mask=is_readable, other=0).to(tl.int64)
+        has_slot = is_readable & (position < max_len)
+        page = tl.load(pages_ptr + position // PAGE_SIZE, mask=has_slot, other=0).to(tl.int64)
+        slot = tl.where(has_slot, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+        _store_rows(layout, row, token_id, position, slot, -1, is_delta)
+
+    if K > 0:
+        column = tl.arange(0, COLUMNS).to(tl.int64)
+        is_column, is_candidate = column < K, column < candidates
+        first_candidate = first_row + delta
+        candidate_row = first_candidate + column
+        is_row = is_candidate & (candidate_row < T)
+        candidate_ids = candidate_ids_ptr + request * stride_candidate_ids_request
+        token_id = tl.load(candidate_ids + column, mask=is_row, other=0).to(tl.int64)
+        position = cached + delta + tl.zeros([COLUMNS], tl.int64)
+        parent_row = tl.full([COLUMNS], -1, tl.int64)
+        if parents_ptr is not None:
+            parents_ptr += request * stride_parents_request
+            parent = _earlier(tl.load(parents_ptr + column, mask=is_candidate, other=-1), column)
+            parent_row = tl.where(parent >= 0, first_candidate + parent, -1)
+            while tl.max(parent, axis=0) >= 0:
+                position += (parent >= 0).to(tl.int64)
+                above = tl.load(parents_ptr + parent, mask=parent >= 0, other=-1)
+                parent = _earlier(above, parent)
+        _store_rows(layout, candidate_row, token_id, position, -1, parent_row.to(tl.int32), is_row)
+
+        # The padding columns of earlier requests come between the last candidate and this request's padding columns.
+        padding_place = end_place + (request * K - first_place) + (column - candidates)
+        place = tl.where(is_candidate, first_place + column, padding_place)
+        candidate_row = tl.where(is_candidate, candidate_row, -1)
+        tl.store(layout.candidate_rows + request * K + column, candidate_row, mask=is_column)
+        tl.store(layout.head_rows + place, candidate_row, mask=is_column)
+        tl.store(layout.head_targets + place, request * K + column, mask=is_column)
+
+    rows = delta + candidates
+    store_items(
+        layout.plan, first_item, most_items, request, table_row, first_row, rows, delta, cached, TILE_TOKENS
+    )
+
+    # Each program fills a share of the rest.
+    share, stride = request * TILE, B.to(tl.int64) * TILE
+    for first in range(end_row + share, T, stride):
+        padding_row = first + tile
+        _store_rows(layout, padding_row, 0, 0, -1, -1, padding_row < T)
+    for first in range(share, num_counters, stride):
+        tl.store(layout.counters + first + tile, 0, mask=first + tile < num_counters)
+    plan_end = (1 + most_items).to(tl.int64) * ITEM_SIZE
+    for first in range((1 + end_item) * ITEM_SIZE + share, plan_end, stride):
+        tl.store(layout.plan + first + tile, 0, mask=first + tile < plan_end)
+    header = tl.arange(0, ITEM_SIZE)
+    tl.store(layout.plan + header, tl.where(header == 0, tl.minimum(end_item, most_items), 0), mask=request == 0)
+
+
+_reference = partial(_lay_out, tile_rows=BLOCK_M.value, split_tiles=SPLIT_TILES.value, num_splits=most_splits)
+
+
+@operator(reference=_reference, mutates=["history.cached_lens"])
+def _launch(
+    out: RaggedLayout,
+    candidate_ids: Tensor,
+    candidate_lens: Tensor,
+    slot_table: Tensor,
+    delta: DeltaTokens | None,
+    requests: StepRequests | None,
+    history: StepHistory | None,
+    candidate_parents: Tensor | None,
+    page_size: int,
+    max_new: int,
+    group: int,
+) -> None:
+    (rows, columns), held = candidate_ids.shape, 1
+    if delta is not None:
+        tokens = (None, delta.token_ids, delta.starts, delta.lens, delta.cached_lens, delta.table_rows)
+    else:
+        assert requests is not None and history is not None
+        tokens = (history.cached_lens, history.tokens, None, None, requests.cached_lens, requests.table_rows)
+        held = history.tokens.shape[1]
+    candidates = (*with_row_stride(candidate_ids), candidate_lens, *with_row_stride(candidate_parents))
+    sizes = (rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters))
+    _lay_out_kernel[(rows,)](
+        out,
+        requests,
+        *tokens,
+        *candidates,
+        *with_row_stride(slot_table),
+        slot_table.shape[1],
+        *sizes,
+        HELD=held,
+        MAX_NEW=max_new,
+        PAGE_SIZE=page_size,
+        TILE_TOKENS=BLOCK_M.value // group,
+        K=columns,
+        COLUMNS=next_power_of_2(columns),
+        TILE=TILE,
+        num_warps=NUM_WARPS,
+        **overlapping(),
+    )
+
+
+_SPEC = Spec("""
+    candidate_ids: int [B+, K]
+    candidate_lens: int32 [B]
+    slot_table: int32 [*, pages]
+    delta?: DeltaTokens
+    candidate_parents?: int32 [B, K]
+""")
+_STEP = Spec("""
+    requests: StepRequests of gather_requests (positions, table_rows, guided, wants_length, cached_lens) [B]
+    history: StepHistory (tokens, cached_lens)
+""")
+
+
+def lay_out(
+    candidate_ids: Tensor,  # int32|int64 [B, K]
+    candidate_lens: Tensor,  # int32 [B]
+    slot_table: Tensor,  # int32 [R, pages]
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    delta: DeltaTokens | None = None,  # [B]
+    requests: StepRequests | None = None,  # [B]
+    history: StepHistory | None = None,  # [R]
+    max_new: int = 1,  # W
+    candidate_parents: Tensor | None = None,  # int32 [B, K]
+    page_size: int = 1,
+    backend: str = "auto",
+) -> RaggedLayout:
+    """Lay out the tokens of one value-model forward in ``T = D + B * K`` rows, and plan its attention, on the device.
+
+    The delta tokens are either passed as ``delta``, or chosen from the ``history`` of ``requests``: then ``D`` is
+    ``B * M``, and ``history.cached_lens`` is updated in place.
+
+    Causes no host-device sync, and no recompilation for a new number of requests or tokens. Lengths are not checked,
+    because that would need a host-device sync. Tokens beyond the slot table have no slot and are not cached. If lengths
+    violate a condition below, the layout is meaningless, but the kernel neither reads nor writes outside its tensors.
+
+    Args:
+        candidate_ids: int32 or int64 [B, K]; the candidates of each request from column 0 on. Rows may be strided;
+            ``K`` may be 0.
+        candidate_lens: int32 [B]; number of candidates of each request, clamped to 0 .. ``K``. A request of ``history``
+            with 0 waits, unless the history has no room for ``max_new`` tokens beyond the missing ones.
+        slot_table: int32 [R, pages]; token ``p`` of table row ``r`` is in slot
+            ``slot_table[r, p // page_size] * page_size + p % page_size``. Rows may be strided.
+        num_heads: query heads of the value model.
+        num_kv_heads: key/value heads. ``num_heads`` is up to 64 times this number.
+        delta: the delta tokens. If ``None``, ``requests`` and ``history`` must be passed.
+        requests: result of :func:`gather_requests` for ``history``.
+        history: history of the requests, which holds the last M tokens of each sequence.
+        max_new: maximum number of tokens that a sequence of ``history`` grows by in a step.
+        candidate_parents: int32 [B, K]; the earlier column of each candidate's parent. For any other value (-1), the
+            candidate follows the delta. If ``None``, all candidates do. Rows may be strided.
+        page_size: slots per page.
+        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+
+    Returns:
+        The :class:`RaggedLayout`, on the device of ``candidate_ids``.
+
+    Raises:
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
+
+    Example:
+        >>> import torch
+        >>> def i32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> layout = lay_out(  # two requests at a decode step, of whose three candidate columns one is padding
+        ...     i32((1, 2), (3, -1)), i32(2, 1), i32(range(10, 20), range(70, 80)), num_heads=2, num_kv_heads=1,
+        ...     delta=DeltaTokens(i32(7, 8), starts=i32(0, 1), lens=i32(1, 1), cached_lens=i32(5, 9), table_rows=i32(1, 0))
+        ... )
+        >>> layout.token_ids
+        tensor([7, 1, 2, 8, 3, 0])
+        >>> layout.positions
+        tensor([ 5,  6,  6,  9, 10,  0])
+        >>> layout.slots
+        tensor([75, -1, -1, 19, -1, -1])
+        >>> layout.head_rows
+        tensor([ 1,  2,  4, -1])
+        >>> layout.head_targets
+        tensor([0, 1, 2, 3])
+    """
+    backend, sizes = _SPEC.check(backend, candidate_ids, candidate_lens, slot_table, delta, candidate_parents)
+    if (delta is None) == (requests is None) or (requests is None) != (history is None):
+        given = [name for name, x in (("delta", delta), ("requests", requests), ("history", history)) if x is not None]
+        raise ValueError(f"delta must be passed, or requests and history, got {' and '.join(given) or 'neither'}")
+    if requests is not None and history is not None:
+        _, sizes = _STEP.check(backend, requests, history, device=candidate_ids.device, sizes=sizes)
+        check_history(history)
+        if slot_table.shape[0] < sizes["R"] - 1:  # the last row may be the one of dummy requests
+            raise ValueError(f"slot_table must have at least {sizes['R'] - 1} rows, got {slot_table.shape[0]}")
+        sizes["D"] = sizes["B"] * sizes["M"]
+    for name, value in (("num_kv_heads", num_kv_heads), ("page_size", page_size), ("max_new", max_new)):
+        check_int(name, value, 1)
+    check_int("num_heads", num_heads, 1)
+    group = num_heads // num_kv_heads
+    if num_heads % num_kv_heads or group > BLOCK_M.value:
+        accepted = f"a multiple of num_kv_heads, {num_kv_heads}, up to {BLOCK_M.value} times as many"
+        raise ValueError(f"num_heads must be {accepted}, got {num_heads}")
+    rows = sizes["B"]
+    sizes["T"] = total_tokens = sizes["D"] + rows * sizes["K"]
+    sizes["P"] = plan_shape(total_tokens, rows, group, sizes["pages"] * page_size)[0]
+    sizes["C"] = max(num_counters(rows, num_kv_heads), head_counters(total_tokens))
+    without = ("parents",) if candidate_parents is None else ()
+    layout = empty(RaggedLayout, candidate_ids.device, sizes, without)
+    sources = (delta, requests, history, candidate_parents)
+    _launch(backend, layout, candidate_ids, candidate_lens, slot_table, *sources, page_size, max_new, group)
+    return layout

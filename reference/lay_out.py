@@ -1,0 +1,128 @@
+"""Layout of one value-model forward in plain PyTorch: token rows, request after request, and the attention plan.
+
+Source: section 2 of the specification. Each request has its delta tokens, then its candidates. Candidates are at the
+position after the delta, or after their parent.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
+
+
+def lay_out(
+    candidate_ids: Tensor,  # [B, K]
+    candidate_lens: Tensor,  # [B]
+    slot_table: Tensor,  # [R, pages]
+    delta: DeltaTokens | None,  # [B]
+    requests: StepRequests | None,  # [B]
+    history: StepHistory | None,  # [R]
+    candidate_parents: Tensor | None,  # [B, K]
+    page_size: int,
+    max_new: int,
+    group: int,
+    *,
+    tile_rows: int,
+    split_tiles: int,
+    num_splits: Callable[[int], int],
+    out: RaggedLayout,
+) -> None:
+    """See :func:`lenvm_kernels.ops.lay_out.lay_out`.
+
+    Args:
+        tile_rows: rows of a query tile, pairs of a token and one of the ``group`` heads.
+        split_tiles: number of leading tiles of a request that are split.
+        num_splits: returns the number of splits for a number of cached tokens.
+    """
+    (b, k), device, max_len = candidate_ids.shape, candidate_ids.device, slot_table.shape[1] * page_size
+    candidate_lens = candidate_lens.clamp(0, k)
+    if delta is not None:
+        cached_lens, delta_lens, table_rows = delta.cached_lens.clamp(0, max_len), delta.lens, delta.table_rows.long()
+    else:
+        assert requests is not None and history is not None
+        held, table_rows, lengths = history.tokens.shape[1], requests.table_rows, requests.positions + 1
+        missing = (lengths - requests.cached_lens).clamp(min=0)
+        computes = (requests.guided | requests.wants_length) & ((candidate_lens > 0) | (missing > held - max_new))
+        delta_lens = torch.where(computes, missing.clamp(max=held), 0)
+        cached_lens = torch.minimum(requests.cached_lens, lengths).clamp(0, max_len)
+        grows = delta_lens > 0
+        history.cached_lens[table_rows[grows]] = (cached_lens + delta_lens)[grows]
+    out.cached_lens.copy_(cached_lens)
+    out.q_offsets.copy_(F.pad(torch.cumsum(delta_lens + candidate_lens, 0), (1, 0)))
+
+    # The request of each row, and the index of the token within the request.
+    row = torch.arange(len(out.token_ids), device=device)
+    request = torch.searchsorted(out.q_offsets[1:].long(), row, right=True)
+    is_padding = request == b
+    request = request.clamp(max=b - 1)
+    token = row - out.q_offsets[request]
+    delta_len = delta_lens[request]
+    is_delta, is_candidate = (token < delta_len) & ~is_padding, (token >= delta_len) & ~is_padding
+    position = cached_lens[request].long() + torch.minimum(token, delta_len)
+    out.positions.copy_(position.masked_fill(is_padding, 0))
+
+    out.token_ids.zero_()
+    of_candidate = request[is_candidate], (token - delta_len)[is_candidate]
+    out.token_ids[is_candidate] = candidate_ids[of_candidate].long()
+    table_row, position = table_rows[request[is_delta]], position[is_delta]
+    if delta is not None:
+        source = (delta.starts[request] + token)[is_delta]
+        out.token_ids[is_delta] = delta.token_ids[source].long()
+    elif history is not None:
+        out.token_ids[is_delta] = history.tokens[table_row, position % held].long()
+    page = slot_table[table_row, (position // page_size).clamp(max=slot_table.shape[1] - 1)].long()
+    slots = page * page_size + position % page_size
+    out.slots.fill_(-1)
+    out.slots[is_delta] = slots.masked_fill(position >= max_len, -1)
+
+    column = torch.arange(k, dtype=torch.int32, device=device)
+    is_candidate = column < candidate_lens[:, None]  # [B, K]
+    first_candidates = out.q_offsets[:-1] + delta_lens
+    candidate_rows = (first_candidates[:, None] + column).masked_fill(~is_candidate, -1).long()
+    out.candidate_rows.copy_(candidate_rows)
+    order = is_candidate.flatten().int().sort(descending=True, stable=True).indices
+    out.head_rows.copy_(candidate_rows.flatten()[order])
+    out.head_targets.copy_(order)
+    if candidate_parents is not None and out.parents is not None:
+        parent = candidate_parents.long().where((candidate_parents >= 0) & (candidate_parents < column), -1)
+        parent = parent.where(is_candidate, -1)
+        depth = torch.zeros_like(parent)
+        for i in range(k):  # parents come before their children
+            behind = depth.gather(1, parent[:, i : i + 1].clamp(min=0))[:, 0] + 1
+            depth[:, i] = torch.where(parent[:, i] >= 0, behind, 0)
+        parent_rows = candidate_rows.gather(1, parent.clamp(min=0)).where(parent >= 0, -1)
+        out.positions[candidate_rows[is_candidate]] += depth[is_candidate]
+        out.parents.fill_(-1)
+        out.parents[candidate_rows[is_candidate]] = parent_rows[is_candidate].int()
+
+    sizes = dict(tile_tokens=tile_rows // group, split_tiles=split_tiles, num_splits=num_splits)
+    plan = attention_plan(table_rows, cached_lens, out.q_offsets, candidate_lens, **sizes)
+    out.plan.zero_()
+    out.plan[: len(plan)] = plan
+    out.counters.zero_()
+
+
+def attention_plan(
+    table_rows: Tensor,  # [B]
+    cached_lens: Tensor,  # [B]
+    q_offsets: Tensor,  # [B + 1]
+    candidate_lens: Tensor,  # [B]
+    *,
+    tile_tokens: int,
+    split_tiles: int,
+    num_splits: Callable[[int], int],
+) -> Tensor:  # int32 [1 + items, 8]
+    """The header and the items of the plan of a :class:`RaggedLayout`, with ``tile_tokens`` tokens per tile."""
+    items = []
+    requests = zip(table_rows.tolist(), cached_lens.tolist(), candidate_lens.tolist(), strict=True)
+    for request, ((table_row, cached, candidates), (start, end)) in enumerate(
+        zip(requests, pairwise(q_offsets.tolist()), strict=True)
+    ):
+        for tile in range(-(-(end - start) // tile_tokens)):
+            for split in range(num_splits(cached) if tile < split_tiles else 1):
+                items.append([request, table_row, start, end - start, end - start - candidates, cached, tile, split])
+    return torch.tensor([[len(items), *[0] * 7], *items], dtype=torch.int32, device=q_offsets.device)
