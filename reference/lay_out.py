@@ -44,9 +44,9 @@ def lay_out(
         cached_lens, delta_lens, table_rows = delta.cached_lens.clamp(0, max_len), delta.lens, delta.table_rows.long()
     else:
         assert requests is not None and history is not None
-        held, table_rows, lengths = history.tokens.shape[1], requests.table_rows, requests.positions + 1
+        held, table_rows, lengths = history.tokens.shape[1], requests.request_rows, requests.lengths
         missing = (lengths - requests.cached_lens).clamp(min=0)
-        computes = (requests.guided | requests.wants_length) & ((candidate_lens > 0) | (missing > held - max_new))
+        computes = requests.needs_values & ((candidate_lens > 0) | (missing > held - max_new))
         delta_lens = torch.where(computes, missing.clamp(max=held), 0)
         cached_lens = torch.minimum(requests.cached_lens, lengths).clamp(0, max_len)
         grows = delta_lens > 0

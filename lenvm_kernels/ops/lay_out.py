@@ -25,7 +25,7 @@ from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, w
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.ops.gather_requests import check_history
+from lenvm_kernels.ops.begin_step import check_history
 from lenvm_kernels.ops.value_head import num_counters as head_counters
 from lenvm_kernels.ops.value_tree_attention.plan import (
     BLOCK_M,
@@ -74,11 +74,10 @@ def _lengths(
         delta = tl.load(lens_ptr + request, mask=exists, other=0).to(tl.int64)
         delta = tl.minimum(tl.maximum(delta, 0), D)
     else:
-        length = tl.load(requests.positions + request, mask=exists, other=-1).to(tl.int64) + 1
-        guided = tl.load(requests.guided + request, mask=exists, other=False)
-        wants_length = tl.load(requests.wants_length + request, mask=exists, other=False)
+        length = tl.load(requests.lengths + request, mask=exists, other=0).to(tl.int64)
+        needs_values = tl.load(requests.needs_values + request, mask=exists, other=False)
         missing = tl.maximum(length - cached, 0)
-        computes = (guided | wants_length) & ((candidates > 0) | (missing > HELD - MAX_NEW))
+        computes = (needs_values != 0) & ((candidates > 0) | (missing > HELD - MAX_NEW))
         delta = tl.where(computes, tl.minimum(missing, HELD), 0)
         cached = tl.minimum(cached, length)
     return tl.minimum(tl.maximum(cached, 0), max_len), delta, candidates
@@ -235,9 +234,7 @@ def _lay_out_kernel(
         tl.store(layout.head_targets + place, request * K + column, mask=is_column)
 
     rows = delta + candidates
-    store_items(
-        layout.plan, first_item, most_items, request, table_row, first_row, rows, delta, cached, TILE_TOKENS
-    )
+    store_items(layout.plan, first_item, most_items, request, table_row, first_row, rows, delta, cached, TILE_TOKENS)
 
     # Each program fills a share of the rest.
     share, stride = request * TILE, B.to(tl.int64) * TILE
@@ -275,7 +272,7 @@ def _launch(
         tokens = (None, delta.token_ids, delta.starts, delta.lens, delta.cached_lens, delta.table_rows)
     else:
         assert requests is not None and history is not None
-        tokens = (history.cached_lens, history.tokens, None, None, requests.cached_lens, requests.table_rows)
+        tokens = (history.cached_lens, history.tokens, None, None, requests.cached_lens, requests.request_rows)
         held = history.tokens.shape[1]
     candidates = (*with_row_stride(candidate_ids), candidate_lens, *with_row_stride(candidate_parents))
     sizes = (rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters))
@@ -307,7 +304,7 @@ _SPEC = Spec("""
     candidate_parents?: int32 [B, K]
 """)
 _STEP = Spec("""
-    requests: StepRequests of gather_requests (positions, table_rows, guided, wants_length, cached_lens) [B]
+    requests: StepRequests of begin_step (lengths, request_rows, needs_values, cached_lens) [B]
     history: StepHistory (tokens, cached_lens)
 """)
 
@@ -346,7 +343,7 @@ def lay_out(
         num_heads: query heads of the value model.
         num_kv_heads: key/value heads. ``num_heads`` is up to 64 times this number.
         delta: the delta tokens. If ``None``, ``requests`` and ``history`` must be passed.
-        requests: result of :func:`gather_requests` for ``history``.
+        requests: result of :func:`begin_step` for ``history``.
         history: history of the requests, which holds the last M tokens of each sequence.
         max_new: maximum number of tokens that a sequence of ``history`` grows by in a step.
         candidate_parents: int32 [B, K]; the earlier column of each candidate's parent. For any other value (-1), the

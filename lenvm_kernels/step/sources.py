@@ -125,9 +125,7 @@ class ProbeValues(ValueSource):
         if params is not None:
             check_with_probe(params)
 
-    def value_logits(
-        self, rows: StepRows, states: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
         assert states is not None
         return self.probe.value_logits(
@@ -171,9 +169,7 @@ class ModelValues(ValueSource):
         super().bind(state)
         self.cache: KVCache = KVCache.of_slots(self.value_model, state.slots.num_slots)
 
-    def value_logits(
-        self, rows: StepRows, states: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
         state, trees, (requests, nodes) = self._state, rows.trees, rows.sizes
         computed = rows.scored if trees is None else trees

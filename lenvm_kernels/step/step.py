@@ -19,6 +19,7 @@ from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.spans import SpanState
 from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops.topk_candidates import rows_are_aligned
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.step import checks, stages
@@ -313,8 +314,9 @@ class GuidedStep:
                 vocab_mask=mask,
                 backend=backend,
             )
-        options = (sampling.is_logits, sampling.sample, verify is not None, backend, rows_are_aligned(scores))
-        call = StepCall(scores, mask, *options)
+        options = (sampling.is_logits, sampling.sample, verify is not None, backend)
+        is_aligned = rows_are_aligned(scores) and scores.data_ptr() % 16 == 0
+        call = StepCall(scores, mask, *options, is_aligned)
         if graphs is None:
             result = self._guide(rows, call, batch.states)
         else:
@@ -343,7 +345,9 @@ class GuidedStep:
             values = self.values.value_logits(rows, states)
         with profiler_range("draw"):
             drawn = stages.draw_tokens(self._state, rows, candidates, values, call)
-            verified = verify_drafts(drawn.tokens, rows.requests.drafts, backend=call.backend) if call.verifies else None
+            verified = (
+                verify_drafts(drawn.tokens, rows.requests.drafts, backend=call.backend) if call.verifies else None
+            )
         return StepResult(candidates, None if values is None else values[0], drawn, verified)
 
     def _guide_from_addresses(self, rows: StepRows, call: StepCall) -> StepResult:

@@ -100,7 +100,7 @@ class RaggedBatch:
             positions = torch.where(token < 0, layout.positions, images.positions[:, token])
             rows = torch.where(token < 0, -1, images.rows[token])
             images = ImageTokens(positions, rows, images.embeds)
-        table_rows = (delta or requests).table_rows
+        table_rows = requests.request_rows if delta is None else delta.table_rows
         return cls(layout, slot_table, table_rows, candidate_lens, page_size, expected_rows, images)
 
 

@@ -94,7 +94,10 @@ ERRORS = {
             r"new_lens must say how many of the tokens \[B, N\] are new, got None",
         ),
         ({"history.tokens": size(1, 0)}, r"history.tokens must be contiguous and have a column, got \[6, 0\]"),
-        ({"out": lambda x: empty_requests(2, torch.device("cpu"), 2)}, "out must have a row for each of the 3 requests, got 2"),
+        (
+            {"out": lambda x: empty_requests(2, torch.device("cpu"), 2)},
+            "out must have a row for each of the 3 requests, got 2",
+        ),
         *each("padding_row", (6, -1), r"padding_row must be in \[0, 6\), got {}"),
         ({"padding_row": 1.0}, "padding_row must be an int, got float"),
         ({"padding_row": True}, "padding_row must be an int, got bool"),

@@ -124,9 +124,7 @@ def test_history_holds_the_last_new_tokens_by_position(device, backend, held, le
     """Columns wrap around. With three new tokens in a sequence of two, the first new token has no position."""
     table, history = guidance_table(3, {}, device), make_history(3, held, device)
     tokens, row = torch.tensor([[0, 1, 2]], device=device), torch.tensor([1], device=device)
-    begin_step(
-        table, tokens, row, i32(length).to(device), new_lens=i32(3).to(device), history=history, backend=backend
-    )
+    begin_step(table, tokens, row, i32(length).to(device), new_lens=i32(3).to(device), history=history, backend=backend)
     assert history.tokens.tolist() == [[-7] * held, wanted, [-7] * held]
 
 

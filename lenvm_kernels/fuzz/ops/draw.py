@@ -132,7 +132,9 @@ OPERATOR = named_operator(
     compare=compare,
     writes=("table.faults", "probs"),
     owners=lambda given: {
-        "faults": owners_in_table(given.arguments["requests"].table_rows[: given.rows], len(given.arguments["table"].faults))
+        "faults": owners_in_table(
+            given.arguments["requests"].table_rows[: given.rows], len(given.arguments["table"].faults)
+        )
     },
     most_rows=65_536,
     row_size=lambda options: options["vocab"] + 40 * options["columns"],

@@ -11,7 +11,7 @@ from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, exact_operator, owners_in_table, owners_of_rows
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
 from lenvm_kernels.fuzz.ops.expand_drafts import apart, draw_parents
-from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
+from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens
 
@@ -79,9 +79,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     return NamedInputs(arguments, count)
 
 
-def _delta(
-    draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]
-) -> DeltaTokens:
+def _delta(draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]) -> DeltaTokens:
     """Deltas of requests in shuffled order, with tokens of no request before, between and after."""
     count = len(rows)
     short = draws.chance("short", rows, of=0.5)
@@ -114,13 +112,11 @@ def _step(draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, option
     requests = empty_requests(count + options["spare"], rows.device)
     for x in requests:
         x.zero_()
-    requests.positions[count:] = -1
-    requests.table_rows[count:] = count + SPARE_ROWS  # the last row, beyond the slot table
+    requests.request_rows[count:] = count + SPARE_ROWS  # the last row, beyond the slot table
     of_requests = {
-        "positions": lengths - 1,
-        "table_rows": table_rows,
-        "guided": draws.chance("guided", rows, of=0.6),
-        "wants_length": draws.chance("wants_length", rows, of=0.3),
+        "lengths": lengths,
+        "request_rows": table_rows,
+        "needs_values": draws.chance("needs_values", rows, of=0.7),
         "cached_lens": cached_lens,
     }
     fill(requests, slice(count), of_requests)
@@ -144,7 +140,7 @@ def owners(given: NamedInputs) -> dict[str, Tensor]:
     if "history" in arguments:
         history = arguments["history"]
         arguments["history"] = history._replace(cached_lens=history.cached_lens.clone())
-        table_rows = arguments["requests"].table_rows[: given.rows]
+        table_rows = arguments["requests"].request_rows[: given.rows]
         no_row = torch.full((1,), -1, device=table_rows.device)
         found["history"] = owners_in_table(table_rows, len(history.cached_lens))
         found |= {"history.step": no_row, "history.uncounted": no_row}
@@ -173,7 +169,7 @@ def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
         found.append(Output("parents from the request's first row on", from_first, of_tokens))
     if "history.cached_lens" in layout:
         written = layout["history.cached_lens"]
-        of_table = owners_in_table(given.arguments["requests"].table_rows[: given.rows], len(written))
+        of_table = owners_in_table(given.arguments["requests"].request_rows[: given.rows], len(written))
         found.append(Output("history.cached_lens", written, of_table))
     return found
 
@@ -196,6 +192,6 @@ OPERATOR = exact_operator(
     },
     reads={
         "history": ("tokens", "cached_lens"),
-        "requests": ("positions", "table_rows", "guided", "wants_length", "cached_lens"),
+        "requests": ("lengths", "request_rows", "needs_values", "cached_lens"),
     },
 )

@@ -81,6 +81,7 @@ def _scan_kernel(
     stride_scores_request,
     mask_ptr,  # [B, ceil(V / 32)] or None
     stride_mask_request,
+    addresses_ptr,  # int64 [4] or None
     V,
     IS_LOGITS: tl.constexpr,
     ROWS_ALIGNED: tl.constexpr,  # each row begins at a multiple of ALIGNMENT
@@ -89,8 +90,6 @@ def _scan_kernel(
     PROGRAM_TILES: tl.constexpr,
 ):
     tiles = tl.cdiv(V, TILE)
-    if ROWS_ALIGNED:
-        stride_scores_request = stride_scores_request // ALIGNMENT * ALIGNMENT
     request = tl.program_id(0).to(tl.int64)
     if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
         if not tl.load(guided_ptr + request):
@@ -99,6 +98,11 @@ def _scan_kernel(
     scale, _, _ = _exponent_scale(temperature_ptr, request)
     tile = tl.program_id(1) * PROGRAM_TILES + tl.arange(0, PROGRAM_TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    scores = (scores_ptr, stride_scores_request, mask_ptr, stride_mask_request)
+    alignment: tl.constexpr = ALIGNMENT if ROWS_ALIGNED else 1
+    scores_ptr, stride_scores_request, mask_ptr, stride_mask_request = _located(*scores, addresses_ptr, alignment)
+    if ROWS_ALIGNED:
+        stride_scores_request = stride_scores_request // ALIGNMENT * ALIGNMENT
     scores = (scores_ptr, stride_scores_request, mask_ptr, stride_mask_request)
     x = _load_scores(*scores, request, token, token < V, IS_LOGITS)
     # NaN and +inf propagate to the sum: a sum that is not finite marks the request as broken.
@@ -111,7 +115,7 @@ def _scan_kernel(
     tl.store(tile_sum_ptr + request * tiles + tile, total, mask=tile < tiles)
 
 
-@operator(reference=_reference, mutates=["scored", "step"])
+@operator(reference=_reference, mutates=["scored", "step"], only_kernels=["addresses", "is_aligned"])
 def _launch(
     out: Candidates,
     scores: Tensor,
@@ -123,6 +127,8 @@ def _launch(
     is_logits: bool,
     guided: Tensor | None,
     vocab_mask: Tensor | None,
+    addresses: Tensor | None,
+    is_aligned: bool,
     table: CandidateColumns | None,
     table_rows: Tensor | None,
     generated: Tensor | None,
@@ -136,60 +142,64 @@ def _launch(
     scored: ScoredCandidates | None,
 ) -> None:
     (count, vocab), device = scores.shape, scores.device
-    rows = count if scored is None else scored.counts.shape[0]
+    if count == 0:
+        return
     tiles = ceil_div(vocab, TILE)
     tile_max = torch.empty(count, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(count, tiles, dtype=torch.float32, device=device)
-    inputs = (scores, scores.stride(0), *with_row_stride(vocab_mask), vocab)
-    if count:
-        program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
-        _scan_kernel[(count, ceil_div(tiles, program_tiles))](
-            tile_max,
-            tile_sum,
-            guided,
-            temperature,
-            *inputs,
-            IS_LOGITS=is_logits,
-            ROWS_ALIGNED=vocab % ALIGNMENT == 0 and (count == 1 or scores.stride(0) % ALIGNMENT == 0),
-            ALIGNMENT=ALIGNMENT,
-            TILE=TILE,
-            PROGRAM_TILES=program_tiles,
-            num_warps=4,
-        )
-    if rows:
-        strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
-        sentences = 0 if text_breaks is None else text_breaks.shape[0]
-        filters = (guided, temperature, top_k, top_p, min_p)
-        _filter_kernel[(rows,)](
-            out,
-            tile_max,
-            tile_sum,
-            *filters,
-            table,
-            strides,
-            table_rows,
-            generated,
-            text_breaks,
-            sentences,
-            last_tokens,
-            scored,
-            requests,
-            drawn,
-            step,
-            int(sample),
-            *inputs,
-            count,
-            ends,
-            SCORE_ALL=score_all,
-            IS_LOGITS=is_logits,
-            K=max_candidates,
-            ENDS=next_power_of_2(ends),
-            TILE=TILE,
-            TILES=next_power_of_2(tiles),
-            num_warps=4 if max_candidates <= 16 else 8,
-            # Fusing a product with an addition across threads would give the threads different entropies.
-            enable_fp_fusion=False,
-        )
+    inputs = (scores, scores.stride(0), *with_row_stride(vocab_mask), addresses, vocab)
+    program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
+    _scan_kernel[(count, ceil_div(tiles, program_tiles))](
+        tile_max,
+        tile_sum,
+        guided,
+        temperature,
+        *inputs,
+        IS_LOGITS=is_logits,
+        ROWS_ALIGNED=rows_are_aligned(scores) if addresses is None else is_aligned,
+        ALIGNMENT=ALIGNMENT,
+        TILE=TILE,
+        PROGRAM_TILES=program_tiles,
+        num_warps=4,
+    )
+    strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
+    sentences = 0 if text_breaks is None else text_breaks.shape[0]
+    filters = (guided, temperature, top_k, top_p, min_p)
+    _filter_kernel[(count,)](
+        out,
+        tile_max,
+        tile_sum,
+        *filters,
+        table,
+        strides,
+        table_rows,
+        generated,
+        text_breaks,
+        sentences,
+        last_tokens,
+        scored,
+        requests,
+        drawn,
+        step,
+        int(sample),
+        *inputs,
+        ends,
+        SCORE_ALL=score_all,
+        IS_LOGITS=is_logits,
+        K=max_candidates,
+        ENDS=next_power_of_2(ends),
+        TILE=TILE,
+        TILES=next_power_of_2(tiles),
+        num_warps=4 if max_candidates <= 16 else 8,
+        # Fusing a product with an addition across threads would give the threads different entropies.
+        enable_fp_fusion=False,
+    )
+
+
+def rows_are_aligned(scores: Tensor) -> bool:
+    """Whether each row of the scores begins at a multiple of ``ALIGNMENT`` elements from the first."""
+    (count, vocab), stride = scores.shape, scores.stride(0)
+    return vocab % ALIGNMENT == 0 and (count == 1 or stride % ALIGNMENT == 0)
 
 
 def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandidates:
@@ -206,7 +216,7 @@ _SPEC = Spec(f"""
     generated?: int32 [B]
     text_breaks?: int8 [S]
     last_tokens?: int [B]
-    requests?: StepRequests of begin_step (positions, wants_length, due)
+    requests?: StepRequests of begin_step (positions, wants_length, due) [B]
     drawn?: int32 [B]
     step?: int64 [1]
     scored?: ScoredCandidates contiguous
@@ -224,6 +234,8 @@ def topk_candidates(
     is_logits: bool = False,
     guided: Tensor | None = None,
     vocab_mask: Tensor | None = None,
+    addresses: Tensor | None = None,
+    is_aligned: bool = False,
     table: GuidanceColumns | None = None,
     table_rows: Tensor | None = None,
     generated: Tensor | None = None,
@@ -273,6 +285,9 @@ def topk_candidates(
         guided: bool ``[B]``. Unguided requests are not read, and their results are empty. If None, all are guided.
         vocab_mask: int32 ``[B, ceil(V / 32)]``, bit 1 = allowed, token ``t`` is bit ``t % 32`` of word ``t // 32`` (as
             packed by xgrammar). Applied before everything else.
+        addresses: int64 ``[4]`` of :func:`begin_step`; addresses and row strides of the scores and of the mask, for CUDA
+            graphs. ``scores`` and ``vocab_mask`` then only give dtype and shape, and are not read. Not for the reference.
+        is_aligned: with ``addresses``, whether each row begins at a multiple of 16 elements, and the first at 16 bytes.
         table: guidance parameters of ``R`` requests. If None, only the filters apply.
         table_rows: int32 or int64 ``[B]``; row of each request in the table. If None, request i has row i.
         generated: int32 ``[B]``; number of generated tokens, for ``due_length``. If None, 0.
@@ -280,15 +295,13 @@ def topk_candidates(
             ``min_end_prob`` is multiplied by 1/10,000 after the end of a sentence, by 1/10 after the end of a line, and
             by 100 elsewhere. If None, it is not scaled.
         last_tokens: int32 or int64 ``[B]``; required with ``text_breaks``, the token before each request's scores.
-        requests: result of :func:`begin_step` with ``N >= B`` rows; required with
-            ``scored``.
+        requests: result of :func:`begin_step`; required with ``scored``.
         drawn: int32 ``[B]``; next tokens that are not drawn from the candidates, negative if unknown. If None, unknown.
         sample: whether the next token of a request with a single candidate is that candidate.
         score_all: whether to score all candidates, also those that are not reweighted.
         step: int64 ``[1]``; :attr:`StepHistory.step`, incremented if ``scored`` has a row. If None, no history is kept.
-        scored: :class:`ScoredCandidates` of ``N`` rows and ``K`` columns, contiguous, which is written. Rows from ``B``
-            on have nothing to score, so that a CUDA graph captured for a larger batch can run. If None, the candidates
-            are only selected.
+        scored: :class:`ScoredCandidates` of ``B`` rows and ``K`` columns, contiguous, which is written. If None, the
+            candidates are only selected.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments and convert numbers to tensors. If False, ``backend`` must be
             ``triton`` or ``reference``.
@@ -326,8 +339,8 @@ def topk_candidates(
         if table_rows is None and sizes.get("R", count) < count:
             came = f"{sizes['R']} (or give table_rows)"
             raise ValueError(f"table must have a row for each of the {count} requests, got {came}")
-        if sizes.get("N", count) < count:
-            raise ValueError(f"requests must have a row for each of the {count} requests, got {sizes['N']}")
+        if sizes.get("N", count) != count:
+            raise ValueError(f"scored must have a row for each of the {count} requests, got {sizes['N']}")
         top_k = per_request("top_k", top_k, torch.int32, count, scores.device)
         top_p = per_request("top_p", top_p, torch.float32, count, scores.device)
         min_p = per_request("min_p", min_p, torch.float32, count, scores.device)
@@ -342,7 +355,7 @@ def topk_candidates(
         lost_mass=torch.empty(count, dtype=dtype, device=device),
     )
     columns = None if table is None else select_columns(CandidateColumns, table)
-    filters = (top_k, top_p, min_p, max_candidates, temperature, is_logits, guided, vocab_mask)
+    filters = (top_k, top_p, min_p, max_candidates, temperature, is_logits, guided, vocab_mask, addresses, is_aligned)
     scoring = (requests, drawn, sample, score_all, step, scored)
     _launch(backend, candidates, scores, *filters, columns, *of_table, *scoring)
     return candidates

@@ -60,6 +60,20 @@ def _exponent_scale(temperature_ptr, request):
 
 
 @triton.jit
+def _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, ALIGNMENT):
+    """The scores and the mask, with their row strides, at the addresses that a step has stored, unless None."""
+    if addresses_ptr is not None:
+        # With the alignment, loads are as wide as those from a pointer argument.
+        address = tl.multiple_of(tl.load(addresses_ptr), ALIGNMENT)
+        scores_ptr = address.to(tl.pointer_type(scores_ptr.dtype.element_ty))
+        stride_scores_request = tl.load(addresses_ptr + 1)
+        if mask_ptr is not None:
+            mask_ptr = tl.load(addresses_ptr + 2).to(tl.pointer_type(tl.int32))
+            stride_mask_request = tl.load(addresses_ptr + 3)
+    return scores_ptr, stride_scores_request, mask_ptr, stride_mask_request
+
+
+@triton.jit
 def _load_scores(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, is_there, IS_LOGITS):
     """fp32 scores of a request's tokens. Masked and missing tokens get the score of a non-candidate."""
     nothing = -float("inf") if IS_LOGITS else 0.0
@@ -94,7 +108,7 @@ def _store_scored(
 
 # Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
-    do_not_specialize=["sample", "B"],
+    do_not_specialize=["sample"],
     do_not_specialize_on_alignment=[
         "guided_ptr",
         "temperature_ptr",
@@ -123,8 +137,8 @@ def _filter_kernel(
     text_breaks_ptr,  # [S] or None
     S,
     last_tokens_ptr,  # [B] or None
-    scored,  # ScoredCandidates of N >= B rows, written, or None
-    requests,  # StepRequests of N rows, or None
+    scored,  # ScoredCandidates, written, or None
+    requests,  # StepRequests or None
     drawn_ptr,  # int32 [B] or None
     step_ptr,  # int64 [1] or None, written
     sample,  # whether the candidates are drawn from
@@ -132,8 +146,8 @@ def _filter_kernel(
     stride_scores_request,
     mask_ptr,  # [B, ceil(V / 32)] or None
     stride_mask_request,
+    addresses_ptr,  # int64 [4] or None
     V,
-    B,
     E,
     SCORE_ALL: tl.constexpr,
     IS_LOGITS: tl.constexpr,
@@ -148,12 +162,6 @@ def _filter_kernel(
     if scored is not None:
         if step_ptr is not None:
             tl.atomic_add(step_ptr, 1, mask=request == 0, sem="relaxed")
-        if request >= B:
-            tl.store(scored.token_ids + request * K + column, no_tokens)
-            tl.store(scored.counts + request, 0)
-            tl.store(scored.positions + request, 0)
-            tl.store(scored.alone + request, False)
-            return
     if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
         if not tl.load(guided_ptr + request):
             tl.store(candidates.token_ids + request * K + column, no_tokens)
@@ -201,7 +209,7 @@ def _filter_kernel(
 
     token = chosen[:, None] * TILE + tl.arange(0, TILE)[None, :]
     is_there = (chosen >= 0)[:, None] & (token < V)
-    scores = (scores_ptr, stride_scores_request, mask_ptr, stride_mask_request)
+    scores = _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, 1)
     x = _load_scores(*scores, request, token, is_there, IS_LOGITS)
     keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
     first = 1 / total if IS_LOGITS else best  # probability of the best token
