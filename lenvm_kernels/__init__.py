@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from lenvm_kernels.types import Candidates as Candidates
     from lenvm_kernels.types import CandidateTrees as CandidateTrees
     from lenvm_kernels.types import DeltaTokens as DeltaTokens
-    from lenvm_kernels.types import DrawnTokens as DrawnTokens
     from lenvm_kernels.types import Drafts as Drafts
+    from lenvm_kernels.types import DrawnTokens as DrawnTokens
     from lenvm_kernels.types import EmbeddedTokens as EmbeddedTokens
     from lenvm_kernels.types import Filters as Filters
     from lenvm_kernels.types import GuidanceColumns as GuidanceColumns

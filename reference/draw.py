@@ -32,12 +32,11 @@ def draw(
     temperature: torch.Tensor | None,  # [B]
     text_breaks: torch.Tensor | None,  # [S]
     sample: bool,
-    probs: torch.Tensor | None,  # [B, V]
 ) -> DrawnTokens:
     """See :func:`lenvm_kernels.ops.draw.draw`."""
     requests = type(requests)(*(x[: len(candidates.probs)] for x in requests))
     table_rows = requests.table_rows
-    options = dict(table_rows=table_rows, generated=requests.generated, text_breaks=text_breaks, probs=probs)
+    options = dict(table_rows=table_rows, generated=requests.generated, text_breaks=text_breaks)
     guided_probs = reweight_scatter(candidates, value_logits, table, **options)
     tokens = torch.full_like(candidates.token_ids[:, 0], -1) if drawn is None else drawn
     if sample:

@@ -25,7 +25,6 @@ def reweight_scatter(
     table_rows: torch.Tensor | None,  # [B]
     generated: torch.Tensor | None,  # [B]
     text_breaks: torch.Tensor | None,  # [S]
-    probs: torch.Tensor | None,  # [B, V]
 ) -> torch.Tensor:
     """See :func:`lenvm_kernels.ops.reweight_scatter.reweight_scatter`."""
     if table_rows is None:
@@ -114,13 +113,23 @@ def reweight_scatter(
 
     result = torch.where(((mode == Mode.MUL) & (scale <= 0)) | reached, q, result)
     result = torch.where(guided & ~faulty & (expected_value >= column("value_min")), result, q)
-    result = result.to(compute_dtype(candidates.probs, value_logits))
-    if probs is not None:
-        written = (guided[:, 0] | (candidates.status == Status.SINGLE)).nonzero()[:, 0]
-        dense = torch.zeros(len(written), probs.shape[1], dtype=probs.dtype, device=probs.device)
-        ids = torch.where(active, candidates.token_ids, 0).long()[written]
-        probs[written] = dense.scatter_add_(1, ids, result[written].to(probs.dtype))  # padding adds 0
-    return result
+    return result.to(compute_dtype(candidates.probs, value_logits))
+
+
+def scatter_probs(
+    guided_probs: torch.Tensor,  # [B, K]
+    candidates: Candidates,
+    mode: torch.Tensor,  # [R]
+    table_rows: torch.Tensor | None,  # [B]
+    out: torch.Tensor,  # [B, V]
+) -> None:
+    """See :func:`lenvm_kernels.ops.reweight_scatter.scatter_probs`."""
+    mode = mode[: len(out)] if table_rows is None else mode[table_rows.long()]
+    guided = (candidates.status == Status.GUIDE) & (mode != Mode.UNGUIDED)
+    written = (guided | (candidates.status == Status.SINGLE)).nonzero()[:, 0]
+    dense = torch.zeros(len(written), out.shape[1], dtype=out.dtype, device=out.device)
+    ids = candidates.token_ids.clamp(min=0).long()[written]
+    out[written] = dense.scatter_add_(1, ids, guided_probs[written].to(out.dtype))  # padding adds 0
 
 
 def target_logits(candidates: Candidates, table: GuidanceColumns, table_rows: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns, with_row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
-from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE, launch_scatter
+from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE
 from lenvm_kernels.ops.reweight_scatter.reweight import (
     _GUIDE,
     _SINGLE,
@@ -144,7 +144,7 @@ def _draw_kernel(
     tl.store(out.remaining_lengths + request, tl.where(is_wanted, length, float("nan")), mask=valid)
 
 
-@operator(reference=_reference, mutates=["table.faults", "probs"])
+@operator(reference=_reference, mutates=["table.faults"])
 def _launch(
     out: DrawnTokens,
     candidates: Candidates,
@@ -156,7 +156,6 @@ def _launch(
     temperature: Tensor | None,
     text_breaks: Tensor | None,
     sample: bool,
-    probs: Tensor | None,
 ) -> None:
     rows, columns = out.guided_probs.shape
     if rows == 0:
@@ -169,8 +168,6 @@ def _launch(
     _draw_kernel[(ceil_div(rows, tile_requests),)](
         out, *inputs, sentences, *ends, rows, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
     )
-    if probs is not None:
-        launch_scatter(probs, out.guided_probs, candidates, table.mode, requests.table_rows)
 
 
 _SPEC = Spec(f"""
@@ -183,7 +180,6 @@ _SPEC = Spec(f"""
     drawn?: int32 [B]
     temperature?: float32 [B]
     text_breaks?: int8 [S]
-    probs?: float [B, V]
 """)
 
 
@@ -199,7 +195,6 @@ def draw(
     drawn: Tensor | None = None,  # int32 [B]
     temperature: Tensor | None = None,  # fp32 [B]
     text_breaks: Tensor | None = None,  # int8 [S]
-    probs: Tensor | None = None,  # [B, V]
     backend: str = "auto",
     validate: bool = True,
 ) -> DrawnTokens:  # [B, K], [B]
@@ -230,7 +225,6 @@ def draw(
         temperature: fp32 ``[B]``. Requests below 1e-6 take the most probable candidate, the first one of a tie. The
             probabilities already include the temperature. If None, no request is greedy.
         text_breaks: int8 ``[S]``, see :func:`reweight_scatter`.
-        probs: fp32, bf16 or fp16 ``[B, V]``, see :func:`reweight_scatter`; written in a second launch.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
@@ -263,7 +257,6 @@ remaining_lengths=tensor([0.]))
             drawn,
             temperature,
             text_breaks,
-            probs,
         )
         backend, sizes = _SPEC.check(backend, *arguments)
         if sizes["N"] < sizes["B"]:
@@ -273,6 +266,6 @@ remaining_lengths=tensor([0.]))
     out = DrawnTokens(guided_probs, torch.empty_like(row, dtype=torch.int32), torch.empty_like(row))
     of_requests = (requests.table_rows, requests.generated, requests.wants_length)
     inputs = DrawRequests(*of_requests, scored.positions, scored.token_ids, scored.counts)
-    columns, options = select_columns(DrawColumns, table), (drawn, temperature, text_breaks, sample, probs)
+    columns, options = select_columns(DrawColumns, table), (drawn, temperature, text_breaks, sample)
     _launch(backend, out, candidates, value_logits, predicted, columns, inputs, *options)
     return out

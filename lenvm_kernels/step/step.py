@@ -19,6 +19,7 @@ from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.spans import SpanState
 from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops.reweight_scatter import scatter_probs
 from lenvm_kernels.ops.topk_candidates import rows_are_aligned
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.profiling import profiler_range
@@ -326,7 +327,8 @@ class GuidedStep:
             result = graphs.run(key, lambda: self._guide_from_addresses(rows, call))
         output = first_rows(result, requests, nodes, is_reused=graphs is not None)
         if probs is not None:
-            scatter_probs(output.candidates, output.probs, state.table.columns, rows.requests.table_rows, probs)
+            of_batch = output.candidates, state.table.columns, rows.requests.table_rows[:count]
+            scatter_probs(probs, output.probs, *of_batch, backend=backend)
         if not sampling.sample and drawn is None:
             output = replace(output, tokens=None, remaining_lengths=None)
         return output if self._value_rows else replace(output, remaining_lengths=None)
@@ -414,8 +416,8 @@ class GuidedStep:
         """Compile every kernel and capture the graphs of every batch size, so that no later step has to.
 
         Covers steps with and without drafts, if ``tokens [B, N]`` have ``1 + max_drafts`` columns. The kernels of steps
-        with a ``vocab_mask`` are compiled, but their graphs are captured on first use. The memory that the warm-up takes
-        does not depend on the size of ``scores``: dummy requests share one row.
+        with a ``vocab_mask`` are compiled, but their graphs are captured on first use. The warm-up allocates no
+        ``[B, V]``: all dummy requests share one row of scores.
 
         Args:
             scores_dtype, is_logits: dtype of the scores passed to :meth:`step`, and whether they are logits.

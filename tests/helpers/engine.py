@@ -22,12 +22,12 @@ MOST_LIKELY = "most likely"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
-def make_step(model, *, rows=8, max_len=96, page_size=4, num_pages=None, **options):
+def make_step(model, *, rows=8, max_len=96, page_size=4, num_pages=None, step_class=GuidedStep, **options):
     """A step and its slots; ``model`` is a value model, a probe, None or a :class:`ValueSource`."""
     values = model if isinstance(model, ValueSource) else value_source(model)
     device = "cpu" if values.device is None else values.device
     slots = PagedSlots(rows, max_len, page_size=page_size, num_pages=num_pages, device=device)
-    return GuidedStep(values, slots, StepConfig(vocab_size=VOCAB, **options)), slots
+    return step_class(values, slots, StepConfig(vocab_size=VOCAB, **options)), slots
 
 
 def take_step(step, scores, tokens, table_rows, lengths, **options):

@@ -1,28 +1,32 @@
-"""A value model with the padding and buffers of CUDA graphs, without a GPU."""
+"""Steps with the padding, buffers and frozen arguments of CUDA graphs, without a GPU."""
 
 import torch
+from torch.utils._pytree import tree_map
 
-from lenvm_kernels.step import ModelValues
+from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.step.graphs import Graphs
 
 
-class PaddedGraphs(Graphs):
-    """Runs the function, and returns its result at a fixed address that the next replay overwrites."""
+class RecordedGraphs(Graphs):
+    """Calls the function of the first run with a key, and returns its results at fixed addresses, as graphs do."""
 
-    def __init__(self, score, device):
-        super().__init__(score, device)
-        self.results = {}
+    def __init__(self, device):
+        super().__init__(device)
+        self.recorded = {}
 
-    def replay(self, requests, nodes):
-        result = self.score(requests, nodes)
-        return self.results.setdefault((requests, nodes), torch.empty_like(result)).copy_(result)
+    @staticmethod
+    def supports(device):
+        return True
+
+    def run(self, key, function):
+        function, written = self.recorded.setdefault(key, (function, []))
+        result = function()
+        if not written:
+            written.append(tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, result))
+        return tree_map(lambda x, y: x.copy_(y) if isinstance(x, torch.Tensor) else x, written[0], result)
 
 
-class PaddedValues(ModelValues):
-    """Values of a value model whose step pads its batches, as with CUDA graphs."""
+class PaddedStep(GuidedStep):
+    """A step that pads its batches and replays what it has recorded, as with CUDA graphs."""
 
-    graphs_class = PaddedGraphs
-
-    def __init__(self, value_model):
-        super().__init__(value_model)
-        self.can_have_graphs = True
+    graphs_class = RecordedGraphs

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs
 from lenvm_kernels.fuzz.ops import reweight_scatter as weights
@@ -14,8 +13,8 @@ from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, named_operat
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import INTERPRETED
-from lenvm_kernels.ops.draw import DrawColumns, draw
 from lenvm_kernels.ops.begin_step import empty_requests
+from lenvm_kernels.ops.draw import DrawColumns, draw
 from lenvm_kernels.reference.draw import draw_tokens
 from lenvm_kernels.types import ScoredCandidates
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import Case, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
-from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
 from lenvm_kernels.fuzz.ops._drafts import DRAFTS, draw_drafts
+from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import (

@@ -6,8 +6,8 @@ import torch
 
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, exact_operator
-from lenvm_kernels.fuzz.ops._inputs import slice_of_longer
 from lenvm_kernels.fuzz.ops._drafts import DRAFTED, DRAFTS, VOCABULARY, draw_drafts
+from lenvm_kernels.fuzz.ops._inputs import slice_of_longer
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {"slices": [False, True], "constants": ["shipped", "small"]}

@@ -20,6 +20,7 @@ from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import _GUIDE, _SINGLE, _UNGUIDED, _reweight
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
+from lenvm_kernels.reference.reweight_scatter import scatter_probs as _scatter_reference
 from lenvm_kernels.types import Candidates, GuidanceColumns
 
 # Candidates per program, two per lane of its one warp. Few, because a program iterates until its last request has
@@ -107,18 +108,33 @@ def _scatter_kernel(
         tl.store(row_ptr + candidate, tl.load(guided_probs_ptr + place), mask=is_here)
 
 
-def launch_scatter(
-    probs: Tensor, guided_probs: Tensor, candidates: Candidates, mode: Tensor, table_rows: Tensor | None
+@operator(reference=_scatter_reference, name="scatter_probs")
+def _launch_scatter(
+    out: Tensor, guided_probs: Tensor, candidates: Candidates, mode: Tensor, table_rows: Tensor | None
 ) -> None:
-    """Write ``guided_probs [B, K]`` into the rows of ``probs [B, V]``, see :func:`reweight_scatter`."""
-    (requests, vocab), columns = probs.shape, guided_probs.shape[1]
-    dense, listed = (probs, probs.stride(0)), (guided_probs, candidates.token_ids, candidates.status)
+    (requests, vocab), columns = out.shape, guided_probs.shape[1]
+    if requests == 0:
+        return
+    dense, listed = (out, out.stride(0)), (guided_probs, candidates.token_ids, candidates.status)
     _scatter_kernel[(requests, ceil_div(vocab, SLICE))](
         *dense, *listed, mode, mode.stride(0), table_rows, vocab, K=columns, SLICE=SLICE, num_warps=4
     )
 
 
-@operator(reference=_reference, mutates=["table.faults", "probs"])
+def scatter_probs(
+    probs: Tensor,  # [B, V]
+    guided_probs: Tensor,  # [B, K]
+    candidates: Candidates,
+    table: GuidanceColumns,
+    table_rows: Tensor | None,  # [B]
+    *,
+    backend: str,
+) -> None:
+    """Write guided probabilities into the rows of ``probs``, see :func:`reweight_scatter`. Arguments are not checked."""
+    _launch_scatter(backend, probs, guided_probs, candidates, table.mode, table_rows)
+
+
+@operator(reference=_reference, mutates=["table.faults"])
 def _launch(
     out: Tensor,
     candidates: Candidates,
@@ -127,7 +143,6 @@ def _launch(
     table_rows: Tensor | None,
     generated: Tensor | None,
     text_breaks: Tensor | None,
-    probs: Tensor | None,
 ) -> None:
     requests, columns = out.shape
     if requests == 0:
@@ -139,8 +154,6 @@ def _launch(
     _reweight_kernel[(ceil_div(requests, tile_requests),)](
         out, *inputs, *options, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
     )
-    if probs is not None:
-        launch_scatter(probs, out, candidates, table.mode, table_rows)
 
 
 _SPEC = Spec(f"""
@@ -215,5 +228,7 @@ def reweight_scatter(
     dtype = compute_dtype(candidates.probs, value_logits)
     out = torch.empty_like(candidates.probs, dtype=dtype)
     columns = select_columns(ReweightColumns, table)
-    _launch(backend, out, candidates, value_logits, columns, table_rows, generated, text_breaks, probs)
+    _launch(backend, out, candidates, value_logits, columns, table_rows, generated, text_breaks)
+    if probs is not None:
+        scatter_probs(probs, out, candidates, table, table_rows, backend=backend)
     return out
