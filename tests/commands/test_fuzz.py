@@ -133,13 +133,13 @@ def test_draws_of_a_row_are_the_same_in_any_batch():
 # Arguments that index rows of other tensors, and options with which they do.
 INDICES = {
     **dict.fromkeys(("limit_span", "gather_requests"), (lambda given: given.arguments["table_rows"], {})),
-    **dict.fromkeys(("select_scored", "catch_up"), (lambda given: given.arguments["requests"].table_rows, {})),
+    "select_scored": (lambda given: given.arguments["requests"].table_rows, {}),
     "expand_drafts": (lambda given: given.arguments["drafts"].parents.flatten(), {"drafts": 9, "parents": "tree"}),
     "embed_tokens": (lambda given: given.arguments["token_ids"], {}),
     "reweight_scatter": (lambda given: given.table_rows, {}),
     "value_head": (lambda given: given.arguments["token_rows"], {"token_rows": "int64"}),
     "rope_cache": (lambda given: given.arguments["slots"], {}),
-    "ragged_layout": (lambda given: given.arguments["delta_starts"], {"longest": 70}),
+    "lay_out": (lambda given: given.arguments["delta"].starts, {"longest": 70}),
     "value_tree_attention": (lambda call: call.inputs.table_rows, {}),
 }
 

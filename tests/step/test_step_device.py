@@ -190,7 +190,7 @@ def test_backend_reaches_every_operator(device, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a reference ran")
 
-    operators = "gather_requests topk_candidates select_scored catch_up ragged_layout embed_tokens"
+    operators = "gather_requests topk_candidates select_scored lay_out embed_tokens"
     operators += " ragged_linear rope_cache value_head reweight_scatter sample_candidates"
     for name in operators.split():
         monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
