@@ -134,13 +134,13 @@ def test_draws_of_a_row_are_the_same_in_any_batch():
 INDICES = {
     **dict.fromkeys(("limit_span", "begin_step"), (lambda given: given.arguments["table_rows"], {})),
     "topk_candidates": (lambda given: given.arguments["table_rows"], {"max_eos": 1, "table_rows": "int64"}),
-    "catch_up": (lambda given: given.arguments["requests"].table_rows, {}),
+    "lay_out": (lambda given: given.arguments["requests"].request_rows, {"source": "history"}),
     "verify_drafts": (lambda given: given.arguments["drafts"].parents.flatten(), {"drafts": 9, "parents": "tree"}),
     "embed_tokens": (lambda given: given.arguments["token_ids"], {}),
     "reweight_scatter": (lambda given: given.table_rows, {}),
     "value_head": (lambda given: given.arguments["token_rows"], {"token_rows": "int64"}),
     "rope_cache": (lambda given: given.arguments["slots"], {}),
-    "ragged_layout": (lambda given: given.arguments["delta_starts"], {"longest": 70}),
+    "lay_out": (lambda given: given.arguments["delta"].starts, {"longest": 70}),
     "value_tree_attention": (lambda call: call.inputs.table_rows, {}),
 }
 

@@ -13,11 +13,11 @@ from triton.backends.compiler import GPUTarget
 from bench.launches import intercept_launches, targeting
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops.begin_step import begin_step, empty_requests
+from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
-from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.verify_drafts import verify_drafts
-from lenvm_kernels.types import Drafts, Filters, ScoredCandidates
+from lenvm_kernels.types import DeltaTokens, Drafts, Filters, ScoredCandidates
 from tests.helpers.serving_variants import keys, note_key, slice_of_longer
 
 CPU = torch.device("cpu")
@@ -50,9 +50,13 @@ def calls(name, rows, with_drafts, drafts, changed):
     elif name == "verify_drafts":
         verify_drafts(changed(numbers[: with_drafts * (1 + drafts)]), some, backend="triton")
     else:
-        tokens = [changed(torch.ones(rows, dtype=torch.int64)) for _ in range(2)]
-        lens = [*per_request[:2], some.token_ids, *per_request[2:]]
-        ragged_layout(*tokens, *lens, candidate_parents=some.parents, backend="triton")
+        lens, starts, counts, cached = (changed(torch.zeros(with_drafts, dtype=torch.int32)) for _ in range(4))
+        token_ids, table_rows = (changed(torch.zeros(n, dtype=torch.int64)) for n in (rows, with_drafts))
+        delta = DeltaTokens(token_ids, starts, lens, cached, table_rows)
+        slot_table = changed(torch.zeros(40, 50, dtype=torch.int32))
+        heads = dict(num_heads=2, num_kv_heads=1)
+        parents = dict(candidate_parents=some.parents, backend="triton")
+        lay_out(some.token_ids, counts, slot_table, delta=delta, **heads, **parents)
 
 
 def strided_slice(x):

@@ -79,11 +79,8 @@ class Engine:
     def prompts(self, rows, pieces, cached=None):
         """Arguments of ``GuidedStep.extend`` for the tokens after ``cached``, behind one token of no request."""
         lens, cached = [len(tokens) for tokens in pieces], [0] * len(rows) if cached is None else cached
-        row_of = self.tensor([rows[0]] + [row for row, n in zip(rows, lens, strict=True) for _ in range(n)])
-        position = self.tensor([0] + [c + i for c, n in zip(cached, lens, strict=True) for i in range(n)])
         return (
             self.tensor([0] + [token for tokens in pieces for token in tokens]),
-            self.slots.slots(row_of, position),
             self.tensor(rows),
             self.tensor([1 + sum(lens[:i]) for i in range(len(lens))]),
             self.tensor(lens),

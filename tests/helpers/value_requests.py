@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import KVCache, RaggedBatch
 from tests.helpers.models import VOCAB, value_logits
 
@@ -34,28 +35,25 @@ class Requests:
         self.table_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(value_model.device)
         self.prefixes = [[] for _ in range(rows)]
 
-    def slot(self, request, position):
-        page = self.table[self.table_rows[request], position // self.page_size].item()
-        return page * self.page_size + position % self.page_size
-
     def batch(self, deltas, candidates, width=None, spare_deltas=0, parents=None, images=None):
         """The ragged batch of these deltas and candidates, with room for ``spare_deltas`` more delta tokens."""
         width = max(map(len, candidates)) if width is None else width
         i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=self.value_model.device)  # noqa: E731
         padded = lambda lists: i32([x + [-1] * (width - len(x)) for x in lists]).view(len(lists), width)  # noqa: E731
         lens = [len(delta) for delta in deltas]
-        cached = [len(prefix) for prefix in self.prefixes]
-        slots = [self.slot(i, cached[i] + j) for i, n in enumerate(lens) for j in range(n)]
-        return RaggedBatch.build(
+        delta = DeltaTokens(
             i32([token for delta in deltas for token in delta] + [VOCAB] * spare_deltas),
-            i32(slots + [0] * spare_deltas),
-            i32([sum(lens[:i]) for i in range(len(lens))]),
-            i32(lens),
+            starts=i32([sum(lens[:i]) for i in range(len(lens))]),
+            lens=i32(lens),
+            cached_lens=i32([len(prefix) for prefix in self.prefixes]),
+            table_rows=self.table_rows,
+        )
+        return RaggedBatch.build(
+            self.value_model,
             padded(candidates),
             i32([len(tokens) for tokens in candidates]),
-            i32(cached),
             self.table,
-            self.table_rows,
+            delta=delta,
             candidate_parents=None if parents is None else padded(parents),
             page_size=self.page_size,
             images=images,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lenvm_kernels.ops.begin_step import empty_requests
-from lenvm_kernels.ops.value_tree_attention import plan_attention
+from lenvm_kernels.ops.value_tree_attention import plan_shape
+from lenvm_kernels.types import DeltaTokens
 from tests.helpers.cases import arguments_of, changed, operators, small_case
 from tests.helpers.drafts import i32
 from tests.helpers.wrong_tensors import assert_refuses
@@ -39,6 +40,7 @@ def each(argument, values, message):
 TOGETHER = "must be given together"
 LEAST_1 = "must be an int of at least 1, got"
 OF_TABLE = ("table_rows", "generated", "text_breaks", "last_tokens", "requests", "drawn", "step", "scored")
+DELTA = DeltaTokens(*(i32(0, 0, 0, 0) for _ in DeltaTokens._fields))
 K_COLUMNS = "must have a power of two up to 64 columns, got"
 ALL_HEADS = ("q", "k_new", "v_new", "k_cache", "v_cache", "out")
 HEADS = "q must have a multiple of the heads of k_new, got"
@@ -112,10 +114,20 @@ ERRORS = {
         ({"logits": size(0, 4)}, r"logits must be .* \[6, \*\] on cpu, got bfloat16 \[4, "),
         ({"table.span_end_token_ids": size(1, 0)}, "table.span_end_token_ids must have at least one column, got none"),
     ],
-    "catch_up": [
+    "lay_out": [
+        ({"candidate_ids": size(0, 0)}, "candidate_ids must have at least one row, got none"),
         ({"slot_table": size(0, 4)}, "slot_table must have at least 5 rows, got 4"),
-        *each("page_size", (0, -4, 2.0, True, "4"), f"page_size {LEAST_1} {{}}"),
-        *each("max_new", (0, -4, 2.0, True), f"max_new {LEAST_1} {{}}"),
+        *(
+            ({name: x}, f"{name} must be an int of at least 1, got {came}")
+            for name in ("page_size", "max_new", "num_heads", "num_kv_heads")
+            for x, came in ((0, 0), (-4, -4), (2.0, "float"), (True, "bool"), ("4", "str"))
+        ),
+        *each("num_heads", (3, 130), "num_heads must be a multiple of num_kv_heads, 2, up to 64 times as many, got {}"),
+        ({"requests": None}, "delta must be passed, or requests and history, got history"),
+        ({"history": None}, "delta must be passed, or requests and history, got requests"),
+        ({"requests": None, "history": None}, "delta must be passed, or requests and history, got neither"),
+        ({"delta": DELTA}, "delta must be passed, or requests and history, got delta and requests and history"),
+        ({"history.tokens": size(1, 0)}, r"history.tokens must be contiguous and have a column, got \[6, 0\]"),
     ],
     "pack_drafts": [
         *(({"scored.token_ids": size(1, n)}, f"scored.token_ids {K_COLUMNS} {n}") for n in (0, 3, 6, 128)),
@@ -124,9 +136,6 @@ ERRORS = {
             for n in (6, 10)
         ),
         ({"out.token_ids": size(0, 1)}, r"out.token_ids must be int32 \[\d, \d+\] on cpu, got int32 \[1, "),
-    ],
-    "ragged_layout": [
-        ({"candidate_ids": size(0, 0)}, "candidate_ids must have at least one row, got none"),
     ],
     "embed_tokens": [
         ({"embedding": size(0, 0)}, r"embedding must have at least one row and column, got shape \[0, "),
@@ -192,23 +201,12 @@ ERRORS = {
             "q must have at most 64 heads per head of k_new for backend 'triton', got 65",
         ),
     ],
-    "plan_attention": [
-        *each("total_tokens", (-1,), "total_tokens must be an int from 0 to 2147483647, got {}"),
-        *each("max_len", (2**31,), "max_len must be an int from 0 to 2147483647, got {}"),
-        ({"max_len": 1.0}, "max_len must be an int from 0 to 2147483647, got float"),
-        ({"group": 65}, "group must be an int from 1 to 64, got 65"),
-        ({"group": True}, "group must be an int from 1 to 64, got bool"),
-        ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
-    ],
 }
 
 
 def function_and_arguments(name, device):
     """A function, and arguments that it accepts."""
-    if name != "plan_attention":  # has no description
-        return operators()[name].function, arguments_of(small_case(name, rows_not_there="2"), device)
-    tensors = dict(table_rows=i32(0), cached_lens=i32(5), q_offsets=i32(0, 3), candidate_lens=i32(2))
-    return plan_attention, tensors | dict(total_tokens=3, max_len=9, group=2)
+    return operators()[name].function, arguments_of(small_case(name, rows_not_there="2"), device)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +225,11 @@ def test_errors_name_the_argument(device, name, changes, message):
         function(**arguments)
 
 
-def test_wrong_tensors_of_plans_are_rejected():
-    """The laws have the tensors of operators with a description."""
-    function, arguments = function_and_arguments("plan_attention", "cpu")
-    assert_refuses(function, arguments, "table_rows", "int64", "rows", "device")
-    for name in ("cached_lens", "q_offsets", "candidate_lens"):
-        assert_refuses(function, arguments, name)
-    attention, inputs = function_and_arguments("value_tree_attention", "cpu")
-    sizes = dict(total_tokens=len(inputs["q"]), max_len=inputs["slot_table"].shape[1] * inputs["page_size"], group=3)
-    plan = function(*(inputs[name] for name in ("table_rows", "cached_lens", "q_offsets", "candidate_lens")), **sizes)
-    assert_refuses(attention, inputs | {"plan": plan}, "plan", "apart")
+def test_wrong_plan_is_rejected():
+    """The laws have the other tensors of the operators."""
+    attention, arguments = function_and_arguments("value_tree_attention", "cpu")
+    (tokens, heads, _), kv_heads = arguments["q"].shape, arguments["k_new"].shape[1]
+    max_len = arguments["slot_table"].shape[1] * arguments["page_size"]
+    shape = plan_shape(tokens, len(arguments["table_rows"]), heads // kv_heads, max_len)
+    plan = torch.zeros(shape, dtype=torch.int32)
+    assert_refuses(attention, arguments | {"plan": plan}, "plan", "apart")

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from bench.launches import intercept_launches
 from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
 from lenvm_kernels.ops import value_tree_attention as ops
-from lenvm_kernels.ops.value_tree_attention import num_counters, plan_attention, plan_shape, value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import plan as plans
+from lenvm_kernels.ops.value_tree_attention import make_plan, num_counters, plan_shape, value_tree_attention
+from lenvm_kernels.reference.lay_out import attention_plan
 from lenvm_kernels.reference.value_tree_attention import tree_mask
 from tests.helpers.matches import assert_matches, assert_same
 
-BACKENDS = ["reference", "triton"]
 SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = ops.SPLIT_LEN.value, ops.MAX_SPLITS.value, ops.PLAN_BLOCK.value
 ONE_SPLIT = SPLIT_LEN + ops.SPLIT_SLACK.value  # largest number of cached tokens without a split
 TILE = ops.BLOCK_M.value // 3  # tokens per tile if three query heads share a key head
@@ -108,11 +109,9 @@ def items_of(plan: torch.Tensor) -> list[list[int]]:
 
 
 def plan_of(inputs: Inputs) -> torch.Tensor:
-    sizes = dict(
-        max_len=inputs.slot_table.shape[1] * inputs.page_size, group=inputs.q.shape[1] // inputs.k_new.shape[1]
-    )
+    group, max_len = inputs.q.shape[1] // inputs.k_new.shape[1], inputs.slot_table.shape[1] * inputs.page_size
     requests = (inputs.table_rows, inputs.cached_lens, inputs.q_offsets, inputs.candidate_lens)
-    return plan_attention(*requests, total_tokens=len(inputs.q), **sizes, backend="triton")
+    return make_plan(*requests, total_tokens=len(inputs.q), group=group, max_len=max_len)
 
 
 @pytest.mark.parametrize("splits", [2, 3, MAX_SPLITS])
@@ -149,6 +148,7 @@ MANY = [(7 * i % 2000, i % 3, 2) for i in range(PLAN_BLOCK + 5)]  # more than on
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, ONE_SPLIT + 17 * SPLIT_LEN), st.sampled_from([0, 1, 7, 64, 300]), st.integers(0, 9)),
+        min_size=1,
         max_size=9,
     ),
     group=st.sampled_from([1, 3, 6, 64]),
@@ -162,21 +162,28 @@ def test_plans_agree_with_the_reference(device, requests, group, spare_rows, wid
     lens = torch.tensor([0, *map(sum, zip(delta, candidates, strict=True))])
     table_rows = torch.arange(len(requests), device=device, dtype=torch.int64 if wide else torch.int32).flip(0) + 5
     arguments = (table_rows, int32(cached, device), lens.cumsum(0).int().to(device), int32(candidates, device))
-    sizes = dict(total_tokens=int(lens.sum()) + spare_rows, max_len=max([0, *cached]), group=group)
-    plan, expected = (plan_attention(*arguments, **sizes, backend=backend) for backend in ("triton", "reference"))
-    assert plan.shape == plan_shape(num_requests=len(requests), **sizes) and int(plan[0, 0]) < len(plan)
+    total_tokens, max_len = int(lens.sum()) + spare_rows, max([0, *cached])
+    plan = make_plan(*arguments, total_tokens=total_tokens, group=group, max_len=max_len)
+    assert plan.shape == plan_shape(total_tokens, len(requests), group, max_len) and int(plan[0, 0]) < len(plan)
+    constants = dict(split_tiles=plans.SPLIT_TILES.value, num_splits=plans.most_splits)
+    expected = attention_plan(*arguments, tile_tokens=ops.BLOCK_M.value // group, **constants)
     assert items_of(plan) == items_of(expected)
 
 
-def test_hand_computed_plan(device):
-    """Tiles of 21 tokens, of which the first two are split."""
-    numbers = ([9, 4, 6], [700, 3, 0], [0, 46, 46, 49], [2, 0, 1])
-    tensors = [int32(x, device) for x in numbers]
-    for backend in BACKENDS:
-        items = items_of(plan_attention(*tensors, total_tokens=50, max_len=1024, group=3, backend=backend))
-        first = [[0, 9, 0, 46, 44, 700, *place] for place in ([0, 0], [0, 1], [1, 0], [1, 1], [2, 0])]
-        assert items == [*first, [2, 6, 46, 3, 2, 0, 0, 0]]
-    assert plan_shape(50, 3, 3, 1024) == (1 + 5 + 5, 8)  # two splits for each of at most five tiles
+def test_cached_tokens_beyond_the_slot_table_harm_no_other_request(device):
+    """The first request has more cached tokens than its table row, and would have more splits than the plan has room
+    for. The results of the others and the counters are the same as without it, in later calls too."""
+    sizes = dict(q_heads=3, head_dim=16, device=device)
+    inputs = make_inputs([20, 700, 3], [1, 1, 1], [1, 2, 0], longest=698, **sizes)
+    assert inputs.slot_table.shape[1] == 702
+    inputs.slot_table[inputs.table_rows[0]] = inputs.slot_table[inputs.table_rows[1]].clamp(max=len(inputs.k_cache) - 1)
+    counters = torch.zeros(num_counters(3, 1), dtype=torch.int32, device=device)
+    expected = inputs.run(counters=counters)
+    broken = replace(inputs, cached_lens=int32([1300, 700, 3], device))
+    for run in (broken, broken, inputs):
+        assert torch.equal(run.run(counters=counters)[2:], expected[2:])
+        assert not counters.any()
+    check_against_reference(broken)
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ FILTERS = dict(top_k=TWO, top_p=TWO + 1.0, min_p=TWO + 0.0)
 SCORES = torch.zeros(2, VOCAB)
 MASK = torch.full((2, 4), -1, dtype=torch.int32)
 STEP = BATCH | FILTERS | dict(scores=SCORES, drawn=TWO, probs=SCORES, vocab_mask=MASK)
-EXTEND = dict(tokens=TWO.repeat(2)[:3].clone(), slots=torch.arange(3), table_rows=TWO.long())
+EXTEND = dict(tokens=TWO.repeat(2)[:3].clone(), table_rows=TWO.long())
 EXTEND |= dict.fromkeys(("starts", "lens", "cached_lens"), TWO * 0)
 DRAFTED = dict(tokens=TWO[:1] + 5, table_rows=TWO[:1].long(), lengths=TWO[:1] + 1, top_k=4, top_p=1.0, min_p=0.0)
 DRAFTED |= dict(scores=torch.zeros(3, VOCAB), is_logits=True, sample=True, verify="same_draws")
@@ -52,7 +52,6 @@ CALLS = {
         ("predict", BATCH, "batch.table_rows", "[2]", INTEGERS),
         ("predict", GROWN, "batch.lengths batch.new_lens", "[2]", INT32),
         ("extend", EXTEND, "tokens table_rows", "[*]", INTEGERS),
-        ("extend", EXTEND, "slots", "[3]", INTEGERS),
         ("extend", EXTEND, "starts lens cached_lens", "[2]", INT32),
     ],
 )

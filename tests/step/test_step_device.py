@@ -190,7 +190,7 @@ def test_backend_reaches_every_operator(device, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a reference ran")
 
-    operators = "begin_step topk_candidates catch_up ragged_layout embed_tokens"
+    operators = "begin_step topk_candidates lay_out embed_tokens"
     operators += " ragged_linear rope_cache value_head draw"
     for name in operators.split():
         monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)

@@ -43,7 +43,7 @@ def operator_case(name, number):
     case = operator.draw(random.Random(f"{name} {number}"), interpreted=True)
     # Tuning constants, and the options that decide whether a sum or attention is split, take all combinations in turn.
     options = {}
-    for option in ("constants", "cached", "swiglu", "size"):
+    for option in ("constants", "cached", "source", "swiglu", "size"):
         if option in operator.options:
             values = operator.options[option]
             number, index = divmod(number, len(values))
@@ -150,10 +150,12 @@ def test_no_races_in_a_step_with_a_value_model(monkeypatch, values_class, width,
     model = make_model(config, torch.float32, "cpu")
     launched = set(check_races(lambda: steps(values_class, model, width)))
     if width:
-        assert launched >= {*DRAFT_KERNELS, "_ragged_layout_kernel", "_value_tree_attention_kernel"}
+        assert launched >= {*DRAFT_KERNELS, "_lay_out_kernel", "_value_tree_attention_kernel"}
     else:
         # The kernel that stores rows also stores the sums of their squares.
-        assert launched == set(kernels()) - {"_square_sums_kernel", *PROBE_KERNELS, *DRAFT_KERNELS}
+        # lay_out plans the attention.
+        others = {"_square_sums_kernel", "_plan_attention_kernel", *PROBE_KERNELS, *DRAFT_KERNELS}
+        assert launched == set(kernels()) - others
 
 
 def test_no_races_in_a_step_with_a_probe(tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import KVCache, LenVMConfig, RaggedBatch, ValueModel
 from tests.helpers.models import VOCAB, random_pair, value_logits
 
@@ -140,9 +141,8 @@ def forward(value_model):
     """Value logits of two candidates after a prompt, and of two columns of padding."""
     i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
     slots, padded = i32(1, 2, 3), i32(*CANDIDATES, -1, -1)[None]
-    batch = RaggedBatch.build(
-        i32(*PROMPT), slots, i32(0), i32(3), padded, i32(2), i32(0), slots[None], torch.zeros(1, dtype=torch.int64)
-    )
+    delta = DeltaTokens(i32(*PROMPT), i32(0), i32(3), i32(0), torch.zeros(1, dtype=torch.int64))
+    batch = RaggedBatch.build(value_model, padded, i32(2), slots[None], delta=delta)
     return value_model.forward(batch, KVCache.of_slots(value_model, 8))
 
 

@@ -252,10 +252,8 @@ def test_values_of_steps_after_image_prompts(models, images, backend, chunk_toke
     engine, rows, order = Engine(step, slots), [6, 0, 3, 2], [3, 1, 0, 2]
     for row, i in zip(rows, order, strict=True):
         engine.admit(row, [*PROMPTS[i], *[0] * 8], TILT, prompt_len=len(PROMPTS[i]))
-    where = [(rows[order.index(i)], p) for i in range(4) for p in range(len(PROMPTS[i]))]
     step.extend(
         engine.tensor(FLAT),
-        slots.slots(*(engine.tensor(column) for column in zip(*where, strict=True))),
         engine.tensor(rows),
         engine.tensor([STARTS[i] for i in order]),
         engine.tensor([len(PROMPTS[i]) - 1 for i in order]),
@@ -290,7 +288,7 @@ def test_images_do_not_change_values_of_other_requests(models, images, backend):
 def test_extend_rejects_bad_images(models, text_only):
     step, of_text = make_step(models.value)[0], make_step(text_only.value)[0]
     i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
-    request = (i32(5, 6), i32(0, 1), i32(0), i32(0), i32(2), i32(0))
+    request = (i32(5, 6), i32(0), i32(0), i32(2), i32(0))
     good = ImageTokens(torch.zeros(3, 2).long(), torch.tensor([0, -1]), torch.zeros(1, HIDDEN))
     step.extend(*request, images=good)
     with pytest.raises(ValueError, match="images must be None unless the value model is a vision-language model"):

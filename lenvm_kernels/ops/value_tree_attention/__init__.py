@@ -60,6 +60,7 @@ __all__ = [  # includes the names of plan.py
     "PLAN_BLOCK",
     "SPLIT_LEN",
     "SPLIT_SLACK",
+    "make_plan",
     "num_counters",
     "plan_shape",
     "value_tree_attention",

@@ -1,0 +1,168 @@
+"""``lay_out``: which tokens are computed, trees and plans by hand, invalid lengths, and errors."""
+
+import pytest
+import torch
+
+from lenvm_kernels.ops.begin_step import empty_history, empty_requests
+from lenvm_kernels.ops.lay_out import lay_out
+from lenvm_kernels.types import DeltaTokens, RaggedLayout
+from tests.helpers.drafts import i32
+from tests.helpers.memory import INTEGER, MARGIN, GuardedMemory
+from tests.helpers.wrong_tensors import assert_refuses
+
+
+def make_requests(lengths, cached_lens, table_rows, needs_values, device):
+    """Requests whose other fields are 1."""
+    requests = empty_requests(len(lengths), device)
+    for x in requests:
+        x.fill_(1)
+    requests.lengths.copy_(i32(*lengths))
+    requests.cached_lens.copy_(i32(*cached_lens))
+    requests.request_rows.copy_(torch.tensor(table_rows))
+    requests.needs_values.copy_(torch.tensor(needs_values))
+    return requests
+
+
+def on(device, arguments):
+    """The arguments with their tensors on the device."""
+    kinds = (torch.Tensor, DeltaTokens)
+    to = lambda x: x.to(device) if isinstance(x, torch.Tensor) else x._make(map(to, x))  # noqa: E731
+    return {name: to(x) if isinstance(x, kinds) else x for name, x in arguments.items()}
+
+
+# With a history of three tokens: the length of each request, its table row, numbers of cached tokens and of
+# candidates, whether it needs values; then the positions of the computed tokens.
+COMPUTED = [
+    ((8, 5, 7, 2, True), [7]),
+    ((8, 2, 6, 1, True), [6, 7]),
+    ((9, 7, 6, 1, True), [6, 7, 8]),
+    ((4, 0, 4, 2, True), []),  # all are cached
+    ((9, 4, 8, 0, True), []),  # waits
+    ((5, 8, 3, 0, True), []),  # waits
+    ((8, 1, 5, 0, True), [5, 6, 7]),  # can wait no longer
+    ((7, 9, 4, 0, True), [4, 5, 6]),
+    ((8, 6, 5, 3, False), []),  # needs no values
+    ((3, 3, 0, 0, False), []),
+    ((1, 10, 0, 1, True), [0]),
+    ((2, 11, 0, 1, True), [0, 1]),
+]
+
+
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_computed_tokens_and_their_slots(device, backend, page_size):
+    """Each row has its own pages, and the slot table is a slice. With pages of 5, slots of row 2 exceed 32 bits."""
+    given, expected = zip(*COMPUTED, strict=True)
+    lengths, rows, cached_lens, counts, needs_values = zip(*given, strict=True)
+    requests = make_requests(lengths, cached_lens, rows, needs_values, device)
+    history = empty_history(13, 3, device)
+    history.tokens.copy_(100 * torch.arange(13)[:, None] + torch.arange(3))
+    history.cached_lens.fill_(-5)  # shows which rows are written
+    pages = torch.randperm(12 * 17, generator=torch.Generator().manual_seed(0)).int().view(12, 17)
+    pages[2] = 2**31 - 1 - pages[2]
+    candidates = dict(candidate_ids=torch.full((12, 3), 7), candidate_lens=i32(*counts), slot_table=pages[:, 4:])
+    options = dict(page_size=page_size, num_heads=1, num_kv_heads=1, backend=backend)
+    layout = lay_out(**on(device, candidates), requests=requests, history=history, **options)
+    assert layout.cached_lens.tolist() == list(cached_lens)
+    assert len(layout.token_ids) == 12 * (3 + 3)
+    first, left = 0, [-5] * 13
+    for i, (row, positions) in enumerate(zip(rows, expected, strict=True)):
+        computed = slice(first, first + len(positions))
+        assert layout.q_offsets[i] == first
+        assert layout.positions[computed].tolist() == positions
+        assert layout.token_ids[computed].tolist() == [100 * row + p % 3 for p in positions]
+        slots = [pages[row, 4 + p // page_size].item() * page_size + p % page_size for p in positions]
+        assert layout.slots[computed].tolist() == slots
+        first += len(positions) + counts[i]
+        if positions:
+            left[row] = cached_lens[i] + len(positions)
+    assert history.cached_lens.tolist() == left
+
+
+TREES = dict(
+    candidate_ids=i32([1, 2, 3, 4, 5], [6, 7, 8, 9, 15], [16, 17, 18, 19, 20], [21] * 5),
+    candidate_lens=i32(5, 4, 2, 0),
+    candidate_parents=i32([-1, 0, -1, 0, 3], [-1, 0, 1, 2, 3], [-1, -1, 0, 1, 2], [-1, 0, 1, 2, 3]),
+    delta=DeltaTokens(i32(10, 11, 12, 13, 14), i32(3, 0, 1, 0), i32(2, 1, 0, 1), i32(30, 7, 0, 400), i32(1, 0, 2, 3)),
+    slot_table=torch.arange(4 * 500, dtype=torch.int32).view(4, 500),
+    num_heads=1,
+    num_kv_heads=1,
+)
+
+
+def test_candidates_in_trees(device, backend):
+    """A branching tree, a chain, two siblings, and an empty tree; columns beyond the counts are ignored."""
+    layout = lay_out(**on(device, TREES), backend=backend)
+    no = [-1]
+    assert layout.token_ids.tolist() == [13, 14, 1, 2, 3, 4, 5, 10, 6, 7, 8, 9, 16, 17, 10, *[0] * 10]
+    assert layout.positions.tolist() == [30, 31, 32, 33, 32, 33, 34, 7, 8, 9, 10, 11, 0, 0, 400, *[0] * 10]
+    assert layout.parents.tolist() == [*no * 3, 2, -1, 2, 5, *no * 2, 8, 9, 10, *no * 13]
+    assert layout.parents.dtype == torch.int32
+    assert layout.slots.tolist() == [530, 531, *no * 5, 7, *no * 6, 1900, *no * 10]
+    assert layout.q_offsets.tolist() == [0, 7, 12, 14, 15]
+    rows = [[2, 3, 4, 5, 6], [8, 9, 10, 11, -1], [12, 13, *no * 3], no * 5]
+    assert layout.candidate_rows.tolist() == rows
+    assert layout.head_rows.tolist() == [*range(2, 7), *range(8, 14), *no * 9]
+    assert layout.head_targets.tolist() == [*range(9), 10, 11, 9, *range(12, 20)]
+
+
+def test_plan(device, backend):
+    """Tiles of 21 tokens, of which the first two are split. The second request has more tokens than the slot table."""
+    inputs = dict(
+        candidate_ids=torch.zeros(4, 2, dtype=torch.int32),
+        candidate_lens=i32(2, 1, 0, 1),
+        slot_table=torch.zeros(10, 1100, dtype=torch.int32),
+        delta=DeltaTokens(
+            torch.arange(48), i32(0, 44, 0, 45), i32(44, 1, 0, 2), i32(700, 2000, 3, 0), table_rows=i32(9, 5, 4, 6)
+        ),
+    )
+    layout = lay_out(**on(device, inputs), num_heads=6, num_kv_heads=2, backend=backend)
+    first = [[0, 9, 0, 46, 44, 700, *place] for place in ([0, 0], [0, 1], [1, 0], [1, 1], [2, 0])]
+    second = [[1, 5, 46, 2, 1, 1100, 0, split] for split in range(2)]
+    items = [*first, *second, [3, 6, 48, 3, 2, 0, 0, 0]]
+    # 56 rows of 4 requests are at most 2 + 4 tiles, with two splits each.
+    assert layout.plan.tolist() == [[len(items), *[0] * 7], *items, *[[0] * 8] * (12 - len(items))]
+    assert layout.cached_lens.tolist() == [700, 1100, 3, 0]
+    assert layout.slots[46] == -1
+    assert layout.counters.tolist() == [0] * (4 * 2 * 2)
+
+
+BROKEN = {
+    "delta.lens": [[7, 7, 7], [2**31 - 1] * 3, [-5, 9, 1], [-(2**31)] * 3],
+    "delta.starts": [[6, 6, 6], [-1, -3, 0], [2**31 - 1] * 3, [-(2**31)] * 3],
+    "delta.cached_lens": [[2**31 - 1] * 3, [-(2**31)] * 3],
+    "candidate_lens": [[2**31 - 1] * 3, [-(2**31)] * 3],
+}
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize(("path", "values"), [(path, values) for path, many in BROKEN.items() for values in many])
+def test_invalid_lengths_access_no_other_memory(device, path, values, trees):
+    buffer = torch.full((2 * MARGIN + 7,), INTEGER)  # around the tokens, a value that must not appear in the result
+    token_ids = buffer.to(device)[MARGIN : MARGIN + 7].copy_(torch.arange(1, 8))
+    # The fourth token belongs to no request.
+    delta = DeltaTokens(token_ids, i32(4, 0, 6), lens=i32(2, 3, 1), cached_lens=i32(5, 900, 0), table_rows=i32(1, 0, 2))
+    inputs = dict(candidate_ids=torch.arange(21, 27).view(3, 2), candidate_lens=i32(2, 0, 1), delta=delta)
+    inputs |= dict(slot_table=torch.zeros(3, 1000, dtype=torch.int32), num_heads=2, num_kv_heads=1)
+    if trees:
+        inputs["candidate_parents"] = i32([-1, 0], [7, -9], [-1, 0])
+    name, _, field = path.partition(".")
+    inputs[name] = delta._replace(**{field: i32(*values)}) if field else i32(*values)
+    inputs, memory = on(device, inputs), GuardedMemory()
+    layout = memory.call(lay_out, **inputs, backend="triton")
+    memory.assert_kept()
+    assert len(memory.tensors) == len(RaggedLayout._fields) - (not trees)
+    # Every element is written, whatever the lengths.
+    assert (layout.parents is not None) == trees
+    assert not any((tensor == INTEGER).any() for tensor in layout if tensor is not None)
+    assert sorted(layout.head_targets.tolist()) == list(range(6))
+    assert torch.equal(layout.candidate_rows.flatten()[layout.head_targets], layout.head_rows)
+
+
+def test_wrong_delta_is_rejected_by_name():
+    """The laws have the tensors of a step."""
+    others = {name: x for name, x in TREES.items() if name != "delta"}
+    fields = TREES["delta"]._asdict()
+    for name in fields:
+        free = {"token_ids": ["int64", "rows"], "table_rows": ["int64"]}.get(name, [])
+        function = lambda **delta: lay_out(**others, delta=DeltaTokens(**delta))  # noqa: E731
+        assert_refuses(function, fields, name, *free, shown=f"delta.{name}")
