@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from bench.harness import Benchmark, TimedCase, nbytes
-from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
+from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 
 REQUEST_BYTES = 4 + 8 + 1 + 1 + 5 * 4  # position, table row, two flags, and five numbers of tokens
 TOKEN_BYTES = 4 + 4  # id and page

@@ -11,8 +11,8 @@ from bench.harness import Benchmark, TimedCase
 from bench.models import VOCAB, make_candidates
 from bench.ops.reweight_scatter import MODES
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.ops.draw import draw
 from lenvm_kernels.ops.begin_step import empty_requests
+from lenvm_kernels.ops.draw import draw
 from lenvm_kernels.types import ScoredCandidates
 
 CANDIDATE_BYTES = 5 * 4  # id, probability, value logit and scored id read, guided probability written

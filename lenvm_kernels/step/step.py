@@ -445,14 +445,15 @@ class GuidedStep:
         for has_mask in (False, True) if is_last else (False,):
             options = dict(is_logits=is_logits, sample=sample, has_mask=has_mask)
             for scores, batch, drafts, sampling in dummy_steps(*arguments, **options):
-                spans = stages.limit_spans(self._state, None, batch, drafts)
-                if is_logits:
-                    stages.limit_spans(self._state, scores, batch, drafts)
-                probs = None
-                if is_last and probs_dtype is not None:
-                    probs = torch.zeros_like(scores, dtype=probs_dtype)
-                prepared = self.prepare(None, batch, drafts)
-                for each in (prepared, prepared._replace(spans=spans)) if is_last else (prepared,):
+                prepared, probs = [self.prepare(None, batch, drafts)], None
+                if is_last:
+                    spans = stages.limit_spans(self._state, None, batch, drafts)
+                    prepared.append(prepared[0]._replace(spans=spans))
+                    if is_logits:
+                        stages.limit_spans(self._state, scores.contiguous(), batch, drafts)
+                    if probs_dtype is not None:
+                        probs = torch.zeros(scores.shape, dtype=probs_dtype, device=self.device)
+                for each in prepared:
                     self.step(each, sampling, scores=scores, probs=probs)
                     if drafts is not None and sample:
                         self.step(each, sampling, scores=scores, verify="same_draws")

@@ -5,7 +5,7 @@ import torch
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import MOST_LIKELY, Engine, make_step
 from tests.helpers.models import VOCAB
-from tests.helpers.padded_step import PaddedValues
+from tests.helpers.padded_step import PaddedStep
 
 
 class BaseModel:
@@ -61,8 +61,9 @@ def run_plain(models, rows, prompts, guidance, count, base, **options):
 
 def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, padded=False, **options):
     """The same with drafts; returns the tokens and the number of steps."""
-    values = PaddedValues(models.value) if padded else models.value
-    step, slots = make_step(values, max_candidates=4, max_drafts=len(parents), **options)
+    if padded:
+        options |= dict(step_class=PaddedStep, backend="triton")
+    step, slots = make_step(models.value, max_candidates=4, max_drafts=len(parents), **options)
     engine = Engine(step, slots).start(rows, prompts, guidance, room=60)
     sequences, new, steps = [list(tokens) for tokens in prompts], [1] * len(rows), 0
     while any(len(s) - len(p) < count for s, p in zip(sequences, prompts, strict=True)):

@@ -19,12 +19,12 @@ from triton.backends.compiler import GPUTarget
 from bench.launches import intercept_launches, targeting
 from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import EngineSlots, GuidedStep, ModelValues, ProbeValues, StepBatch, StepConfig
+from lenvm_kernels.step import EngineSlots, GuidedStep, StepBatch, StepConfig, value_source
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe, ValueModel
 from lenvm_kernels.values.probe import ProbeConfig
 from tests.helpers.engine import take_step
-from tests.helpers.padded_step import PaddedValues
+from tests.helpers.padded_step import PaddedStep
 
 MAX_ROWS = 19
 CHUNK_TOKENS = 64
@@ -132,17 +132,17 @@ def serve(vocab):
     config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=2)
     tensors = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()}
     report = {}
-    for name, kind, options in (
-        ("with graphs", PaddedValues, {}),
-        ("without graphs", ModelValues, {}),
-        ("with drafts", PaddedValues, {"max_drafts": 3}),
-        ("with a probe", ProbeValues, {}),
+    for name, step_class, options in (
+        ("with graphs", PaddedStep, {}),
+        ("without graphs", GuidedStep, {}),
+        ("with drafts", PaddedStep, {"max_drafts": 3}),
+        ("with a probe", PaddedStep, {}),
     ):
         model = random_probe(512) if name == "with a probe" else ValueModel(config, tensors)
         keys.clear()
         slots = EngineSlots(torch.zeros(MAX_ROWS, 1024, dtype=torch.int32), 1000)
         options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
-        step = GuidedStep(kind(model), slots, StepConfig(**options))
+        step = step_class(value_source(model), slots, StepConfig(**options))
         for is_logits in (False, True):
             step.warm_up(is_logits=is_logits, progress=False)
         step.warm_up(torch.bfloat16, progress=False)

@@ -22,7 +22,7 @@ from tests.helpers.engine import (
     take_step,
 )
 from tests.helpers.models import VOCAB, random_pair, tiny_value_model, value_model_of
-from tests.helpers.padded_step import PaddedValues
+from tests.helpers.padded_step import PaddedStep
 from tests.helpers.watch import PeakMemory, no_read_back
 
 
@@ -217,7 +217,7 @@ STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "
             None,
             STRIDED,
             {"max_delta": 4},
-            [(range(5), 7), ([2], 7), ([4, 2, 0, 3, 1], 7), ([1, 3, 0], 7, PaddedValues)],
+            [(range(5), 7), ([2], 7), ([4, 2, 0, 3, 1], 7), ([1, 3, 0], 7, PaddedStep)],
         ),
     ],
     ids=["many", "fp16", "bf16", "strides"],
@@ -230,9 +230,9 @@ def test_requests_have_the_same_bits_in_every_batch(device, architecture, dtype,
         value_model = value_model_of(*random_pair(architecture), device=device, dtype=dtype)
     prompts = [*PROMPTS, *([11 + i % 50] * (1 + i % 3) for i in range(4, 64))]
     results = []
-    for chosen, steps, *padded in batches:
-        values = padded[0](value_model) if padded else value_model
-        engine = Engine(*make_step(values, rows=64, max_len=24, backend="triton", **options))
+    for chosen, steps, *step_class in batches:
+        options = options | dict(step_class=step_class[0] if step_class else GuidedStep, backend="triton")
+        engine = Engine(*make_step(value_model, rows=64, max_len=24, **options))
         rows = torch.randperm(64, generator=torch.Generator().manual_seed(len(chosen)))[: len(chosen)].tolist()
         asked, seeds = [guidance[i % 5] for i in chosen], [100 + i for i in chosen]
         sequences = [prompts[i] for i in chosen]

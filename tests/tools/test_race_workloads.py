@@ -27,7 +27,7 @@ from tests.helpers.drafts import random_drafts
 from tests.helpers.engine import Engine
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.models import TINY, random_model
-from tests.helpers.padded_step import PaddedValues
+from tests.helpers.padded_step import PaddedStep
 from tests.helpers.probes import model_sizes, write_random_probe
 from tests.helpers.races import check_races
 
@@ -96,12 +96,12 @@ REQUESTS = [
 ]
 
 
-def steps(values_class, model, width):
+def steps(values_class, model, width, step_class=GuidedStep):
     """Prompts, then steps of changing subsets of the rows in changing order, with ``width`` drafts per request."""
     generator, is_probe = torch.Generator().manual_seed(width), isinstance(model, LengthProbe)
     config = dict(vocab_size=VOCAB, max_candidates=4, max_drafts=width, max_delta=2 + width, chunk_tokens=32)
     slots, values = PagedSlots(len(REQUESTS), 80, page_size=4), values_class(model)
-    engine = Engine(GuidedStep(values, slots, StepConfig(**config, backend="triton")), slots)
+    engine = Engine(step_class(values, slots, StepConfig(**config, backend="triton")), slots)
     sequences = [torch.randint(VOCAB, (length,), generator=generator).tolist() for _, length in REQUESTS]
     order = torch.randperm(len(REQUESTS), generator=generator).tolist()
     for row in order:
@@ -141,14 +141,14 @@ PROBE_KERNELS = {"_candidate_values_kernel"}
 
 
 # A sum over 512 intermediate columns is split here, and a separate kernel adds the parts.
-@pytest.mark.parametrize(("values_class", "width", "columns"), [(ModelValues, 0, 512), (PaddedValues, 2, 64)])
-def test_no_races_in_a_step_with_a_value_model(monkeypatch, values_class, width, columns):
+@pytest.mark.parametrize(("step_class", "width", "columns"), [(GuidedStep, 0, 512), (PaddedStep, 2, 64)])
+def test_no_races_in_a_step_with_a_value_model(monkeypatch, step_class, width, columns):
     monkeypatch.setattr(sys.modules[ragged_linear.__module__], "SPLIT_FROM", 512)
     sizes = dict(hidden_size=32, intermediate_size=columns, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
     torch.manual_seed(0)  # the model's weights
     config = replace(make_config("Qwen3-1.7B", vocab_size=512, **sizes), qkv_bias=True)
     model = make_model(config, torch.float32, "cpu")
-    launched = set(check_races(lambda: steps(values_class, model, width)))
+    launched = set(check_races(lambda: steps(ModelValues, model, width, step_class)))
     if width:
         assert launched >= {*DRAFT_KERNELS, "_lay_out_kernel", "_value_tree_attention_kernel"}
     else:

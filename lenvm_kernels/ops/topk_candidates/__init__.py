@@ -34,7 +34,7 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.ops.topk_candidates.filter import _exponent_scale, _filter_kernel, _load_scores
+from lenvm_kernels.ops.topk_candidates.filter import _exponent_scale, _filter_kernel, _load_scores, _located
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
 from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, StepRequests
