@@ -99,19 +99,21 @@ def begin(
     backend: str,
 ) -> None:
     """Copy what the step reads per request to ``rows``, in one launch."""
+    requests, tensors = len(batch.lengths), state.tensors
+    nodes = requests * (1 + rows.requests.draft_ids.shape[1])
     begin_step(
         state.table.columns,
         batch.tokens,
         batch.table_rows,
         batch.lengths,
         new_lens=batch.new_lens,
-        active=batch.active,
+        active=tensors.all_active[:requests] if batch.active is None else batch.active,
         history=state.history.columns,
         drafts=drafts,
         spans=spans,
-        drawn=drawn,
+        drawn=tensors.none_drawn[:nodes] if drawn is None else drawn,
         filters=filters,
-        addresses=state.tensors.addresses,
+        addresses=tensors.addresses,
         scores=scores,
         vocab_mask=vocab_mask,
         padding_row=state.padding_row,

@@ -63,7 +63,9 @@ class StepTensors:
 
     Attributes:
         addresses: int64 ``[4]``; addresses of the scores and the vocabulary mask, see :func:`begin_step`.
-        no_drafts: ``[max_requests, D]``; no draft.
+        no_drafts: ``[max_requests, D]``; no draft. Constants in place of None avoid further kernel variants.
+        all_active: bool ``[max_requests]``; True.
+        none_drawn: int64 ``[max_requests * (1 + D)]``; -1.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class StepTensors:
         self._states = None if states is None else torch.zeros(nodes, states[0], dtype=states[1], device=device)
         self.addresses = torch.zeros(4, dtype=torch.int64, device=device)
         self.no_drafts = Drafts(*(torch.full_like(self._requests.draft_ids, -1) for _ in Drafts._fields))
+        self.all_active = torch.ones(requests, dtype=torch.bool, device=device)
+        self.none_drawn = torch.full((nodes,), -1, dtype=torch.int64, device=device)
         self._rows: dict[tuple[int, int], StepRows] = {}
 
     def rows(self, requests: int, nodes: int = 1) -> StepRows:

@@ -140,7 +140,6 @@ INDICES = {
     "reweight_scatter": (lambda given: given.table_rows, {}),
     "value_head": (lambda given: given.arguments["token_rows"], {"token_rows": "int64"}),
     "rope_cache": (lambda given: given.arguments["slots"], {}),
-    "lay_out": (lambda given: given.arguments["delta"].starts, {"longest": 70}),
     "value_tree_attention": (lambda call: call.inputs.table_rows, {}),
 }
 

@@ -1,5 +1,7 @@
 """A minimal engine around a guided step, with tiny models and a handful of requests."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -134,7 +136,8 @@ def run_requests(engine, sequences, guidance, steps, *, seeds=None, rows=None, *
     sequences, outputs = [list(tokens) for tokens in sequences], []
     for _ in range(steps):
         scores = torch.stack([by_token[tokens[-1]] + by_length[len(tokens)] for tokens in sequences])
-        outputs.append(engine.decode(rows, sequences, scores.to(engine.device), **options))
+        # A copy, because a later step overwrites the output of a graph.
+        outputs.append(deepcopy(engine.decode(rows, sequences, scores.to(engine.device), **options)))
         for tokens, token in zip(sequences, outputs[-1].tokens.tolist(), strict=True):
             tokens.append(token if token >= 0 else tokens[0])
     return sequences, outputs

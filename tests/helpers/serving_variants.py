@@ -97,8 +97,8 @@ def calls(step, rows, vocab):
         "SGLang draws": guide(x, drawn=i64, sample=True),
         "SGLang, greedy": guide(x, drawn=i64, **logits),
         "SGLang, prompts": partial(step.predict, prompts),
-        "SGLang, prefill": partial(step.extend, prompt.long(), prompt.long(), numbers, i32, i32, i32),
-        "prefill in int32": partial(step.extend, prompt, prompt, numbers.int(), i32, i32, i32),
+        "SGLang, prefill": partial(step.extend, prompt.long(), numbers, i32, i32, i32),
+        "prefill in int32": partial(step.extend, prompt, numbers.int(), i32, i32, i32),
         "transformers": guide(x, temperature=one, active=active, probs=x, **logits),
         "probabilities in place": guide(x, probs=x),
         "probabilities and a mask": guide(x, vocab_mask=mask, sample=True),
@@ -144,7 +144,7 @@ def serve(vocab):
         options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
         step = step_class(value_source(model), slots, StepConfig(**options))
         for is_logits in (False, True):
-            step.warm_up(is_logits=is_logits, progress=False)
+            step.warm_up(is_logits=is_logits, probs_dtype=torch.float32, progress=False)
         step.warm_up(torch.bfloat16, progress=False)
         warm = {kernel: set(found) for kernel, found in keys.items()}
         for row in range(MAX_ROWS):

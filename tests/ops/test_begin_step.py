@@ -224,5 +224,5 @@ def test_addresses_of_scores_and_mask(device, backend):
     assert addresses.tolist() == [scores.data_ptr(), 70, 7, 7]
     begin_step(table, *batch_of([1, 2], device), vocab_mask=mask, **options)
     assert addresses.tolist() == [scores.data_ptr(), 70, mask.data_ptr(), 5]
-    with pytest.raises(ValueError, match="^addresses must be given with scores or vocab_mask, got None"):
+    with pytest.raises(ValueError, match=r"^addresses must be given with scores or vocab_mask, got None"):
         begin_step(table, *batch_of([1, 2], device), scores=scores, backend=backend)

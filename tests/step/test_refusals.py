@@ -38,15 +38,15 @@ CALLS = {
 @pytest.mark.parametrize(
     ("call", "good", "names", "shape", "accepted"),
     [
-        ("prepare", BATCH | {"logits": SCORES}, "logits", "[2, 97]", FLOATS),
+        ("prepare", BATCH | {"logits": SCORES}, "logits", "[2, *]", FLOATS),
         ("prepare", BATCH, "batch.tokens", "[*]", INTEGERS),
         ("prepare", BATCH, "batch.table_rows", "[2]", INTEGERS),
         ("prepare", BATCH | {"active": TWO == 0}, "batch.active", "[2]", ["bool"]),
         ("prepare", GROWN, "batch.tokens", "[*, *]", INTEGERS),
         ("prepare", GROWN, "batch.lengths batch.new_lens", "[2]", INT32),
-        ("step", STEP, "scores", "[2, 97]", FLOATS),
+        ("step", STEP, "scores", "[2, *]", FLOATS),
         ("step", STEP, "drawn", "[2]", INTEGERS),
-        ("step", STEP, "sampling.vocab_mask", "[2, 4]", INT32),
+        ("step", STEP, "sampling.vocab_mask", "[2, *]", INT32),
         ("step", STEP, "probs", "[2, *]", [*FLOATS, "float64"]),
         ("predict", BATCH, "batch.tokens", "[*]", INTEGERS),
         ("predict", BATCH, "batch.table_rows", "[2]", INTEGERS),
@@ -94,9 +94,12 @@ NO_VERIFY = "verify must be None, or 'same_draws' with drafts and sample, got"
          "drafts must have max_drafts = 2 columns, got 3"),
         ("step", DRAFTED | {"drafts": make_drafts([[5]], [[-1]])}, "drafts must have max_drafts = 2 columns, got 1"),
         ("step", DRAFTED | {"drafts": make_drafts([[5, 6]] * 2, [[-1, 0]] * 2)}, "drafts.token_ids must be"),
-        ("step", DRAFTED | {"scores": torch.zeros(4, VOCAB)}, "logits must be float32|bfloat16|float16 [3, 97] on cpu"),
+        ("step", DRAFTED | {"scores": torch.zeros(4, VOCAB)}, "logits must be float32|bfloat16|float16 [3, *] on cpu"),
         ("step", DRAFTED | {"drawn": torch.zeros(1)}, "drawn must be int32|int64 [3] on cpu, got float32 [1]"),
         ("step", DRAFTED | {"top_p": torch.ones(3)}, "sampling.top_p must be float32 [1] on cpu, got float32 [3]"),
+        ("step", STEP | {"scores": torch.zeros(2, 0)}, "scores must have at least one column, got none"),
+        ("step", STEP | {"vocab_mask": torch.zeros(2, 3).int()},
+         "sampling.vocab_mask must have at least 4 columns, got 3"),
         ("step", STEP | {"temperature": 1.0}, "sampling.temperature must be None when scores are probabilities"),
         ("step", STEP | {"scores": None}, "scores must be given unless logits were passed to prepare, got neither"),
         ("extend", EXTEND | {"begins": [2, 1]}, "begins must be ascending places of 0 to 3, the number of tokens"),
@@ -125,7 +128,7 @@ def test_classes_of_arguments(models):
 SLOTS, CONFIG = EngineSlots(torch.zeros(3, 4, dtype=torch.int32), 12), {"vocab_size": VOCAB}
 NOT_INT32 = "slots.table must be int32 [*, *] on cpu, got"
 NO_SOURCE = "values must be a ValueSource: ModelValues(value_model), ProbeValues(probe) or ConstantValues(), got"
-NO_GRAPHS = "graphs must be None or False unless values come from a value model on a GPU, got True"
+NO_GRAPHS = "graphs must be None or False unless kernels run on a GPU, got True"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Guided steps on a device: memory, no host-device sync, bitwise identical results in any batch, and CUDA graphs."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 from torch.profiler import profile
 
-from lenvm_kernels.step import Sampling, StepBatch, working_bytes
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, working_bytes
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.sources import chunks_of
 from lenvm_kernels.types import Status
@@ -271,20 +272,20 @@ def test_graph_is_captured_once_per_size_and_then_replayed(monkeypatch):
         yield
         events.append(f"end {graph.name}")
 
-    def score(requests, nodes):
-        events.append(f"score {requests} x {nodes}")
-        return torch.zeros(requests, nodes)
+    def score(size):
+        events.append(f"score {size}")
+        return torch.zeros(size)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", iter(["pool"]).__next__)
-    graphs = Graphs(score, torch.device("cpu"))
-    for requests, nodes in ((4, 5), (4, 5), (2, 1), (4, 5)):
-        assert graphs.replay(requests, nodes).shape == (requests, nodes)
+    graphs = Graphs(torch.device("cpu"))
+    for size in (4, 4, 2, 4):
+        assert graphs.run(("size", size), partial(score, size)).shape == (size,)
     assert events == [
-        *("score 4 x 5", "begin graph 0 in pool", "score 4 x 5", "end graph 0", "replay graph 0"),
-        *("score 2 x 1", "begin graph 1 in pool", "score 2 x 1", "end graph 1", "replay graph 0"),
+        *("score 4", "begin graph 0 in pool", "score 4", "end graph 0", "replay graph 0"),
+        *("score 2", "begin graph 1 in pool", "score 2", "end graph 1", "replay graph 0"),
     ]
 
 
@@ -293,7 +294,7 @@ def test_stages_of_step_are_profiler_ranges(models):
     with profile() as profiler:
         engine.decode([0, 1], PROMPTS[:2], random_scores(2))
     ranges = sorted((e.time_range.start, e.name) for e in profiler.events() if e.name.startswith("lenvm."))
-    stages = ["candidates", "values", "layers", "head", "draw"]
+    stages = ["begin", "candidates", "values", "layers", "head", "draw"]
     assert [name for _, name in ranges] == [f"lenvm.{stage}" for stage in stages]
 
 
