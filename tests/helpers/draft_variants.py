@@ -1,4 +1,4 @@
-"""Compiled variants that the operators on drafts request, for several batch sizes, on tensors and on slices.
+"""Compiled variants that operators on requests and drafts need, for several batch sizes, on tensors and on slices.
 
 ``python -m tests.helpers.draft_variants NAME ...`` (without TRITON_INTERPRET) prints, as JSON, the number of variants
 of each kernel. Nothing is compiled or launched.
@@ -16,6 +16,7 @@ from lenvm_kernels.ops.begin_step import begin_step, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
+from lenvm_kernels.ops.topk_candidates import empty_scored, topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.types import DeltaTokens, Drafts, Filters, ScoredCandidates
 from tests.helpers.serving_variants import keys, note_key, slice_of_longer
@@ -47,6 +48,12 @@ def calls(name, rows, with_drafts, drafts, changed):
     elif name == "pack_drafts":
         scored = ScoredCandidates(numbers[:, None].repeat(1, 4), numbers, numbers, numbers.bool())
         pack_drafts(scored, some, backend="triton")
+    elif name == "topk_candidates":
+        integers, floats = (changed(torch.zeros(with_drafts, dtype=dtype)) for dtype in (torch.int32, torch.float32))
+        options = dict(top_k=integers, top_p=floats, min_p=floats, max_candidates=4, backend="triton")
+        options |= dict(table=GuidanceTable(40, CPU).columns, table_rows=integers, generated=integers)
+        options |= dict(requests=empty_requests(rows, CPU), scored=empty_scored(rows, 4, CPU), drawn=integers)
+        topk_candidates(torch.zeros(with_drafts, 48), **options, step=torch.ones(1).long(), sample=rows > 1)
     elif name == "verify_drafts":
         verify_drafts(changed(numbers[: with_drafts * (1 + drafts)]), some, backend="triton")
     else:

@@ -151,9 +151,13 @@ def guide_by_server(
         return None
     table = GuidanceTable.from_params(params, [req.lenvm_end_tokens for req in reqs], device)
     generated = torch.tensor([len(req.output_ids) for req in reqs], dtype=torch.int32, device=device)
-    of_requests = dict(table=table.columns, generated=generated)
     candidates = topk_candidates(
-        probs, **filters._asdict(), max_candidates=MAX_CANDIDATES, guided=table.guided, **of_requests
+        probs,
+        **filters._asdict(),
+        max_candidates=MAX_CANDIDATES,
+        guided=table.guided,
+        table=table.columns,
+        generated=generated,
     )
     if candidates.lost_mass.nan_to_num(0.0).max() > 0:
         warn_once(
@@ -171,7 +175,7 @@ def guide_by_server(
         answer = sampler._post_tree_value([req.rid for req in sent_reqs], prefixes, ids, sent_reqs)
         for row, values in zip(sent, answer, strict=True):
             value_logits[row, : counts[row]] = torch.tensor(values[: counts[row]], dtype=torch.float32, device=device)
-    reweight_scatter(candidates, value_logits, **of_requests, probs=probs)
+    reweight_scatter(candidates, value_logits, table.columns, generated=generated, probs=probs)
     if unchanged:
         keep_filters(probs, torch.tensor(unchanged, device=device), filters)
     return probs

@@ -246,7 +246,7 @@ def _differences_of_choice(given: NamedInputs, result: NamedResult, found: Candi
     if "step" in written:
         written["step"] += len(arguments["scored"].counts) > 0
     table, table_rows = _table_of(given)
-    choice = {name: arguments.get(name) for name in ("requests", "drawn", "sample", "score_all", "scored")}
+    choice: dict[str, Any] = {name: arguments.get(name) for name in STEP_OPTIONS if name != "step"}
     status = choose_scored(found, ending_token_ids=table.ending_token_ids[table_rows], **choice).status
     differences = [differs("status", result.tensors["status"], status)]
     for name, x in written.items():

@@ -78,7 +78,7 @@ def _reweight_kernel(
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
 
-@triton.jit(do_not_specialize_on_alignment=["table_rows_ptr"])
+@triton.jit(do_not_specialize=["stride_dense_request"], do_not_specialize_on_alignment=["table_rows_ptr"])
 def _scatter_kernel(
     dense_ptr,  # [B, V]
     stride_dense_request,

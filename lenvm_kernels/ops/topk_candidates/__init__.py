@@ -84,8 +84,7 @@ def _scan_kernel(
     addresses_ptr,  # int64 [4] or None
     V,
     IS_LOGITS: tl.constexpr,
-    ROWS_ALIGNED: tl.constexpr,  # each row begins at a multiple of ALIGNMENT
-    ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # each row begins at a multiple of it
     TILE: tl.constexpr,
     PROGRAM_TILES: tl.constexpr,
 ):
@@ -99,11 +98,7 @@ def _scan_kernel(
     tile = tl.program_id(1) * PROGRAM_TILES + tl.arange(0, PROGRAM_TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     scores = (scores_ptr, stride_scores_request, mask_ptr, stride_mask_request)
-    alignment: tl.constexpr = ALIGNMENT if ROWS_ALIGNED else 1
-    scores_ptr, stride_scores_request, mask_ptr, stride_mask_request = _located(*scores, addresses_ptr, alignment)
-    if ROWS_ALIGNED:
-        stride_scores_request = stride_scores_request // ALIGNMENT * ALIGNMENT
-    scores = (scores_ptr, stride_scores_request, mask_ptr, stride_mask_request)
+    scores = _located(*scores, addresses_ptr, ALIGNMENT)
     x = _load_scores(*scores, request, token, token < V, IS_LOGITS)
     # NaN and +inf propagate to the sum: a sum that is not finite marks the request as broken.
     best = tl.max(x, axis=1)
@@ -148,6 +143,7 @@ def _launch(
     tile_max = torch.empty(count, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(count, tiles, dtype=torch.float32, device=device)
     inputs = (scores, scores.stride(0), *with_row_stride(vocab_mask), addresses, vocab)
+    alignment = ALIGNMENT if (rows_are_aligned(scores) if addresses is None else is_aligned) else 1
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(count, ceil_div(tiles, program_tiles))](
         tile_max,
@@ -156,8 +152,7 @@ def _launch(
         temperature,
         *inputs,
         IS_LOGITS=is_logits,
-        ROWS_ALIGNED=rows_are_aligned(scores) if addresses is None else is_aligned,
-        ALIGNMENT=ALIGNMENT,
+        ALIGNMENT=alignment,
         TILE=TILE,
         PROGRAM_TILES=program_tiles,
         num_warps=4,
@@ -186,6 +181,7 @@ def _launch(
         ends,
         SCORE_ALL=score_all,
         IS_LOGITS=is_logits,
+        ALIGNMENT=alignment,
         K=max_candidates,
         ENDS=next_power_of_2(ends),
         TILE=TILE,

@@ -61,15 +61,18 @@ def _exponent_scale(temperature_ptr, request):
 
 @triton.jit
 def _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, ALIGNMENT):
-    """The scores and the mask, with their row strides, at the addresses that a step has stored, unless None."""
+    """The scores and the mask, with their row strides, at the addresses that a step has stored, unless None.
+
+    Rows begin at multiples of ALIGNMENT elements, which determines the width of loads.
+    """
     if addresses_ptr is not None:
-        # With the alignment, loads are as wide as those from a pointer argument.
-        address = tl.multiple_of(tl.load(addresses_ptr), ALIGNMENT)
-        scores_ptr = address.to(tl.pointer_type(scores_ptr.dtype.element_ty))
+        scores_ptr = tl.multiple_of(tl.load(addresses_ptr), ALIGNMENT).to(tl.pointer_type(scores_ptr.dtype.element_ty))
         stride_scores_request = tl.load(addresses_ptr + 1)
         if mask_ptr is not None:
             mask_ptr = tl.load(addresses_ptr + 2).to(tl.pointer_type(tl.int32))
             stride_mask_request = tl.load(addresses_ptr + 3)
+    if ALIGNMENT > 1:
+        stride_scores_request = stride_scores_request // ALIGNMENT * ALIGNMENT
     return scores_ptr, stride_scores_request, mask_ptr, stride_mask_request
 
 
@@ -108,7 +111,7 @@ def _store_scored(
 
 # Callers pass slices, whose alignment must not trigger a recompilation.
 @triton.jit(
-    do_not_specialize=["sample"],
+    do_not_specialize=["sample", "stride_scores_request", "stride_mask_request"],
     do_not_specialize_on_alignment=[
         "guided_ptr",
         "temperature_ptr",
@@ -151,6 +154,7 @@ def _filter_kernel(
     E,
     SCORE_ALL: tl.constexpr,
     IS_LOGITS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # elements of the scores
     K: tl.constexpr,
     ENDS: tl.constexpr,  # a power of two >= E
     TILE: tl.constexpr,
@@ -209,7 +213,7 @@ def _filter_kernel(
 
     token = chosen[:, None] * TILE + tl.arange(0, TILE)[None, :]
     is_there = (chosen >= 0)[:, None] & (token < V)
-    scores = _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, 1)
+    scores = _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, ALIGNMENT)
     x = _load_scores(*scores, request, token, is_there, IS_LOGITS)
     keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
     first = 1 / total if IS_LOGITS else best  # probability of the best token
