@@ -113,13 +113,12 @@ def _draw_kernel(
     tl.store(out.guided_probs + request * K + column, probs, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
-    p = tl.where(probs > 0, probs, 0.0)  # NaN compares false
     seed = tl.load(table.seed + table_row * stride.seed, mask=valid, other=0)
     position = tl.load(requests.positions + request, mask=valid, other=0).to(tl.int64)
-    place = _drawn_column(p, column, seed, position, K)
+    place = _drawn_column(probs, column, seed, position, K)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + request, mask=valid, other=1.0)
-        most_probable = _request_min(tl.where(p == _request_max(p), column, K))
+        most_probable = _request_min(tl.where(probs == _request_max(probs), column, K))
         place = tl.where((temperature < _GREEDY_TEMPERATURE) & (place >= 0), most_probable, place)
     status = tl.load(candidates.status + request, mask=valid, other=0)
     found = ((status == _GUIDE) | (status == _SINGLE)) & (place >= 0) & (sample != 0)
