@@ -146,7 +146,6 @@ class StepRequests(NamedTuple):
         wants_length: bool ``[N]``; predicted lengths are requested, or the request is between spans and still read.
         entropy_threshold: fp32 ``[N]``; nats, NaN for no threshold.
         generated: int32 ``[N]``; number of generated tokens.
-        seeds: int64 ``[N]``; seeds of the draws.
         due: bool ``[N]``; ``value_stride`` includes this step. Other requests are guided only if a candidate ends them.
         cached_lens: int32 ``[N]``; tokens of the sequence in the value model's cache; 0 in padding.
     """
@@ -157,7 +156,6 @@ class StepRequests(NamedTuple):
     wants_length: Annotated[Tensor, "bool [N]"]
     entropy_threshold: Annotated[Tensor, "float32 [N]"]
     generated: Annotated[Tensor, "int32 [N]"]
-    seeds: Annotated[Tensor, "int64 [N]"]
     due: Annotated[Tensor, "bool [N]"]
     cached_lens: Annotated[Tensor, "int32 [N]"]
 

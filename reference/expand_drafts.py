@@ -30,7 +30,6 @@ def expand_drafts(
         each(requests.wants_length) & is_there,
         each(requests.entropy_threshold),
         each(requests.generated) + depth,
-        each(requests.seeds),
         each(requests.due) & is_there,
     )
     return tuple(x.flatten() for x in nodes)

@@ -57,6 +57,5 @@ def gather_requests(
     write(out.wants_length, wants_length, False)
     write(out.entropy_threshold, table.entropy_threshold[table_rows], math.nan)
     write(out.generated, lengths - table.prompt_len[table_rows], 0)
-    write(out.seeds, table.seed[table_rows], 0)
     write(out.due, due, False)
     return out

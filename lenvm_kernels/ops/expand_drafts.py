@@ -30,7 +30,6 @@ class DraftNodes(NamedTuple):
     wants_length: Tensor
     entropy_threshold: Tensor
     generated: Tensor
-    seeds: Tensor
     due: Tensor
 
 
@@ -63,7 +62,6 @@ def _expand_drafts_kernel(
     wants_length = tl.load(requests.wants_length + request, mask=is_row, other=False)
     entropy_threshold = tl.load(requests.entropy_threshold + request, mask=is_row, other=float("nan"))
     generated = tl.load(requests.generated + request, mask=is_row, other=0)
-    seed = tl.load(requests.seeds + request, mask=is_row, other=0)
     due = tl.load(requests.due + request, mask=is_row, other=False)
 
     # Number of drafts on the path to each node.
@@ -86,7 +84,6 @@ def _expand_drafts_kernel(
     tl.store(nodes.wants_length + row, wants_length[:, None] & is_there, mask=mask)
     tl.store(nodes.entropy_threshold + row, entropy_threshold[:, None], mask=mask)
     tl.store(nodes.generated + row, generated[:, None] + depth, mask=mask)
-    tl.store(nodes.seeds + row, seed[:, None], mask=mask)
     tl.store(nodes.due + row, due[:, None] & is_there, mask=mask)
 
 

@@ -36,7 +36,6 @@ class GatheredColumns(NamedTuple):
     return_values: Tensor
     entropy_threshold: Tensor
     prompt_len: Tensor
-    seed: Tensor
     value_stride: Tensor
     span_ended: Tensor
     span_start_bits: Tensor
@@ -82,7 +81,6 @@ def _gather_requests_kernel(
     threshold_ptr = table.entropy_threshold + table_row * stride.entropy_threshold
     entropy_threshold = tl.load(threshold_ptr, mask=exists, other=float("nan"))
     prompt_len = tl.load(table.prompt_len + table_row * stride.prompt_len, mask=exists, other=0)
-    seed = tl.load(table.seed + table_row * stride.seed, mask=exists, other=0)
     value_stride = tl.load(table.value_stride + table_row * stride.value_stride, mask=exists, other=1)
     span_ended = tl.load(table.span_ended + table_row * stride.span_ended, mask=exists, other=False)
     start_bits = tl.load(table.span_start_bits + table_row * stride.span_start_bits, mask=exists, other=0)
@@ -118,7 +116,6 @@ def _gather_requests_kernel(
     tl.store(requests.wants_length + request, wants_length, mask=is_row)
     tl.store(requests.entropy_threshold + request, entropy_threshold, mask=is_row)
     tl.store(requests.generated + request, length - prompt_len, mask=is_row)
-    tl.store(requests.seeds + request, seed, mask=is_row)
     tl.store(requests.due + request, due, mask=is_row)
 
 
@@ -235,7 +232,7 @@ def gather_requests(
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance
         >>> table = GuidanceTable(4, "cpu")
-        >>> table.add_request(2, parse_guidance({"target_length": 60}), eos_token_ids={0}, prompt_len=7, seed=5)
+        >>> table.add_request(2, parse_guidance({"target_length": 60}), eos_token_ids={0}, prompt_len=7)
         >>> tokens, rows = torch.tensor([[11, 12], [0, 2]])
         >>> requests = gather_requests(table.columns, tokens, rows, torch.tensor([4, 9], dtype=torch.int32))
         >>> requests.guided, requests.generated

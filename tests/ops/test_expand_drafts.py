@@ -16,7 +16,6 @@ def make_requests(rows, *, seed=0, device="cpu"):
     for i, x in enumerate(requests):
         x.copy_(torch.randperm(2 * x.numel(), generator=generator)[: x.numel()].view(x.shape) + 1000 * i)
     requests.table_rows.add_(2**40)
-    requests.seeds.mul_(-(2**50))
     for x in (requests.guided, requests.wants_length, requests.due):
         x.copy_(torch.rand(rows, generator=generator) < 0.7)
     requests.entropy_threshold[::3] = math.nan
@@ -30,7 +29,6 @@ def test_positions_of_nodes_count_the_drafts_before_them(device, backend):
         ("positions", [40, 7, 90, 3]),
         ("generated", [0, 5, 12, 30]),
         ("table_rows", [8, 3, 5, 2**33]),
-        ("seeds", [-9, 2**62, 4, 1]),
         ("guided", [True, True, True, True]),
         ("wants_length", [True, False, True, True]),
         ("due", [False, True, True, True]),
@@ -47,7 +45,6 @@ def test_positions_of_nodes_count_the_drafts_before_them(device, backend):
     assert nodes.positions.tolist() == [40, 41, 42, 42, 43, 43, 7, 8, 9, 10, 7, 7, *[90] * 6, *[3] * 6]
     assert nodes.generated.tolist() == [0, 1, 2, 2, 3, 3, 5, 6, 7, 8, 5, 5, *[12] * 6, *[30] * 6]
     assert nodes.table_rows.tolist() == [*[8] * 6, *[3] * 6, *[5] * 6, *[2**33] * 6]
-    assert nodes.seeds.tolist() == [*[-9] * 6, *[2**62] * 6, *[4] * 6, *[1] * 6]
     assert nodes.guided.tolist() == yes * 6 + yes * 4 + no * 2 + yes + no * 5 + yes + no * 5
     assert nodes.wants_length.tolist() == yes * 6 + no * 6 + yes + no * 5 + yes + no * 5
     assert nodes.due.tolist() == no * 6 + yes * 4 + no * 2 + yes + no * 5 + yes + no * 5

@@ -88,7 +88,6 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         "wants_length": draws.chance("wants_length", rows, of=0.5),
         "entropy_threshold": draws.choose("entropy_threshold", rows, values=[float("nan"), -1.0, 0.0, 0.7]),
         "generated": draws.integers("generated", rows, low=0, high=3000),
-        "seeds": draws.bits("seeds", rows),
         "due": draws.chance("due", rows, of=0.4),
     }
     fill(requests, slice(None), columns)

@@ -44,7 +44,6 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         "return_values": draws.chance("return_values", rows, of=0.5),
         "entropy_threshold": draws.choose("entropy_threshold", rows, values=[math.nan, -1.0, 0.0, 0.7]),
         "prompt_len": draws.integers("prompt_len", rows, low=0, high=100_000),
-        "seed": draws.bits("seed", rows),
         "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1, 0, -2]),
         "span_ended": draws.chance("span_ended", rows, of=0.4),
         "span_start_bits": draws.choose("span_start_bits", rows, values=[0, 0, 2, 2**30]),
