@@ -222,8 +222,7 @@ def draw(
         table: guidance parameters of ``R`` requests.
         requests: result of :func:`gather_requests` or :func:`expand_drafts`, with ``N >= B`` rows.
         scored: result of :func:`select_scored`, with ``N`` rows. Lengths are predicted after scored tokens only.
-        predicted: fp32 ``[B, K]``; the value logits that predict lengths. If None, every candidate has the value logit
-            ``table.target_logit``, as without ``value_logits``.
+        predicted: fp32 ``[B, K]``; the value logits that predict lengths. If None, ``value_logits``.
         sample: whether requests of status ``GUIDE`` and ``SINGLE`` are drawn from their candidates.
         drawn: int32 ``[B]``; next tokens of the requests that are not drawn from their candidates. If None, -1.
         temperature: fp32 ``[B]``. Requests below 1e-6 take the most probable candidate, the first one of a tie. The
@@ -262,5 +261,6 @@ remaining_lengths=tensor([0.]))
     of_requests = (requests.table_rows, requests.generated, requests.wants_length)
     inputs = DrawRequests(*of_requests, scored.positions, scored.token_ids, scored.counts)
     columns, options = select_columns(DrawColumns, table), (drawn, temperature, text_breaks, sample, probs)
+    predicted = value_logits if predicted is None else predicted
     _launch(backend, out, candidates, value_logits, predicted, columns, inputs, *options)
     return out

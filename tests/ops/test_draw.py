@@ -179,7 +179,8 @@ LENGTHS = [
     (9, {}, NAN),
     (-1, {}, NAN),
     (1, {"wants_length": False}, NAN),
-    (1, {"predicted": None}, 60.0),  # the target and the answer
+    (1, {"predicted": None, "value_logits": None}, 60.0),  # the target and the answer
+    (1, {"predicted": None}, NAN),
     (9, {"scored": [[9, 1, 3, 4]]}, 10.0),  # scored alone, not a candidate
     (1, {"counts": 1}, NAN),
 ]
