@@ -4,9 +4,9 @@
 :func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`; then, for a value model,
 :func:`pack_drafts`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
 :func:`rope_cache`, :func:`value_tree_attention` and :func:`value_head`, or, for a probe, :func:`candidate_values`; then
-:func:`draw` and :func:`verify_drafts`. :func:`reweight_scatter` computes and scatters the probabilities that
-:func:`draw` draws from. :func:`parse_guidance` and :class:`GuidanceTable` hold request parameters, :class:`ValueModel` is the value model, and :func:`generate` does
-everything in one call with ``transformers``.
+:func:`draw` and :func:`verify_drafts`. :func:`reweight_scatter` is the part of :func:`draw` that computes guided
+probabilities. :func:`parse_guidance` and :class:`GuidanceTable` hold request parameters, :class:`ValueModel` is the
+value model, and :func:`generate` does everything in one call with ``transformers``.
 """
 
 from importlib import import_module
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from lenvm_kernels.types import Candidates as Candidates
     from lenvm_kernels.types import CandidateTrees as CandidateTrees
     from lenvm_kernels.types import DeltaTokens as DeltaTokens
-    from lenvm_kernels.types import DrawnTokens as DrawnTokens
     from lenvm_kernels.types import Drafts as Drafts
+    from lenvm_kernels.types import DrawnTokens as DrawnTokens
     from lenvm_kernels.types import EmbeddedTokens as EmbeddedTokens
     from lenvm_kernels.types import GuidanceColumns as GuidanceColumns
     from lenvm_kernels.types import Mode as Mode

@@ -190,7 +190,7 @@ def _token_temperatures(pairs: list[str] | None) -> dict[str, str] | None:
 
 
 def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:
-    """Print a line per generated token. Tokens that were no candidates have no numbers."""
+    """Print a line per generated token. Tokens that were no candidates have no numbers, and a length needs values."""
     from torch.nn.functional import softplus
 
     print(f"\n{'step':>4}  {'remaining':>9}  {'probability':>11}  token")
@@ -202,8 +202,10 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
             column = candidate[0, 0]
             # An end-of-sequence token has value 0 by definition, regardless of the head's output.
             ended = token in models.eos_token_ids
-            length = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
-            remaining, probability = f"{length:.1f}", f"{record.probs[0, column].item():.4f}"
+            if ended or record.value_logits is not None:
+                length = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
+                remaining = f"{length:.1f}"
+            probability = f"{record.probs[0, column].item():.4f}"
         text = json.dumps(models.tokenizer.decode([token]), ensure_ascii=False)
         print(f"{step:>4}  {remaining:>9}  {probability:>11}  {text}")
     print("remaining: tokens predicted to follow; probability: after guidance, among the candidates")

@@ -251,7 +251,18 @@ def draw(
 remaining_lengths=tensor([0.]))
     """
     if validate:
-        arguments = (candidates, value_logits, table, requests, scored, predicted, drawn, temperature, text_breaks, probs)
+        arguments = (
+            candidates,
+            value_logits,
+            table,
+            requests,
+            scored,
+            predicted,
+            drawn,
+            temperature,
+            text_breaks,
+            probs,
+        )
         backend, sizes = _SPEC.check(backend, *arguments)
         if sizes["N"] < sizes["B"]:
             raise ValueError(f"requests must have a row for each of the {sizes['B']} requests, got {sizes['N']}")

@@ -19,8 +19,8 @@ class StepOutput:
 
     Attributes:
         candidates: candidates of each request, with its ``status`` and the probability that was cut off, ``lost_mass``.
-        value_logits: fp32 ``[B, K]``; value logits of the candidates, arbitrary for candidates that are not scored. With
-            a :class:`LengthProbe`, each summarizes a distribution (:func:`candidate_values`). None with
+        value_logits: fp32 ``[B, K]``; value logits of the candidates, arbitrary for candidates that are not scored.
+            With a :class:`LengthProbe`, each summarizes a distribution (:func:`candidate_values`). None with
             :class:`ConstantValues`.
         probs: fp32 ``[B, K]``; guided probabilities of the candidates.
         tokens: int32 ``[B]``; next tokens, drawn from the candidates with ``sample``, otherwise from ``drawn``. Without

@@ -43,7 +43,11 @@ def drawn_of(probs, device, backend, *, token_ids=None, status=GUIDE, seeds=0, p
     token_ids = torch.as_tensor(token_ids).int().contiguous().to(device)
     counts = of_requests(options.pop("counts", columns), torch.int32)
     candidates = Candidates(
-        token_ids, probs.contiguous().to(device), counts, of_requests(status, torch.int8), of_requests(0.0, torch.float32)
+        token_ids,
+        probs.contiguous().to(device),
+        counts,
+        of_requests(status, torch.int8),
+        of_requests(0.0, torch.float32),
     )
     scored_ids = torch.as_tensor(options.pop("scored", token_ids)).int().to(device)
     scored = ScoredCandidates(scored_ids, counts, of_requests(positions, torch.int32), of_requests(False, torch.bool))
@@ -164,7 +168,10 @@ def test_fp64_weights_keep_their_precision():
     p = torch.tensor([[2.0**-60, 1.0], [1.0, 2.0**-60]], dtype=torch.float64)
     status, ids = torch.full((2,), int(GUIDE)), torch.arange(2).repeat(2, 1)
     positions = torch.tensor([AT_ZERO, AT_LARGEST])
-    assert draw_tokens(Candidates(ids, p, None, status, None), p, torch.zeros_like(positions), positions).tolist() == [0, 0]
+    assert draw_tokens(Candidates(ids, p, None, status, None), p, torch.zeros_like(positions), positions).tolist() == [
+        0,
+        0,
+    ]
 
 
 # --- predicted lengths ---

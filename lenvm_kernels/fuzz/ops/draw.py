@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs
 from lenvm_kernels.fuzz.ops import reweight_scatter as weights
@@ -89,8 +88,8 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     value_logits = a["value_logits"]
     if value_logits is None:
         value_logits = table.target_logit[table_rows][:, None].repeat(1, candidates.probs.shape[1])
-    options = {name: a[name] for name in ("text_breaks", "probs") if name in a}
-    options |= dict(table_rows=table_rows, generated=a["requests"].generated[:rows])
+    options = {"table_rows": table_rows, "generated": a["requests"].generated[:rows]}
+    options |= {name: a[name] for name in ("text_breaks", "probs") if name in a}
     guided_probs, tokens, lengths = (result.tensors[x] for x in ("guided_probs", "tokens", "remaining_lengths"))
     faults, probs = result.tensors["faults"], result.tensors.get("probs")
     is_spare = owners_in_table(table_rows, len(faults)) < 0
@@ -133,7 +132,9 @@ OPERATOR = named_operator(
     compare=compare,
     writes=("table.faults", "probs"),
     owners=lambda given: {
-        "faults": owners_in_table(given.arguments["requests"].table_rows[: given.rows], len(given.arguments["table"].faults))
+        "faults": owners_in_table(
+            given.arguments["requests"].table_rows[: given.rows], len(given.arguments["table"].faults)
+        )
     },
     most_rows=65_536,
     row_size=lambda options: options["vocab"] + 40 * options["columns"],
