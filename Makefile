@@ -14,7 +14,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 space := $(subst ,, )
 any = $(subst $(space), or ,$(strip $(1)))
 # Operators whose results a GPU's rounding could change.
-ROUNDED := topk_candidates candidate_values reweight_scatter sample_candidates value_head value_tree_attention rope_cache \
+ROUNDED := topk_candidates candidate_values reweight_scatter draw value_head value_tree_attention rope_cache \
 	ragged_linear
 BENCHED := $(basename $(notdir $(wildcard bench/ops/[a-z]*.py)))
 

@@ -63,11 +63,9 @@ def draw_tokens(
 ) -> torch.Tensor:
     """int32 ``[B]``: tokens drawn from the candidates with the weights ``guided_probs``; -1 for requests without one.
 
-    Negative and NaN weights count as 0. The weights need not sum to 1.
+    The weights need not sum to 1.
     """
-    p = torch.where(guided_probs > 0, guided_probs, 0.0)
-    cumulative = torch.zeros_like(p)
-    total = torch.zeros_like(p[:, 0])
+    p, cumulative, total = guided_probs, torch.zeros_like(guided_probs), torch.zeros_like(guided_probs[:, 0])
     for i in range(p.shape[1]):  # the order and precision of cumsum are not specified
         total = total + p[:, i]
         cumulative[:, i] = total

@@ -190,7 +190,7 @@ def _token_temperatures(pairs: list[str] | None) -> dict[str, str] | None:
 
 
 def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:
-    """Print a line per generated token. Tokens that were no candidates have no numbers."""
+    """Print a line per generated token. Tokens that were no candidates have no numbers, and a length needs values."""
     from torch.nn.functional import softplus
 
     print(f"\n{'step':>4}  {'remaining':>9}  {'probability':>11}  token")
@@ -199,11 +199,14 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
         remaining, probability = "-", "-"
         candidate = (record.candidates.token_ids[0] == token).nonzero()
         if len(candidate):
-            column = candidate[0, 0]
+            column, z = candidate[0, 0], record.value_logits
             # An end-of-sequence token has value 0 by definition, regardless of the head's output.
             ended = token in models.eos_token_ids
-            length = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
-            remaining, probability = f"{length:.1f}", f"{record.probs[0, column].item():.4f}"
+            if ended:
+                remaining = "0.0"
+            elif z is not None:
+                remaining = f"{softplus(z[0, column]).item() / -math.log(gamma):.1f}"
+            probability = f"{record.probs[0, column].item():.4f}"
         text = json.dumps(models.tokenizer.decode([token]), ensure_ascii=False)
         print(f"{step:>4}  {remaining:>9}  {probability:>11}  {text}")
     print("remaining: tokens predicted to follow; probability: after guidance, among the candidates")

@@ -113,13 +113,12 @@ def _draw_kernel(
     tl.store(out.guided_probs + request * K + column, probs, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
-    p = tl.where(probs > 0, probs, 0.0)  # NaN compares false
     seed = tl.load(table.seed + table_row * stride.seed, mask=valid, other=0)
     position = tl.load(requests.positions + request, mask=valid, other=0).to(tl.int64)
-    place = _drawn_column(p, column, seed, position, K)
+    place = _drawn_column(probs, column, seed, position, K)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + request, mask=valid, other=1.0)
-        most_probable = _request_min(tl.where(p == _request_max(p), column, K))
+        most_probable = _request_min(tl.where(probs == _request_max(probs), column, K))
         place = tl.where((temperature < _GREEDY_TEMPERATURE) & (place >= 0), most_probable, place)
     status = tl.load(candidates.status + request, mask=valid, other=0)
     found = ((status == _GUIDE) | (status == _SINGLE)) & (place >= 0) & (sample != 0)
@@ -217,9 +216,8 @@ def draw(
         value_logits: fp32 ``[B, K]``, see :func:`reweight_scatter`; arbitrary for candidates that are not scored.
         table: guidance parameters of ``R`` requests.
         requests: result of :func:`begin_step`, with ``N >= B`` rows.
-        scored: result of :func:`select_scored`, with ``N`` rows. Lengths are predicted after scored tokens only.
-        predicted: fp32 ``[B, K]``; the value logits that predict lengths. If None, every candidate has the value logit
-            ``table.target_logit``, as without ``value_logits``.
+        scored: ``scored`` of :func:`topk_candidates`, with ``N`` rows. Lengths are predicted after scored tokens only.
+        predicted: fp32 ``[B, K]``; the value logits that predict lengths. If None, ``value_logits``.
         sample: whether requests of status ``GUIDE`` and ``SINGLE`` are drawn from their candidates.
         drawn: int32 ``[B]``; next tokens of the requests that are not drawn from their candidates. If None, -1.
         temperature: fp32 ``[B]``. Requests below 1e-6 take the most probable candidate, the first one of a tie. The
@@ -267,5 +265,6 @@ remaining_lengths=tensor([0.]))
     of_requests = (requests.table_rows, requests.generated, requests.wants_length)
     inputs = DrawRequests(*of_requests, scored.positions, scored.token_ids, scored.counts)
     columns, options = select_columns(DrawColumns, table), (drawn, temperature, text_breaks, sample)
+    predicted = value_logits if predicted is None else predicted
     _launch(backend, out, candidates, value_logits, predicted, columns, inputs, *options)
     return out

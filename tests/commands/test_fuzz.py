@@ -21,7 +21,7 @@ FAULTS = "tests.helpers.planted_faults"
 # Operators whose results are compared within a tolerance.
 FLOATS = (
     *("topk_candidates", "embed_tokens", "ragged_linear", "rope_cache", "value_tree_attention", "value_head"),
-    *("candidate_values", "reweight_scatter"),
+    *("candidate_values", "reweight_scatter", "draw"),
 )
 PLANTED = [
     *(("off", name) for name in OPERATORS),
@@ -31,7 +31,7 @@ PLANTED = [
 # These faults show in few rows of few cases.
 MORE = {
     ("ties", "topk_candidates"): ("--only", "kind=ties", "max_candidates=8"),
-    ("ties", "reweight_scatter"): ("--only", "rows=usual", "scatter=False", "columns=8"),
+    ("ties", "reweight_scatter"): ("--only", "rows=usual", "values=of candidates", "scatter=False", "columns=8"),
 }
 
 
@@ -62,7 +62,7 @@ def test_correct_function_passes(fuzz, name):
 
 # Arguments, exit code, and a pattern that the output matches.
 RUNS = {
-    "kernels": ("--ops sample_candidates verify_drafts --cases 4", 0, r"verify_drafts +2 "),
+    "kernels": ("--ops draw verify_drafts --cases 4", 0, r"verify_drafts +2 "),
     "other batches": (f"--against {FAULTS}:odd.topk_candidates --cases 6", 1, "differs in another order"),
     "reference only": (f"--against {FAULTS}:odd.topk_candidates --cases 6 --reference-only", 0, "candidates +6 "),
     "chosen options": (
@@ -109,7 +109,7 @@ def test_command_enables_the_interpreter(tmp_path):
     """Runs in a process without the environment variable TRITON_INTERPRET."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = "import sys; from lenvm_kernels.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "fuzz", "--device", "cpu", "--ops", "sample_candidates", "--cases", "1"]
+    command = [sys.executable, "-c", program, "fuzz", "--device", "cpu", "--ops", "verify_drafts", "--cases", "1"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not done.stderr, done.stderr
 
@@ -137,6 +137,7 @@ def test_draws_of_a_row_are_the_same_in_any_batch():
 INDICES = {
     **dict.fromkeys(("limit_span", "begin_step"), (lambda given: given.arguments["table_rows"], {})),
     "topk_candidates": (lambda given: given.arguments["table_rows"], {"max_eos": 1, "table_rows": "int64"}),
+    "draw": (lambda given: given.arguments["requests"].table_rows, {}),
     "lay_out": (lambda given: given.arguments["requests"].request_rows, {"source": "history"}),
     "verify_drafts": (lambda given: given.arguments["drafts"].parents.flatten(), {"drafts": 9, "parents": "tree"}),
     "embed_tokens": (lambda given: given.arguments["token_ids"], {}),

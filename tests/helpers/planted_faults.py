@@ -111,7 +111,8 @@ def _topk_candidates(scores, **keywords):
 def _reweight_scatter(candidates, value_logits, table, **keywords):
     """The last of equally good candidates is selected."""
     flipped = {name: getattr(candidates, name).flip(1).contiguous() for name in ("token_ids", "probs")}
-    return correct.reweight_scatter(candidates._replace(**flipped), value_logits.flip(1), table, **keywords).flip(1)
+    z = None if value_logits is None else value_logits.flip(1)
+    return correct.reweight_scatter(candidates._replace(**flipped), z, table, **keywords).flip(1)
 
 
 ties = SimpleNamespace(topk_candidates=_topk_candidates, reweight_scatter=_reweight_scatter)

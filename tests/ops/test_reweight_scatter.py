@@ -1,9 +1,9 @@
-"""``reweight_scatter``: cases by hand, pairs from the fork, roots on hard rows, and properties of ``near``."""
+"""``reweight_scatter``: cases by hand, pairs from the fork, roots on hard rows, statuses and faults."""
 
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops import reweight_scatter as generator
@@ -20,13 +18,11 @@ from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops import reweight_scatter as module
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.types import Candidates, Mode, Status
-from tests.helpers.cases import cases
 from tests.helpers.targets import expectation, target_of
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "guidance.jsonl").open()]
 GOLDEN_ATOL = 1e-3  # the fork's stopping rule, see golden/README.md
-HUGE = torch.finfo(torch.float32).max
-NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
+HUGE, NAN = torch.finfo(torch.float32).max, math.nan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +54,7 @@ def reweight(probs, z, params, eos, device, backend, *, token_ids=None, status=N
     table = GuidanceTable.from_params([unused, *reversed(params)], [set(), *reversed(eos)], device).columns
     table_rows = torch.arange(rows, 0, -1, device=device)
     options = {name: x.to(device) for name, x in options.items()}
-    z = F.pad(z, (0, 3), value=math.nan).to(device)[:, : z.shape[1]]
+    z = F.pad(z, (0, 3), value=NAN).to(device)[:, : z.shape[1]]
     candidates = candidates_of(token_ids, probs, device, status)
     result = reweight_scatter(candidates, z, table, table_rows=table_rows, backend=backend, **options)
     assert table.faults[0] == 0
@@ -96,15 +92,10 @@ def hand_cases(*rows, q=TENTHS, eos=(), generated=0, **shared):
     ]
 
 
-def logit_of(nats):
-    """fp64; the logit of the value ``1 - exp(-nats)``."""
-    nats = torch.as_tensor(nats, dtype=torch.float64)
-    return nats + torch.log(-torch.expm1(-nats))
-
-
 def z_of(*lengths, gamma=0.997):
-    """The value logits of lengths in tokens."""
-    return logit_of(torch.tensor(lengths, dtype=torch.float64) * -math.log(gamma)).tolist()
+    """The value logits of lengths in tokens, at least -1e30."""
+    nats = torch.tensor(lengths, dtype=torch.float64) * -math.log(gamma)
+    return (nats + torch.log(-torch.expm1(-nats))).clamp(min=-1e30).tolist()
 
 
 def biased(q, scale, logs):
@@ -112,28 +103,30 @@ def biased(q, scale, logs):
     return torch.softmax(torch.tensor(q).double().log() + scale * torch.tensor(logs).double(), 0).tolist()
 
 
-def distant(q, ratios, strength=2.0):
-    return [p * ratio**-strength for p, ratio in zip(q, ratios, strict=True)]
+def near(mode, strength, target, lengths, q, *, tolerance=0.0, generated=0, gamma=0.997, sentences=(), eos=()):
+    """A case of a near mode. ``lengths`` in tokens are 0 for places in ``eos``; one in ``sentences`` may also be 1.
+
+    The probabilities fall with the power ``strength`` of the quotient of a length and the nearest accepted length,
+    after 2 is added to both. A row in which all quotients are equal stays unchanged.
+    """
+    least, most = max(0.0, target - tolerance - generated) + 2, max(0.0, target + tolerance - generated) + 2
+
+    def quotient(length):
+        below, above = least / (length + 2), (length + 2) / most
+        return max(1.0, below * (mode != Mode.LE_NEAR), above * (mode != Mode.GE_NEAR))
+
+    quotients = [min(quotient(x), quotient(1.0) if i in sentences else math.inf) for i, x in enumerate(lengths)]
+    smallest = min(quotients)
+    weights = [p * (x / smallest) ** -strength for p, x in zip(q, quotients, strict=True)]
+    z = z_of(*[5.0 if i in eos else x for i, x in enumerate(lengths)], gamma=gamma)
+    params = GuidanceParams(
+        mode, strength, target_length=target, tolerance=tolerance, gamma=gamma, counts_down=generated > 0
+    )
+    is_same = strength == 0 or max(quotients) == smallest
+    return HandCase(params, z, SAME if is_same else weights, q, eos, generated)
 
 
-# The values 0.2 and 0.6 with an expected value of 0.5 move to a target.
-PAIR_Z, HALF, UP = torch.tensor([0.2, 0.6]).double().logit().tolist(), (0.5, 0.5), (0.125, 0.875)
-TO_0_4, TO_0_55 = (math.log1p(-value) / math.log(0.997) for value in (0.4, 0.55))
-TILTS = hand_cases(
-    (Mode.MUL, 0.8, None, PAIR_Z, HALF),  # to 0.4
-    (Mode.LINEAR, 1.5, None, PAIR_Z, UP),  # to 0.55, half of the way to 0.6
-    (Mode.LINEAR, 0.5, None, PAIR_Z, (0.625, 0.375)),  # to 0.35, half of the way to 0.2
-    (Mode.EXP, 2.0, None, PAIR_Z, (0.0625, 0.9375)),  # the share of 0.75 becomes 1 - 0.25^2
-    (Mode.LENGTH_MUL, 0.5, None, PAIR_Z, (0.5**0.5 - 0.4, 0.8 - 0.5**0.5)),  # to 1 - 0.5^0.5
-    (Mode.CENTERED_EXP, -3.0, None, PAIR_Z, biased(PAIR, -3.0, (0.2, 0.6))),
-    (Mode.EQ_SOFT, 1.0, TO_0_4, PAIR_Z, HALF),
-    (Mode.LE_SOFT, 1.0, TO_0_4, PAIR_Z, HALF),
-    (Mode.GE_SOFT, 1.0, TO_0_4, PAIR_Z, SAME),
-    (Mode.EQ_SOFT, 1.0, TO_0_55, PAIR_Z, UP),
-    (Mode.LE_SOFT, 1.0, TO_0_55, PAIR_Z, SAME),
-    (Mode.GE_SOFT, 1.0, TO_0_55, PAIR_Z, UP),
-    q=PAIR,
-)
+# Scales that change nothing.
 NEUTRAL = [(mode, 1.0) for mode in (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL)]
 NEUTRAL += [(mode, 0.0) for mode in (Mode.MUL, Mode.CENTERED_EXP, Mode.VALUE_BIAS)] + [(Mode.MUL, -2.0)]
 UNCHANGED = hand_cases(*((*row, None, (1.0, -1.0, 0.5, 2.0), TENTHS) for row in NEUTRAL), eos=(3,))
@@ -190,55 +183,37 @@ BIASES = hand_cases(
     (Mode.VALUE_BIAS, 1.0, None, (0.0, math.inf, 0.0, 9.0), FAULT),
     eos=(1,),
 )
-# Lengths of 0 (an end), 8, 18 and 78 tokens, 18 remaining. With 2 added, they are 10 and 2 times less, equal, 4 times
-# more. A tolerance of 10 tokens admits lengths of 8 to 28, and one of 60 all lengths.
-NEAR_Q, NEAR_LENGTHS = (0.125, 0.375, 0.25, 0.25), (5.0, 8.0, 18.0, 78.0)
-NEAR_TOTALS = [
-    case
-    for gamma in (0.9, 0.997, 0.99999)
-    for tolerance, below, above in ((0.0, (10.0, 2.0), 4.0), (10.0, (5.0, 1.0), 8 / 3), (60.0, (1.0, 1.0), 1.0))
-    for strength in (0.0, 1.0, 2.5)
-    for mode, ratios in zip(NEAR, ((*below, 1.0, above), (*below, 1.0, 1.0), (1.0, 1.0, 1.0, above)), strict=True)
-    for row in [(mode, strength, 28.0, z_of(*NEAR_LENGTHS, gamma=gamma), distant(NEAR_Q, ratios, strength))]
-    for case in hand_cases(row, q=NEAR_Q, eos=(0,), generated=10, gamma=gamma, tolerance=tolerance, counts_down=True)
-]
-# Past a total and its tolerance, the remaining length is 0, and further tokens change nothing.
-NEAR_PAST = [
-    case
-    for mode, tolerance, generated in (
-        (Mode.NEAR, 10, 38),
-        (Mode.NEAR, 10, 50),
-        (Mode.NEAR, 10, 400),
-        (Mode.LE_NEAR, 0, 28),
+# Lengths of which some are equal, some are below and some above a target; totals that have passed; all strengths.
+MODES, NEAR_Q = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR), (0.125, 0.375, 0.25, 0.25)
+STRENGTHS, GAMMAS = (0.0, 0.5, 2.5, HUGE), (0.9, 0.997, 0.99999)
+TOLERATED = ((0, 10), (12, 10), (70, 10), (10, 38), (10, 50), (10, 400), (0, 28), (9, 0))  # tolerance, generated
+LENGTHS = (((0.0, 8.0, 19.0, 78.0), (0,)), ((17.0, 4000.0, 17.0, 250.0), ()), ((0.5, 0.0, 3.0, 0.0), (1, 3)))
+NEARS = [
+    near(mode, strength, 28.0, lengths, NEAR_Q, tolerance=tolerance, generated=generated, gamma=gamma, eos=eos)
+    for mode, strength, gamma, (tolerance, generated), (lengths, eos) in product(
+        MODES, STRENGTHS, GAMMAS, TOLERATED, LENGTHS
     )
-    for row in [(mode, 2.0, 28.0, z_of(*NEAR_LENGTHS), distant(NEAR_Q, (1.0, 5.0, 10.0, 40.0)))]
-    for case in hand_cases(row, q=NEAR_Q, eos=(0,), generated=generated, tolerance=tolerance, counts_down=True)
 ]
-# Lengths of 0 and 1e30 nats, targets that overflow in nats, and strengths that overflow.
-FAR, FARTHEST = z_of(0.01, 1e6), [1 + 1e30 / (-2 * math.log(gamma)) for gamma in (0.1, 0.99999)]
-NEAR_LIMITS = hand_cases(
-    (Mode.NEAR, HUGE, 500.0, FAR, 0),
-    (Mode.NEAR, HUGE, 5000.0, FAR, 1),
-    (Mode.NEAR, 0.5, 1e6, FAR, distant(PAIR, (1_000_002 / 2.01, 1.0), 0.5)),
-    (Mode.NEAR, 0.1, HUGE, (1e30, -1e30), distant(PAIR, (1.0, FARTHEST[0]), 0.1), {"gamma": 0.1}),
-    (Mode.NEAR, 0.1, 0.0, (1e30, -1e30), distant(PAIR, (FARTHEST[1], 1.0), 0.1), {"gamma": 0.99999}),
-    (Mode.NEAR, HUGE, 1e6, z_of(999_000.0, 1_010_000.0, gamma=0.99999), 0, {"gamma": 0.99999}),
-    q=PAIR,
+# Strengths, targets and lengths that overflow.
+LIMITS = [
+    near(Mode.NEAR, strength, target, lengths, PAIR, gamma=gamma)
+    for strength, target, lengths, gamma in (
+        (HUGE, 500.0, (0.01, 1e6), 0.997),
+        (HUGE, 5000.0, (0.01, 1e6), 0.997),
+        (0.5, 1e6, (0.01, 1e6), 0.997),
+        (0.1, HUGE, (1e30 / -math.log(0.1), 0.0), 0.1),
+        (0.1, 0.0, (1e30 / -math.log(0.99999), 0.0), 0.99999),
+        (HUGE, 1e6, (999_000.0, 1_010_000.0), 0.99999),
+    )
+]
+# The first candidate ends the output, which takes precedence; the third ends a line, and the last is improbable.
+BREAKS, BREAK_Q = (2, 2, 1, 2, 0, 2), (0.1, 0.2, 0.3, 0.25, 0.145, 0.005)
+AT_BREAKS, AT_KNOWN_BREAKS = (
+    [near(mode, 2.0, 4.0, (0, 8, 98, 98, 28, 28), BREAK_Q, sentences=sentences, eos=(0,)) for mode in MODES]
+    for sentences in ((1, 3), (1,))
 )
-# Lengths of 0, 8, 98, 98, 28 and 28 tokens, 4 remaining; the last is improbable. After a sentence, a length of 1 is
-# possible too. The first candidate ends the output, which takes precedence.
-BREAKS, BREAK_Q, BREAK_Z = (2, 2, 1, 2, 0, 2), (0.1, 0.2, 0.3, 0.25, 0.145, 0.005), z_of(5, 8, 98, 98, 28, 28)
-
-
-def at_breaks(near, le_near):
-    """Cases of the near modes, with the ratio of the fourth candidate in the modes near and le_near."""
-    ratios = (3.0, 10 / 6, 100 / 6, near, 5.0, 5.0), (3.0, *[1.0] * 5), (1.0, 1.0, 100 / 6, le_near, 5.0, 5.0)
-    rows = ((mode, 2.0, 4.0, BREAK_Z, distant(BREAK_Q, x)) for mode, x in zip(NEAR, ratios, strict=True))
-    return hand_cases(*rows, q=BREAK_Q, eos=(0,))
-
-
 # An answer longer than the prediction leaves the value 0. Such candidates act like candidates that end the span.
-ANSWER_Z, LONGEST = logit_of([1.0, 2.0, 2.9, 5.0]).tolist(), {"answer_length": 1e30}
+ANSWER_Z, LONGEST = z_of(1.0, 2.0, 2.9, 5.0, **IN_NATS), {"answer_length": 1e30}
 ANSWER_Q, ANSWER_3 = (0.1, 0.3, 0.2, 0.4), {"answer_length": 3.0}
 LESS_HALF = [1 - math.exp(-nats) for nats in (0.5, 1.5, 2.4, 4.5)]
 ANSWERED = hand_cases(
@@ -255,8 +230,7 @@ ANSWERED = hand_cases(
 )
 # Tokens that end the span, like token 3, which ends the sequence, have the value 0 with any logits. Other logits that
 # are not finite are faults.
-NAN, SIGMOIDS = math.nan, (0.2689414, 0.6224593, 0.0, 0.0)
-EXP = (Mode.CENTERED_EXP, -5.0, None)
+EXP, SIGMOIDS = (Mode.CENTERED_EXP, -5.0, None), (0.2689414, 0.6224593, 0.0, 0.0)
 ENDS = hand_cases(
     (*EXP, (-1.0, 0.5, NAN, NAN), biased(TENTHS, -5.0, SIGMOIDS), {"end_token_ids": (2,)}),
     (*EXP, (NAN, 2.0, NAN, NAN), biased(TENTHS, -5.0, (0.0, 0.8807971, 0.0, 0.0)), {"end_token_ids": (2, 0)}),
@@ -265,35 +239,23 @@ ENDS = hand_cases(
     (*EXP, (0.0, 0.0, NAN, 0.0), FAULT),
     eos=(3,),
 )
-# Cases, tolerance, and the text breaks after each token; the second table of breaks ends before the fourth token.
 TABLES = {
-    "tilts": (TILTS, 2e-6, ()),
-    "unchanged": (UNCHANGED, 2e-6, ()),
-    "outside": (OUTSIDE, 0, ()),
-    "value_min": (VALUE_MIN, 0, ()),
-    "ties": (TIES, 0, ()),
-    "long": (LONG, 0, ()),
-    "value_bias": (BIASES, 5e-6, ()),
-    "near a total": (NEAR_TOTALS, 2e-6, ()),
-    "near past a total": (NEAR_PAST, 2e-6, ()),
-    "near limits": (NEAR_LIMITS, 2e-6, ()),
-    "near breaks": (at_breaks(6 / 3, 1.0), 2e-6, BREAKS),
-    "near unknown breaks": (at_breaks(100 / 6, 100 / 6), 2e-6, BREAKS[:3]),
-    "answers": (ANSWERED, 2e-6, ()),
-    "ends": (ENDS, 2e-6, ()),
+    **dict(unchanged=UNCHANGED, outside=OUTSIDE, value_min=VALUE_MIN, ties=TIES, long=LONG, biases=BIASES),
+    **dict(near=NEARS, limits=LIMITS, at_breaks=AT_BREAKS, at_known_breaks=AT_KNOWN_BREAKS),
+    **dict(answered=ANSWERED, ends=ENDS),
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_cases_by_hand(device, backend, name):
-    """All requests of a table in one batch."""
-    rows, atol, breaks = TABLES[name]
+    """All requests of a table in one batch. The second table of breaks ends before the fourth token."""
+    rows = TABLES[name]
     q, z = (
         torch.tensor([[*x, *[0.0] * (8 - len(x))] for x in xs]) for xs in ([c.q for c in rows], [c.z for c in rows])
     )
     options = {"generated": torch.tensor([case.generated for case in rows], dtype=torch.int32)}
-    if breaks:
-        options["text_breaks"] = torch.tensor(breaks, dtype=torch.int8)
+    if "breaks" in name:
+        options["text_breaks"] = torch.tensor(BREAKS[: 3 if "known" in name else 6], dtype=torch.int8)
     eos = [set(case.eos) for case in rows]
     result, faults = reweight(q, z, [case.params for case in rows], eos, device, backend, **options)
     for case, p, found in zip(rows, result, faults, strict=True):
@@ -302,6 +264,7 @@ def test_cases_by_hand(device, backend, name):
             weights = case.q if weights < 0 else [float(place == weights) for place in range(len(case.q))]
         expected = F.pad(torch.tensor(weights).double() / sum(weights), (0, 8 - len(weights)))
         exact = isinstance(case.weights, int) and case.weights != FAULT
+        atol = 5e-6 if name == "biases" else 2e-6
         assert found == (case.weights == FAULT), case
         assert (p.double() - expected).abs().max() <= (0 if exact else atol), (case, p)
 
@@ -393,134 +356,44 @@ def test_largest_logits_in_every_mode(device, backend):
     assert (result.sum(1) - 1).abs().max() < 1e-5 and sum(faults) == 0
 
 
-# --- properties of near and of answers ---
-
-LENGTHS = [0.01, 0.5, 3.0, 17.0, 18.0, 19.0, 250.0, 4000.0, 1e6]
-
-
-def near_case(case, device, mode, strength):
-    """Inputs of a case in which all requests have this mode; lengths of all sizes, many of them equal."""
-    given, draws = generator.inputs(case, device), case.draws(device)
-    rows, table = given.table_rows, given.table
-    table.mode[:], table.scale[:] = int(mode), strength
-    targets = [0.0, 0.01, 18.0, 500.0, 1e6, HUGE]
-    table.target_length[rows] = draws.choose("target", case.rows, values=targets).float()
-    gamma = draws.choose("discount", case.rows, values=[0.9, 0.997, 0.99999])
-    table.nats_per_token[rows] = -gamma.log().float()
-    shape = given.value_logits.shape[1]
-    nats = draws.choose("length", case.rows, shape, values=LENGTHS) * -gamma.log()[:, None]
-    z = torch.where(draws.chance("far", case.rows, shape, of=0.1), 1e30, logit_of(nats))
-    z = torch.where(draws.chance("nothing", case.rows, shape, of=0.1), -1e30, z)
-    given.value_logits[:] = torch.where(given.value_logits.isfinite(), z.float(), given.value_logits)
-    return given
-
-
-def guided_by(given, backend):
-    """Guided probabilities; in fp64 for the reference."""
-    candidates, z = given.candidates, given.value_logits
-    if backend == "reference":
-        candidates, z = candidates._replace(probs=candidates.probs.double()), z.double()
-    return reweight_scatter(candidates, z, given.table, backend=backend, **given.arguments)
-
-
-def excess_of(given):
-    """fp64 ``ln((l + 2) / (r + 2))``, NaN for padding."""
-    two_tokens = 2 * given.table.nats_per_token[given.table_rows].double()[:, None]
-    ratio = (generator.lengths_of(given)[0] + two_tokens) / (generator.target_of(given) + two_tokens)
-    return ratio.log().where(given.candidates.probs > 0, math.nan)
-
-
-# Up to 12 rows an example, because a case of large tiles has less work.
-near_cases = partial(cases, "reweight_scatter", rows=["usual"], scatter=[False], constants=list(generator.CONSTANTS))
-few_examples = settings(max_examples=max(1, settings().max_examples // 5))
-by_values = partial(near_cases, text_breaks=[0])  # without sentence ends, which admit shorter lengths
-modes, strengths = st.sampled_from(NEAR), st.sampled_from([0.5, 5.0, 20.0, 1e4, HUGE])
-
-
-@given(case=by_values(), strength=strengths)
-@few_examples
-def test_near_without_effect_is_q(device, backend, case, strength):
-    """Bitwise: at strength 0, and where no candidate is on the wrong side. Where all are, the modes agree with near."""
-    inputs = near_case(case, device, Mode.UNGUIDED, 0.0)
-    q, excess, padding = guided_by(inputs, backend), excess_of(inputs), inputs.candidates.probs == 0
-    is_longer, is_shorter = (((sign * excess > 1e-4) | padding).all(1) for sign in (1, -1))
-    both = guided_by(near_case(case, device, Mode.NEAR, strength), backend)
-    for mode, right, wrong in (
-        (Mode.NEAR, padding.all(1), padding.all(1)),
-        (Mode.GE_NEAR, is_longer, is_shorter),
-        (Mode.LE_NEAR, is_shorter, is_longer),
-    ):
-        assert torch.equal(guided_by(near_case(case, device, mode, 0.0), backend), q)
-        guided = guided_by(near_case(case, device, mode, strength), backend)
-        assert torch.equal(guided[right], q[right]) and torch.equal(guided[wrong], both[wrong])
-
-
-@given(case=by_values(), mode=modes, strength=strengths)
-@few_examples
-def test_near_keeps_the_ratios_of_equal_lengths(device, backend, case, mode, strength):
-    inputs = near_case(case, device, mode, strength)
-    p, q, lengths = guided_by(inputs, backend).double(), inputs.candidates.probs.double(), excess_of(inputs)
-    q = q / q.sum(1, keepdim=True)
-    crosswise = p[:, :, None] * q[:, None] - p[:, None] * q[:, :, None]
-    assert (crosswise[lengths[:, :, None] == lengths[:, None]].abs() <= 2e-5).all()
-
-
-@given(case=near_cases(broken=[False]), mode=modes)
-@few_examples
-def test_near_of_the_largest_strength_chooses_the_nearest(device, backend, case, mode):
-    inputs = near_case(case, device, mode, HUGE)
-    inputs.table.value_min[:] = -math.inf
-    distance = generator.near_distances(inputs).masked_fill(inputs.candidates.probs == 0, math.inf)
-    farther = (distance > distance.amin(1, keepdim=True) + 1e-4) & (inputs.candidates.status == Status.GUIDE)[:, None]
-    result = guided_by(inputs, backend)
-    assert (result[farther] == 0).all()
-    torch.testing.assert_close(result.sum(1), (inputs.candidates.probs > 0).any(1).to(result.dtype))
-
-
-@given(case=near_cases(), mode=modes)
-@few_examples
-def test_near_is_monotone_in_the_strength(device, backend, case, mode):
-    """The probability mass up to any distance does not decrease."""
-    steps, error = ((0.0, 0.5, 2.0, 5.0, 20.0), 1e-4) if backend == "triton" else ((0.0, 0.5, 5.0, 100.0, 1e6), 1e-8)
-    before = None
-    for strength in steps:
-        inputs = near_case(case, device, mode, strength)
-        distance = generator.near_distances(inputs).masked_fill(inputs.candidates.probs == 0, math.inf)
-        order = distance.argsort(dim=1, stable=True)
-        mass = guided_by(inputs, backend).double().gather(1, order).cumsum(1)
-        assert before is None or (mass >= before - error).all()
-        before = mass
-
-
 # --- statuses and memory ---
+
+NAN_Z, HALVES = (NAN, NAN), (0.5, 0.5)
+# Status, probabilities, token ids, value logits and table row of each request, guided probabilities, whether its row of
+# ``probs`` is written, and its faults. Requests of table row 0 are unguided, the others are scaled to half of their
+# expected value. Token 0 ends the requests of table rows 0 and 2, token 2 those of row 3.
+STATUSES = [
+    (Status.GUIDE, HALVES, (9, 2), NAN_Z, 1, HALVES, True, 1),
+    (Status.SKIP, HALVES, (9, 2), NAN_Z, 1, HALVES, False, 0),
+    (Status.SINGLE, (0.5, 0.0), (8, -1), NAN_Z, 2, (1.0, 0.0), True, 0),
+    (Status.UNGUIDED, HALVES, (9, 2), NAN_Z, 3, HALVES, False, 1),  # broken scores
+    (Status.SINGLE, (0.5, 0.0), (0, -1), NAN_Z, 0, (1.0, 0.0), True, 0),
+    (Status.GUIDE, HALVES, (5, 0), (1.0, NAN), 2, (0.25, 0.75), True, 0),
+    (Status.GUIDE, HALVES, (9, 2), NAN_Z, 0, HALVES, False, 0),
+    (Status.GUIDE, HALVES, (3, 7), NAN_Z, 1, HALVES, True, 1),
+]
 
 
 @pytest.mark.parametrize("probs", [None, torch.float32, torch.bfloat16])
 def test_status_determines_faults_and_writes(device, backend, probs, monkeypatch):
-    """Non-finite logits are faults in guided rows only, broken candidates in any row; once per row for all slices."""
+    """Non-finite logits are faults in guided rows only, broken scores in any row."""
     monkeypatch.setattr(module, "SLICE", 4)
-    guide, single = Status.GUIDE, Status.SINGLE
-    status = torch.tensor([guide, Status.SKIP, single, Status.UNGUIDED, single, guide, guide, guide]).to(torch.int8)
-    p = torch.full((8, 2), 0.25)
-    p[[2, 4]] = torch.tensor([0.5, 0.0])
-    token_ids = torch.tensor([[9, 2], [9, 2], [8, -1], [9, 2], [0, -1], [5, 0], [9, 2], [3, 7]]).int()
+    status, p, token_ids, z, table_rows, expected, written, faults = (
+        torch.tensor(x) for x in zip(*STATUSES, strict=True)
+    )
     mul = parse_guidance({"scale": 0.5})
     table = GuidanceTable.from_params([None, mul, mul, mul], [{0}, set(), {0}, {2}], device).columns
-    table_rows = torch.tensor([1, 1, 2, 3, 0, 2, 0, 1], device=device)
-    candidates = candidates_of(token_ids, p, device, status)
-    candidates.lost_mass[3] = math.nan
-    z = torch.full((8, 2), math.nan, device=device)
-    z[5, 0] = 1.0  # its other candidate ends the sequence
-    memory = torch.full((8, 13), 0.125, dtype=probs, device=device)
-    options = {"probs": memory[:, :10]} if probs else {}
-    result = reweight_scatter(candidates, z, table, table_rows=table_rows, backend=backend, **options).cpu()
-    assert table.faults.tolist() == [0, 2, 0, 1]
-    assert result[:5].tolist() == [[0.5, 0.5], [0.5, 0.5], [1, 0], [0.5, 0.5], [1, 0]]
-    torch.testing.assert_close(result[5], torch.tensor([0.25, 0.75]))
-    assert result[6:].tolist() == [[0.5, 0.5]] * 2
-    expected = torch.full((8, 13), 0.125)
-    if probs:
-        expected[[0, 2, 4, 5, 7], :10] = 0
-        expected[0, [9, 2]], expected[2, 8], expected[4, 0], expected[5, [5, 0]] = 0.5, 1.0, 1.0, result[5]
-        expected[7, [3, 7]] = 0.5
-    assert torch.equal(memory.cpu(), expected.to(probs))
+    candidates = candidates_of(token_ids.int(), p, device, status.to(torch.int8))
+    candidates.lost_mass[3] = NAN
+    memory = torch.full((len(p), 13), 0.125, dtype=probs, device=device)
+    options = {"table_rows": table_rows.to(device)} | ({"probs": memory[:, :10]} if probs else {})
+    result = reweight_scatter(candidates, z.to(device), table, **options, backend=backend).cpu()
+    assert table.faults.tolist() == torch.zeros(4).index_add(0, table_rows, faults.float()).tolist()
+    torch.testing.assert_close(result, expected)
+    assert torch.equal(result[:5], expected[:5])
+    dense = torch.full((len(p), 13), 0.125)
+    for row in written.nonzero().flatten().tolist() if probs else ():
+        dense[row, :10] = 0
+        listed = token_ids[row] >= 0
+        dense[row, token_ids[row][listed]] = result[row][listed]
+    assert torch.equal(memory.cpu(), dense.to(probs))

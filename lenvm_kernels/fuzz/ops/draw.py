@@ -85,10 +85,11 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     a, rows = given.arguments, given.rows
     candidates, table, scored = a["candidates"], a["table"], a["scored"]
     table_rows = a["requests"].table_rows[:rows]
-    target_logits = table.target_logit[table_rows][:, None].repeat(1, candidates.probs.shape[1])
-    value_logits = target_logits if a["value_logits"] is None else a["value_logits"]
-    options = {name: a[name] for name in ("text_breaks", "probs") if name in a}
-    options |= dict(table_rows=table_rows, generated=a["requests"].generated[:rows])
+    value_logits = a["value_logits"]
+    if value_logits is None:
+        value_logits = table.target_logit[table_rows][:, None].repeat(1, candidates.probs.shape[1])
+    options = {"table_rows": table_rows, "generated": a["requests"].generated[:rows]}
+    options |= {name: a[name] for name in ("text_breaks", "probs") if name in a}
     guided_probs, tokens, lengths = (result.tensors[x] for x in ("guided_probs", "tokens", "remaining_lengths"))
     faults, probs = result.tensors["faults"], result.tensors.get("probs")
     is_spare = owners_in_table(table_rows, len(faults)) < 0
@@ -107,7 +108,7 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
 
     column = torch.arange(candidates.probs.shape[1], device=tokens.device)
     is_token = (column < scored.counts[:rows, None]) & (scored.token_ids[:rows] == tokens[:, None])
-    z = torch.where(is_token, a.get("predicted", target_logits).double(), 0.0).sum(1)
+    z = torch.where(is_token, a.get("predicted", value_logits).double(), 0.0).sum(1)
     nats = torch.nn.functional.softplus(z).masked_fill((table.eos_token_ids[table_rows] == tokens[:, None]).any(1), 0.0)
     is_wanted = a["requests"].wants_length[:rows] & table.return_values[table_rows] & is_token.any(1)
     expected = torch.where(is_wanted, nats / table.nats_per_token[table_rows].double(), math.nan)
