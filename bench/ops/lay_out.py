@@ -65,7 +65,7 @@ def make_call(
     )
 
 
-def make_case(*, B, K, M, R, missing, delta=None, length=1000):
+def make_case(*, B, K, M, R, missing, delta, length):
     call = make_call(B=B, K=K, M=M, R=R, missing=missing, delta=delta, length=length)
     moved = B * (REQUEST_BYTES + (missing if delta is None else delta) * TOKEN_BYTES + 4 * K)
     return TimedCase(call, moved + nbytes(call()))
@@ -84,7 +84,7 @@ FORMS["lay_out, every size 1"] = _ONE
 FORMS["lay_out of trees, every size 1"] = _ONE | dict(is_tree=True)
 FORMS["lay_out of prompts, every size 1"] = _ONE | dict(delta=1)
 
-PRODUCTION = dict(B=64, K=8, M=16, R=257, missing=1)
+PRODUCTION = dict(B=64, K=8, M=16, R=257, missing=1, delta=None, length=1000)
 AXES = dict(B=[1, 8, 256], K=[2, 64], M=[4], missing=[0, 4, 16])
 PROMPTS = [(1, 32_768), (1, 4096), (64, 64)]  # requests, tokens of each
 OTHERS = [dict(B=512, R=4097), *(dict(B=B, K=0, delta=n, length=n) for B, n in PROMPTS)]

@@ -170,7 +170,7 @@ def _lay_out_kernel(
             requests, lens_ptr, cached_lens_ptr, candidate_lens_ptr, other, B, D, max_len, HELD, MAX_NEW, K
         )
         rows = delta + candidates
-        items = num_items(rows, cached, TILE_TOKENS)
+        items = num_items(rows.to(tl.int32), cached.to(tl.int32), TILE_TOKENS)
         is_earlier = other < request
         first_row += tl.sum(tl.where(is_earlier, rows, 0), axis=0)
         end_row += tl.sum(rows, axis=0)
@@ -234,9 +234,18 @@ def _lay_out_kernel(
         tl.store(layout.head_rows + place, candidate_row, mask=is_column)
         tl.store(layout.head_targets + place, request * K + column, mask=is_column)
 
-    rows = delta + candidates
+    rows, cached_tokens = (delta + candidates).to(tl.int32), cached.to(tl.int32)  # divided in 32 bits
     store_items(
-        layout.plan, first_item, most_items, request, table_row, first_row, rows, delta, cached, TILE_TOKENS
+        layout.plan,
+        first_item,
+        most_items,
+        request,
+        table_row,
+        first_row,
+        rows,
+        delta,
+        cached_tokens,
+        TILE_TOKENS,
     )
 
     # Each program fills a share of the rest.
