@@ -53,7 +53,7 @@ def value_model_step(name: str, rows: int) -> None:
     for row in range(rows):
         step.add_request(row, parse_guidance({"target_length": 100}), {0})
     numbers, ones, prompt, probs = i32(rows), torch.ones(rows), i64(16 * rows), torch.zeros(rows, VOCAB)
-    step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
+    step.extend(prompt, numbers, numbers, numbers, numbers)
     sampling, batch = Sampling(numbers, ones, ones, sample=True), StepBatch(prompt[:rows], prompt[:rows], numbers)
     step.step(step.prepare(None, batch), sampling, scores=probs, probs=probs)
     step.step(step.prepare(bf16(rows, VOCAB), batch), sampling._replace(temperature=ones, is_logits=True))

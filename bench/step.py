@@ -76,11 +76,11 @@ class Decode:
         none, zeros = self.tokens[:0], torch.zeros_like(self.lengths)
         if two_forwards:
             prompts = torch.randint(vocab_size, (rows * cached,))
-            self.step.extend(prompts, None, self.rows, cached * self.rows, zeros + cached, zeros)
+            self.step.extend(prompts, self.rows, cached * self.rows, zeros + cached, zeros)
         elif isinstance(values, ValueModel):
             for layer in (*self.step.values.cache.keys, *self.step.values.cache.values):
                 layer.copy_(torch.randn(layer.shape))  # zeros would be faster than real keys and values
-            self.step.extend(none, none, self.rows, zeros, zeros, zeros + cached)
+            self.step.extend(none, self.rows, zeros, zeros, zeros + cached)
 
     def __call__(self, **options: object) -> StepOutput:
         batch = StepBatch(self.tokens, self.rows, self.lengths, states=self.states)

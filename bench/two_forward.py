@@ -222,8 +222,8 @@ class TwoForwardStep:
         return request
 
     @torch.no_grad()
-    def extend(self, tokens, slots, table_rows, starts, lens, cached_lens) -> None:
-        """Compute and keep keys and values of prompts; arguments as in :meth:`GuidedStep.extend`, ``slots`` unused."""
+    def extend(self, tokens, table_rows, starts, lens, cached_lens) -> None:
+        """Compute and keep keys and values of prompts; arguments as in :meth:`GuidedStep.extend`."""
         ids, chunk = tokens.tolist(), self.config.chunk_tokens
         batch = torch.stack([x.long() for x in (table_rows, starts, lens, cached_lens)], 1).tolist()
         for row, start, length, cached in batch:

@@ -73,7 +73,7 @@ class TwoForwardProcessor(LogitsProcessor):
         generated = input_ids.shape[1] - self._width
         if generated == 0:
             starts, none = self._rows * self._width + self._width - self._lens, torch.zeros_like(self._lens)
-            self.step.extend(input_ids.flatten(), None, self._rows, starts, self._lens - 1, none)
+            self.step.extend(input_ids.flatten(), self._rows, starts, self._lens - 1, none)
         else:
             for row in self._rows[torch.isin(input_ids[:, -1], self._eos)].tolist():
                 self.step.add_request(row, None, set())  # the answer has ended

@@ -12,7 +12,9 @@ import torch
 from bench import peers
 from bench.harness import Benchmark, TimedCase, nbytes
 from bench.models import DIMENSIONS
-from lenvm_kernels.ops.value_tree_attention import num_counters, plan_attention, value_tree_attention
+from lenvm_kernels.ops.lay_out import lay_out
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.types import DeltaTokens
 
 PEERS = {
     "FlashInfer masked": peers.flashinfer_attention,
@@ -52,10 +54,14 @@ def make_case(*, model, B, L, delta, tree, dtype="bfloat16"):
     sizes = dict(B=B, L=L, delta=delta, tree=(branches, levels), is_tree=levels > 1)
     call = make_call(heads=(heads, kv_heads, head_dim), dtype=dtype, **sizes)
     q, *arguments = call.args
-    plan = plan_attention(*arguments[5:], total_tokens=len(q), max_len=L, group=heads // kv_heads)
-    out, counters = torch.empty_like(q), torch.zeros(num_counters(B, kv_heads), dtype=torch.int32)
+    slot_table, table_rows, cached_lens, _, candidate_lens = arguments[4:]
+    i32, candidates = partial(torch.zeros, dtype=torch.int32), branches * levels
+    deltas = DeltaTokens(i32(B * delta), i32(B), i32(B) + delta, cached_lens, table_rows)
+    layout = lay_out(
+        i32(B, candidates), candidate_lens, slot_table, num_heads=heads, num_kv_heads=kv_heads, delta=deltas
+    )
+    out = torch.empty_like(q)
     # Query-key pairs of a request: cached, delta among themselves, candidates with the delta and along their branches.
-    candidates = branches * levels
     pairs = (delta + candidates) * L + delta * (delta + 1) // 2
     pairs += candidates * delta + branches * levels * (levels + 1) // 2
     moved = nbytes(q, arguments[:5], out, call.keywords.get("parents"))
@@ -66,7 +72,7 @@ def make_case(*, model, B, L, delta, tree, dtype="bfloat16"):
         for label, prepare in PEERS.items()
         if levels == 1 and (is_production or label != "FlexAttention")
     }
-    run = partial(call, plan=plan, counters=counters, out=out)
+    run = partial(call, plan=layout.plan, counters=layout.counters, out=out)
     return TimedCase(run, moved, 4 * head_dim * heads * B * pairs, peers=rivals)
 
 

@@ -169,7 +169,7 @@ def _lay_out_kernel(
             requests, lens_ptr, cached_lens_ptr, candidate_lens_ptr, other, B, D, max_len, HELD, MAX_NEW, K
         )
         rows = delta + candidates
-        items = num_items(rows, cached, TILE_TOKENS)
+        items = num_items(rows.to(tl.int32), cached.to(tl.int32), TILE_TOKENS)
         is_earlier = other < request
         first_row += tl.sum(tl.where(is_earlier, rows, 0), axis=0)
         end_row += tl.sum(rows, axis=0)

@@ -3,7 +3,9 @@
 from itertools import pairwise
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from bench.launches import intercept_launches
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Mode, Status
@@ -99,3 +101,47 @@ def test_predict_writes_to_no_slot(models):
         if length == 1:
             engine.step.extend(*engine.prompts([2], [[9]]))
     torch.testing.assert_close(torch.cat(found), models.lengths([[9], [9, 9]], 0.9), rtol=0, atol=1e-3)
+
+
+def test_predict_between_steps_changes_no_other_request(models):
+    """The predicted prompt has the length and the last token of the stepped sequence."""
+    results = []
+    for is_disturbed in (False, True):
+        engine = Engine(*make_step(models.value, backend="triton", page_size=1))
+        engine.start([0], [PROMPTS[0]], [TILT], room=4)
+        sequence, cache = list(PROMPTS[0]), engine.step.values.cache
+        for _ in range(2):
+            output = engine.decode([0], [sequence], random_scores(1))
+            sequence.append(int(output.tokens))
+            if is_disturbed:
+                other = [*range(40, 40 + len(sequence) - 1), sequence[-1]]
+                engine.start([3], [other], [{"return_values": True}])
+                batch = StepBatch(engine.tensor(other[-1:]), engine.tensor([3]), engine.tensor([len(other)]))
+                assert engine.step.predict(batch) > 0
+        slots = engine.slots.table[0, : len(sequence) - 1].long()
+        results.append((output.value_logits, cache.keys[:, slots], cache.values[:, slots]))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert (results[0][1] != 0).any(dim=(0, 2, 3)).all()
+
+
+def test_steps_of_one_model_share_its_weights_only(models):
+    """Steps on different streams must not share counters or other memory that kernels write."""
+    kept, storages = {}, []  # kept, so that no memory is freed and used again
+
+    def note(kernel, launch):
+        for x in tree_leaves((launch.args, launch.keywords)):
+            if isinstance(x, torch.Tensor) and x.numel():
+                storages[-1].add(x.untyped_storage().data_ptr())
+                kept.setdefault(x.untyped_storage().data_ptr(), []).append((x, x.clone()))
+        return launch()
+
+    for _ in range(2):
+        storages.append(set())
+        engine = Engine(*make_step(models.value, backend="triton"))
+        with intercept_launches(note):
+            engine.start([0, 1], PROMPTS[:2], [TILT, TILT])
+            engine.decode([0, 1], PROMPTS[:2], random_scores(2))
+    shared = [pair for storage in storages[0] & storages[1] for pair in kept[storage]]
+    assert len(shared) > 10
+    for x, before in shared:
+        assert x.is_floating_point() and torch.equal(x, before), x.shape

@@ -19,6 +19,9 @@ def test_serving_compiles_nothing():
         assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}
         for kernel in ("embed_tokens", "lay_out", "rope_cache"):
             assert served["warm"][f"_{kernel}_kernel"] == 1
+    # Prompts, steps, and steps with drafts.
+    layouts = {name: served["warm"]["_lay_out_kernel"] for name, served in report.items()}
+    assert layouts == dict.fromkeys(kinds, 2) | {"with drafts": 3}
     # Steps, predictions, and steps with drafts.
     gathers = {name: served["warm"]["_begin_step_kernel"] for name, served in report.items()}
     assert gathers == dict.fromkeys(kinds, 2) | {"with drafts": 3}

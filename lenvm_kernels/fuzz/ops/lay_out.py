@@ -30,7 +30,8 @@ OPTIONS: dict[str, list[Any]] = {
     "dtype": ["int64", "int32", "mixed"],
     "candidate_lens": ["in range", "any"],
     "parents": ["none", "tree", "chain", "any"],
-    "heads": [(1, 1), (6, 2), (64, 1)],
+    "group": [1, 3, 64],
+    "kv_heads": [1, 2],
     "slices": [False, True],
     "constants": ["shipped", "small", "smallest"],
 }
@@ -74,8 +75,8 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["delta"] = _delta(draws, rows, table_rows, pages * page_size, options)
     if options["slices"]:
         arguments["candidate_lens"] = slice_of_longer(arguments["candidate_lens"])
-    num_heads, num_kv_heads = options["heads"]
-    arguments |= dict(page_size=page_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    heads = options["kv_heads"]
+    arguments |= dict(page_size=page_size, num_heads=options["group"] * heads, num_kv_heads=heads)
     return NamedInputs(arguments, count)
 
 
