@@ -46,15 +46,14 @@ from triton.backends.compiler import GPUTarget
 from bench.harness import parser
 from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
 from bench.launches import compiling_for, kernels
-from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
+from lenvm_kernels.ops import ragged_linear, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
 BATCHES = (1, 17, 64, 256)  # requests: the minimum, a number that fills no tile, and enough for every tile
 # Matmul kernels, and the rows of their tiles.
 MATMULS = {
-    "_ragged_linear_kernel": ragged_linear.TILES[-1].block_m,
+    "_ragged_linear_kernel": ragged_linear.TILES_SM_90[-1].block_m,
     "_value_tree_attention_kernel": value_tree_attention.BLOCK_M.value,
-    "_value_head_kernel": value_head.BLOCK_M_FEW,
 }
 # Kernels that never branch on a sum across threads. Such a sum may differ in its last bits between threads.
 BRANCH_ON_NO_SUM = {"_value_tree_attention_kernel"}

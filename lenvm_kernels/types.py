@@ -91,9 +91,6 @@ class RaggedLayout(NamedTuple):
         slots: int64 ``[T]``; cache slot for the key and value of a delta token, -1 for all other rows.
         q_offsets: int32 ``[B+1]``; first row of each request, then the number of rows in use.
         candidate_rows: int64 ``[B, K]``; row of each candidate, -1 in padding columns.
-        head_rows: int64 ``[B*K]``; the rows of all candidates in request order, then -1.
-        head_targets: int64 ``[B*K]``; a permutation of ``0 .. B*K - 1``: the index in a flattened ``[B, K]`` of the
-            value logit of each of the ``head_rows``. Padding maps to the padding columns, in order.
         parents: int32 ``[T]``; the row of a candidate's parent, -1 for all other rows. None if no candidate has one.
     """
 
@@ -102,8 +99,6 @@ class RaggedLayout(NamedTuple):
     slots: Annotated[Tensor, "int64 [T]"]
     q_offsets: Annotated[Tensor, "int32 [B + 1]"]
     candidate_rows: Annotated[Tensor, "int64 [B, K]"]
-    head_rows: Annotated[Tensor, "int64 [B * K]"]
-    head_targets: Annotated[Tensor, "int64 [B * K]"]
     parents: Annotated[Tensor | None, "int32 [T]"] = None
 
 

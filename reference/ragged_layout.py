@@ -54,14 +54,11 @@ def ragged_layout(
         positions[candidate_rows[is_candidate]] += depth[is_candidate]
         parents = torch.full_like(row, -1)
         parents[candidate_rows[is_candidate]] = parent_rows[is_candidate].int()
-    order = is_candidate.flatten().int().sort(descending=True, stable=True).indices
     return RaggedLayout(
         token_ids=token_ids.masked_fill(is_padding, 0),
         positions=positions.masked_fill(is_padding, 0),
         slots=slots,
         q_offsets=q_offsets,
         candidate_rows=candidate_rows,
-        head_rows=candidate_rows.flatten()[order],
-        head_targets=order,
         parents=parents,
     )

@@ -1,13 +1,10 @@
 """Ragged layout: the rows of one value-model forward; for each request its delta tokens, then its candidates.
 
 Source: section 2 of the specification. The candidates of a request are at the position after its delta; in a tree, a
-candidate is at the position after its parent. The layout also has the compacted list of rows for the value head, and
-the places of their logits in a ``[B, K]``.
+candidate is at the position after its parent.
 
 One launch with one program per request. A program computes its offsets as integer sums of the lengths of all earlier
-requests, which are exact in any order. It writes its own rows and columns, and a share of the padding rows. A request's
-padding columns map to separate places after the last candidate, so that one scatter of its columns also writes its
-share of the -1 at the end of ``head_rows``.
+requests, which are exact in any order. It writes its own rows and columns, and a share of the padding rows.
 """
 
 import triton
@@ -93,15 +90,12 @@ def _ragged_layout_kernel(
     T = D + B.to(tl.int64) * K
 
     start, end = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
-    first_place, candidates = start, start
     for first in range(0, B, TILE):
         other = first + tile
         delta_len, candidate_len = _lengths(delta_lens_ptr, candidate_lens_ptr, other, B, D, K)
         rows = delta_len + candidate_len
         end += tl.sum(rows, axis=0)
-        candidates += tl.sum(candidate_len, axis=0)
         start += tl.sum(tl.where(other < request, rows, 0), axis=0)
-        first_place += tl.sum(tl.where(other < request, candidate_len, 0), axis=0)
     tl.store(layout.q_offsets + request, start.to(tl.int32))
     tl.store(layout.q_offsets + B, end.to(tl.int32), mask=request == 0)
 
@@ -135,14 +129,8 @@ def _ragged_layout_kernel(
                 above = tl.load(parents_ptr + parent, mask=parent >= 0, other=-1)
                 parent = _earlier(above, parent)
         _store_rows(layout, candidate_row, token_id, position, -1, parent_row.to(tl.int32), is_row)
-
-        # The padding columns of earlier requests come between the last candidate and this request's padding columns.
-        padding_place = candidates + (request * K - first_place) + (column - candidate_len)
-        place = tl.where(is_candidate, first_place + column, padding_place)
         candidate_row = tl.where(is_candidate, candidate_row, -1)
         tl.store(layout.candidate_rows + request * K + column, candidate_row, mask=is_column)
-        tl.store(layout.head_rows + place, candidate_row, mask=is_column)
-        tl.store(layout.head_targets + place, request * K + column, mask=is_column)
 
     for first in range(end + request * TILE, T, B.to(tl.int64) * TILE):
         padding_row = first + tile
@@ -232,10 +220,9 @@ def ragged_layout(
         tensor([ 5,  6,  6,  9, 10,  0])
         >>> layout.slots
         tensor([70, -1, -1, 80, -1, -1])
-        >>> layout.head_rows
-        tensor([ 1,  2,  4, -1])
-        >>> layout.head_targets
-        tensor([0, 1, 2, 3])
+        >>> layout.candidate_rows
+        tensor([[ 1,  2],
+                [ 4, -1]])
     """
     delta = (delta_slots, delta_starts, delta_lens)
     lens = (candidate_lens, cached_lens, candidate_parents)

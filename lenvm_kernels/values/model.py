@@ -20,7 +20,6 @@ from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
 from lenvm_kernels.ops.rope_cache import rope_cache
-from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
 from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
@@ -226,19 +225,18 @@ class ValueModel:
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
         """
-        with profiler_range("layers"):
-            hidden, square_sums = self._run_layers(batch, cache, backend)
         layout = batch.layout
+        live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], expected_rows=batch.expected_rows, backend=backend)
+        with profiler_range("layers"):
+            hidden, square_sums = self._run_layers(batch, cache, live)
         with profiler_range("head"):
             z = value_head(
                 hidden,
                 *self.head,
-                token_rows=layout.head_rows,
+                token_rows=layout.candidate_rows.flatten(),
                 norm_eps=self.config.rms_norm_eps,
-                targets=layout.head_targets,
                 square_sums=square_sums,
-                counters=self._zeros(value_head_counters(len(layout.head_rows))),
-                backend=backend,
+                **live,
             ).view(layout.candidate_rows.shape)
         if self.lenvm_config.target_form == DISCOUNTED_RETURN:
             return z
@@ -254,12 +252,13 @@ class ValueModel:
         """The shared counters, or None if there are fewer than ``count``."""
         return self._counters if count <= COUNTERS else None
 
-    def _run_layers(self, batch: RaggedBatch, cache: KVCache, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_layers(
+        self, batch: RaggedBatch, cache: KVCache, live: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of all layers, [T, H], and its sums of squares; writes keys and values to ``cache``."""
         config, layout = self.config, batch.layout
-        num_rows = layout.q_offsets[-1:]
-        live: dict[str, Any] = dict(num_rows=num_rows, expected_rows=batch.expected_rows, backend=backend)
-        hidden, square_sums, cos, sin = self._embed(batch, num_rows, backend)
+        backend = live["backend"]
+        hidden, square_sums, cos, sin = self._embed(batch, live["num_rows"], backend)
         plan = plan_attention(
             batch.table_rows,
             batch.cached_lens,

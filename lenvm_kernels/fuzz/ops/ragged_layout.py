@@ -82,7 +82,6 @@ def owners(given: NamedInputs) -> dict[str, Tensor]:
     layout = ragged_layout(**given.arguments, backend="reference")
     of_tokens = owners_of_tokens(layout.token_ids, layout.q_offsets)
     return dict.fromkeys(("token_ids", "positions", "slots", "parents"), of_tokens) | {
-        "head_rows": torch.full_like(layout.head_rows, -1),
         "q_offsets": torch.arange(-1, given.rows, device=of_tokens.device),
     }
 
