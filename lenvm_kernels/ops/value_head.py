@@ -2,7 +2,7 @@
 
 Source: section 3 of the specification; ``v_head.fc`` and ``v_head.summary`` of a LenVM checkpoint.
 :func:`ragged_linear` computes ``W1 h + b1``, with the final RMSNorm, for all rows in use, and stores it in fp32. A second
-launch gathers the rows of the tokens, with a program for each, which applies SiLU and computes the dot product with w2.
+launch gathers the rows of the tokens. Its programs, one per token, apply SiLU and compute the dot product with w2.
 """
 
 import torch

@@ -69,10 +69,10 @@ from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 # and reads 8 N bytes per row, and the loads of all parts of a piece are in flight at once.
 # - down (N = 1536, K = 8960, 28 MB, 8 us of HBM), 5 * 24 programs. Measured on an H200 with 3, 4, 5 and 8 parts: 13.5,
 #   11.2, 10.0 and 10.0 us for 6 rows, and 94, 116, 104 and 105 us for 1,536.
-# - A probe's projection (N = 256, K = 10752), 28 * 4 programs: more parts, as long as those of a row have at most as many
-#   numbers as x has in this row. Not measured.
+# - A probe's projection (N = 256, K = 10752), 28 * 4 programs: more parts, up to K / N, with which all parts of a row
+#   have as many numbers as the row of x. Not measured.
 SPLIT_FROM = 3840
-MANY_SPLITS, MAX_SPLITS = 5, 32
+MANY_SPLITS, MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 32, 132
 SPLIT_STEP = 64  # a split's columns are a multiple of this, for any dtype
 # Piece of the result per program that adds parts. Measured on an H200: 384 rows take 31 us with 4, 36 us with 8, 39 us
 # with 16.
@@ -80,8 +80,8 @@ ADD_ROWS, ADD_COLUMNS = 4, SQUARES_GROUP
 # AMD's warps are twice as wide: with 4 of them, a thread would load 16 bits at a time.
 ADD_WARPS, ADD_WARPS_HIP = 4, 2
 MULTIPROCESSORS = 132
-# GPUs on which TILES use one matmul instruction, in fp32 a fused multiply-add. Others (sm_100, AMD) choose it by the tile,
-# which could change a row's bits: there, the tile is chosen for a fixed number of rows.
+# GPUs on which all TILES use one matmul instruction (fused multiply-add in fp32). Others (sm_100, AMD) choose
+# it by the tile, which could change a row's bits: there, the tile is chosen for a fixed number of rows.
 ONE_INSTRUCTION = ("sm_8", "sm_90", "sm_12")
 FIXED_ROWS = 384
 NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
@@ -224,7 +224,7 @@ def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
     """Number of parts that sums over ``size`` products are split into, for a weight of ``columns`` rows."""
     if swiglu or size < SPLIT_FROM:
         return 1
-    programs = MULTIPROCESSORS // ceil_div(columns, TILES[-1].block_n)
+    programs = MAX_SPLIT_PROGRAMS // ceil_div(columns, TILES[-1].block_n)
     most = max(MANY_SPLITS, min(size // columns, MAX_SPLITS))
     return ceil_div(size, split_len(size, max(1, min(programs, most))))
 
@@ -378,8 +378,8 @@ def ragged_linear(
 
     Unlike cuBLAS, it reads the number of rows from device memory, so that a CUDA graph captured for the maximum costs
     only the rows in use, and a row's result is bitwise identical in any batch and at any index. Causes no host-device
-    sync. A new ``num_rows`` triggers no recompilation. ``expected_rows`` selects one of at most six tiles, each of
-    which is compiled once per shape and row stride of a weight.
+    sync. A new ``num_rows`` triggers no recompilation. ``expected_rows`` selects one of at most eight tiles, each
+    of which is compiled once per shape and row stride of a weight.
 
     Args:
         x: [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
