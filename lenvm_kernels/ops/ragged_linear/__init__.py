@@ -65,8 +65,8 @@ from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 # Unless a measurement is named, the numbers below are estimates for an H100 or H200: 132 multiprocessors, 3.35 or
 # 4.8 TB/s; 990 Tflop/s in bf16; 34 bytes per cycle from L2 to each multiprocessor, and twice that if few read.
 
-# A long sum over few columns is split over more programs; for few rows, at most one per multiprocessor. Each part writes
-# and reads 8 N bytes per row, and the loads of all parts of a piece are in flight at once.
+# A long sum over few columns is split over more programs; for few rows, at most one per multiprocessor. Each part
+# writes and reads 8 N bytes per row, and the loads of all parts of a piece are in flight at once.
 # - down (N = 1536, K = 8960, 28 MB, 8 us of HBM), 5 * 24 programs. Measured on an H200 with 3, 4, 5 and 8 parts: 13.5,
 #   11.2, 10.0 and 10.0 us for 6 rows, and 94, 116, 104 and 105 us for 1,536.
 # - A probe's projection (N = 256, K = 10752), 28 * 4 programs: more parts, up to K / N, with which all parts of a row
@@ -80,8 +80,8 @@ ADD_ROWS, ADD_COLUMNS = 4, SQUARES_GROUP
 # AMD's warps are twice as wide: with 4 of them, a thread would load 16 bits at a time.
 ADD_WARPS, ADD_WARPS_HIP = 4, 2
 MULTIPROCESSORS = 132
-# GPUs on which all TILES use one matmul instruction (fused multiply-add in fp32). Others (sm_100, AMD) choose
-# it by the tile, which could change a row's bits: there, the tile is chosen for a fixed number of rows.
+# GPUs on which all TILES use one matmul instruction (fused multiply-add in fp32). Others (sm_100, AMD) choose it by the
+# tile, which could change a row's bits: there, the tile is chosen for a fixed number of rows.
 ONE_INSTRUCTION = ("sm_8", "sm_90", "sm_12")
 FIXED_ROWS = 384
 NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
