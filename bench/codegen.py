@@ -51,7 +51,7 @@ from bench.launches import compiling_for, kernels
 from lenvm_kernels.ops import ragged_linear, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
-BATCHES = (1, 3, 6, 17, 64, 256)  # requests with 9 rows each: a number for every tile, and one that fills no tile
+BATCHES = (1, 3, 6, 17, 64, 256)  # requests, each with 6 rows in use: every tile, and numbers that fill none
 # Matmul kernels, and the rows of their tiles.
 MATMULS = {
     "_ragged_linear_kernel": ragged_linear.TILES_SM_90[-1].block_m,

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
-from lenvm_kernels.ops.candidate_values import num_counters
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.step import checks
 from lenvm_kernels.step.graphs import Graphs
@@ -156,13 +155,6 @@ class ProbeValues(ValueSource):
         self.probe, self.device = probe, probe.device
         self.needs_states: tuple[int, torch.dtype] = (probe.config.state_size, probe.dtype)
 
-    def bind(self, state: StepState) -> None:
-        """See :class:`ValueSource`."""
-        super().bind(state)
-        count = num_counters(*state.tensors.scored.token_ids.shape)
-        counters = torch.zeros(count, dtype=torch.int32, device=self.probe.device)
-        self._options: dict[str, Any] = dict(counters=counters, backend=state.config.backend)
-
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
         """See :class:`ValueSource`."""
         if params is not None:
@@ -180,7 +172,7 @@ class ProbeValues(ValueSource):
             self._state.table.columns,
             table_rows=rows.nodes.table_rows,
             generated=rows.nodes.generated,
-            **self._options,
+            backend=self._state.config.backend,
         )
 
     def warm_up(self, table_row: int) -> None:

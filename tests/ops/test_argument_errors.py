@@ -169,7 +169,6 @@ ERRORS = {
         ({"fc_weight": size(0, 0)}, "fc_weight must have at least one row"),
         ({"bins_weight": size(0, 65)}, "bins_weight must have 1 to 64 rows, got 65"),
         ({"bin_edges": size(0, 99)}, r"bin_edges must be .* on cpu, got float32 \[99\] on cpu"),
-        ({"counters": i32(1)[:0]}, r"counters must be at least \d, got 0"),
     ],
     "value_tree_attention": [
         ({"q": size(1, 4), "k_new": size(1, 3)}, f"{HEADS} 4 query and 3 key/value"),
