@@ -15,8 +15,7 @@ matmul's operand without another rounding. The factor needs the row's sum of squ
 stores the sums of squares of its groups of columns, and the next call adds them in order.
 
 Long sums are split over programs, and a second launch adds the parts in order. If the last program of a tile added
-them, most of the GPU would wait for a few programs: measured on an H200, 2.7 times as long for 384 rows. If no sums of
-squares are passed, another small launch computes them first.
+them, most of the GPU would wait for a few programs: measured on an H200, 2.7 times as long for 384 rows.
 """
 
 from collections.abc import Sequence
@@ -45,11 +44,8 @@ from lenvm_kernels.ops.ragged_linear.device import (
     _first,
     _live_rows,
     _prefetch_weight,
-    _store_square_sums,
     _sum_parts,
-    _sums_of_squares,
     _weight_row,
-    square_sums_shape,
 )
 from lenvm_kernels.ops.ragged_linear.tiles import (
     BLOCK_K_BYTES,
@@ -59,7 +55,7 @@ from lenvm_kernels.ops.ragged_linear.tiles import (
     fetching_least,
     prefetch_len,
 )
-from lenvm_kernels.reference._common import SQUARES_GROUP
+from lenvm_kernels.reference._common import SQUARES_GROUP, sums_of_squares
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # Unless a measurement is named, the numbers below are estimates for an H100 or H200: 132 multiprocessors, 3.35 or
@@ -88,40 +84,11 @@ NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
 # Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn. With a
 # program for every possible tile, exiting the thousands without live rows would take longer than a small batch's work.
 MAX_PROGRAMS = 528
-# The launch for the norm reads 4 rows by 1024 columns at a time. A multiprocessor holds 16 programs: one wave suffices.
-NORM_ROWS, NORM_BLOCK_K = 4, 1024
-MAX_SMALL_PROGRAMS = 2048
+MAX_SMALL_PROGRAMS = 2048  # of the launch that adds parts; a multiprocessor holds 16: one wave suffices
 
 
 # num_rows may be an element of a tensor of offsets, and the others slices of larger tensors, so their alignment changes
 # with the batch.
-@triton.jit(
-    do_not_specialize=["stride_square_sums_group", "T"],
-    do_not_specialize_on_alignment=["square_sums_ptr", "num_rows_ptr"],
-)
-def _square_sums_kernel(
-    square_sums_ptr,  # fp32 [ceil(K / GROUP), T]
-    stride_square_sums_group,
-    x_ptr,  # [T, K]
-    stride_x_row,
-    num_rows_ptr,  # int32 [1] or None
-    T,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    wait_for_inputs(OVERLAPS)
-    rows = _live_rows(num_rows_ptr, T)
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        m = block * ROWS + tl.arange(0, ROWS)
-        x_rows = x_ptr + m.to(tl.int64)[:, None] * stride_x_row
-        for start in range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-            _store_square_sums(_sums_of_squares(x), start, m, rows, square_sums_ptr, stride_square_sums_group, K)
-
-
 @triton.jit(
     do_not_specialize=["stride_square_sums_group", "stride_square_sums_out_group", "T"],
     do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr"],
@@ -261,6 +228,11 @@ def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.d
     return list(first.values())
 
 
+def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
+    """Shape of the sums of squares of ``tokens`` rows of ``columns`` columns."""
+    return ceil_div(columns, SQUARES_GROUP), tokens
+
+
 @operator(reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
 def launch_linear(
     out: Tensor,  # in the dtype of x, or fp32
@@ -285,11 +257,7 @@ def launch_linear(
     tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
 
     if norm_eps is not None and square_sums is None:
-        square_sums = torch.empty(*square_sums_shape(tokens, size), dtype=torch.float32, device=x.device)
-        arguments = (square_sums, square_sums.stride(0), x, x.stride(0), num_rows, tokens)
-        _square_sums_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
-            *arguments, K=size, ROWS=NORM_ROWS, BLOCK_K=NORM_BLOCK_K, enable_fp_fusion=False, **overlapping()
-        )
+        square_sums = sums_of_squares(x)
     partial = None
     if splits > 1:
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
@@ -394,8 +362,8 @@ def ragged_linear(
         residual: [T, N], the dtype of ``x``; added to the result before the only rounding. Rows may be strided. If
             ``None``, 0.
         square_sums: fp32 [ceil(K / 64), T], with ``norm_eps``; sums of squares of ``x`` over 64 columns each,
-            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. If ``None``, a separate launch
-            computes bitwise identical sums first.
+            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. If ``None``, operators of
+            PyTorch compute bitwise identical sums of all T rows first.
         square_sums_out: fp32 [ceil(N / 64), T], written; the same sums for the result as rounded. Rows may be strided.
             Columns from ``num_rows`` on are not written.
         expected_rows: approximate number of rows for which the launch is optimized. It changes no bit of the result. If
