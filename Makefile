@@ -28,7 +28,7 @@ help:
 	@echo "make test-vllm      the logits processor in the real vLLM server on a CPU, 7 minutes"
 	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors"
 	@echo "make versions       tests with the oldest and newest PyTorch, Triton, transformers and numpy; 8 GiB of disk"
-	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 6 minutes"
+	@echo "make codegen compiles every kernel for seven GPUs that are not there, and fails on spills and slow code; 8 minutes"
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
 	@echo "make lint    ruff check and format, and mypy"
 	@echo "make bench   the benchmarks, a few cases each: on a GPU the Triton kernels, without one the reference"

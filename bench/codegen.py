@@ -2,7 +2,8 @@
 
 The calls of :mod:`bench.kernel_calls` run through the real launchers, on CPU tensors under a driver that compiles for
 another GPU and launches nothing. Specialisation, constants and code equal a launch on that GPU. Each GPU compiles a
-prompt and guided steps of each value model; sm_90 also compiles ``calls``: every operator with all dtypes and options.
+prompt and guided steps of each value model; those with the tiles of sm_80 and less shared memory, of one value model.
+sm_90 also compiles ``calls``: every operator with all dtypes and options.
 
 ``--check`` fails on
 
@@ -33,6 +34,7 @@ import tempfile
 import time
 from argparse import SUPPRESS
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -46,15 +48,14 @@ from triton.backends.compiler import GPUTarget
 from bench.harness import parser
 from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
 from bench.launches import compiling_for, kernels
-from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
+from lenvm_kernels.ops import ragged_linear, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
-BATCHES = (1, 17, 64, 256)  # requests: the minimum, a number that fills no tile, and enough for every tile
+BATCHES = (1, 3, 6, 17, 64, 256)  # requests, each with 6 rows in use: every tile, and numbers that fill none
 # Matmul kernels, and the rows of their tiles.
 MATMULS = {
-    "_ragged_linear_kernel": ragged_linear.TILES[-1].block_m,
+    "_ragged_linear_kernel": ragged_linear.TILES_SM_90[-1].block_m,
     "_value_tree_attention_kernel": value_tree_attention.BLOCK_M.value,
-    "_value_head_kernel": value_head.BLOCK_M_FEW,
 }
 # Kernels that never branch on a sum across threads. Such a sum may differ in its last bits between threads.
 BRANCH_ON_NO_SUM = {"_value_tree_attention_kernel"}
@@ -71,10 +72,11 @@ COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "loop_instructions": 1, "
 
 
 class Gpu(NamedTuple):
-    """A GPU as Triton target, and the maximum shared memory of a block in bytes."""
+    """A GPU as Triton target, the maximum shared memory of a block in bytes, and the value models of its steps."""
 
     target: GPUTarget
     shared: int
+    models: Sequence[str] = VALUE_MODELS
 
 
 GPUS = {
@@ -82,6 +84,7 @@ GPUS = {
     "sm_90": Gpu(GPUTarget("cuda", 90, 32), 227 * 1024),
     "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * 1024),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+    **{f"sm_{arch}": Gpu(GPUTarget("cuda", arch, 32), 99 * 1024, ["Qwen2.5-1.5B"]) for arch in (86, 89, 120)},
 }
 CALLS = "calls"
 SUBJECTS = {CALLS: GPUS["sm_90"]} | GPUS  # the longest first, for two processes
@@ -133,7 +136,7 @@ class Figures:
 def compile_steps(gpu: Gpu) -> list[Figures]:
     """The figures of every kernel in the steps of every value model."""
     figures, described = [], {}
-    for model in VALUE_MODELS:
+    for model in gpu.models:
         batches = []
         for rows in BATCHES:
             with compiling_for(gpu.target) as compiled:

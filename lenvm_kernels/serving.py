@@ -176,7 +176,7 @@ class ValueEngine:
         )
         # The head computes all rows, not only candidates; it is small beside the layers.
         every = torch.arange(len(batch.layout.token_ids), device=device)
-        layout = batch.layout._replace(candidate_rows=every[None], head_rows=every, head_targets=every)
+        layout = batch.layout._replace(candidate_rows=every[None])
         self.forwards += 1
         return self.value_model.forward(replace(batch, layout=layout), self._cache, backend=self._backend)[0].tolist()
 

@@ -110,9 +110,6 @@ class RaggedLayout(NamedTuple):
         q_offsets: int32 ``[B+1]``; first row of each request, then the number of rows in use.
         cached_lens: int32 ``[B]``; number of cached tokens before each request's delta.
         candidate_rows: int64 ``[B, K]``; row of each candidate, -1 in padding columns.
-        head_rows: int64 ``[B*K]``; the rows of all candidates in request order, then -1.
-        head_targets: int64 ``[B*K]``; a permutation of ``0 .. B*K - 1``: the index in a flattened ``[B, K]`` of the
-            value logit of each of the ``head_rows``. Padding maps to the padding columns, in order.
         plan: int32 ``[P, 8]``; work list of :func:`value_tree_attention`. The first element is the number of items.
             The next rows are the items, each one split of one query tile: request, table row, first row, new tokens,
             delta tokens, cached tokens, tile, split. All other elements are 0.
@@ -126,8 +123,6 @@ class RaggedLayout(NamedTuple):
     q_offsets: Annotated[Tensor, "int32 [B + 1]"]
     cached_lens: Annotated[Tensor, "int32 [B]"]
     candidate_rows: Annotated[Tensor, "int64 [B, K]"]
-    head_rows: Annotated[Tensor, "int64 [B * K]"]
-    head_targets: Annotated[Tensor, "int64 [B * K]"]
     plan: Annotated[Tensor, "int32 [P, 8]"]
     counters: Annotated[Tensor, "int32 [C]"]
     parents: Annotated[Tensor | None, "int32 [T]"] = None

@@ -15,9 +15,13 @@ def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
 
 
 def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Sums of squares of each group of columns of ``x [T, H]``: ``[ceil(H / 64), T]``, fp32 (fp64 for fp64 inputs)."""
-    squares = F.pad(x.to(compute_dtype(x)).square(), (0, -x.shape[1] % SQUARES_GROUP))
-    return squares.unflatten(1, (-1, SQUARES_GROUP)).sum(2).T.contiguous()
+    """Sums of squares of each group of columns of ``x [T, H]``: ``[ceil(H / 64), T]``, fp32 (fp64 for fp64 inputs).
+
+    Neighbours are added until one number is left, so that no library decides about the order."""
+    sums = F.pad(x.to(compute_dtype(x)).square(), (0, -x.shape[1] % SQUARES_GROUP)).unflatten(1, (-1, SQUARES_GROUP))
+    while sums.shape[2] > 1:
+        sums = sums[..., ::2] + sums[..., 1::2]
+    return sums[..., 0].T.contiguous()
 
 
 def breaks_of(tokens: torch.Tensor, text_breaks: torch.Tensor) -> torch.Tensor:

@@ -84,9 +84,6 @@ def lay_out(
     first_candidates = out.q_offsets[:-1] + delta_lens
     candidate_rows = (first_candidates[:, None] + column).masked_fill(~is_candidate, -1).long()
     out.candidate_rows.copy_(candidate_rows)
-    order = is_candidate.flatten().int().sort(descending=True, stable=True).indices
-    out.head_rows.copy_(candidate_rows.flatten()[order])
-    out.head_targets.copy_(order)
     if candidate_parents is not None and out.parents is not None:
         parent = candidate_parents.long().where((candidate_parents >= 0) & (candidate_parents < column), -1)
         parent = parent.where(is_candidate, -1)

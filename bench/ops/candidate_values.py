@@ -9,10 +9,10 @@ import torch
 
 from bench.harness import FLOATS, Benchmark, TimedCase, nbytes
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.ops.candidate_values import candidate_values, num_counters
+from lenvm_kernels.ops.candidate_values import candidate_values
 
 
-def make_call(*, B, K, vocab=1000, dtype="float32", size=128, outputs=128, bins=33, index=torch.int32, counters=True):
+def make_call(*, B, K, vocab=1000, dtype="float32", size=128, outputs=128, bins=33, index=torch.int32):
     """A call with the sizes of the demo's probe; ``scale`` and ``shift`` are halves of the same rows."""
     random, device = partial(torch.randn, dtype=getattr(torch, dtype)), torch.get_default_device()
     return partial(
@@ -28,7 +28,6 @@ def make_call(*, B, K, vocab=1000, dtype="float32", size=128, outputs=128, bins=
         table=GuidanceTable.from_params([parse_guidance({"target_length": 80})] * B, [{0}] * B, device).columns,
         table_rows=torch.arange(B, dtype=index),
         generated=torch.full((B,), 30, dtype=torch.int32),
-        **(dict(counters=torch.zeros(num_counters(B, K), dtype=torch.int32)) if counters else {}),
     )
 
 
@@ -41,12 +40,12 @@ def make_case(*, B, K, vocab, dtype="bfloat16"):
 
 
 FORMS = {
-    f"candidate_values {dtype} K{K} {index}": dict(B=64, K=K, dtype=dtype, index=index, counters=index is torch.int64)
+    f"candidate_values {dtype} K{K} {index}": dict(B=64, K=K, dtype=dtype, index=index)
     for dtype in FLOATS
     for K in (8, 32)
     for index in (torch.int32, torch.int64)
 }
-FORMS["candidate_values, every size 1"] = dict(B=1, K=1, vocab=1, size=1, outputs=1, bins=1, counters=False)
+FORMS["candidate_values, every size 1"] = dict(B=1, K=1, vocab=1, size=1, outputs=1, bins=1)
 
 PRODUCTION = dict(B=64, K=8, vocab=151_936)
 AXES = dict(B=[1, 8, 256], K=[4, 32], vocab=[49_152])

@@ -71,7 +71,6 @@ def make_case(*, model, layer, rows, room, dtype="bfloat16"):
 def _forms():
     """Each layer, and one with every option; all tiles of 16-bit numbers, which follow from the room for rows."""
     layers = {layer: shape_of(layer, "Qwen2.5-1.5B") for layer in ("qkv", "o", "gate_up", "down")}
-    layers["qkv alone"] = layers["qkv"] | dict(given=["bias", "norm_eps"])
     every = ["bias", "norm_eps", "square_sums", "residual", "square_sums_out"]
     layers["everything"] = layers["gate_up"] | dict(given=every)
     rows_of = {"float32": [384], "float16": [384], "bfloat16": [9, 72, 144, 288, 576, 1152, 2304]}

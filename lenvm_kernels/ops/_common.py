@@ -188,12 +188,6 @@ def check_norm_eps(value: object, accepted: str = "a positive number") -> None:
         raise ValueError(f"norm_eps must be {accepted}, got {value!r}")
 
 
-def check_counters(counters: Tensor | None, least: int) -> None:
-    """Raise ValueError unless there are ``least`` counters. None is accepted."""
-    if counters is not None and counters.shape[0] < least:
-        raise ValueError(f"counters must be at least {least}, got {counters.shape[0]}")
-
-
 def check_fields(
     name: str,
     fields: Sequence[str],

@@ -2,9 +2,8 @@
 the distribution of the remaining length, which is then reduced to one length.
 
 ``e`` is a candidate's embedding; ``scale`` and ``shift`` are projections of its request's hidden state. One launch: a
-matmul that computes its left operand from the three in its loop, with an epilogue that applies SiLU and multiplies the
-columns of its tile with W2. The last program of a row block to finish adds these partial sums in the order of the
-column blocks, without atomics on the sums, and reduces the distributions to lengths.
+program computes the left operand of the first matmul from the three in its loop, applies SiLU to the result, multiplies
+it with W2, and reduces the distributions to lengths.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_counters, overlapping, row_strides, select_columns
-from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, select_columns
+from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import (
@@ -38,9 +37,10 @@ from lenvm_kernels.reference.candidate_values import (
 from lenvm_kernels.reference.candidate_values import candidate_values as _reference
 from lenvm_kernels.types import GuidanceColumns
 
-# Not measured. At the size used by training, W1 is 32 KB in bf16 (128 x 128): 64 requests of 8 candidates are 64
-# programs, which read 16 KB of it each. Wider blocks would compute the left operand once, on half the multiprocessors.
-BLOCK_M, BLOCK_N = 16, 64
+# Not measured. At the size used by training, W1 is 32 KB in bf16 (128 x 128), and 64 requests of 8 candidates are 32
+# programs, each of which reads W1 once. Several programs per row block would compute the left operand several times,
+# and would have to wait for each other.
+BLOCK_M, BLOCK_N = 16, 128
 # 128 bytes of a row of W1. The left operand needs three loads, whose latency the stages hide.
 BLOCK_K_BYTES = 128
 STAGES, NUM_WARPS = 3, 4
@@ -160,13 +160,11 @@ def _standing_for(
 # Per-batch tensors may be slices, whose alignment must not trigger a recompilation.
 @triton.jit(
     do_not_specialize=["stride_token_ids_row", "B", "V"],
-    do_not_specialize_on_alignment=["token_ids_ptr", "table_rows_ptr", "generated_ptr", "counters_ptr"],
+    do_not_specialize_on_alignment=["token_ids_ptr", "table_rows_ptr", "generated_ptr"],
 )
 def _candidate_values_kernel(
     logits_ptr,  # [B, K]
     mean_logits_ptr,  # [B, K]
-    partial_ptr,  # [ceil(E / BLOCK_N), B K, BLOCK_BINS]
-    counters_ptr,  # [ceil(B K / BLOCK_M)], zeros
     token_ids_ptr,  # [B, K]
     stride_token_ids_row,
     scale_ptr,  # [B, D]
@@ -195,63 +193,54 @@ def _candidate_values_kernel(
     OVERLAPS: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPS)
-    COLUMN_BLOCKS: tl.constexpr = (E + BLOCK_N - 1) // BLOCK_N
-    block_n, block_m = tl.program_id(0), tl.program_id(1)
-    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside, row = m < B * K, (m // K).to(tl.int64)
     token = tl.load(token_ids_ptr + row * stride_token_ids_row + m % K, mask=inside, other=-1).to(tl.int64)
     is_candidate = (token >= 0) & (token < V)
-    if tl.max(is_candidate.to(tl.int32), axis=0) == 0:  # no program of this row block increments the counter
-        if block_n == 0:
-            nothing = tl.zeros([BLOCK_M], tl.float32)
-            tl.store(logits_ptr + m, nothing, mask=inside)
-            tl.store(mean_logits_ptr + m, nothing, mask=inside)
+    if tl.max(is_candidate.to(tl.int32), axis=0) == 0:
+        nothing = tl.zeros([BLOCK_M], tl.float32)
+        tl.store(logits_ptr + m, nothing, mask=inside)
+        tl.store(mean_logits_ptr + m, nothing, mask=inside)
         return
 
     scales = scale_ptr + row[:, None] * stride_scale_row
     shifts = shift_ptr + row[:, None] * stride_shift_row
     embeddings = embedding_ptr + token[:, None] * stride_embedding_token
-    weight_rows = head.fc_weight + n[None, :].to(tl.int64) * stride_fc_weight_out
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, D, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        is_read = is_candidate[:, None] & (k < D)[None, :]
-        e = tl.load(embeddings + k[None, :], mask=is_read, other=0.0).to(tl.float32)
-        scale = tl.load(scales + k[None, :], mask=is_read, other=0.0).to(tl.float32)
-        shift = tl.load(shifts + k[None, :], mask=is_read, other=0.0).to(tl.float32)
-        weight = tl.load(weight_rows + k[:, None], mask=(n < E)[None, :] & (k < D)[:, None], other=0.0)
-        x = _silu(shift + scale * e)
-        acc = tl.dot(x.to(weight.dtype), weight, acc, input_precision="ieee")
-
-    acc += tl.load(head.fc_bias + n, mask=n < E, other=0.0).to(tl.float32)[None, :]
     of_bin = tl.arange(0, BLOCK_BINS)
     bins_rows = head.bins_weight + of_bin[None, :].to(tl.int64) * stride_bins_weight_bin
-    bins_weight = tl.load(bins_rows + n[:, None], mask=(of_bin < N)[None, :] & (n < E)[:, None], other=0.0)
-    # In fp32, because the rounding of a single product would be visible in these few short sums.
-    part = tl.dot(_silu(acc), bins_weight.to(tl.float32), input_precision="ieee")
-    partials = partial_ptr + m[:, None].to(tl.int64) * BLOCK_BINS + of_bin[None, :]
-    tl.store(partials + block_n.to(tl.int64) * B * K * BLOCK_BINS, part, mask=inside[:, None])
-    if arrives_last(counters_ptr + block_m, COLUMN_BLOCKS):
-        bin_logits = tl.zeros([BLOCK_M, BLOCK_BINS], tl.float32)
-        for block in tl.static_range(COLUMN_BLOCKS):
-            of_block = partials + tl.cast(block, tl.int64) * B * K * BLOCK_BINS
-            bin_logits += tl.load(of_block, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-        bin_logits += tl.load(head.bins_bias + of_bin, mask=of_bin < N, other=0.0).to(tl.float32)[None, :]
-        bin_logits = tl.where((of_bin < N)[None, :], bin_logits, _NO_LOGIT)
-        row = tl.where(inside, row, 0)
-        table_row = tl.load(table_rows_ptr + row).to(tl.int64)
-        generated = tl.load(generated_ptr + row).to(tl.float32)
-        of_table = table, stride, table_row, generated
-        logits, mean_logits = _standing_for(bin_logits, head.bin_edges, *of_table, N, BLOCK_BINS)
-        tl.store(logits_ptr + m, tl.where(is_candidate, logits, 0.0), mask=inside)
-        tl.store(mean_logits_ptr + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
+    bin_logits = tl.zeros([BLOCK_M, BLOCK_BINS], tl.float32)
+    for first in tl.range(0, E, BLOCK_N, num_stages=1):
+        n = first + tl.arange(0, BLOCK_N)
+        weight_rows = head.fc_weight + n[None, :].to(tl.int64) * stride_fc_weight_out
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, D, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            is_read = is_candidate[:, None] & (k < D)[None, :]
+            e = tl.load(embeddings + k[None, :], mask=is_read, other=0.0).to(tl.float32)
+            scale = tl.load(scales + k[None, :], mask=is_read, other=0.0).to(tl.float32)
+            shift = tl.load(shifts + k[None, :], mask=is_read, other=0.0).to(tl.float32)
+            weight = tl.load(weight_rows + k[:, None], mask=(n < E)[None, :] & (k < D)[:, None], other=0.0)
+            x = _silu(shift + scale * e)
+            acc = tl.dot(x.to(weight.dtype), weight, acc, input_precision="ieee")
+        acc += tl.load(head.fc_bias + n, mask=n < E, other=0.0).to(tl.float32)[None, :]
+        bins_weight = tl.load(bins_rows + n[:, None], mask=(of_bin < N)[None, :] & (n < E)[:, None], other=0.0)
+        # In fp32, because the rounding of a single product would be visible in these few short sums.
+        bin_logits = tl.dot(_silu(acc), bins_weight.to(tl.float32), bin_logits, input_precision="ieee")
+
+    bin_logits += tl.load(head.bins_bias + of_bin, mask=of_bin < N, other=0.0).to(tl.float32)[None, :]
+    bin_logits = tl.where((of_bin < N)[None, :], bin_logits, _NO_LOGIT)
+    row = tl.where(inside, row, 0)
+    table_row = tl.load(table_rows_ptr + row).to(tl.int64)
+    generated = tl.load(generated_ptr + row).to(tl.float32)
+    of_table = table, stride, table_row, generated
+    logits, mean_logits = _standing_for(bin_logits, head.bin_edges, *of_table, N, BLOCK_BINS)
+    tl.store(logits_ptr + m, tl.where(is_candidate, logits, 0.0), mask=inside)
+    tl.store(mean_logits_ptr + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
 
 
-@operator(reference=_reference, mutates=["counters"], only_kernels=["counters"])
+@operator(reference=_reference)
 def _launch(
     out: _Logits,
-    counters: Tensor | None,
     token_ids: Tensor,
     scale: Tensor,
     shift: Tensor,
@@ -265,23 +254,14 @@ def _launch(
     table_rows: Tensor,
     generated: Tensor,
 ) -> None:
-    (rows, columns), (outputs, size), device = token_ids.shape, fc_weight.shape, token_ids.device
+    (rows, columns), (outputs, size), bins = token_ids.shape, fc_weight.shape, bins_weight.shape[0]
     if token_ids.numel() == 0:
         return
-    column_blocks, row_blocks = ceil_div(outputs, BLOCK_N), num_counters(rows, columns)
-    bins = bins_weight.shape[0]
-    block_bins = max(16, triton.next_power_of_2(bins))
-    partial = torch.empty(column_blocks, rows * columns, block_bins, dtype=torch.float32, device=device)
-    if counters is None:
-        counters = torch.zeros(row_blocks, dtype=torch.int32, device=device)
     inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
     weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
     columns_read = (table, row_strides(table), table_rows, generated)
-    sizes = dict(K=columns, D=size, E=outputs, N=bins, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_BINS=block_bins)
-    _candidate_values_kernel[(column_blocks, row_blocks)](
+    _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
         *out,
-        partial,
-        counters,
         *inputs,
         weights,
         fc_weight.stride(0),
@@ -289,18 +269,19 @@ def _launch(
         *columns_read,
         rows,
         embedding.shape[0],
-        **sizes,
+        K=columns,
+        D=size,
+        E=outputs,
+        N=bins,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=min(BLOCK_N, max(16, next_power_of_2(outputs))),
+        BLOCK_BINS=max(16, next_power_of_2(bins)),
         BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
         num_warps=NUM_WARPS,
         num_stages=STAGES,
         enable_fp_fusion=False,
         **overlapping(),
     )
-
-
-def num_counters(rows: int, columns: int) -> int:
-    """Number of counters that :func:`candidate_values` needs for B rows and K columns: ``ceil(B K / 16)``."""
-    return ceil_div(rows * columns, BLOCK_M)
 
 
 _SPEC = Spec(f"""
@@ -316,7 +297,6 @@ _SPEC = Spec(f"""
     table: GuidanceColumns ({", ".join(ProbeColumns._fields)}) strided single
     table_rows: int [B]
     generated: int32 [B]
-    counters?: int32 [*]
 """)
 
 
@@ -334,7 +314,6 @@ def candidate_values(
     *,
     table_rows: Tensor,  # int32|int64 [B]
     generated: Tensor,  # int32 [B]
-    counters: Tensor | None = None,  # int32 [>= num_counters(B, K)]
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fp32 [B, K] twice
     """Compute value logits of candidates from the distribution of the remaining length that a small network predicts.
@@ -368,8 +347,6 @@ def candidate_values(
         table: guidance parameters of ``R`` requests, as for :func:`reweight_scatter`.
         table_rows: int32 or int64 [B]; each request's row of the table.
         generated: int32 [B]; tokens generated so far.
-        counters: int32, at least :func:`num_counters` ``(B, K)``, all 0, and 0 again afterwards. Launches that may
-            overlap must not share them. If ``None``, they are allocated, which takes an additional launch.
         backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
 
     Returns:
@@ -391,10 +368,9 @@ def candidate_values(
         tensor([[0.1002, 0.6690]])
     """
     head = (fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
-    arguments = (token_ids, embedding, scale, shift, *head, table, table_rows, generated, counters)
-    backend, sizes = _SPEC.check(backend, *arguments)
-    check_counters(counters, num_counters(sizes["B"], sizes["K"]))
+    arguments = (token_ids, embedding, scale, shift, *head, table, table_rows, generated)
+    backend, _ = _SPEC.check(backend, *arguments)
     logits = torch.empty(2, *token_ids.shape, dtype=compute_dtype(embedding), device=token_ids.device)
     out, columns = _Logits(*logits.unbind(0)), select_columns(ProbeColumns, table)
-    _launch(backend, out, counters, token_ids, scale, shift, embedding, *head, columns, table_rows, generated)
+    _launch(backend, out, token_ids, scale, shift, embedding, *head, columns, table_rows, generated)
     return out.value_logits, out.mean_logits

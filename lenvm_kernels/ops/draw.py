@@ -173,8 +173,8 @@ _SPEC = Spec(f"""
     candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
     value_logits?: single [B, K]
     table: GuidanceColumns ({", ".join(DrawColumns._fields)}) strided single
-    requests: StepRequests of begin_step (table_rows, generated, wants_length)
-    scored: ScoredCandidates of select_scored (token_ids, counts, positions) contiguous
+    requests: StepRequests of begin_step (table_rows, generated, wants_length) [B]
+    scored: ScoredCandidates of topk_candidates (token_ids, counts, positions) contiguous
     predicted?: single [B, K]
     drawn?: int32 [B]
     temperature?: float32 [B]
@@ -186,8 +186,8 @@ def draw(
     candidates: Candidates,  # [B, K]
     value_logits: Tensor | None,  # [B, K]
     table: GuidanceColumns,
-    requests: StepRequests,  # [N]
-    scored: ScoredCandidates,  # [N, K]
+    requests: StepRequests,  # [B]
+    scored: ScoredCandidates,  # [B, K]
     *,
     predicted: Tensor | None = None,  # [B, K]
     sample: bool = True,
@@ -215,8 +215,8 @@ def draw(
             marked in ``status`` (argument ``guided`` of :func:`topk_candidates`).
         value_logits: fp32 ``[B, K]``, see :func:`reweight_scatter`; arbitrary for candidates that are not scored.
         table: guidance parameters of ``R`` requests.
-        requests: result of :func:`begin_step`, with ``N >= B`` rows.
-        scored: ``scored`` of :func:`topk_candidates`, with ``N`` rows. Lengths are predicted after scored tokens only.
+        requests: result of :func:`begin_step`.
+        scored: ``scored`` of :func:`topk_candidates`. Lengths are predicted after scored tokens only.
         predicted: fp32 ``[B, K]``; the value logits that predict lengths. If None, ``value_logits``.
         sample: whether requests of status ``GUIDE`` and ``SINGLE`` are drawn from their candidates.
         drawn: int32 ``[B]``; next tokens of the requests that are not drawn from their candidates. If None, -1.
@@ -233,13 +233,14 @@ def draw(
         TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
-        >>> from lenvm_kernels import GuidanceTable, begin_step, parse_guidance, select_scored, topk_candidates
+        >>> from lenvm_kernels import GuidanceTable, begin_step, parse_guidance, topk_candidates
+        >>> from lenvm_kernels.ops.topk_candidates import empty_scored
         >>> guidance = parse_guidance({"target_length": 9, "op": "le", "return_values": True})
         >>> table = GuidanceTable.from_params([guidance], [{2}], "cpu").columns
         >>> requests = begin_step(table, *torch.tensor([[11], [0]]), torch.tensor([4], dtype=torch.int32))
-        >>> filters = dict(top_k=2, top_p=1.0, min_p=0.0, max_candidates=2)
-        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **filters)
-        >>> scored = select_scored(candidates, requests, table.eos_token_ids)
+        >>> scored = empty_scored(1, 2, torch.device("cpu"))
+        >>> options = dict(top_k=2, top_p=1.0, min_p=0.0, table=table, requests=requests, scored=scored)
+        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), max_candidates=2, **options)
         >>> draw(candidates, torch.zeros(1, 2), table, requests, scored)  # token 2 ends the output: the shortest
         DrawnTokens(guided_probs=tensor([[0., 1.]]), tokens=tensor([2], dtype=torch.int32), \
 remaining_lengths=tensor([0.]))
@@ -257,8 +258,8 @@ remaining_lengths=tensor([0.]))
             text_breaks,
         )
         backend, sizes = _SPEC.check(backend, *arguments)
-        if sizes["N"] < sizes["B"]:
-            raise ValueError(f"requests must have a row for each of the {sizes['B']} requests, got {sizes['N']}")
+        if sizes["N"] != sizes["B"]:
+            raise ValueError(f"scored must have a row for each of the {sizes['B']} requests, got {sizes['N']}")
     guided_probs = torch.empty_like(candidates.probs, dtype=compute_dtype(candidates.probs, value_logits))
     row = guided_probs[:, 0]
     out = DrawnTokens(guided_probs, torch.empty_like(row, dtype=torch.int32), torch.empty_like(row))

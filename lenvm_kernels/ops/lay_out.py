@@ -1,8 +1,7 @@
 """Layout of one value-model forward: for each request its delta tokens, then its candidates, and the attention plan.
 
 Source: section 2 of the specification. The candidates of a request are at the position after its delta; in a tree, a
-candidate is at the position after its parent. The layout also has the compacted list of rows for the value head, the
-places of their logits in a ``[B, K]``, the work list of the attention, and zeroed counters.
+candidate is at the position after its parent. The layout also has the work list and zeroed counters of the attention.
 
 The delta tokens are passed, such as prompts, or chosen from the history of decoding requests. The value model does not
 need to process every token when it is drawn: a request that needs no values in a step waits, and its missing tokens are
@@ -10,9 +9,7 @@ computed at the next step that needs values, or before its history would overflo
 alone, so that its values are the same in any batch.
 
 One launch with one program per request. A program computes its offsets as integer sums over the lengths of all earlier
-requests, which are exact in any order. It writes its own rows, columns and plan items, and a share of the padding. A
-request's padding columns map to separate places after the last candidate, so that one scatter of its columns also
-writes its share of the -1 at the end of ``head_rows``.
+requests, which are exact in any order. It writes its own rows, columns and plan items, and a share of the padding.
 """
 
 from functools import partial
@@ -26,7 +23,6 @@ from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.ops.begin_step import check_history
-from lenvm_kernels.ops.value_head import num_counters as head_counters
 from lenvm_kernels.ops.value_tree_attention.plan import (
     BLOCK_M,
     ITEM_SIZE,
@@ -159,9 +155,8 @@ def _lay_out_kernel(
     T = D + B.to(tl.int64) * K
     max_len = pages.to(tl.int64) * PAGE_SIZE
 
-    # Rows, places in the list of candidates, and plan items: of earlier requests, and in total.
+    # Rows and plan items: of earlier requests, and in total.
     first_row, end_row = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
-    first_place, end_place = first_row, first_row
     first_item, end_item = first_row, first_row
     for first in range(0, B, TILE):
         other = first + tile
@@ -173,8 +168,6 @@ def _lay_out_kernel(
         is_earlier = other < request
         first_row += tl.sum(tl.where(is_earlier, rows, 0), axis=0)
         end_row += tl.sum(rows, axis=0)
-        first_place += tl.sum(tl.where(is_earlier, candidates, 0), axis=0)
-        end_place += tl.sum(candidates, axis=0)
         first_item += tl.sum(tl.where(is_earlier, items, 0), axis=0)
         end_item += tl.sum(items, axis=0)
 
@@ -225,16 +218,12 @@ def _lay_out_kernel(
                 parent = _earlier(above, parent)
         _store_rows(layout, candidate_row, token_id, position, -1, parent_row.to(tl.int32), is_row)
 
-        # The padding columns of earlier requests come between the last candidate and this request's padding columns.
-        padding_place = end_place + (request * K - first_place) + (column - candidates)
-        place = tl.where(is_candidate, first_place + column, padding_place)
         candidate_row = tl.where(is_candidate, candidate_row, -1)
         tl.store(layout.candidate_rows + request * K + column, candidate_row, mask=is_column)
-        tl.store(layout.head_rows + place, candidate_row, mask=is_column)
-        tl.store(layout.head_targets + place, request * K + column, mask=is_column)
 
-    rows = delta + candidates
-    store_items(layout.plan, first_item, most_items, request, table_row, first_row, rows, delta, cached, TILE_TOKENS)
+    rows, cached_tokens = (delta + candidates).to(tl.int32), cached.to(tl.int32)  # divided in 32 bits
+    of_request = (request, table_row, first_row, rows, delta, cached_tokens)
+    store_items(layout.plan, first_item, most_items, *of_request, TILE_TOKENS)
 
     # Each program fills a share of the rest.
     share, stride = request * TILE, B.to(tl.int64) * TILE
@@ -371,10 +360,9 @@ def lay_out(
         tensor([ 5,  6,  6,  9, 10,  0])
         >>> layout.slots
         tensor([75, -1, -1, 19, -1, -1])
-        >>> layout.head_rows
-        tensor([ 1,  2,  4, -1])
-        >>> layout.head_targets
-        tensor([0, 1, 2, 3])
+        >>> layout.candidate_rows
+        tensor([[ 1,  2],
+                [ 4, -1]])
     """
     backend, sizes = _SPEC.check(backend, candidate_ids, candidate_lens, slot_table, delta, candidate_parents)
     if (delta is None) == (requests is None) or (requests is None) != (history is None):
@@ -394,9 +382,9 @@ def lay_out(
         accepted = f"a multiple of num_kv_heads, {num_kv_heads}, up to {BLOCK_M.value} times as many"
         raise ValueError(f"num_heads must be {accepted}, got {num_heads}")
     rows = sizes["B"]
-    sizes["T"] = total_tokens = sizes["D"] + rows * sizes["K"]
-    sizes["P"] = plan_shape(total_tokens, rows, group, sizes["pages"] * page_size)[0]
-    sizes["C"] = max(num_counters(rows, num_kv_heads), head_counters(total_tokens))
+    sizes["T"] = sizes["D"] + rows * sizes["K"]
+    sizes["P"] = plan_shape(sizes["T"], rows, group, sizes["pages"] * page_size)[0]
+    sizes["C"] = num_counters(rows, num_kv_heads)
     without = ("parents",) if candidate_parents is None else ()
     layout = empty(RaggedLayout, candidate_ids.device, sizes, without)
     sources = (delta, requests, history, candidate_parents)

@@ -28,8 +28,8 @@ def working_bytes(
 
     Each bound is the sum of
 
-    - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 4 G + 6 D + 64)``, with ``P <= 5`` partial sums over ``I``
-      (0 if there is only one) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);
+    - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 4 G + 6 D + 64)``, with ``P`` partial sums over ``I``, at
+      most 5 or ``I / H`` (0 if there is only one) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);
     - ``4 X W Hq (D + 1) + 32 N + 8 B Hkv``, with ``X <= 16`` splits of the cached tokens for the ``W <= T`` tokens
       with several splits, and ``N <= 1 + X (T + B)`` plan rows (:func:`value_tree_attention`);
     - ``B (1 + D) (V / 16 + 320 K + 64)`` for the candidates.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
-from lenvm_kernels.ops.candidate_values import num_counters
 from lenvm_kernels.step import checks
 from lenvm_kernels.step.tensors import StepRows, StepState
 from lenvm_kernels.types import DeltaTokens
@@ -112,14 +111,6 @@ class ProbeValues(ValueSource):
         self.probe, self.device = probe, probe.device
         self.needs_states: tuple[int, torch.dtype] = (probe.config.state_size, probe.dtype)
 
-    def bind(self, state: StepState) -> None:
-        """See :class:`ValueSource`."""
-        super().bind(state)
-        nodes = (state.config.max_requests or 1) * (1 + state.config.max_drafts)
-        count = num_counters(nodes, state.config.max_candidates)
-        counters = torch.zeros(count, dtype=torch.int32, device=self.probe.device)
-        self._options: dict[str, Any] = dict(counters=counters, backend=state.config.backend)
-
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
         """See :class:`ValueSource`."""
         if params is not None:
@@ -134,7 +125,7 @@ class ProbeValues(ValueSource):
             self._state.table.columns,
             table_rows=rows.requests.table_rows,
             generated=rows.requests.generated,
-            **self._options,
+            backend=self._state.config.backend,
         )
 
     def warm_up(self, table_row: int) -> None:

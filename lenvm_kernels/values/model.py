@@ -216,19 +216,18 @@ class ValueModel:
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
         """
-        with profiler_range("layers"):
-            hidden, square_sums = self._run_layers(batch, cache, backend)
         layout = batch.layout
+        live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], expected_rows=batch.expected_rows, backend=backend)
+        with profiler_range("layers"):
+            hidden, square_sums = self._run_layers(batch, cache, live)
         with profiler_range("head"):
             z = value_head(
                 hidden,
                 *self.head,
-                token_rows=layout.head_rows,
+                token_rows=layout.candidate_rows.flatten(),
                 norm_eps=self.config.rms_norm_eps,
-                targets=layout.head_targets,
                 square_sums=square_sums,
-                counters=layout.counters,
-                backend=backend,
+                **live,
             ).view(layout.candidate_rows.shape)
         if self.lenvm_config.target_form == DISCOUNTED_RETURN:
             return z
@@ -240,12 +239,12 @@ class ValueModel:
         weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
         return rows_of_every_tile(most, [(*w.shape, swiglu, w.dtype) for w, swiglu in weights])
 
-    def _run_layers(self, batch: RaggedBatch, cache: KVCache, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_layers(
+        self, batch: RaggedBatch, cache: KVCache, live: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of all layers, [T, H], and its sums of squares; writes keys and values to ``cache``."""
-        config, layout = self.config, batch.layout
-        num_rows = layout.q_offsets[-1:]
-        live: dict[str, Any] = dict(num_rows=num_rows, expected_rows=batch.expected_rows, backend=backend)
-        hidden, square_sums, cos, sin = self._embed(batch, num_rows, backend)
+        config, backend = self.config, live["backend"]
+        hidden, square_sums, cos, sin = self._embed(batch, live["num_rows"], backend)
         # Each operator that adds to the residual stream writes the sums of squares for the norm that follows.
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps, square_sums=square_sums)
         adds: dict[str, Any] = dict(square_sums_out=square_sums)

@@ -181,21 +181,19 @@ class LengthProbe:
         *,
         table_rows: torch.Tensor,
         generated: torch.Tensor,
-        counters: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Value logits of candidates, for guidance and for predicted lengths.
 
         Args:
             states: ``[B, L H]`` in :attr:`dtype`; states of the layers at the token before the candidates.
-            token_ids, table, table_rows, generated, counters, backend: as in :func:`candidate_values`, which also
-                documents the results.
+            token_ids, table, table_rows, generated, backend: as in :func:`candidate_values`, which also documents the
+                results.
         """
         weight, bias = self._projection
         scale, shift = ragged_linear(states, weight, bias, backend=backend).chunk(2, dim=1)
         operands: Any = token_ids, scale, shift, self._embedding, *self._head, self._bin_edges, table
-        of_requests: dict[str, Any] = dict(table_rows=table_rows, generated=generated)
-        return candidate_values(*operands, **of_requests, counters=counters, backend=backend)
+        return candidate_values(*operands, table_rows=table_rows, generated=generated, backend=backend)
 
     def rows_of_every_tile(self, most: int) -> list[int]:
         """Numbers of requests, up to ``most``, that compile every kernel variant."""

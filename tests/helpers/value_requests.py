@@ -70,7 +70,7 @@ class Requests:
         batch = self.batch(deltas, candidates, **layout)
         row = torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
         live_rows = torch.where(row < batch.layout.q_offsets[-1:], row, -1)
-        every = batch.layout._replace(candidate_rows=live_rows[None], head_rows=live_rows, head_targets=row)
+        every = batch.layout._replace(candidate_rows=live_rows[None])
         rows = self.value_model.forward(replace(batch, layout=every), self.cache, backend=self.backend)[0]
         self.append(deltas)
         return torch.where(batch.layout.candidate_rows < 0, 0.0, rows[batch.layout.candidate_rows]), rows

@@ -44,6 +44,11 @@ DELTA = DeltaTokens(*(i32(0, 0, 0, 0) for _ in DeltaTokens._fields))
 K_COLUMNS = "must have a power of two up to 64 columns, got"
 ALL_HEADS = ("q", "k_new", "v_new", "k_cache", "v_cache", "out")
 HEADS = "q must have a multiple of the heads of k_new, got"
+LINEAR_OPTIONS = [
+    *each("expected_rows", (-1, 2.0, True, "9"), "expected_rows must be an int of at least 0 or None, got {}"),
+    *each("norm_eps", (0.0, math.inf, math.nan, "1e-6"), "norm_eps must be a positive number or None, got {}"),
+    ({"norm_eps": None}, "square_sums belong to the norm: norm_eps must be passed as well"),
+]
 # Three requests with every optional tensor; the changed arguments, and the message.
 ERRORS = {
     "topk_candidates": [
@@ -156,27 +161,23 @@ ERRORS = {
         *each("norm_eps", (0.0, "1e-6", math.inf, math.nan), "norm_eps must be a positive number, got {}"),
     ],
     "ragged_linear": [
-        *each("expected_rows", (-1, 2.0, True, "9"), "expected_rows must be an int of at least 0 or None, got {}"),
+        *LINEAR_OPTIONS,
         ({"x": size(1, 0)}, "x must have at least one column"),
         *(
             ({"weight": size(0, n), "swiglu": True}, rf"weight must have an even number of rows.* \[{n}, ")
             for n in (97, 0)
         ),
         ({"weight": size(0, 0), "swiglu": False}, r"weight must have at least one row, got shape \[0, "),
-        *each("norm_eps", (0.0, math.inf, math.nan, "1e-6"), "norm_eps must be a positive number or None, got {}"),
-        ({"norm_eps": None}, "square_sums belong to the norm: norm_eps must be passed as well"),
     ],
     "value_head": [
         ({"hidden": size(1, 0)}, "hidden must have at least one column"),
-        ({"counters": i32(1)[:0]}, "counters must be at least 1, got 0"),
-        *each("norm_eps", (0.0, math.inf, math.nan, "1"), "norm_eps must be a positive number, got {}"),
+        *LINEAR_OPTIONS,
     ],
     "candidate_values": [
         ({"embedding": size(1, 0)}, "embedding must have at least one column"),
         ({"fc_weight": size(0, 0)}, "fc_weight must have at least one row"),
         ({"bins_weight": size(0, 65)}, "bins_weight must have 1 to 64 rows, got 65"),
         ({"bin_edges": size(0, 99)}, r"bin_edges must be .* on cpu, got float32 \[99\] on cpu"),
-        ({"counters": i32(1)[:0]}, r"counters must be at least \d, got 0"),
     ],
     "value_tree_attention": [
         ({"q": size(1, 4), "k_new": size(1, 3)}, f"{HEADS} 4 query and 3 key/value"),

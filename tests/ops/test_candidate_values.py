@@ -1,4 +1,4 @@
-"""``candidate_values``: by hand, against torch.nn and an integral over lengths, padding, saturation, and counters."""
+"""``candidate_values``: by hand, against torch.nn and an integral over lengths, padding, and saturation."""
 
 import math
 

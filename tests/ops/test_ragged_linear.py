@@ -88,44 +88,111 @@ def test_square_sums_replace_those_of_x(device, backend):
 # --- tiles and splits -------------------------------------------------------------------------------------------------
 
 
-def test_only_long_sums_over_few_columns_are_split():
-    """Each split of down (0.5B, 1.5B, 3B, 7B) costs a pass over its result; other sums are short, or wide enough."""
-    down = [(896, 4864), (1536, 8960), (2048, 11008), (3584, 18944)]
-    assert [ops.num_splits(*shape, False) for shape in down] == [5, 5, 4, 2]
-    assert ops.num_splits(2048, 1536, False) == ops.num_splits(1536, 1536, False) == 1
-    assert ops.num_splits(32_000, 8960, False) == ops.num_splits(1536, 8960, True) == 1
+# Columns, size and swiglu of a weight, and its splits. All but the first splits cost a pass over the result.
+SPLITS = {
+    "down of the 0.5B": ((896, 4864, False), 5),
+    "down of the 1.5B": ((1536, 8960, False), 5),
+    "down of the 3B": ((2048, 11008, False), 4),
+    "down of the 7B": ((3584, 18944, False), 2),
+    "down of Qwen3-1.7B": ((2048, 6144, False), 4),
+    "projection of a probe": ((256, 10752, False), 28),  # 28 * 4 programs
+    "projection of a small probe": ((256, 3840, False), 15),
+    "one column": ((1, 8960, False), 28),
+    "a short sum": ((1536, 1536, False), 1),
+    "wide enough": ((32_000, 8960, False), 1),
+    "swiglu": ((1536, 8960, True), 1),
+}
 
 
-def test_tiles_depend_on_rows_and_weight(monkeypatch):
-    """A step of Qwen2.5-1.5B with five candidates per request, hence six rows each: qkv, o, gate_up and down."""
-    layers = [(2048, 1536, False), (1536, 1536, False), (17_920, 1536, True), (1536, 8960, False)]
-
-    def tiles(requests, dtype=torch.bfloat16):
-        chosen = []
-        for columns, size, swiglu in layers:
-            splits = ops.num_splits(columns, size, swiglu)
-            chosen.append(ops.choose_tile(6 * requests, columns, splits, swiglu, dtype)[:2])
-        return chosen
-
-    monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "sm_90")
-    small = (64, 64)
-    assert tiles(1) == tiles(8) == [small, small, (64, 256), small]
-    assert tiles(16) == [small, small, (128, 256), (128, 64)]
-    assert tiles(32) == [small, small, (64, 256), (128, 128)]
-    assert tiles(64) == [(128, 64), (128, 64), (128, 256), (128, 256)]
-    assert tiles(128) == [(128, 128), (128, 128), (128, 256), (128, 256)]
-    assert tiles(256) == tiles(4096) == [(128, 256)] * 4
-    for_fp32 = [(128, 64), (128, 64), (128, 128), (128, 128)]
-    assert tiles(1, torch.float32) == tiles(256, torch.float32) == for_fp32
-    for elsewhere in ("sm_80", "sm_100", "hip"):
-        monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", elsewhere)
-        assert tiles(1) == tiles(256) == for_fp32
+@pytest.mark.parametrize("weight", SPLITS)
+def test_only_long_sums_over_few_columns_are_split(weight):
+    """By the shape of the weight; no split is empty."""
+    (columns, size, swiglu), splits = SPLITS[weight]
+    length = ops.split_len(size, splits)
+    assert ops.num_splits(columns, size, swiglu) == splits
+    assert (splits - 1) * length < size <= splits * length and length % ops.SPLIT_STEP == 0
 
 
-def test_every_tile_holds_whole_groups():
-    for tile in (*ops.TILES, ops.TILE, ops.TILE_WIDE, ops.TILE_SWIGLU):
+# Weights of Qwen2.5-1.5B and a probe's projection: columns, size and swiglu.
+WEIGHTS_OF_TILES = {
+    "qkv": (2048, 1536, False),
+    "o": (1536, 1536, False),
+    "gate_up": (17_920, 1536, True),
+    "down": (1536, 8960, False),
+    "projection": (256, 10752, False),
+}
+S16, S32, S64 = (16, 64), (32, 64), (64, 64)  # narrow tiles of few rows
+TALL, SQUARE, WIDE = (128, 64), (128, 128), (128, 256)
+BF16, FP32 = torch.bfloat16, torch.float32
+MMA, TCGEN05 = ("sm_80", "sm_86", "sm_89", "sm_120"), ("sm_100", "sm_103")
+# Architectures, dtype and rows, and the tile of each weight.
+TILES = [
+    *(
+        (names, dtype, rows, tiles)
+        for names, dtype in ((MMA, BF16), (MMA, FP32), (("sm_90", ""), FP32))
+        for rows, tiles in (
+            (1, (S16, S16, (16, 128), S16, S16)),
+            (16, (S16, S16, (16, 128), S16, S16)),
+            (17, (S32, S32, (32, 128), S32, S32)),
+            (32, (S32, S32, (32, 128), S32, S32)),
+            (33, (S64, S64, (64, 128), S64, S64)),
+            (64, (S64, S64, (64, 128), S64, S64)),
+            (65, (S64, S64, SQUARE, TALL, TALL)),
+            (192, (S64, S64, SQUARE, SQUARE, SQUARE)),
+            (384, (TALL, TALL, SQUARE, SQUARE, SQUARE)),
+            (1536, (SQUARE,) * 5),
+        )
+    ),
+    *(
+        (("sm_90", ""), BF16, rows, tiles)
+        for rows, tiles in (
+            (1, (S64, S64, (64, 256), S64, S64)),
+            (48, (S64, S64, (64, 256), S64, S64)),
+            (96, (S64, S64, WIDE, TALL, TALL)),
+            (192, (S64, S64, (64, 256), SQUARE, SQUARE)),
+            (384, (TALL, TALL, WIDE, WIDE, WIDE)),
+            (768, (SQUARE, SQUARE, WIDE, WIDE, WIDE)),
+            (1536, (WIDE,) * 5),
+            (24_576, (WIDE,) * 5),
+        )
+    ),
+    # The matmul instruction may depend on the tile, so the tile must not depend on the rows.
+    *(
+        ((*TCGEN05, "hip"), dtype, rows, (TALL, TALL, SQUARE, SQUARE, SQUARE))
+        for dtype in (BF16, FP32)
+        for rows in (1, 64, 1536)
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "dtype", "rows", "tiles"), TILES)
+def test_tile_depends_on_architecture_rows_and_weight(monkeypatch, names, dtype, rows, tiles):
+    for name in names:
+        monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", name)
+        chosen = [
+            ops.choose_tile(rows, columns, ops.num_splits(columns, size, swiglu), swiglu, dtype)
+            for columns, size, swiglu in WEIGHTS_OF_TILES.values()
+        ]
+        assert tuple((tile.block_m, tile.block_n) for tile in chosen) == tiles, name
+        warps = {4} if name == "sm_100" else {tile.num_warps for tile in (*ops.TILES, *ops.TILES_SM_90)}
+        assert {tile.num_warps for tile in chosen if tile.block_n < 128} <= warps
+
+
+def test_rows_of_every_tile_cover_the_choices(monkeypatch):
+    monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "sm_89")
+    weights = [(*weight, BF16) for weight in WEIGHTS_OF_TILES.values()]
+    assert ops.rows_of_every_tile(64, weights) == [1, 17, 33]
+    rows = ops.rows_of_every_tile(2000, weights)
+    assert rows[:4] == [1, 17, 33, 65] and len(rows) < 12
+
+
+def test_every_tile_holds_whole_groups_and_fits_into_shared_memory():
+    """sm_86, sm_89 and sm_120 have 99 KB. All but one of the stages are there."""
+    for tile in (*ops.TILES, *ops.TILES_SM_90):
         assert tile.block_n % ops.SQUARES_GROUP == 0
-    assert ops.ADD_COLUMNS % ops.SQUARES_GROUP == 0
+    for tile in ops.TILES:
+        assert (tile.num_stages - 1) * (tile.block_m + tile.block_n) * ops.BLOCK_K_BYTES <= 101_376
+    assert ops.ADD_COLUMNS % ops.SQUARES_GROUP == 0 and ops.SPLIT_STEP * 2 % ops.BLOCK_K_BYTES == 0
     for dtype in DTYPES:
         assert ops.choose_tile(1, 2, 1, True, dtype).block_n >= 2 * ops.SQUARES_GROUP
 
@@ -136,7 +203,7 @@ def test_rows_are_bitwise_identical_with_every_tile(device, small_limits, monkey
     ``expected_rows``; if None, on all T rows."""
     tokens, rows = 150, 141
     inputs = make_inputs(tokens, outputs=100, size=size, dtype=torch.bfloat16, device=device, **VARIANTS[variant])
-    tiles = [tile for tile in ops.TILES if tile.block_n >= 64 * (1 + inputs["swiglu"])]
+    tiles = [t for t in (*ops.TILES_SM_90, *ops.TILES) if t.block_n >= 64 * (1 + inputs["swiglu"])]
     asked = []
     monkeypatch.setattr(ops, "choose_tile", lambda rows, *_: asked.append(rows) or tiles[(len(asked) - 1) % len(tiles)])
 
@@ -149,7 +216,7 @@ def test_rows_are_bitwise_identical_with_every_tile(device, small_limits, monkey
     everything = torch.arange(tokens, device=device)
     expected = run(everything)
     turned = torch.cat([everything[:rows].flip(0), everything[rows:]])
-    numbers = (0, rows, 10**6, tokens + 1, 7)[: len(tiles)]
+    numbers = (0, rows, 10**6, tokens + 1, *range(7, 3 + len(tiles)))
     for expected_rows in numbers:
         assert torch.equal(run(turned, expected_rows=expected_rows).flip(0), expected)
     assert torch.equal(run(everything[rows - 1 : rows]), expected[-1:])

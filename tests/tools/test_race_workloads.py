@@ -152,8 +152,8 @@ def test_no_races_in_a_step_with_a_value_model(monkeypatch, step_class, width, c
     if width:
         assert launched >= {*DRAFT_KERNELS, "_lay_out_kernel", "_value_tree_attention_kernel"}
     else:
-        # The kernel that stores rows also stores the sums of their squares, lay_out plans, and draw reweights.
-        absent = {"_square_sums_kernel", "_plan_attention_kernel", "_reweight_kernel", *PROBE_KERNELS, *DRAFT_KERNELS}
+        # lay_out plans, and draw reweights.
+        absent = {"_plan_attention_kernel", "_reweight_kernel", *PROBE_KERNELS, *DRAFT_KERNELS}
         assert launched == set(kernels()) - absent
 
 

@@ -137,7 +137,6 @@ OPERATOR = named_operator(
         **{f"table.{name}": "float64 strided" for name in FLOATS},
         "table_rows": "int32",
         **dict.fromkeys(("fc_bias", "bins_bias"), "bfloat16"),
-        "counters": "rows",
     },
     reads={"table": ops.ProbeColumns._fields},
 )

@@ -10,7 +10,7 @@ from lenvm_kernels.fuzz.case import Case, Output
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, exact_operator, owners_in_table, owners_of_rows
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
-from lenvm_kernels.fuzz.ops.expand_drafts import apart, draw_parents
+from lenvm_kernels.fuzz.ops._drafts import apart, draw_parents
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens
@@ -149,7 +149,7 @@ def owners(given: NamedInputs) -> dict[str, Tensor]:
     found |= dict.fromkeys(("token_ids", "positions", "slots", "parents"), _of_tokens(layout._asdict()))
     requests = torch.arange(len(layout.cached_lens), device=layout.plan.device)
     found["q_offsets"] = torch.cat([requests[:1] - 1, requests])
-    return found | {name: torch.full((len(getattr(layout, name)),), -1) for name in ("head_rows", "plan", "counters")}
+    return found | {name: torch.full((len(getattr(layout, name)),), -1) for name in ("plan", "counters")}
 
 
 def _of_tokens(layout: dict[str, Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ OPTIONS: dict[str, list[Any]] = {
     "outputs": [1, 48, 80, 97, 200],
     "size": [1, 48, 97, 160, 400],
     "dtype": ["float32", "bfloat16", "float16"],
-    "bias": [False, True],
+    "bias": [False, True, "float32"],
     "norm": [False, True],
     "swiglu": [False, True],
     "residual": [False, True],
@@ -31,7 +31,7 @@ OPTIONS: dict[str, list[Any]] = {
     "constants": ["shipped", "small"],
 }
 # Large tiles and splits at sizes that the interpreter can handle, and several tiles per program.
-CONSTANTS = {"small": dict(MULTIPROCESSORS=1, WIDE_FROM=128, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
+CONSTANTS = {"small": dict(MULTIPROCESSORS=1, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
 def inputs(case: Case, device: torch.device) -> NamedInputs:
@@ -49,7 +49,8 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     weight = normal("weight", columns, size + weight_padding, size**-0.5)[:, :size]
     arguments: dict[str, Any] = {"x": x, "weight": weight, "swiglu": options["swiglu"]}
     if options["bias"]:
-        arguments["bias"] = normal("bias", 1, columns, 0.5)[0]
+        bias = normal("bias", 1, columns, 0.5)[0]
+        arguments["bias"] = bias.float() if options["bias"] == "float32" else bias
     if options["norm"]:
         arguments["norm_eps"] = EPS
     if options["residual"]:
@@ -121,6 +122,7 @@ OPERATOR = named_operator(
     row_work=_row_work,
     constants=CONSTANTS,
     free={
+        "bias": "float32",
         **dict.fromkeys(("x", "weight", "residual"), "apart"),
         **dict.fromkeys(("square_sums", "square_sums_out"), "float64 apart"),
     },

@@ -15,8 +15,7 @@ matmul's operand without another rounding. The factor needs the row's sum of squ
 stores the sums of squares of its groups of columns, and the next call adds them in order.
 
 Long sums are split over programs, and a second launch adds the parts in order. If the last program of a tile added
-them, most of the GPU would wait for a few programs: measured on an H200, 2.7 times as long for 384 rows. If no sums of
-squares are passed, another small launch computes them first.
+them, most of the GPU would wait for a few programs: measured on an H200, 2.7 times as long for 384 rows.
 """
 
 from collections.abc import Sequence
@@ -45,79 +44,51 @@ from lenvm_kernels.ops.ragged_linear.device import (
     _first,
     _live_rows,
     _prefetch_weight,
-    _store_square_sums,
     _sum_parts,
-    _sums_of_squares,
     _weight_row,
-    square_sums_shape,
 )
 from lenvm_kernels.ops.ragged_linear.tiles import (
     BLOCK_K_BYTES,
-    NUM_WARPS_SM_100,
-    TILE,
-    TILE_SWIGLU,
-    TILE_WIDE,
     TILES,
+    TILES_SM_90,
     Tile,
-    _fetching_least,
+    fetching_least,
     prefetch_len,
 )
-from lenvm_kernels.reference._common import SQUARES_GROUP
+from lenvm_kernels.reference._common import SQUARES_GROUP, sums_of_squares
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # Unless a measurement is named, the numbers below are estimates for an H100 or H200: 132 multiprocessors, 3.35 or
 # 4.8 TB/s; 990 Tflop/s in bf16; 34 bytes per cycle from L2 to each multiprocessor, and twice that if few read.
 
-# A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 8 us of HBM) is split over more programs; for few rows,
-# at most one per multiprocessor: 5 * 24. More parts would gain little there, and cost most for many rows: each writes
-# and reads 8 N bytes per row. The loads of the five parts of a piece are all in flight at once. Measured on an H200,
-# down takes 13.5, 11.2, 10.0 and 10.0 us for 6 rows with 3, 4, 5 and 8 parts, and 94, 116, 104 and 105 us for 1,536.
+# A long sum over few columns is split over more programs; for few rows, at most one per multiprocessor. Each part
+# writes and reads 8 N bytes per row, and the loads of all parts of a piece are in flight at once.
+# - down (N = 1536, K = 8960, 28 MB, 8 us of HBM), 5 * 24 programs. Measured on an H200 with 3, 4, 5 and 8 parts: 13.5,
+#   11.2, 10.0 and 10.0 us for 6 rows, and 94, 116, 104 and 105 us for 1,536.
+# - A probe's projection (N = 256, K = 10752), 28 * 4 programs: more parts, up to K / N, with which all parts of a row
+#   have as many numbers as the row of x. Not measured.
 SPLIT_FROM = 3840
-MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 132
+MANY_SPLITS, MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 32, 132
+SPLIT_STEP = 64  # a split's columns are a multiple of this, for any dtype
 # Piece of the result per program that adds parts. Measured on an H200: 384 rows take 31 us with 4, 36 us with 8, 39 us
 # with 16.
 ADD_ROWS, ADD_COLUMNS = 4, SQUARES_GROUP
 # AMD's warps are twice as wide: with 4 of them, a thread would load 16 bits at a time.
 ADD_WARPS, ADD_WARPS_HIP = 4, 2
 MULTIPROCESSORS = 132
-WIDE_FROM = 4096  # columns from which fp32, and GPUs other than sm_90, use wide tiles
+# GPUs on which all TILES use one matmul instruction (fused multiply-add in fp32). Others (sm_100, AMD) choose it by the
+# tile, which could change a row's bits: there, the tile is chosen for a fixed number of rows.
+ONE_INSTRUCTION = ("sm_8", "sm_90", "sm_12")
+FIXED_ROWS = 384
+NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
 # Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn. With a
 # program for every possible tile, exiting the thousands without live rows would take longer than a small batch's work.
 MAX_PROGRAMS = 528
-# The launch for the norm reads 4 rows by 1024 columns at a time. A multiprocessor holds 16 programs: one wave suffices.
-NORM_ROWS, NORM_BLOCK_K = 4, 1024
-MAX_SMALL_PROGRAMS = 2048
+MAX_SMALL_PROGRAMS = 2048  # of the launch that adds parts; a multiprocessor holds 16: one wave suffices
 
 
 # num_rows may be an element of a tensor of offsets, and the others slices of larger tensors, so their alignment changes
 # with the batch.
-@triton.jit(
-    do_not_specialize=["stride_square_sums_group", "T"],
-    do_not_specialize_on_alignment=["square_sums_ptr", "num_rows_ptr"],
-)
-def _square_sums_kernel(
-    square_sums_ptr,  # fp32 [ceil(K / GROUP), T]
-    stride_square_sums_group,
-    x_ptr,  # [T, K]
-    stride_x_row,
-    num_rows_ptr,  # int32 [1] or None
-    T,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    wait_for_inputs(OVERLAPS)
-    rows = _live_rows(num_rows_ptr, T)
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        m = block * ROWS + tl.arange(0, ROWS)
-        x_rows = x_ptr + m.to(tl.int64)[:, None] * stride_x_row
-        for start in range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-            _store_square_sums(_sums_of_squares(x), start, m, rows, square_sums_ptr, stride_square_sums_group, K)
-
-
 @triton.jit(
     do_not_specialize=["stride_square_sums_group", "stride_square_sums_out_group", "T"],
     do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr"],
@@ -220,19 +191,27 @@ def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
     """Number of parts that sums over ``size`` products are split into, for a weight of ``columns`` rows."""
     if swiglu or size < SPLIT_FROM:
         return 1
-    return max(1, min(MAX_SPLITS, MAX_SPLIT_PROGRAMS // ceil_div(columns, TILES[-1].block_n)))
+    programs = MAX_SPLIT_PROGRAMS // ceil_div(columns, TILES[-1].block_n)
+    most = max(MANY_SPLITS, min(size // columns, MAX_SPLITS))
+    return ceil_div(size, split_len(size, max(1, min(programs, most))))
+
+
+def split_len(size: int, splits: int) -> int:
+    """Columns of x per split."""
+    return ceil_div(ceil_div(size, SPLIT_STEP), splits) * SPLIT_STEP
 
 
 def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
     """The tile of a launch with about ``rows`` rows and a weight of ``dtype``. It affects the time of the launch, but
     no bit of the result."""
     name = architecture()
-    if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU, the interpreter uses the tiles of sm_90
-        if splits > 1 or columns >= WIDE_FROM:
-            return TILE_WIDE
-        tile = TILE_SWIGLU if swiglu else TILE
-        return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" else tile
-    return _fetching_least(rows, columns, splits, swiglu, MULTIPROCESSORS)
+    if dtype.itemsize == 2 and name in ("sm_90", ""):  # without a GPU, the interpreter uses the tiles of sm_90
+        return fetching_least(TILES_SM_90, rows, columns, splits, swiglu, MULTIPROCESSORS)
+    if name and not name.startswith(ONE_INSTRUCTION):
+        rows = FIXED_ROWS
+    tile = fetching_least(TILES, rows, columns, splits, swiglu, MULTIPROCESSORS)
+    is_narrow = min(tile.block_m, tile.block_n) < 128
+    return tile._replace(num_warps=NUM_WARPS_SM_100) if is_narrow and name == "sm_100" else tile
 
 
 def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.dtype]]) -> list[int]:
@@ -249,9 +228,14 @@ def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.d
     return list(first.values())
 
 
+def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
+    """Shape of the sums of squares of ``tokens`` rows of ``columns`` columns."""
+    return ceil_div(columns, SQUARES_GROUP), tokens
+
+
 @operator(reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
-def _launch(
-    out: Tensor,
+def launch_linear(
+    out: Tensor,  # in the dtype of x, or fp32
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -269,15 +253,11 @@ def _launch(
     splits = num_splits(columns, size, swiglu)
     tile = choose_tile(expected_rows, columns, splits, swiglu, weight.dtype)
     block_k = BLOCK_K_BYTES // x.element_size()
-    split_len = ceil_div(ceil_div(size, block_k), splits) * block_k
+    split_columns = split_len(size, splits)
     tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
 
     if norm_eps is not None and square_sums is None:
-        square_sums = torch.empty(*square_sums_shape(tokens, size), dtype=torch.float32, device=x.device)
-        arguments = (square_sums, square_sums.stride(0), x, x.stride(0), num_rows, tokens)
-        _square_sums_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
-            *arguments, K=size, ROWS=NORM_ROWS, BLOCK_K=NORM_BLOCK_K, enable_fp_fusion=False, **overlapping()
-        )
+        square_sums = sums_of_squares(x)
     partial = None
     if splits > 1:
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
@@ -299,8 +279,8 @@ def _launch(
         SWIGLU=swiglu,
         STRIDE_WEIGHT=weight.stride(0),
         SPLITS=splits,
-        SPLIT_LEN=split_len,
-        PREFETCH_LEN=prefetch_len(weight, splits, split_len),
+        SPLIT_LEN=split_columns,
+        PREFETCH_LEN=prefetch_len(weight, splits, split_columns),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
@@ -315,13 +295,32 @@ def _launch(
         _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](*operands, **sizes, num_warps=warps, **options)
 
 
+def check_norm(norm_eps: float | None, square_sums: Tensor | None) -> float | None:
+    """Check the epsilon of a norm, and return it as a float."""
+    if norm_eps is not None:
+        check_norm_eps(norm_eps, "a positive number or None")
+        return float(norm_eps)
+    if square_sums is not None:
+        raise ValueError("square_sums belong to the norm: norm_eps must be passed as well")
+    return None
+
+
+def check_rows(expected_rows: int | None, tokens: int) -> int:
+    """Check the expected number of rows, and return it; ``tokens`` if None."""
+    if expected_rows is None:
+        return tokens
+    if isinstance(expected_rows, bool) or not isinstance(expected_rows, int) or expected_rows < 0:
+        raise ValueError(f"expected_rows must be an int of at least 0 or None, got {expected_rows!r}")
+    return expected_rows
+
+
 _SPEC = Spec("""
     x: float [T, K+]
     weight: =x [rows, K]
 """)
 _REST = Spec("""
     x: float [T, K]
-    bias?: =x [rows]
+    bias?: =x|float32 [rows]
     num_rows?: int32 [1]
     square_sums?: single [(K + 63) // 64, T]
     residual?: =x [T, N]
@@ -347,14 +346,14 @@ def ragged_linear(
 
     Unlike cuBLAS, it reads the number of rows from device memory, so that a CUDA graph captured for the maximum costs
     only the rows in use, and a row's result is bitwise identical in any batch and at any index. Causes no host-device
-    sync. A new ``num_rows`` triggers no recompilation. ``expected_rows`` selects one of at most six tiles, each of
-    which is compiled once per shape and row stride of a weight.
+    sync. A new ``num_rows`` triggers no recompilation. ``expected_rows`` selects one of at most eight tiles, each
+    of which is compiled once per shape and row stride of a weight.
 
     Args:
         x: [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
         weight: [N, K], stored as in ``nn.Linear`` (out, in), in the dtype of ``x``. With ``swiglu``, [2 N, K]: N gate
             rows, then N up rows. Rows may be strided.
-        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x``. The norm does not scale it. If ``None``, 0.
+        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x`` or fp32. The norm does not scale it. If ``None``, 0.
         num_rows: int32 [1] on the device of ``x``; number of rows, clamped to 0 .. T. Rows from it on are neither read
             nor written. If ``None``, all T.
         norm_eps: divide ``x`` by its root mean square first: ``W (x / sqrt(mean(x^2) + norm_eps))``. The norm's weight
@@ -363,8 +362,8 @@ def ragged_linear(
         residual: [T, N], the dtype of ``x``; added to the result before the only rounding. Rows may be strided. If
             ``None``, 0.
         square_sums: fp32 [ceil(K / 64), T], with ``norm_eps``; sums of squares of ``x`` over 64 columns each,
-            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. If ``None``, a separate launch
-            computes bitwise identical sums first.
+            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. If ``None``, operators of
+            PyTorch compute bitwise identical sums of all T rows first.
         square_sums_out: fp32 [ceil(N / 64), T], written; the same sums for the result as rounded. Rows may be strided.
             Columns from ``num_rows`` on are not written.
         expected_rows: approximate number of rows for which the launch is optimized. It changes no bit of the result. If
@@ -393,20 +392,11 @@ def ragged_linear(
     if columns == 0 or (swiglu and columns % 2):
         wanted = "an even number of rows, gate and up," if swiglu else "at least one row,"
         raise ValueError(f"weight must have {wanted} got shape {list(weight.shape)}")
-    if norm_eps is not None:
-        check_norm_eps(norm_eps, "a positive number or None")
-    elif square_sums is not None:
-        raise ValueError("square_sums belong to the norm: norm_eps must be passed as well")
+    norm_eps, expected_rows = check_norm(norm_eps, square_sums), check_rows(expected_rows, tokens)
     outputs = columns // 2 if swiglu else columns
     sizes["N"] = outputs
     _REST.check(backend, x, bias, num_rows, square_sums, residual, square_sums_out, sizes=sizes)
-    if expected_rows is None:
-        expected_rows = tokens
-    elif isinstance(expected_rows, bool) or not isinstance(expected_rows, int) or expected_rows < 0:
-        raise ValueError(f"expected_rows must be an int of at least 0 or None, got {expected_rows!r}")
-
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    norm_eps = None if norm_eps is None else float(norm_eps)
     operands = (out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out)
-    _launch(backend, *operands, expected_rows)
+    launch_linear(backend, *operands, expected_rows)
     return out

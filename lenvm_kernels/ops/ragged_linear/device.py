@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops._device import prefetch
 from lenvm_kernels.reference._common import SQUARES_GROUP
 
@@ -29,14 +28,6 @@ def _sums_of_squares(x):  # fp32 [ROWS, COLUMNS] -> fp32 [ROWS, COLUMNS / GROUP]
     for halving in tl.static_range(LOG2_GROUP):
         sums = tl.sum(tl.reshape(sums, [ROWS, GROUPS, GROUP >> (halving + 1), 2]), axis=3)
     return tl.reshape(sums, [ROWS, GROUPS])
-
-
-@triton.jit
-def _store_square_sums(sums, first_column, m, rows, square_sums_ptr, stride_square_sums_group, COLUMNS: tl.constexpr):
-    group = first_column // GROUP + tl.arange(0, sums.shape[1])
-    offset = group.to(tl.int64)[None, :] * stride_square_sums_group + m[:, None]
-    mask = (m < rows)[:, None] & (group * GROUP < COLUMNS)[None, :]
-    tl.store(square_sums_ptr + offset, sums, mask=mask)
 
 
 @triton.jit
@@ -147,7 +138,9 @@ def _finish(
     tl.store(out_ptr + offsets, y, mask=is_output)
     if square_sums_out_ptr is not None:
         sums = _sums_of_squares(tl.where((n < N)[None, :], y.to(tl.float32), 0.0))
-        _store_square_sums(sums, first_output, m, rows, square_sums_out_ptr, stride_square_sums_out_group, N)
+        group = first_output // GROUP + tl.arange(0, sums.shape[1])
+        offset = group.to(tl.int64)[None, :] * stride_square_sums_out_group + m[:, None]
+        tl.store(square_sums_out_ptr + offset, sums, mask=(m < rows)[:, None] & (group * GROUP < N)[None, :])
 
 
 @triton.jit
@@ -167,8 +160,3 @@ def _sum_parts(
         part_ptr = partial_ptr + tl.cast(T, tl.int64) * N * part
         y += tl.load(part_ptr + (m * N + n), mask=mask, other=0.0, cache_modifier=".cg")
     return tl.reshape(y, [ROWS, COLUMNS])
-
-
-def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
-    """Shape of the sums of squares of ``tokens`` rows of ``columns`` columns."""
-    return ceil_div(columns, SQUARES_GROUP), tokens
