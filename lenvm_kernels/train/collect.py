@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.engines.settings import NONE
@@ -24,7 +25,7 @@ from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.loading import held_out_prompts, spread, training_prompts
 from lenvm_kernels.loading.arguments import sampling_of
-from lenvm_kernels.loading.generation import AnswerBar, sample
+from lenvm_kernels.loading.generation import sample
 from lenvm_kernels.loading.models import Models, load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.loading.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.train.answers import AnswerStore, Key, SampledAnswer
@@ -122,8 +123,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
     value = plan.value if server is None and plan.value is not None else NONE
     models = Models.load(plan.base, value, device=device, dtype=getattr(torch, plan.dtype), names=("BASE", "--value"))
     models.check_ends()
-    with AnswerBar(len(keys), len(keys) - len(missing), models) as bar:
-        bar.set_description("collect")
+    with tqdm(total=len(keys), initial=len(keys) - len(missing), desc="collect", unit="answer") as bar:
         if server is not None:
             _from_server(plan, store, server, models.eos_token_ids, missing, bar)
             return store
@@ -131,7 +131,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
         def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
             torch.manual_seed(seed)
             value_model = models.value_model if any(guidance) else None
-            options = dict(max_new_tokens=limits, streamer=bar, **plan.sampling)
+            options = dict(max_new_tokens=limits, **plan.sampling)
             return [ids for ids, _ in sample(models, value_model, models.padded(rows), guidance, **options)]
 
         for start in range(0, len(keys), plan.rows):
@@ -185,7 +185,7 @@ def _answers(
 
 
 def _from_server(
-    plan: CollectionPlan, store: AnswerStore, server: Server, eos: list[int], keys: list[Key], bar: AnswerBar
+    plan: CollectionPlan, store: AnswerStore, server: Server, eos: list[int], keys: list[Key], bar: tqdm
 ) -> None:
     """Sample answers by a server. Every answer is stored on arrival, and the first error ends the run."""
 
@@ -195,9 +195,7 @@ def _from_server(
         return [server.answer(row, one, max_new_tokens=limit, **options)[0] for row, one, limit in requests]
 
     def keep(answers: list[SampledAnswer]) -> None:
-        for answer in store.add(answers):
-            bar.put(torch.tensor(answer.ids))
-            bar.update(1)
+        bar.update(len(store.add(answers)))
 
     with ThreadPoolExecutor(plan.rows) as pool:
         futures = [pool.submit(_answers, plan, store, [key], eos, generate) for key in keys]
