@@ -83,10 +83,8 @@ class GuidanceParams:
         return bool(self.end_token_ids or self.end_message)
 
     @cached_property
-    def span_patterns(self) -> SpanPatterns | None:
-        """The sequences that begin and end a span. If None, the request has no span."""
-        if not self.end_token_ids:
-            return None
+    def span_patterns(self) -> SpanPatterns:
+        """The sequences that begin and end a span."""
         return SpanPatterns.of(_sequences(self.end_token_ids), _sequences(self.start_token_ids))
 
     @property
