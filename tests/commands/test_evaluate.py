@@ -13,11 +13,11 @@ from lenvm_kernels.evaluate import plan, run
 from lenvm_kernels.evaluate.calibration import calibrate
 from lenvm_kernels.evaluate.measures import Answer, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
-from lenvm_kernels.evaluate.servers import with_end
+from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.evaluate.statistics import bootstrap, pearson, ranks
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.loading.prompts import SAY_IT, say
-from tests.helpers.fake_engine import fake_engines
+from tests.helpers.fake_engine import answer_to, fake_engines, request_of
 from tests.helpers.models import EOS, last_value_logits, random_head
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]
@@ -113,19 +113,6 @@ def test_cut_answer_has_not_ended():
     whole = answer(0, 0, [4, 5, 6, EOS], "a.", nats=2.0)
     assert whole.cut(4) is whole
     assert whole.cut(3) == Answer("x", 10, 0, 0, [4, 5, 6], "a.", False, [2.0] * 3)
-
-
-@pytest.mark.parametrize(
-    ("ids", "stopped", "ended"),
-    [
-        ([5, 6, EOS], True, ([5, 6, EOS], True)),
-        ([5, 6], True, ([5, 6, EOS], True)),
-        ([5, 9, 7, 7], False, ([5, 9], True)),  # padding after the end
-        ([5, 6], False, ([5, 6], False)),
-    ],
-)
-def test_end_token_is_last(ids, stopped, ended):
-    assert with_end(ids, stopped, [EOS, 9]) == ended
 
 
 def predictions(*numbers):
@@ -315,46 +302,54 @@ def served():
         yield start
 
 
+SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.02}
+GUIDANCE = {"strength": 7, "token_temperature_scale": {"5": 1.5}, "end_token_ids": [[3, 9], 4]}
+AS_TEXT = {"strength": 7, "token_temperature_scale": '{"5": 1.5}', "end_token_ids": "[[3, 9], 4]"}
+
+
+@pytest.mark.parametrize("guidance", [None, GUIDANCE, {"return_values": True}])
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_request_and_answer_of_a_server(served, engine, guidance):
+    server, url = served(engine)
+    answers = (11, [EOS], ([9, 9, 9, EOS], True)), (11, [EOS, 9], ([9], True)), (6, [EOS], ([11] * 5, False))
+    for seed, ends, expected in answers:
+        options = dict(max_new_tokens=5, sampling=SAMPLING, seed=seed, eos=ends)
+        found = Server.find("--url", url + "/").answer([8, 9], guidance, **options)
+        predicted = 2.5 if engine == "sglang" and guidance == {"return_values": True} else None
+        assert found == (*expected, predicted)
+        path, body = server.requests.pop()
+        if engine == "sglang":
+            params = SAMPLING | {"top_k": -1, "max_new_tokens": 5, "sampling_seed": seed}
+            params |= {} if guidance is None else {"custom_params": guidance}
+            assert (path, body) == ("/generate", {"input_ids": [8, 9], "sampling_params": params})
+        else:
+            params = SAMPLING | {"prompt": [8, 9], "max_tokens": 5, "seed": seed, "return_token_ids": True}
+            params |= {} if guidance is None else {"vllm_xargs": AS_TEXT if guidance is GUIDANCE else guidance}
+            assert (path, body) == ("/v1/completions", params)
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_answers_come_from_a_server(evaluate, served, tiny, engine):
     server, url = served(engine)
-    guidance = {"strength": 7, "token_temperature_scale": {"5": 1.5}, "end_token_ids": [[3, 9], 4]}
-    options = ["--url", url + "/", "--guidance", json.dumps(guidance), "--top-k", "0", "--max-new-tokens", "6"]
-    code, error, folder = evaluate(*options, value="of-the-server", targets=["4"])
+    options = ["--url", url, "--guidance", '{"strength": 7}', "--max-new-tokens", 6, "--top-k", 5]
+    code, error, folder = evaluate(*options, value="of-the-server", targets=[4])
     assert code == 0, error
-    lines = lines_of(folder)
-    name = json.dumps(guidance, sort_keys=True)
-    assert {line["setting"] for line in lines} == {"none", "constant", name}
-    assert len(server.requests) == 20  # answers of the constant are generated in this process
-    sent = {}
-    for path, body in server.requests:
-        if engine == "sglang":
-            assert path == "/generate" and set(body) == {"input_ids", "sampling_params"}
-            params = body["sampling_params"]
-            asked, prompt, seed = params.pop("custom_params", None), body["input_ids"], params.pop("sampling_seed")
-            assert params == {"temperature": 0.8, "top_k": -1, "top_p": 1.0, "min_p": 0.02, "max_new_tokens": 6}
-            wanted = {"target_length": 4, **guidance}
-        else:
-            assert path == "/v1/completions"
-            asked, prompt, seed = body.pop("vllm_xargs", None), body.pop("prompt"), body.pop("seed")
-            common = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.02}
-            assert body == common | {"max_tokens": 6, "return_token_ids": True}
-            as_text = {"token_temperature_scale": '{"5": 1.5}', "end_token_ids": "[[3, 9], 4]"}
-            wanted = {"target_length": 4, "strength": 7, **as_text}
-        own = {"return_values": True} if engine == "sglang" else None
-        assert asked in (own, wanted)
-        sent.setdefault(("none" if asked == own else name, tuple(prompt)), []).append(seed)
-    assert len({seed for seeds in sent.values() for seed in seeds}) == 20
-    for line in (line for line in lines if line["setting"] != "constant"):
-        prompt = tuple(tiny.encode([PROMPTS[line["prompt"]]])["input_ids"][0].tolist())
-        answers = []
-        for seed in sent[line["setting"], prompt]:
-            length = 2 + seed % 9
-            ended = length <= 6
-            answers.append(([5 + seed % 7] * (length - 1 if ended else 6) + [EOS] * ended, ended))
-        assert (line["ids"], line["ended"]) in answers
-        assert line["predicted"] == (len(prompt) + 0.5 if (engine, line["setting"]) == ("sglang", "none") else None)
-        assert line["nll"] == pytest.approx(run.likelihoods(tiny, [prompt], [line["ids"]])[0], abs=1e-4)
+    expected = []
+    for _, body in server.requests:
+        prompt, limit, seed, guidance = request_of(body)
+        assert body.get("sampling_params", body).items() >= (SAMPLING | {"top_k": 5}).items()
+        is_guided = guidance == {"target_length": 4, "strength": 7}
+        assert limit == 6 and (is_guided or guidance == ({"return_values": True} if engine == "sglang" else {}))
+        predicted = len(prompt) + 0.5 if engine == "sglang" and not is_guided else None
+        expected.append((prompt, '{"strength": 7}' if is_guided else "none", *answer_to(seed, limit), predicted))
+    assert len({request_of(body)[2] for _, body in server.requests}) == 20
+    found = []
+    for line in lines_of(folder):
+        if line["setting"] != "constant":  # generated in this process
+            prompt = tiny.encode([PROMPTS[line["prompt"]]])["input_ids"][0].tolist()
+            found.append((prompt, line["setting"], line["ids"], line["ended"], line["predicted"]))
+            assert line["nll"] == pytest.approx(run.likelihoods(tiny, [prompt], [line["ids"]])[0], abs=1e-4)
+    assert sorted(map(str, found)) == sorted(map(str, expected)) and len(found) == 20
     left_out = "has a predicted length: vLLM returns none" in (folder / "table.md").read_text()
     assert left_out == (engine == "vllm")
 
