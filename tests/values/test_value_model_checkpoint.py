@@ -24,7 +24,16 @@ from transformers import (
 from lenvm_kernels.loading.models import locate
 from lenvm_kernels.values import LenVMConfig, ValueModel, ValueModelConfig
 from lenvm_kernels.values.checkpoint import local_path
-from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, random_pair, value_model_of
+from tests.helpers.models import (
+    ARCHITECTURES,
+    TINY,
+    VOCAB,
+    change_checkpoint,
+    random_head,
+    random_model,
+    random_pair,
+    value_model_of,
+)
 from tests.helpers.value_requests import Requests, random_tokens
 
 
@@ -208,12 +217,18 @@ def checkpoint(tmp_path):
 def cut(rows, dtype):
     """A change of the shape or dtype of a matrix."""
     name = "model.layers.0.mlp.up_proj.weight"
-    return lambda tensors: tensors.update({name: tensors[name][:rows].to(dtype).clone()})
+    return lambda tensors: tensors | {name: tensors[name][:rows].to(dtype)}
 
 
-def mix_up(tensors):
-    del tensors["model.layers.1.self_attn.q_norm.weight"], tensors["model.norm.weight"]
-    tensors |= {"model.layers.7.odd": torch.zeros(1), "visual.patch.weight": torch.zeros(1)}
+def without(*parts):
+    return lambda tensors: {name: x for name, x in tensors.items() if not any(part in name for part in parts)}
+
+
+NORM, Q_NORM, ODD = (
+    "model.norm.weight",
+    "model.layers.1.self_attn.q_norm.weight",
+    ("model.layers.7.odd", "visual.patch"),
+)
 
 
 def of_rope(**rope):
@@ -227,17 +242,12 @@ ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
     ("change", "message"),
     [
         (
-            lambda tensors: tensors.update(
-                {"pretrained_model.model.norm.weight": tensors["model.norm.weight"].clone()}
-            ),
+            lambda tensors: tensors | {"pretrained_model.model.norm.weight": tensors[NORM].clone()},
             r"each tensor once, got (pretrained_model\.)?model\.norm\.weight and another",
         ),
-        (mix_up, r"missing model\.layers\.1\.self_attn\.q_norm\.weight, model\.norm\.weight;"),
-        (mix_up, r"unexpected model\.layers\.7\.odd, visual\.patch\.weight"),
-        (
-            lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name],
-            r"missing model\.layers\.1\.input_layernorm\.weight, .* \(11 in all\)$",
-        ),
+        (without(NORM, Q_NORM), rf"missing {Q_NORM}, {NORM}$"),
+        (lambda tensors: tensors | {name: torch.zeros(1) for name in ODD}, f"unexpected {ODD[0]}, {ODD[1]}"),
+        (without("layers.1"), r"missing model\.layers\.1\.input_layernorm\.weight, .* \(11 in all\)$"),
         (cut(79, torch.float32), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got float32 \[79, 48\]"),
         (cut(80, torch.int8), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got int8 \[80, 48\]"),
         ({"vocab_size": VOCAB + 7}, r"embed_tokens\.weight must be .* \[104, 48\], got float32 \[97, 48\]"),
@@ -253,15 +263,7 @@ ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
     ],
 )
 def test_inconsistent_checkpoints_are_rejected(checkpoint, change, message):
-    """Changes of the tensors of a checkpoint, or of its configuration."""
-    if callable(change):
-        file = checkpoint / "model.safetensors"
-        tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file)
-    else:
-        config = json.loads((checkpoint / "config.json").read_text()) | change
-        (checkpoint / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    change_checkpoint(checkpoint / "config.json", checkpoint / "model.safetensors", change)
     with pytest.raises(ValueError, match=message):
         ValueModel.from_pretrained(checkpoint)
 
