@@ -14,8 +14,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from lenvm_kernels.loading.prompts import SAY_IT
-
 # Results of lenvm fit and lenvm train.
 VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -105,18 +103,6 @@ def add_value_head(parser: Any, value_model: str) -> None:
     """Add ``--value-head``."""
     head_help = f"a .safetensors or .bin file with the head (default: the one in {value_model}); with demo, for its "
     parser.add_argument("--value-head", metavar="FILE", help=f"{head_help}backbone as it is")
-
-
-def add_say_it(parser: Any, effect: str) -> None:
-    """Add ``--say-it``; :func:`lenvm_kernels.loading.prompts.say` appends its text."""
-    parser.add_argument(
-        "--say-it",
-        nargs="?",
-        const=SAY_IT,
-        metavar="TEXT",
-        help=f"{effect}; {{words}} and {{tokens}} in TEXT are replaced by the target length; without TEXT: {SAY_IT} "
-        "(default: prompts as they are)",
-    )
 
 
 def check_output_files(**files: Path | None) -> None:
