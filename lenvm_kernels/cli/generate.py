@@ -166,7 +166,7 @@ def run_command(args: argparse.Namespace) -> None:
         output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
             **inputs,
             **processor.generation_kwargs,
-            pad_token_id=models.pad_token_id,
+            pad_token_id=models.tokenizer.pad_token_id,
             streamer=TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
         if args.show_values:

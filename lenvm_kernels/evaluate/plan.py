@@ -171,7 +171,7 @@ def settings_of(
     return list({setting.name: setting for setting in settings}.values())
 
 
-def stored_answers(folder: Path, plan: Plan) -> StoredAnswers[Answer]:
+def stored_answers(folder: Path, plan: Plan) -> StoredAnswers:
     """The answers of a plan that a directory holds. Units that a kill has left incomplete are dropped."""
     stored = StoredAnswers(folder, asdict(plan), Answer, "lenvm evaluate")
     units = [unit.keys() for unit in plan.units()]

@@ -36,7 +36,7 @@ class Runner:
     constant_server: Server | None = None
     workers: int = 1
 
-    def run(self, stored: StoredAnswers[Answer]) -> None:
+    def run(self, stored: StoredAnswers) -> None:
         """Add the answers of the plan that are not stored yet, with progress on stderr.
 
         Raises:

@@ -55,7 +55,7 @@ def sample(
         **inputs,
         **processor.generation_kwargs,
         # A row past its limit counts as ended, so that no values are computed for it.
-        pad_token_id=next(iter(models.eos_token_ids), models.pad_token_id),
+        pad_token_id=next(iter(models.eos_token_ids), models.tokenizer.pad_token_id),
         stopping_criteria=StoppingCriteriaList([lambda ids, scores: (ids.shape[1] >= last).expand(len(ids))]),
     )
     new = sequences[:, width:]

@@ -3,12 +3,10 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -67,6 +65,8 @@ class Models:
         tokenizer = load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**source_of(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
+        if tokenizer.pad_token_id is None:  # padding is masked, so any token will do
+            tokenizer.pad_token_id = next(iter(eos_token_ids(base)), 0)
         alone = cls(base, None, tokenizer, tokenizer)
         if is_probe(value_model):
             return replace(alone, value_model=LengthProbe.from_pretrained(value_model, *alone.of_probe(), gamma=gamma))
@@ -91,10 +91,8 @@ class Models:
 
     def padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of ``B`` rows of tokens, padded on the left."""
-        ids = [torch.tensor(row, dtype=torch.int64, device=self.model.device) for row in rows]
-        pad = partial(pad_sequence, batch_first=True, padding_side="left")
-        mask = pad([torch.ones_like(row) for row in ids])
-        return dict(input_ids=pad(ids, padding_value=self.pad_token_id), attention_mask=mask)
+        batch = self.tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")
+        return dict(batch.to(self.model.device))
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -105,12 +103,6 @@ class Models:
         """Raise ValueError if no token ends an output of the base model."""
         if not self.eos_token_ids:
             raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
-
-    @property
-    def pad_token_id(self) -> int:
-        """The token that fills the rows of a batch. It is masked, so any token will do."""
-        pad = self.tokenizer.pad_token_id
-        return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, chat: bool) -> list[list[int]]:

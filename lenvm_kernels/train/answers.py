@@ -40,7 +40,7 @@ class SampledAnswer:
         return self.prompt, self.sample
 
 
-class AnswerStore(StoredAnswers[SampledAnswer]):
+class AnswerStore(StoredAnswers):
     """A directory of ``lenvm collect``.
 
     Args:

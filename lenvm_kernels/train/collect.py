@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.evaluate.servers import Server
-from lenvm_kernels.loading import held_out_prompts, spread, training_prompts
+from lenvm_kernels.loading import PROMPTS, spread
 from lenvm_kernels.loading.arguments import sampling_of
 from lenvm_kernels.loading.generation import sample
 from lenvm_kernels.loading.models import Models, load_tokenizer, locate, quiet, tokens_of
-from lenvm_kernels.loading.prompts import TEST, TRAIN, Prompt, read_prompts
+from lenvm_kernels.loading.prompts import SPLITS, TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.train.answers import AnswerStore, Key, SampledAnswer
 
 # Share of the prompts that are held out if the file has no splits, and range of targets, up to the maximum length.
@@ -145,8 +145,8 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
 def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
     """The prompts of a file or of the demo, at most ``count`` of each split."""
     if file is None:
-        texts = {TRAIN: training_prompts(), TEST: held_out_prompts()}
-        prompts = [Prompt(text, split) for split, of_split in texts.items() for text in of_split]
+        texts = json.loads(PROMPTS.read_text(encoding="utf-8"))
+        prompts = [Prompt(text, split) for split in SPLITS for text in texts[split]]
     else:
         prompts = read_prompts(file)
         if prompts[0].split is None:
