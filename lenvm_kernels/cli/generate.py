@@ -15,7 +15,6 @@ from lenvm_kernels.loading.arguments import (
     add_dtype,
     add_sampling,
     add_seed,
-    add_value_head,
     device_of,
     sampling_of,
     usage_errors,
@@ -50,7 +49,6 @@ def add(commands: Any) -> None:
         "adapters and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
         "end tokens meet a target; required",
     )
-    add_value_head(models, "W")
     add_device(models)
     add_dtype(models, "both models")
 
@@ -135,9 +133,7 @@ def run_command(args: argparse.Namespace) -> None:
         from lenvm_kernels.values import LenVMConfig
 
         dtype = getattr(torch, args.dtype)
-        models = Models.load(
-            args.model, args.value_model, args.value_head, device=device, dtype=dtype, gamma=args.gamma
-        )
+        models = Models.load(args.model, args.value_model, device=device, dtype=dtype, gamma=args.gamma)
         thoughts = Thoughts.of(models.tokenizer)
         config = LenVMConfig(gamma=args.gamma) if models.value_model is None else models.value_model.lenvm_config
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, has_values=has_values)

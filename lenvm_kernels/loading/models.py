@@ -34,7 +34,6 @@ class Models:
         cls,
         model: str,
         value_model: str,
-        value_head: str | None = None,
         *,
         device: str,
         dtype: torch.dtype,
@@ -47,8 +46,6 @@ class Models:
             model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
             value_model: as ``model``, where ``demo`` includes the shipped adapters and head; or a directory with a
                 probe of the base model, ``demo-probe`` for the shipped probe, or ``none`` for no value model.
-            value_head: file of the value head, see :meth:`ValueModel.from_pretrained`. If None, the head is in
-                ``value_model``. With ``demo``, the head is applied to the packaged SmolLM2 without adapters.
             device: device of both models.
             dtype: dtype of both models.
             gamma: replaces the gamma of the value model's ``lenvm_config.json``. If None, that file decides.
@@ -60,7 +57,7 @@ class Models:
         path = locate(names[0], model)
         value_model = str(PROBE if value_model == DEMO_PROBE else local_path(value_model))
         value_path = None if is_probe(value_model) or value_model == NONE else locate(names[1], value_model)
-        head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
+        adapter = VALUE if value_model == DEMO else None
         quiet()
         tokenizer = load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**source_of(path), dtype=dtype, use_safetensors=True)
@@ -72,12 +69,11 @@ class Models:
             return replace(alone, value_model=LengthProbe.from_pretrained(value_model, *alone.of_probe(), gamma=gamma))
         if value_path is None:
             return alone
-        if value_path == path and (head or adapter):
-            lenvm_config = LenVMConfig.read(adapter or value_path, gamma)
-            values = ValueModel.from_causal_lm(base, head, adapter=adapter, lenvm_config=lenvm_config)
+        if value_path == path and adapter is not None:
+            values = ValueModel.from_causal_lm(base, adapter=adapter, lenvm_config=LenVMConfig.read(adapter, gamma))
             return replace(alone, value_model=values)
         value_tokenizer = load_tokenizer(names[1], value_path)
-        values = ValueModel.from_pretrained(value_path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
+        values = ValueModel.from_pretrained(value_path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 
     def of_probe(self) -> tuple[int, torch.Tensor]:
@@ -131,12 +127,12 @@ def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def load_value_model(
-    name: str, value_head: str | None, *, device: str, dtype: torch.dtype, gamma: float | None
+    name: str, *, device: str, dtype: torch.dtype, gamma: float | None
 ) -> tuple[ValueModel, PreTrainedTokenizerBase | None]:
     """Load a value model alone, and its tokenizer if there is one; arguments and errors as :meth:`Models.load`."""
-    path, (head, adapter) = locate("VALUE", name), _parts(name, value_head)
+    path, adapter = locate("VALUE", name), VALUE if name == DEMO else None
     quiet()
-    values = ValueModel.from_pretrained(path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
+    values = ValueModel.from_pretrained(path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
     try:
         return values, load_tokenizer("VALUE", path)
     except ValueError:
@@ -166,16 +162,6 @@ def locate(flag: str, name: str) -> Path:
         require_extras("gguf", "accelerate")
         return path.parent.resolve() / path.name  # the cache links names to files without them
     return path.resolve()
-
-
-def _parts(value_model: str, value_head: str | None) -> tuple[Path | None, Path | None]:
-    """The file of the head and the directory of the adapter; None for a part that is with the value model."""
-    if value_head is None:
-        return None, VALUE if value_model == DEMO else None
-    head = local_path(value_head)
-    if not head.exists():
-        raise FileNotFoundError(f"--value-head must be an existing .safetensors or .bin file, got {value_head!r}")
-    return head, None
 
 
 def require_extras(*packages: str, extra: str = "demo") -> None:

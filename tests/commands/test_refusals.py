@@ -69,12 +69,11 @@ REJECTED = [
     ("generate --model nowhere", "--model must be a directory"),
     ("generate --model nowhere.gguf", "--model must be a directory"),
     ("generate --value-model nowhere", "--value-model must be a directory"),
-    ("generate --value-head nowhere.safetensors", "--value-head must be an existing .safetensors or .bin file"),
     ("generate --value-model none --show-values", "--show-values needs a value model"),
     ("generate --loud", "--loud"),
     ("generate --value-model BASE", "v_head.fc.weight"),
-    ("generate --value-head FILES/head.safetensors", "--value-head is broken"),
-    ("generate --value-head FILES/half.safetensors", "v_head.summary.weight"),
+    ("generate --value-model FILES/cut", "a .safetensors file of the models is broken"),
+    ("generate --value-model FILES/half", "v_head.summary.weight"),
     ("generate --value-model FILES/renamed", "2 tokens differ, 'other' among them"),
     ("generate --value-model FILES/shorter", "share the base model's vocabulary"),
     ("generate --value-model FILES/wordless", "--value-model must hold a tokenizer"),
@@ -144,8 +143,10 @@ REJECTED = [
 def files(base, tmp_path_factory):
     """Broken models, answers and files of prompts."""
     folder = tmp_path_factory.mktemp("files")
-    (folder / "head.safetensors").write_bytes(b"not a head")
-    save_file({"v_head.fc.weight": torch.zeros(2, 2)}, folder / "half.safetensors")
+    for name in ("cut", "half"):
+        save_checkpoint(folder / name, seed=1)
+    (folder / "cut" / "value_head.safetensors").write_bytes(b"not a head")
+    save_file({"v_head.fc.weight": torch.zeros(2, 2)}, folder / "half" / "value_head.safetensors")
     for name in ("renamed", "gemma"):
         save_checkpoint(folder / name, seed=1, words=[*WORDS[:-1], "other"], value_head=True)
     config = json.loads((folder / "gemma" / "config.json").read_text())

@@ -1,16 +1,18 @@
 """Low-rank adapters of a value model's backbone are merged as PEFT merges them, which also writes the files."""
 
 import copy
+from pathlib import Path
 
 import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from lenvm_kernels.loading import models as demo_models
 from lenvm_kernels.values import LenVMConfig, ValueModel
 from lenvm_kernels.values.low_rank import read_adapter
-from tests.helpers.models import change_checkpoint, random_head, random_pair
+from tests.helpers.models import change_checkpoint, random_head, random_pair, save_checkpoint
 
 EVERY_MATRIX = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VARIANTS = {
@@ -76,22 +78,23 @@ def test_adapter_passed_as_a_directory(tmp_path):
 
 
 def test_value_model_of_the_demo(tmp_path, monkeypatch):
-    """It has the shipped adapter unless a head is passed: that head belongs to the plain backbone."""
-    model, head = random_pair("llama")
-    model.save_pretrained(tmp_path / "base")
+    """It has the shipped adapter, and shares its other weights with the demo's base model."""
+    base, head = Path(save_checkpoint(tmp_path / "base", seed=0, layers=2)), random_head()
+    model = AutoModelForCausalLM.from_pretrained(base)
     expected = ValueModel.from_causal_lm(adapted(model, tmp_path / "value", **VARIANTS["plain"]), head)
     save_file(head, tmp_path / "value" / "value_head.safetensors")
     LenVMConfig(gamma=0.9).write(tmp_path / "value")
-    other = random_head(seed=8)
-    save_file(other, tmp_path / "other.safetensors")
-    monkeypatch.setattr(demo_models, "model_path", lambda: tmp_path / "base")
+    monkeypatch.setattr(demo_models, "model_path", lambda: base)
     monkeypatch.setattr(demo_models, "VALUE", tmp_path / "value")
-    options = dict(device="cpu", dtype=torch.float32, gamma=None)
-    got, tokenizer = demo_models.load_value_model("demo", None, **options)
-    assert_same(got, expected)
-    assert got.lenvm_config.gamma == 0.9 and tokenizer is None
-    got, _ = demo_models.load_value_model("demo", str(tmp_path / "other.safetensors"), **options)
-    assert_same(got, ValueModel.from_causal_lm(model, other))
+    options = dict(device="cpu", dtype=torch.float32)
+    both = demo_models.Models.load("demo", "demo", gamma=0.8, **options)
+    assert_same(both.value_model, expected)
+    assert both.value_model.embedding.data_ptr() == both.model.get_input_embeddings().weight.data_ptr()
+    for file in base.glob("token*"):
+        file.unlink()
+    alone, tokenizer = demo_models.load_value_model("demo", gamma=None, **options)
+    assert_same(alone, expected)
+    assert (both.value_model.lenvm_config.gamma, alone.lenvm_config.gamma, tokenizer) == (0.8, 0.9, None)
 
 
 def test_head_of_an_adapter(tmp_path):
