@@ -61,11 +61,6 @@ def add(commands: Any) -> None:
         help="what to answer; repeat it for several prompts, which are answered one after the other; required",
     )
     text.add_argument(
-        "--raw",
-        action="store_true",
-        help="continue the prompt as it is (default: it is the user's message in the tokenizer's chat template)",
-    )
-    text.add_argument(
         "--show-values",
         action="store_true",
         help="print a table after the text: each token with the length that the value model predicts to remain after "
@@ -144,7 +139,7 @@ def run_command(args: argparse.Namespace) -> None:
 
     for prompt in args.prompt:
         with usage_errors():
-            inputs = models.encode([prompt], chat=not args.raw)
+            inputs = models.encode([prompt])
             processor = LenVMLogitsProcessor(
                 models.model,
                 models.value_model,

@@ -84,8 +84,7 @@ def add(commands: Any) -> None:
     where.add_argument("--url", metavar="SERVER", help=url_help)
     constant_help = "the same with LENVM_VALUE_MODEL=none (default: in process; --url if VALUE is none)"
     where.add_argument("--constant-url", metavar="SERVER", help=constant_help)
-    concurrent = "concurrent requests to a server, at most --rows"
-    add_numbers(where, rows=(16, "prompts per batch"), concurrency=(8, concurrent))
+    add_numbers(where, rows=(16, "prompts per batch, or concurrent requests to a server"))
     add_device(where)
     add_dtype(where, "the models")
 
@@ -135,7 +134,7 @@ def run_command(args: argparse.Namespace) -> None:
         device, dtype = device_of(args.device), getattr(torch, args.dtype)
         value = args.value if server is None else NONE
         models = Models.load(args.base, value, device=device, dtype=dtype, names=("BASE", "VALUE"))
-        Runner(plan, models, server, constant_server, args.concurrency).run(stored)
+        Runner(plan, models, server, constant_server).run(stored)
         facts = {
             "command": shlex.join(["lenvm", *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

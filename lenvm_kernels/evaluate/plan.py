@@ -56,7 +56,7 @@ class Plan:
         settings: the sampled settings; the hard cut is computed from the base model's answers.
         max_new_tokens: limit of every answer.
         sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
-        rows: prompts per batch.
+        rows: prompts per batch, or concurrent requests to a server.
         dtype: dtype of the models in process.
         engine, constant_engine: engines of the servers. If None, answers are made in process.
         answers: reference answer of each prompt. If None, accuracy is not measured.

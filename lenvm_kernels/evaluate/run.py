@@ -27,14 +27,12 @@ class Runner:
         models: the base model, and the value model unless there is none or a server has it.
         server: answers settings with a value model, and unguided ones. If None, answers are made in process.
         constant_server: the same for guided settings without a value model.
-        workers: concurrent requests to a server.
     """
 
     plan: Plan
     models: Models
     server: Server | None = None
     constant_server: Server | None = None
-    workers: int = 1
 
     def run(self, stored: StoredAnswers) -> None:
         """Add the answers of the plan that are not stored yet, with progress on stderr.
@@ -65,7 +63,7 @@ class Runner:
         if setting.said:
             assert plan.say_it is not None and target is not None
             texts = [say(text, plan.say_it, target) for text in texts]
-        prompts, limit = tokens_of(tokenizer, texts, chat=True), plan.limit(target)
+        prompts, limit = tokens_of(tokenizer, texts), plan.limit(target)
         begun: list[list[int]] = [[] for _ in prompts]
         answers: dict[int, Generated] = {}
         if setting.name == FORCED:
@@ -107,7 +105,7 @@ class Runner:
                     prompts[row], guidance, max_new_tokens=limit, sampling=sampling, seed=seed, eos=eos
                 )
 
-            with ThreadPoolExecutor(self.workers) as pool:
+            with ThreadPoolExecutor(len(prompts)) as pool:
                 return list(pool.map(ask, range(len(prompts))))
         torch.manual_seed(unit.seed_of())
         value_model = self.models.value_model if setting.with_values and guidance is not None else None

@@ -81,9 +81,9 @@ class Models:
         embedding: Any = self.model.get_input_embeddings()
         return self.model.config.get_text_config().num_hidden_layers, embedding.weight.detach()
 
-    def encode(self, prompts: Sequence[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
+    def encode(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of the prompts' tokens, padded on the left."""
-        return self.padded(tokens_of(self.tokenizer, prompts, chat=chat))
+        return self.padded(tokens_of(self.tokenizer, prompts))
 
     def padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of ``B`` rows of tokens, padded on the left."""
@@ -101,18 +101,13 @@ class Models:
             raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, chat: bool) -> list[list[int]]:
-    """The tokens of each prompt.
-
-    Args:
-        tokenizer: tokenizer of the base model.
-        prompts: the texts.
-        chat: make each prompt the user's message in the tokenizer's chat template, if it has one.
+def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each prompt, which is the user's message in the tokenizer's chat template, if it has one.
 
     Raises:
         ValueError: a prompt has no tokens.
     """
-    if chat and tokenizer.chat_template is not None:
+    if tokenizer.chat_template is not None:
         rows = [chat_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     else:
         rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]

@@ -113,7 +113,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
     tokenizer = load_tokenizer("BASE", locate("BASE", plan.base))
     server = Server.find("--url", url)
     plan = replace(plan, engine=None if server is None else server.engine)
-    ids = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=True)
+    ids = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts])
     prompts = [{"text": p.text, "split": p.split, "ids": row} for p, row in zip(plan.prompts, ids, strict=True)]
     store = AnswerStore(folder, {**asdict(plan), "prompts": prompts, "vocabulary": vocabulary(tokenizer)})
     keys = plan.ordered()

@@ -49,10 +49,10 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     assert generate()[0] == generate("--show-values")[0]
     cached = generate(*said, model="owner/base", value_model="owner/probe")
     assert cached == generate(*said, value_model=tmp_path / "probe")
-    templated, raw = generate(model=chat)[0], generate("--raw", model=chat)[0]
-    assert templated != raw
-    both = generate("--raw", model=chat, prompts=("w1 w2 w3", "w9 w1 w2 w3 w9 w10"))[0]
-    assert both == f"\n> w1 w2 w3\n{raw}\n\n> w9 w1 w2 w3 w9 w10\n{templated}"
+    templated, plain = generate(model=chat)[0], generate()[0]
+    assert templated != plain
+    both = generate(prompts=("w1 w2 w3", "w9 w1 w2 w3 w9 w10"))[0]
+    assert both == f"\n> w1 w2 w3\n{plain}\n\n> w9 w1 w2 w3 w9 w10\n{templated}"
 
 
 def test_table_of_values(generate):
