@@ -23,7 +23,6 @@ class Runner:
     """Answers the units of a plan.
 
     Attributes:
-        plan: the plan.
         models: the base model, and the value model unless there is none or a server has it.
         server: answers settings with a value model, and unguided ones. If None, answers are made in process.
         constant_server: the same for guided settings without a value model.
@@ -52,12 +51,7 @@ class Runner:
                 bar.update(len(unit.prompts))
 
     def answer(self, unit: Unit, made: Mapping[Key, Answer]) -> list[Answer]:
-        """Answer the prompts of a unit.
-
-        Args:
-            unit: the unit.
-            made: holds the base model's answers, which a forced answer begins with.
-        """
+        """Answer the prompts of a unit. Forced answers begin with the base model's, which are in ``made``."""
         plan, setting, target, tokenizer = self.plan, unit.setting, unit.target, self.models.tokenizer
         texts = [plan.prompts[index] for index in unit.prompts]
         if setting.said:
@@ -121,11 +115,6 @@ def likelihoods(
     """Negative log-likelihood of each token of each answer under the base model alone, in nats.
 
     The distribution is the unfiltered one at temperature 1, by teacher forcing, with the softmax in fp32.
-
-    Args:
-        models: the base model.
-        prompts: tokens of each prompt, at least one.
-        answers: tokens of each answer.
     """
     nlls = []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -225,7 +225,6 @@ def _parsed(custom_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
-    """The fields that a ``thinking_budget`` implies."""
     budget = given.get("thinking_budget")
     if budget is None:
         return {}
@@ -241,7 +240,6 @@ def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, An
 
 
 def _landing_fields(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a ``landing`` implies."""
     landing, room = values["landing"], values["landing_tokens"]
     if not landing:
         return {}

@@ -25,7 +25,6 @@ def sample(
     """Answer a batch of prompts. Draws come from torch's generator.
 
     Args:
-        models: the base model.
         value_model: source of values. If None, guidance uses end tokens alone.
         inputs: see :meth:`Models.encode`.
         guidance: one for all prompts, or one per prompt. None means unguided.

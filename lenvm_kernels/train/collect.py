@@ -43,7 +43,6 @@ class CollectionPlan:
 
     Attributes:
         base, value: the base model, and the value source that guides. If ``value`` is None, answers are unguided.
-        prompts: the users' messages, each with a split.
         samples: answers per prompt.
         rows: answers per batch in process, or concurrent requests to a server.
         engine: ``"sglang"``, ``"vllm"``, or None for answers in process.
@@ -143,7 +142,6 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
 
 
 def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
-    """The prompts of a file or of the demo, at most ``count`` of each split."""
     if file is None:
         texts = json.loads(PROMPTS.read_text(encoding="utf-8"))
         prompts = [Prompt(text, split) for split in SPLITS for text in texts[split]]

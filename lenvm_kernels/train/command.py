@@ -71,7 +71,6 @@ def add(commands: Any) -> None:
 
 
 def _add_first(parser: Any, run: Any, base: str, output: str) -> None:
-    """Add the flags of all three commands."""
     parser.set_defaults(run=run)
     parser.add_argument("base", metavar="BASE", help=f"{base}: {A_MODEL}")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"{output}; required")

@@ -48,7 +48,6 @@ def train(args: argparse.Namespace, command: str) -> None:
 
 
 def _evaluate(args: argparse.Namespace, plan: CollectionPlan, value: Path) -> None:
-    """``lenvm evaluate`` on held-out prompts."""
     texts = spread([prompt.text for prompt in plan.prompts if prompt.split == TEST], args.evaluate_prompts)
     file = args.output / "evaluation-prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
