@@ -87,7 +87,7 @@ class Models:
 
     def padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of ``B`` rows of tokens, padded on the left."""
-        batch = self.tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")
+        batch = self.tokenizer.pad({"input_ids": [*map(list, rows)]}, padding_side="left", return_tensors="pt")
         return dict(batch.to(self.model.device))
 
     @property

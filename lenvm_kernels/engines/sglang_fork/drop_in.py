@@ -150,9 +150,9 @@ def guide_by_server(
     if all(p.mode == Mode.UNGUIDED for p in params):
         return None
     table = GuidanceTable.from_params(params, [req.lenvm_end_tokens for req in reqs], device)
-    threshold = table.columns.entropy_threshold
+    threshold, guided = table.columns.entropy_threshold, table.columns.mode != Mode.UNGUIDED
     candidates = topk_candidates(
-        probs, **filters._asdict(), max_candidates=MAX_CANDIDATES, entropy_threshold=threshold, guided=table.guided
+        probs, **filters._asdict(), max_candidates=MAX_CANDIDATES, entropy_threshold=threshold, guided=guided
     )
     if candidates.lost_mass.nan_to_num(0.0).max() > 0:
         warn_once(
