@@ -63,8 +63,6 @@ def add(commands: Any) -> None:
     of_evaluation = "prompts of the evaluation, 0: no evaluation (default: %(default)s)"
     count = positive(int, or_0=True)
     parser.add_argument("--evaluate-prompts", type=count, default=24, metavar="N", help=of_evaluation)
-    for name, number in (("url", "1"), ("guided-url", "2, with LENVM_VALUE_MODEL=DIR/round-1/value")):
-        parser.add_argument(f"--{name}", metavar="SERVER", help=f"server of round {number} (default: in process)")
     _add_answers(parser)
     _add_fitting(parser)
     parser.add_argument("--backbone", metavar="NAME", help="backbone of a value model (default: BASE)")

@@ -35,8 +35,7 @@ def train(args: argparse.Namespace, command: str) -> None:
         value = None if number == 1 else str(folder.with_name(f"round-{number - 1}") / "value")
         folders.append(folder / "answers")
         of_round = replace(plan, value=value, seed=plan.seed + number - 1)
-        url = {1: args.url, 2: args.guided_url}.get(number)
-        collect(of_round, folders[-1], device=args.device, url=url)
+        collect(of_round, folders[-1], device=args.device)
         report = fit(how, model, folders, folder, command)
         assert report is not None  # this command has one process
         print(f"round {number}:\n{table(report)}", flush=True)

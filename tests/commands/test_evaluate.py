@@ -150,18 +150,16 @@ def test_likelihoods_match_a_plain_forward(tiny):
 def test_settings():
     base, constant = Setting("none", None, True, targets=(None,)), Setting("constant", {}, False)
     assert settings_of([], with_values=True) == [base, constant, Setting("guided", {}, True)]
-    name = '{"strength": 2}'
-    settings = settings_of([{"strength": 2}, {}], with_values=False, said=True, forced=True)
-    names = ["none", "forced answer", "constant", name, "none, said", "constant, said", f"{name}, said"]
-    assert [setting.name for setting in settings] == names
-    assert [setting.said for setting in settings] == [False] * 4 + [True] * 3
-    assert {setting.name: setting.guidance for setting in settings[4:]} == {
-        "none, said": None,
-        "constant, said": {},
-        f"{name}, said": {"strength": 2},
-    }
-    assert not any(setting.with_values for setting in settings)
-    assert [setting.targets for setting in settings] == [(None,)] + [None] * 6
+    name, strong = '{"strength": 2}', {"strength": 2}
+    assert settings_of([strong, {}], with_values=False, said=True, forced=True) == [
+        Setting("none", None, False, targets=(None,)),
+        Setting("forced answer", None, False),
+        constant,
+        Setting(name, strong, False),
+        Setting("none, said", None, False, said=True),
+        Setting("constant, said", {}, False, said=True),
+        Setting(f"{name}, said", strong, False, said=True),
+    ]
     assert [default_limit(target) for target in (1, 6, 7, 20, 160)] == [16, 16, 32, 64, 400]
 
 
