@@ -94,14 +94,8 @@ class GuidanceParams:
 
     def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
         """The state of the request's span, see :meth:`SpanState.of`."""
-        return SpanState.of(
-            self.span_patterns,
-            prompt,
-            output,
-            closing=self.closing_token_ids,
-            hard_limit=self.hard_limit,
-            grace=self.hard_limit_grace,
-        )
+        limits = self.closing_token_ids, self.hard_limit, self.hard_limit_grace
+        return SpanState.of(self.span_patterns, prompt, output, *limits)
 
 
 def parse_guidance(

@@ -87,11 +87,10 @@ class SpanState:
         cls,
         patterns: SpanPatterns,
         prompt: Sequence[int],
-        output: Sequence[int] = (),
-        *,
-        closing: Sequence[int] = (),
-        hard_limit: int | None = None,
-        grace: int = 0,
+        output: Sequence[int],
+        closing: Sequence[int],
+        hard_limit: int | None,
+        grace: int,
     ) -> SpanState:
         """The state of a request that has generated ``output`` after ``prompt``.
 
