@@ -40,7 +40,6 @@ class Check:
     """The result of one check.
 
     Attributes:
-        name: the subject.
         mark: ``ok``, ``missing`` (something optional) or ``wrong``.
         found: a version, a device, or the fault.
         hint: one line: the accepted values, or what to do.

@@ -14,14 +14,11 @@ from lenvm_kernels.loading.arguments import (
     add_device,
     add_dtype,
     add_sampling,
-    add_say_it,
     add_seed,
-    add_value_head,
     device_of,
     sampling_of,
     usage_errors,
 )
-from lenvm_kernels.loading.prompts import say
 
 if TYPE_CHECKING:
     from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
@@ -52,7 +49,6 @@ def add(commands: Any) -> None:
         "adapters and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
         "end tokens meet a target; required",
     )
-    add_value_head(models, "W")
     add_device(models)
     add_dtype(models, "both models")
 
@@ -63,12 +59,6 @@ def add(commands: Any) -> None:
         action="append",
         metavar="TEXT",
         help="what to answer; repeat it for several prompts, which are answered one after the other; required",
-    )
-    add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
-    text.add_argument(
-        "--raw",
-        action="store_true",
-        help="continue the prompt as it is (default: it is the user's message in the tokenizer's chat template)",
     )
     text.add_argument(
         "--show-values",
@@ -129,10 +119,6 @@ def run_command(args: argparse.Namespace) -> None:
         parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=has_values)
         if args.show_values and not has_values:
             raise ValueError("--show-values needs a value model, got --value-model none")
-        if args.say_it is not None:
-            if args.target_length is None:
-                raise ValueError("--say-it needs --target-length, got none")
-            args.prompt = [say(prompt, args.say_it, args.target_length) for prompt in args.prompt]
         device = device_of(args.device)
 
         from transformers import TextStreamer
@@ -142,9 +128,7 @@ def run_command(args: argparse.Namespace) -> None:
         from lenvm_kernels.values import LenVMConfig
 
         dtype = getattr(torch, args.dtype)
-        models = Models.load(
-            args.model, args.value_model, args.value_head, device=device, dtype=dtype, gamma=args.gamma
-        )
+        models = Models.load(args.model, args.value_model, device=device, dtype=dtype, gamma=args.gamma)
         thoughts = Thoughts.of(models.tokenizer)
         config = LenVMConfig(gamma=args.gamma) if models.value_model is None else models.value_model.lenvm_config
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, has_values=has_values)
@@ -155,7 +139,7 @@ def run_command(args: argparse.Namespace) -> None:
 
     for prompt in args.prompt:
         with usage_errors():
-            inputs = models.encode([prompt], chat=not args.raw)
+            inputs = models.encode([prompt])
             processor = LenVMLogitsProcessor(
                 models.model,
                 models.value_model,
@@ -173,7 +157,7 @@ def run_command(args: argparse.Namespace) -> None:
         output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
             **inputs,
             **processor.generation_kwargs,
-            pad_token_id=models.pad_token_id,
+            pad_token_id=models.tokenizer.pad_token_id,
             streamer=TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
         if args.show_values:

@@ -11,7 +11,6 @@ from lenvm_kernels.loading.arguments import (
     add_device,
     add_dtype,
     add_numbers,
-    add_value_head,
     device_of,
     usage_errors,
 )
@@ -27,7 +26,6 @@ def add(commands: Any) -> None:
     )
     parser.set_defaults(run=run_command)
     parser.add_argument("value_model", metavar="VALUE", help=A_MODEL)
-    add_value_head(parser, "VALUE")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=30010, metavar="N", help="port to listen at (default: %(default)s)")
     key_help = "refuse requests without it (default: the variable LENVM_API_KEY, which other users do not see)"
@@ -50,7 +48,7 @@ def run_command(args: argparse.Namespace) -> None:
 
         device = device_of(args.device)
         value_model, tokenizer = load_value_model(
-            args.value_model, args.value_head, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
+            args.value_model, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
         )
         engine = ValueEngine(value_model, max_tokens=args.max_tokens_in_cache)
     import uvicorn

@@ -105,7 +105,6 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def _print_samples(plan: Plan, view: dict[str, list[Answer]], count: int = 3, width: int = 60) -> None:
-    """The beginning of the answers to some prompts in every setting."""
     for index, prompt in enumerate(plan.prompts[:count]):
         print(f"\n> {prompt}")
         for name, answers in view.items():

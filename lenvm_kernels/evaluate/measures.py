@@ -27,12 +27,9 @@ class Answer:
     """An answer, a line of ``answers.jsonl``.
 
     Attributes:
-        setting: the name of the setting.
         target: target length in tokens; None for a setting without a target, which is scored against every target.
-        seed: one of the plan's seeds.
         prompt: index of the prompt.
         ids: tokens, including the end-of-sequence token if the answer ended by itself.
-        text: the decoded tokens.
         ended: True if the answer ended by itself, False if the limit of new tokens cut it.
         nll: negative log-likelihood of each token under the base model alone, in nats.
         predicted: length in tokens, predicted before the first one; None if it was not requested or is not known.

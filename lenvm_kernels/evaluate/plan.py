@@ -49,15 +49,11 @@ class Plan:
     """Everything that determines the answers; a directory holds the answers of one plan.
 
     Attributes:
-        base, value: the models as named by the user.
-        prompts: the texts.
         targets: tokens.
         seeds: each seed answers every prompt.
         settings: the sampled settings; the hard cut is computed from the base model's answers.
-        max_new_tokens: limit of every answer.
         sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
-        rows: prompts per batch.
-        dtype: dtype of the models in process.
+        rows: prompts per batch, or concurrent requests to a server.
         engine, constant_engine: engines of the servers. If None, answers are made in process.
         answers: reference answer of each prompt. If None, accuracy is not measured.
         say_it: text that is appended to the prompts of settings with ``said``.
@@ -171,7 +167,7 @@ def settings_of(
     return list({setting.name: setting for setting in settings}.values())
 
 
-def stored_answers(folder: Path, plan: Plan) -> StoredAnswers[Answer]:
+def stored_answers(folder: Path, plan: Plan) -> StoredAnswers:
     """The answers of a plan that a directory holds. Units that a kill has left incomplete are dropped."""
     stored = StoredAnswers(folder, asdict(plan), Answer, "lenvm evaluate")
     units = [unit.keys() for unit in plan.units()]

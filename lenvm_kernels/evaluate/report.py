@@ -84,13 +84,7 @@ def calibration_table(plan: Plan, calibration: dict[str, Any] | None) -> str:
 
 
 def plot_lengths(targets: Sequence[int], views: Mapping[str, Mapping[str, Sequence[Answer]]], file: Path) -> None:
-    """Write a PNG with a panel per setting and a dot per answer, length against target.
-
-    Args:
-        targets: tokens.
-        views: see :meth:`Plan.views`.
-        file: the PNG.
-    """
+    """Write a PNG with a panel per setting and a dot per answer of :meth:`Plan.views`, length against target."""
     from matplotlib.figure import Figure
 
     names = list(views[str(targets[0])])

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from lenvm_kernels.evaluate.measures import Answer, Key
 from lenvm_kernels.evaluate.plan import BASE, CLOSING_TOKENS, FORCED, Plan, Unit
 from lenvm_kernels.evaluate.servers import Generated, Server
 from lenvm_kernels.evaluate.stored_answers import StoredAnswers
-from lenvm_kernels.loading.generation import AnswerBar, sample
+from lenvm_kernels.loading.generation import sample
 from lenvm_kernels.loading.models import Models, tokens_of
 from lenvm_kernels.loading.prompts import say
 
@@ -23,20 +23,17 @@ class Runner:
     """Answers the units of a plan.
 
     Attributes:
-        plan: the plan.
         models: the base model, and the value model unless there is none or a server has it.
         server: answers settings with a value model, and unguided ones. If None, answers are made in process.
         constant_server: the same for guided settings without a value model.
-        workers: concurrent requests to a server.
     """
 
     plan: Plan
     models: Models
     server: Server | None = None
     constant_server: Server | None = None
-    workers: int = 1
 
-    def run(self, stored: StoredAnswers[Answer]) -> None:
+    def run(self, stored: StoredAnswers) -> None:
         """Add the answers of the plan that are not stored yet, with progress on stderr.
 
         Raises:
@@ -44,28 +41,23 @@ class Runner:
         """
         self.models.check_ends()
         units = self.plan.units()
-        with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), self.models) as bar:
+        total = sum(len(unit.prompts) for unit in units)
+        with tqdm(total=total, initial=len(stored.answers), unit="answer") as bar:
             for unit in units:
                 if unit.keys()[0] in stored.answers:
                     continue
                 bar.set_description(unit.setting.name if unit.target is None else f"{unit.setting.name}, {unit.target}")
-                stored.add(self.answer(unit, stored.answers, bar))
+                stored.add(self.answer(unit, stored.answers))
                 bar.update(len(unit.prompts))
 
-    def answer(self, unit: Unit, made: Mapping[Key, Answer], bar: AnswerBar | None = None) -> list[Answer]:
-        """Answer the prompts of a unit.
-
-        Args:
-            unit: the unit.
-            made: holds the base model's answers, which a forced answer begins with.
-            bar: shows the tokens of every step.
-        """
+    def answer(self, unit: Unit, made: Mapping[Key, Answer]) -> list[Answer]:
+        """Answer the prompts of a unit. Forced answers begin with the base model's, which are in ``made``."""
         plan, setting, target, tokenizer = self.plan, unit.setting, unit.target, self.models.tokenizer
         texts = [plan.prompts[index] for index in unit.prompts]
         if setting.said:
             assert plan.say_it is not None and target is not None
             texts = [say(text, plan.say_it, target) for text in texts]
-        prompts, limit = tokens_of(tokenizer, texts, chat=True), plan.limit(target)
+        prompts, limit = tokens_of(tokenizer, texts), plan.limit(target)
         begun: list[list[int]] = [[] for _ in prompts]
         answers: dict[int, Generated] = {}
         if setting.name == FORCED:
@@ -78,7 +70,7 @@ class Runner:
                 if len(own.ids) <= target:
                     answers[row] = own.ids, own.ended, None
         rows = [row for row in range(len(prompts)) if row not in answers]
-        generated = self._generate(unit, [prompts[row] + begun[row] for row in rows], limit, bar) if rows else []
+        generated = self._generate(unit, [prompts[row] + begun[row] for row in rows], limit) if rows else []
         for row, (new, ended, predicted) in zip(rows, generated, strict=True):
             answers[row] = begun[row] + new, ended, predicted
         all_ids = [answers[row][0] for row in range(len(prompts))]
@@ -89,7 +81,7 @@ class Runner:
             for row, (index, ids) in enumerate(zip(unit.prompts, all_ids, strict=True))
         ]
 
-    def _generate(self, unit: Unit, prompts: list[list[int]], limit: int, bar: AnswerBar | None) -> list[Generated]:
+    def _generate(self, unit: Unit, prompts: list[list[int]], limit: int) -> list[Generated]:
         """Generate in process, or by a server if there is one."""
         setting, sampling, eos = unit.setting, self.plan.sampling, self.models.eos_token_ids
         server = self.server if setting.with_values or setting.guidance is None else self.constant_server
@@ -107,13 +99,12 @@ class Runner:
                     prompts[row], guidance, max_new_tokens=limit, sampling=sampling, seed=seed, eos=eos
                 )
 
-            with ThreadPoolExecutor(self.workers) as pool:
+            with ThreadPoolExecutor(len(prompts)) as pool:
                 return list(pool.map(ask, range(len(prompts))))
         torch.manual_seed(unit.seed_of())
         value_model = self.models.value_model if setting.with_values and guidance is not None else None
         inputs = self.models.padded(prompts)
-        options: dict[str, Any] = dict(max_new_tokens=limit, streamer=bar, **sampling)
-        sampled = sample(self.models, value_model, inputs, guidance, **options)
+        sampled = sample(self.models, value_model, inputs, guidance, max_new_tokens=limit, **sampling)
         return [(ids, ids[-1] in eos, predicted) for ids, predicted in sampled]
 
 
@@ -124,11 +115,6 @@ def likelihoods(
     """Negative log-likelihood of each token of each answer under the base model alone, in nats.
 
     The distribution is the unfiltered one at temperature 1, by teacher forcing, with the softmax in fp32.
-
-    Args:
-        models: the base model.
-        prompts: tokens of each prompt, at least one.
-        answers: tokens of each answer.
     """
     nlls = []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -66,14 +66,12 @@ class Server:
         seed: int,
         eos: Sequence[int],
     ) -> Generated:
-        """Answer one prompt.
+        """Answer one prompt, given as tokens.
 
         Args:
-            prompt: tokens.
             guidance: parameters of the request. If None, it has none.
-            max_new_tokens: limit of the answer.
             sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
-            seed: seed of the request, below 2**31.
+            seed: below 2**31.
             eos: end-of-sequence tokens, see :func:`with_end`.
 
         Returns:
@@ -125,12 +123,8 @@ class Server:
 def with_end(ids: Sequence[int], stopped: bool, eos: Sequence[int]) -> tuple[list[int], bool]:
     """The tokens of an answer up to and including the end-of-sequence token, and whether it ended by itself.
 
-    Engines differ in whether they return that token.
-
-    Args:
-        ids: tokens of an answer.
-        stopped: whether the engine reports that it ended by itself.
-        eos: end-of-sequence tokens; the first replaces one that was not returned.
+    Engines differ in whether they return that token. The first of ``eos`` replaces one that was not returned.
+    ``stopped`` states whether the engine reports that the answer ended by itself.
     """
     ends = [i for i, token in enumerate(ids) if token in eos]
     if ends:

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 
-class Answered(Protocol):
-    """A dataclass instance with a key that identifies it among the answers of a plan."""
-
-    @property
-    def key(self) -> Hashable: ...
-
-
-A = TypeVar("A", bound=Answered)
-
-
-class StoredAnswers(Generic[A]):
+class StoredAnswers:
     """``answers.jsonl`` of a directory, beside ``plan.json`` with everything that determines its lines.
 
     Args:
         folder: the directory. The first answer creates it: a run that fails earlier leaves nothing behind.
         plan: serialisable as JSON.
-        kind: a dataclass with a property ``key``. A line holds the fields of one instance.
+        kind: a dataclass with a property ``key``, unique in the plan. A line holds the fields of one instance.
         command: the command that writes the lines, for error messages.
 
     Attributes:
@@ -37,8 +27,8 @@ class StoredAnswers(Generic[A]):
             a line that does not have the fields of ``kind``.
     """
 
-    def __init__(self, folder: Path, plan: Mapping[str, Any], kind: type[A], command: str) -> None:
-        self.plan, self.answers = plan, dict[Any, A]()
+    def __init__(self, folder: Path, plan: Mapping[str, Any], kind: type, command: str) -> None:
+        self.plan, self.answers = plan, dict[Any, Any]()
         self._plan_file, self._file = folder / "plan.json", folder / "answers.jsonl"
         if self._plan_file.exists():
             check_plan(plan, json.loads(self._plan_file.read_text(encoding="utf-8")), folder)
@@ -54,7 +44,7 @@ class StoredAnswers(Generic[A]):
         if rest:
             self.keep(self.answers)
 
-    def add(self, answers: Iterable[A]) -> list[A]:
+    def add(self, answers: Sequence[Any]) -> list[Any]:
         """Append the answers whose keys are not stored yet, and return them."""
         new = [answer for answer in answers if answer.key not in self.answers]
         if new and not self._plan_file.exists():

@@ -30,8 +30,6 @@ class Case:
     """One call of an operator.
 
     Attributes:
-        op: name of the operator.
-        seed: seed of the random numbers.
         rows: ids of the rows. A row's contents depend on its id, not on its index.
         options: a value for each of the operator's options.
     """
@@ -78,7 +76,6 @@ class Output:
     """A part of a result that must be bitwise identical for any other rows of the batch.
 
     Attributes:
-        name: name of the part.
         values: ``[items, ...]``.
         owners: int64 ``[items]``; index in the batch of the row that each item belongs to, or -1 for no row. If None,
             item i belongs to row i. The order of one row's items does not depend on the batch.
@@ -94,7 +91,6 @@ class Difference:
     """A comparison of a result with the expected result.
 
     Attributes:
-        what: name of the compared output.
         wrong: bool ``[items]``.
         actual, expected: ``[items, ...]``, for the failure message.
         owners: as in :class:`Output`.

@@ -29,7 +29,6 @@ class Failure:
     """A case that fails.
 
     Attributes:
-        case: the case.
         problem: kind of the failure, the same for all failures with one recognizable cause. After :data:`LOST` the
             device is unusable, and this process cannot check further cases.
         rows: ids of the wrong rows.
@@ -51,7 +50,6 @@ def check(
     """Run a case and return its failure, if any.
 
     Args:
-        case: the case.
         function: the function under test. If None, the operator's Triton kernels.
         device: the device of the inputs.
         other_batches: whether to also compare bitwise with the same rows in another order among more rows, and with one

@@ -90,19 +90,20 @@ class Number(Field):
 
 @dataclass(frozen=True, kw_only=True)
 class Word(Field):
-    """One of ``words``, which has every accepted spelling with the word that it stands for."""
+    """One of ``words``, each with further accepted spellings behind it."""
 
     metavar: str | None = "WORD"
-    words: Mapping[str, str]
+    words: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "limits", f"one of {', '.join(dict.fromkeys(self.words.values()))}")
+        object.__setattr__(self, "limits", f"one of {', '.join(word.split()[0] for word in self.words)}")
 
     def parse(self, given: Any) -> str:
+        known = {spelling: word.split()[0] for word in self.words for spelling in word.split()}
         word = given.strip().lower() if isinstance(given, str) else ""
-        if word not in self.words:
-            raise self.rejected(given, f"be one of {', '.join(self.words)}")
-        return self.words[word]
+        if word not in known:
+            raise self.rejected(given, f"be one of {', '.join(known)}")
+        return known[word]
 
 
 @dataclass(frozen=True)
@@ -183,29 +184,17 @@ def _is_token_id(given: Any) -> bool:
     return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**31
 
 
-def _spellings(**words: str) -> dict[str, str]:
-    """Each spelling with its word, from the spellings of each word."""
-    return {spelling: word for word, spellings in words.items() for spelling in spellings.split()}
-
-
 _MODES = ("mul", "linear", "exp", "length_mul", "centered_exp", "value_bias")
-_CONSTRAINTS = _spellings(
-    eq="eq = == equal equals",
-    ge="ge >= > gte greater_equal",
-    le="le <= < lte less_equal",
-    eq_soft="eq_soft soft equal_soft",
-    ge_soft="ge_soft",
-    le_soft="le_soft",
-    near="near",
-    ge_near="ge_near",
-    le_near="le_near",
+_CONSTRAINTS = (
+    *("eq = == equal equals", "ge >= > gte greater_equal", "le <= < lte less_equal"),
+    *("eq_soft soft equal_soft", "ge_soft", "le_soft", "near", "ge_near", "le_near"),
 )
 _Integer = partial(Number, metavar="N", is_integer=True)
 _DIVISOR = Number(
     "token_temp_divisor", "the divisor of boosted_token_ids", limits=f"> 0 and < {MAX_DIVISOR:g}", metavar=None
 )
 _ALL = (
-    Word("value_mode mode", "how values reweight the candidates", "mul", words={x: x for x in _MODES}),
+    Word("value_mode mode", "how values reweight the candidates", "mul", words=_MODES),
     Number(
         "value_scale scale",
         "strength of the mode; centered_exp, value_bias: < 0 shorter, > 0 longer; other modes: < 1 shorter, > 1 longer",
@@ -222,7 +211,7 @@ _ALL = (
         "target_length_mode length_mode",
         "total, the target counts all new tokens; remaining, at every step those still to come",
         "total",
-        words=_spellings(total="total budget", remaining="remaining"),
+        words=("total budget", "remaining"),
     ),
     Number("target_value", "the target as a value; takes precedence over target_length", limits=">= 0 and < 1"),
     Word(

@@ -83,10 +83,8 @@ class GuidanceParams:
         return bool(self.end_token_ids or self.end_message)
 
     @cached_property
-    def span_patterns(self) -> SpanPatterns | None:
-        """The sequences that begin and end a span. If None, the request has no span."""
-        if not self.end_token_ids:
-            return None
+    def span_patterns(self) -> SpanPatterns:
+        """The sequences that begin and end a span."""
         return SpanPatterns.of(_sequences(self.end_token_ids), _sequences(self.start_token_ids))
 
     @property
@@ -96,14 +94,8 @@ class GuidanceParams:
 
     def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
         """The state of the request's span, see :meth:`SpanState.of`."""
-        return SpanState.of(
-            self.span_patterns,
-            prompt,
-            output,
-            closing=self.closing_token_ids,
-            hard_limit=self.hard_limit,
-            grace=self.hard_limit_grace,
-        )
+        limits = self.closing_token_ids, self.hard_limit, self.hard_limit_grace
+        return SpanState.of(self.span_patterns, prompt, output, *limits)
 
 
 def parse_guidance(
@@ -227,7 +219,6 @@ def _parsed(custom_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
-    """The fields that a ``thinking_budget`` implies."""
     budget = given.get("thinking_budget")
     if budget is None:
         return {}
@@ -243,7 +234,6 @@ def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, An
 
 
 def _landing_fields(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a ``landing`` implies."""
     landing, room = values["landing"], values["landing_tokens"]
     if not landing:
         return {}

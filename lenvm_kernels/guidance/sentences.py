@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SENTENCE_END = re.compile(r"""[.!?…。！？｡।॥؟۔։።។။][\s"'”’»)\]}」』）】*_`]*$|```\s*$""")  # noqa: RUF001
-_TOKENS = 8192  # decoded at a time
 
 
 def ends_sentence(text: str) -> bool:
@@ -42,11 +41,9 @@ def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = 
     """
     count = len(tokenizer)
     breaks = []
-    for first in range(0, count, _TOKENS):
-        tokens = [[i] for i in range(first, min(first + _TOKENS, count))]
-        for text in tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False):
-            ends_line = TextBreak.LINE if text.endswith("\n") else TextBreak.NONE
-            breaks.append(ends_line | (TextBreak.SENTENCE if ends_sentence(text) else TextBreak.NONE))
+    for text in tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False):
+        ends_line = TextBreak.LINE if text.endswith("\n") else TextBreak.NONE
+        breaks.append(ends_line | (TextBreak.SENTENCE if ends_sentence(text) else TextBreak.NONE))
     if not any(TextBreak.SENTENCE & each for each in breaks):
         return None
     size = count if vocab_size is None else vocab_size

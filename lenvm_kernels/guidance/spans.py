@@ -85,13 +85,12 @@ class SpanState:
     @classmethod
     def of(
         cls,
-        patterns: SpanPatterns | None,
+        patterns: SpanPatterns,
         prompt: Sequence[int],
-        output: Sequence[int] = (),
-        *,
-        closing: Sequence[int] = (),
-        hard_limit: int | None = None,
-        grace: int = 0,
+        output: Sequence[int],
+        closing: Sequence[int],
+        hard_limit: int | None,
+        grace: int,
     ) -> SpanState:
         """The state of a request that has generated ``output`` after ``prompt``.
 
@@ -100,12 +99,11 @@ class SpanState:
         last start follows its last end.
 
         Args:
-            patterns: sequences that begin and end spans. If None, the whole output is one span.
+            patterns: sequences that begin and end spans. Without an end, the whole output is one span.
             prompt, output: tokens.
             closing: tokens that are forced once a span has between ``hard_limit`` and ``hard_limit + grace`` tokens.
         """
         begin, seen = len(prompt), len(prompt) + len(output)
-        patterns = patterns or SpanPatterns.of((), ())
         end = None if _leaves_open(patterns, prompt) else begin
         match = patterns.at_end_of(prompt)
         for place, token in enumerate(output, len(prompt) + 1):

@@ -11,105 +11,13 @@ import torch
 
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.params import GuidanceParams
-from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanPatterns, SpanState
+from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanState
 from lenvm_kernels.types import GUIDANCE_COLUMNS, GuidanceColumns, Mode
 
 # The largest share of a total by which `near` and `le_near` aim early.
 _EARLY_SHARE = 0.1
 _PACKED = {name: column for name, column in GUIDANCE_COLUMNS.items() if column.is_packed}
 _STRUCT_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.bool: "?"}
-
-
-class _RowLayout:
-    """The layout of a request's parameters in a row of the table, as int64 words."""
-
-    def __init__(self, max_eos: int, max_scaled_tokens: int, early: float) -> None:
-        self._early = early
-        self._sizes = dict.fromkeys(_PACKED, 1) | {
-            "eos_token_ids": max_eos,
-            "span_end_token_ids": MAX_SPAN_ENDS,
-            "span_token_ids": MAX_SPAN_TOKENS,
-            "closing_token_ids": MAX_CLOSING_TOKENS,
-            "scaled_token_ids": max_scaled_tokens,
-            "token_scales": max_scaled_tokens,
-        }
-        codes = [f"{self._sizes[name]}{_STRUCT_CODES[column.dtype]}" for name, column in _PACKED.items()]
-        self._struct = struct.Struct("=" + "".join(codes))
-        self._padding = bytes(-self._struct.size % 8)
-
-    def pack(
-        self,
-        params: GuidanceParams,
-        eos_token_ids: Collection[int],
-        *,
-        prompt_len: int,
-        seed: int,
-        span: SpanState | None = None,
-    ) -> torch.Tensor:
-        """A row, on the host. Raises the errors of :meth:`GuidanceTable.add_request`."""
-        span = span or SpanState(prompt_len, prompt_len)
-        patterns = params.span_patterns or SpanPatterns.of((), ())
-        scales = sorted(params.token_temperature_scale.items())
-        due_length = (params.target_length or 0.0) + params.tolerance
-        # The columns that differ from the parameter of their name.
-        computed: dict[str, Any] = {
-            "seed": seed,
-            "scaled_token_ids": [token for token, _ in scales],
-            "token_scales": [scale for _, scale in scales],
-            "eos_token_ids": sorted(eos_token_ids),
-            "span_end_token_ids": [*dict.fromkeys(i if isinstance(i, int) else i[0] for i in params.end_token_ids)],
-            "span_token_ids": patterns.token_ids,
-            "span_first_bits": patterns.first_bits,
-            "span_end_bits": patterns.end_bits,
-            "span_start_bits": patterns.start_bits,
-            "span_seen": span.seen,
-            "span_match": span.match,
-            "closing_from": span.closing_from,
-            "nats_per_token": -math.log(params.gamma),
-            "target_length": self._aimed_at(params),
-            "due_length": due_length if params.counts_down else None,
-            "target_logit": _target_logit(params),
-            "prompt_len": span.begin,
-            "allows_eos": params.allow_eos,
-            "span_ended": span.end is not None,
-        }
-        if len(eos_token_ids) > (most := self._sizes["eos_token_ids"]):
-            raise ValueError(f"eos_token_ids must be at most {most} ids, got {len(eos_token_ids)}")
-        if len(scales) > (most := self._sizes["token_scales"]):
-            raise ValueError(f"token_temperature_scale must be of at most {most} tokens, got {len(scales)}")
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed must be an int64, got {seed}")
-        numbers: list[Any] = []
-        for name, column in _PACKED.items():
-            value = computed[name] if name in computed else getattr(params, name)
-            if column.is_list:
-                numbers += [*value, *[column.default] * (self._sizes[name] - len(value))]
-            else:
-                numbers.append(column.default if value is None else value)
-        try:
-            packed = self._struct.pack(*numbers)
-        except (struct.error, OverflowError) as error:
-            raise ValueError(
-                "eos_token_ids and prompt_len must be int32, tokens of token_temperature_scale int64, and numbers of "
-                f"params fp32, got {sorted(eos_token_ids)}, {prompt_len} and {params}"
-            ) from error
-        return torch.frombuffer(bytearray(packed + self._padding), dtype=torch.int64)
-
-    def _aimed_at(self, params: GuidanceParams) -> float:
-        target = params.target_length or 0.0
-        waits = params.counts_down and params.mode in (Mode.NEAR, Mode.LE_NEAR) and params.tolerance == 0
-        return target - min(self._early, _EARLY_SHARE * target) if waits else target
-
-    def columns(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The columns of rows ``[R, words]``, as views."""
-        columns, ends, end, row_bytes = {}, {}, 0, rows.view(torch.uint8)
-        for name, column in _PACKED.items():
-            start, end = end, end + self._sizes[name] * column.dtype.itemsize
-            view = row_bytes[:, start:end].view(column.dtype)
-            columns[name], ends[name] = view if column.is_list else view[:, 0], (start, end)
-        first, last = ends["eos_token_ids"][0], ends["span_end_token_ids"][1]  # adjacent columns
-        columns["ending_token_ids"] = row_bytes[:, first:last].view(_PACKED["eos_token_ids"].dtype)
-        return columns
 
 
 def _target_logit(params: GuidanceParams) -> float:
@@ -150,11 +58,19 @@ class GuidanceTable:
         max_scaled_tokens: int = 32,
         early: float = 0.0,
     ) -> None:
-        self._layout = _RowLayout(max_eos, max_scaled_tokens, early)
-        unguided = self._layout.pack(GuidanceParams(), (), prompt_len=0, seed=0)
-        self._rows = unguided.to(device).repeat(rows, 1)
-        faults = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._columns = GuidanceColumns(**self._layout.columns(self._rows), faults=faults)
+        self._early = early
+        self._sizes = dict.fromkeys(_PACKED, 1) | {
+            "eos_token_ids": max_eos,
+            "span_end_token_ids": MAX_SPAN_ENDS,
+            "span_token_ids": MAX_SPAN_TOKENS,
+            "closing_token_ids": MAX_CLOSING_TOKENS,
+            "scaled_token_ids": max_scaled_tokens,
+            "token_scales": max_scaled_tokens,
+        }
+        codes = [f"{self._sizes[name]}{_STRUCT_CODES[column.dtype]}" for name, column in _PACKED.items()]
+        self._struct = struct.Struct("=" + "".join(codes))
+        self._rows = self._packed(GuidanceParams(), (), 0, SpanState(0, 0)).to(device).repeat(rows, 1)
+        self._columns = self._views(torch.zeros(rows, dtype=torch.int32, device=device))
         self._staged: dict[int, torch.Tensor] = {}
 
     @classmethod
@@ -190,11 +106,6 @@ class GuidanceTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def guided(self) -> torch.Tensor:
-        """bool ``[R]``: requests with guidance."""
-        return self.columns.mode != Mode.UNGUIDED
-
     def add_request(
         self,
         table_row: int,
@@ -223,9 +134,70 @@ class GuidanceTable:
         """
         if not 0 <= table_row < len(self):
             raise IndexError(f"table_row must be in [0, {len(self)}), got {table_row}")
-        self._staged[table_row] = self._layout.pack(
-            params or GuidanceParams(), eos_token_ids, prompt_len=prompt_len, seed=seed, span=span
-        )
+        span = span or SpanState(prompt_len, prompt_len)
+        self._staged[table_row] = self._packed(params or GuidanceParams(), eos_token_ids, seed, span)
+
+    def _packed(
+        self, params: GuidanceParams, eos_token_ids: Collection[int], seed: int, span: SpanState
+    ) -> torch.Tensor:
+        """A row on the host, as int64 words."""
+        patterns, target = params.span_patterns, params.target_length or 0.0
+        waits = params.counts_down and params.mode in (Mode.NEAR, Mode.LE_NEAR) and params.tolerance == 0
+        scales = sorted(params.token_temperature_scale.items())
+        # The columns that differ from the parameter of their name.
+        computed: dict[str, Any] = {
+            "seed": seed,
+            "scaled_token_ids": [token for token, _ in scales],
+            "token_scales": [scale for _, scale in scales],
+            "eos_token_ids": sorted(eos_token_ids),
+            "span_end_token_ids": [*dict.fromkeys(i if isinstance(i, int) else i[0] for i in params.end_token_ids)],
+            "span_token_ids": patterns.token_ids,
+            "span_first_bits": patterns.first_bits,
+            "span_end_bits": patterns.end_bits,
+            "span_start_bits": patterns.start_bits,
+            "span_seen": span.seen,
+            "span_match": span.match,
+            "closing_from": span.closing_from,
+            "nats_per_token": -math.log(params.gamma),
+            "target_length": target - min(self._early, _EARLY_SHARE * target) if waits else target,
+            "due_length": target + params.tolerance if params.counts_down else None,
+            "target_logit": _target_logit(params),
+            "prompt_len": span.begin,
+            "allows_eos": params.allow_eos,
+            "span_ended": span.end is not None,
+        }
+        if len(eos_token_ids) > (most := self._sizes["eos_token_ids"]):
+            raise ValueError(f"eos_token_ids must be at most {most} ids, got {len(eos_token_ids)}")
+        if len(scales) > (most := self._sizes["token_scales"]):
+            raise ValueError(f"token_temperature_scale must be of at most {most} tokens, got {len(scales)}")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must be an int64, got {seed}")
+        numbers: list[Any] = []
+        for name, column in _PACKED.items():
+            value = computed[name] if name in computed else getattr(params, name)
+            if column.is_list:
+                numbers += [*value, *[column.default] * (self._sizes[name] - len(value))]
+            else:
+                numbers.append(column.default if value is None else value)
+        try:
+            packed = self._struct.pack(*numbers)
+        except (struct.error, OverflowError) as error:
+            raise ValueError(
+                "eos_token_ids and prompt_len must be int32, tokens of token_temperature_scale int64, and numbers of "
+                f"params fp32, got {sorted(eos_token_ids)}, {span.begin} and {params}"
+            ) from error
+        return torch.frombuffer(bytearray(packed + bytes(-len(packed) % 8)), dtype=torch.int64)
+
+    def _views(self, faults: torch.Tensor) -> GuidanceColumns:
+        """The columns of all rows, as views."""
+        columns, ends, end, row_bytes = {}, {}, 0, self._rows.view(torch.uint8)
+        for name, column in _PACKED.items():
+            start, end = end, end + self._sizes[name] * column.dtype.itemsize
+            view = row_bytes[:, start:end].view(column.dtype)
+            columns[name], ends[name] = view if column.is_list else view[:, 0], (start, end)
+        first, last = ends["eos_token_ids"][0], ends["span_end_token_ids"][1]  # adjacent columns
+        columns["ending_token_ids"] = row_bytes[:, first:last].view(_PACKED["eos_token_ids"].dtype)
+        return GuidanceColumns(**columns, faults=faults)
 
     def flush(self) -> None:
         """Copy the added requests to the device, as reading :attr:`columns` does.

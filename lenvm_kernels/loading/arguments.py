@@ -14,8 +14,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from lenvm_kernels.loading.prompts import SAY_IT
-
 # Results of lenvm fit and lenvm train.
 VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,7 +32,7 @@ def usage_errors() -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(" ".join(str(error).split())) from error
     except SafetensorError as error:  # the error does not name the file
-        raise UsageError(f"a .safetensors file of --model, --value-model or --value-head is broken: {error}") from error
+        raise UsageError(f"a .safetensors file of the models is broken: {error}") from error
 
 
 def positive(kind: type, *, or_0: bool = False, below: float = math.inf) -> Any:
@@ -99,24 +97,6 @@ def add_seed(parser: Any) -> None:
     """Add ``--seed``."""
     seed_help = "of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)"
     parser.add_argument("--seed", type=seed_of, default=0, metavar="N", help=seed_help)
-
-
-def add_value_head(parser: Any, value_model: str) -> None:
-    """Add ``--value-head``."""
-    head_help = f"a .safetensors or .bin file with the head (default: the one in {value_model}); with demo, for its "
-    parser.add_argument("--value-head", metavar="FILE", help=f"{head_help}backbone as it is")
-
-
-def add_say_it(parser: Any, effect: str) -> None:
-    """Add ``--say-it``; :func:`lenvm_kernels.loading.prompts.say` appends its text."""
-    parser.add_argument(
-        "--say-it",
-        nargs="?",
-        const=SAY_IT,
-        metavar="TEXT",
-        help=f"{effect}; {{words}} and {{tokens}} in TEXT are replaced by the target length; without TEXT: {SAY_IT} "
-        "(default: prompts as they are)",
-    )
 
 
 def check_output_files(**files: Path | None) -> None:

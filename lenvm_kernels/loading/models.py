@@ -3,12 +3,10 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -36,7 +34,6 @@ class Models:
         cls,
         model: str,
         value_model: str,
-        value_head: str | None = None,
         *,
         device: str,
         dtype: torch.dtype,
@@ -49,8 +46,6 @@ class Models:
             model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
             value_model: as ``model``, where ``demo`` includes the shipped adapters and head; or a directory with a
                 probe of the base model, ``demo-probe`` for the shipped probe, or ``none`` for no value model.
-            value_head: file of the value head, see :meth:`ValueModel.from_pretrained`. If None, the head is in
-                ``value_model``. With ``demo``, the head is applied to the packaged SmolLM2 without adapters.
             device: device of both models.
             dtype: dtype of both models.
             gamma: replaces the gamma of the value model's ``lenvm_config.json``. If None, that file decides.
@@ -62,22 +57,23 @@ class Models:
         path = locate(names[0], model)
         value_model = str(PROBE if value_model == DEMO_PROBE else local_path(value_model))
         value_path = None if is_probe(value_model) or value_model == NONE else locate(names[1], value_model)
-        head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
+        adapter = VALUE if value_model == DEMO else None
         quiet()
         tokenizer = load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**source_of(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
+        if tokenizer.pad_token_id is None:  # padding is masked, so any token will do
+            tokenizer.pad_token_id = next(iter(eos_token_ids(base)), 0)
         alone = cls(base, None, tokenizer, tokenizer)
         if is_probe(value_model):
             return replace(alone, value_model=LengthProbe.from_pretrained(value_model, *alone.of_probe(), gamma=gamma))
         if value_path is None:
             return alone
-        if value_path == path and (head or adapter):
-            lenvm_config = LenVMConfig.read(adapter or value_path, gamma)
-            values = ValueModel.from_causal_lm(base, head, adapter=adapter, lenvm_config=lenvm_config)
+        if value_path == path and adapter is not None:
+            values = ValueModel.from_causal_lm(base, adapter=adapter, lenvm_config=LenVMConfig.read(adapter, gamma))
             return replace(alone, value_model=values)
         value_tokenizer = load_tokenizer(names[1], value_path)
-        values = ValueModel.from_pretrained(value_path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
+        values = ValueModel.from_pretrained(value_path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 
     def of_probe(self) -> tuple[int, torch.Tensor]:
@@ -85,16 +81,14 @@ class Models:
         embedding: Any = self.model.get_input_embeddings()
         return self.model.config.get_text_config().num_hidden_layers, embedding.weight.detach()
 
-    def encode(self, prompts: Sequence[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
+    def encode(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of the prompts' tokens, padded on the left."""
-        return self.padded(tokens_of(self.tokenizer, prompts, chat=chat))
+        return self.padded(tokens_of(self.tokenizer, prompts))
 
     def padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of ``B`` rows of tokens, padded on the left."""
-        ids = [torch.tensor(row, dtype=torch.int64, device=self.model.device) for row in rows]
-        pad = partial(pad_sequence, batch_first=True, padding_side="left")
-        mask = pad([torch.ones_like(row) for row in ids])
-        return dict(input_ids=pad(ids, padding_value=self.pad_token_id), attention_mask=mask)
+        batch = self.tokenizer.pad({"input_ids": [*map(list, rows)]}, padding_side="left", return_tensors="pt")
+        return dict(batch.to(self.model.device))
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -106,25 +100,14 @@ class Models:
         if not self.eos_token_ids:
             raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
 
-    @property
-    def pad_token_id(self) -> int:
-        """The token that fills the rows of a batch. It is masked, so any token will do."""
-        pad = self.tokenizer.pad_token_id
-        return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
-
-def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, chat: bool) -> list[list[int]]:
-    """The tokens of each prompt.
-
-    Args:
-        tokenizer: tokenizer of the base model.
-        prompts: the texts.
-        chat: make each prompt the user's message in the tokenizer's chat template, if it has one.
+def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each prompt, which is the user's message in the tokenizer's chat template, if it has one.
 
     Raises:
         ValueError: a prompt has no tokens.
     """
-    if chat and tokenizer.chat_template is not None:
+    if tokenizer.chat_template is not None:
         rows = [chat_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     else:
         rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
@@ -139,12 +122,12 @@ def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def load_value_model(
-    name: str, value_head: str | None, *, device: str, dtype: torch.dtype, gamma: float | None
+    name: str, *, device: str, dtype: torch.dtype, gamma: float | None
 ) -> tuple[ValueModel, PreTrainedTokenizerBase | None]:
     """Load a value model alone, and its tokenizer if there is one; arguments and errors as :meth:`Models.load`."""
-    path, (head, adapter) = locate("VALUE", name), _parts(name, value_head)
+    path, adapter = locate("VALUE", name), VALUE if name == DEMO else None
     quiet()
-    values = ValueModel.from_pretrained(path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
+    values = ValueModel.from_pretrained(path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
     try:
         return values, load_tokenizer("VALUE", path)
     except ValueError:
@@ -174,16 +157,6 @@ def locate(flag: str, name: str) -> Path:
         require_extras("gguf", "accelerate")
         return path.parent.resolve() / path.name  # the cache links names to files without them
     return path.resolve()
-
-
-def _parts(value_model: str, value_head: str | None) -> tuple[Path | None, Path | None]:
-    """The file of the head and the directory of the adapter; None for a part that is with the value model."""
-    if value_head is None:
-        return None, VALUE if value_model == DEMO else None
-    head = local_path(value_head)
-    if not head.exists():
-        raise FileNotFoundError(f"--value-head must be an existing .safetensors or .bin file, got {value_head!r}")
-    return head, None
 
 
 def require_extras(*packages: str, extra: str = "demo") -> None:

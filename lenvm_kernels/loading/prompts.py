@@ -19,7 +19,6 @@ class Prompt:
     """A user's message.
 
     Attributes:
-        text: the message.
         split: ``"train"`` or ``"test"``; None if the file has no splits.
         answer: the reference answer, of any JSON type; None if the file has none.
     """

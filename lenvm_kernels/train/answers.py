@@ -18,13 +18,11 @@ class SampledAnswer:
     """One answer of the base model.
 
     Attributes:
-        prompt: index of the prompt.
-        sample: index among the prompt's answers.
+        prompt, sample: index of the prompt, and index among the prompt's answers.
         target: target length of the guidance, in tokens. None if the answer is unguided.
         guided: number of leading tokens that were sampled under guidance.
         limit: maximum number of tokens.
         ids: tokens, including the end-of-sequence token of a finished answer.
-        finished: whether the answer ended with an end-of-sequence token.
     """
 
     prompt: int
@@ -40,7 +38,7 @@ class SampledAnswer:
         return self.prompt, self.sample
 
 
-class AnswerStore(StoredAnswers[SampledAnswer]):
+class AnswerStore(StoredAnswers):
     """A directory of ``lenvm collect``.
 
     Args:

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.evaluate.servers import Server
-from lenvm_kernels.loading import held_out_prompts, spread, training_prompts
+from lenvm_kernels.loading import PROMPTS, spread
 from lenvm_kernels.loading.arguments import sampling_of
-from lenvm_kernels.loading.generation import AnswerBar, sample
+from lenvm_kernels.loading.generation import sample
 from lenvm_kernels.loading.models import Models, load_tokenizer, locate, quiet, tokens_of
-from lenvm_kernels.loading.prompts import TEST, TRAIN, Prompt, read_prompts
+from lenvm_kernels.loading.prompts import SPLITS, TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.train.answers import AnswerStore, Key, SampledAnswer
 
 # Share of the prompts that are held out if the file has no splits, and range of targets, up to the maximum length.
@@ -42,7 +43,6 @@ class CollectionPlan:
 
     Attributes:
         base, value: the base model, and the value source that guides. If ``value`` is None, answers are unguided.
-        prompts: the users' messages, each with a split.
         samples: answers per prompt.
         rows: answers per batch in process, or concurrent requests to a server.
         engine: ``"sglang"``, ``"vllm"``, or None for answers in process.
@@ -112,7 +112,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
     tokenizer = load_tokenizer("BASE", locate("BASE", plan.base))
     server = Server.find("--url", url)
     plan = replace(plan, engine=None if server is None else server.engine)
-    ids = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=True)
+    ids = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts])
     prompts = [{"text": p.text, "split": p.split, "ids": row} for p, row in zip(plan.prompts, ids, strict=True)]
     store = AnswerStore(folder, {**asdict(plan), "prompts": prompts, "vocabulary": vocabulary(tokenizer)})
     keys = plan.ordered()
@@ -122,8 +122,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
     value = plan.value if server is None and plan.value is not None else NONE
     models = Models.load(plan.base, value, device=device, dtype=getattr(torch, plan.dtype), names=("BASE", "--value"))
     models.check_ends()
-    with AnswerBar(len(keys), len(keys) - len(missing), models) as bar:
-        bar.set_description("collect")
+    with tqdm(total=len(keys), initial=len(keys) - len(missing), desc="collect", unit="answer") as bar:
         if server is not None:
             _from_server(plan, store, server, models.eos_token_ids, missing, bar)
             return store
@@ -131,7 +130,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
         def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
             torch.manual_seed(seed)
             value_model = models.value_model if any(guidance) else None
-            options = dict(max_new_tokens=limits, streamer=bar, **plan.sampling)
+            options = dict(max_new_tokens=limits, **plan.sampling)
             return [ids for ids, _ in sample(models, value_model, models.padded(rows), guidance, **options)]
 
         for start in range(0, len(keys), plan.rows):
@@ -143,10 +142,9 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
 
 
 def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
-    """The prompts of a file or of the demo, at most ``count`` of each split."""
     if file is None:
-        texts = {TRAIN: training_prompts(), TEST: held_out_prompts()}
-        prompts = [Prompt(text, split) for split, of_split in texts.items() for text in of_split]
+        texts = json.loads(PROMPTS.read_text(encoding="utf-8"))
+        prompts = [Prompt(text, split) for split in SPLITS for text in texts[split]]
     else:
         prompts = read_prompts(file)
         if prompts[0].split is None:
@@ -185,7 +183,7 @@ def _answers(
 
 
 def _from_server(
-    plan: CollectionPlan, store: AnswerStore, server: Server, eos: list[int], keys: list[Key], bar: AnswerBar
+    plan: CollectionPlan, store: AnswerStore, server: Server, eos: list[int], keys: list[Key], bar: tqdm
 ) -> None:
     """Sample answers by a server. Every answer is stored on arrival, and the first error ends the run."""
 
@@ -195,9 +193,7 @@ def _from_server(
         return [server.answer(row, one, max_new_tokens=limit, **options)[0] for row, one, limit in requests]
 
     def keep(answers: list[SampledAnswer]) -> None:
-        for answer in store.add(answers):
-            bar.put(torch.tensor(answer.ids))
-            bar.update(1)
+        bar.update(len(store.add(answers)))
 
     with ThreadPoolExecutor(plan.rows) as pool:
         futures = [pool.submit(_answers, plan, store, [key], eos, generate) for key in keys]

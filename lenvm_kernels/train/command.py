@@ -59,20 +59,16 @@ def add(commands: Any) -> None:
         epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --dtype bfloat16",
     )
     _add_first(parser, _run_train, "base model", "directory of all results")
-    parser.add_argument("--dry-run", action="store_true", help="print estimated tokens, FLOPs, hours and GiB, and exit")
     add_numbers(parser, rounds=(2, "rounds, the first of them unguided"))
     of_evaluation = "prompts of the evaluation, 0: no evaluation (default: %(default)s)"
     count = positive(int, or_0=True)
     parser.add_argument("--evaluate-prompts", type=count, default=24, metavar="N", help=of_evaluation)
-    for name, number in (("url", "1"), ("guided-url", "2, with LENVM_VALUE_MODEL=DIR/round-1/value")):
-        parser.add_argument(f"--{name}", metavar="SERVER", help=f"server of round {number} (default: in process)")
     _add_answers(parser)
     _add_fitting(parser)
     parser.add_argument("--backbone", metavar="NAME", help="backbone of a value model (default: BASE)")
 
 
 def _add_first(parser: Any, run: Any, base: str, output: str) -> None:
-    """Add the flags of all three commands."""
     parser.set_defaults(run=run)
     parser.add_argument("base", metavar="BASE", help=f"{base}: {A_MODEL}")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"{output}; required")

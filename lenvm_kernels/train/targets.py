@@ -26,8 +26,7 @@ class Example:
     """An answer with its targets.
 
     Attributes:
-        prompt: tokens of the prompt.
-        answer: the answer.
+        prompt: tokens.
         targets: fp32 ``[T]``, 1 <= T <= ``len(answer.ids)``: values of the last T of the states after the prompt and
             after every token of the answer but the last.
     """

@@ -10,10 +10,9 @@ from pathlib import Path
 from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.loading import spread
 from lenvm_kernels.loading.arguments import PROBE
-from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, tokens_of
+from lenvm_kernels.loading.models import load_tokenizer, locate, quiet
 from lenvm_kernels.loading.prompts import TEST
 from lenvm_kernels.train.collect import CollectionPlan, collect, vocabulary
-from lenvm_kernels.train.cost import estimate
 from lenvm_kernels.train.fit import check_model, fit, table
 from lenvm_kernels.train.settings import Fitting
 
@@ -28,22 +27,15 @@ def train(args: argparse.Namespace, command: str) -> None:
     quiet()
     model, base = args.backbone or args.base, locate("BASE", args.base)
     path = check_model(how, model, "BASE" if args.backbone is None else "--backbone")
-    tokenizer = load_tokenizer("BASE", base)
-    if vocabulary(load_tokenizer("--backbone", path)) != vocabulary(tokenizer):
+    if vocabulary(load_tokenizer("--backbone", path)) != vocabulary(load_tokenizer("BASE", base)):
         raise ValueError(f"--backbone must have the vocabulary of {args.base!r}, {model!r} has another")
-    if args.dry_run:
-        prompts = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=True)
-        print(estimate(plan, how, args.rounds, base, path, [len(ids) for ids in prompts]))
-        return
-
     folders: list[Path] = []
     for number in range(1, args.rounds + 1):
         folder = args.output / f"round-{number}"
         value = None if number == 1 else str(folder.with_name(f"round-{number - 1}") / "value")
         folders.append(folder / "answers")
         of_round = replace(plan, value=value, seed=plan.seed + number - 1)
-        url = {1: args.url, 2: args.guided_url}.get(number)
-        collect(of_round, folders[-1], device=args.device, url=url)
+        collect(of_round, folders[-1], device=args.device)
         report = fit(how, model, folders, folder, command)
         assert report is not None  # this command has one process
         print(f"round {number}:\n{table(report)}", flush=True)
@@ -55,7 +47,6 @@ def train(args: argparse.Namespace, command: str) -> None:
 
 
 def _evaluate(args: argparse.Namespace, plan: CollectionPlan, value: Path) -> None:
-    """``lenvm evaluate`` on held-out prompts."""
     texts = spread([prompt.text for prompt in plan.prompts if prompt.split == TEST], args.evaluate_prompts)
     file = args.output / "evaluation-prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")

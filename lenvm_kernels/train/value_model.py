@@ -190,7 +190,6 @@ def _encoded(example: Example) -> dict[str, Tensor]:
 
 
 def _collated(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch, padded on the right."""
     ids, labels = ([row[name] for row in rows] for name in ("input_ids", "labels"))
     return {
         "input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True),

@@ -87,8 +87,7 @@ def load_vision_tower(
     """The vision tower of a Qwen2.5-VL checkpoint.
 
     Args:
-        config: its ``transformers`` configuration.
-        tensors: its weights, by their names in the tower.
+        tensors: weights, by their names in the tower.
 
     Raises:
         ValueError: missing or unexpected tensors, by name.

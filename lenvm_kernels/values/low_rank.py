@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,23 +67,18 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(tensors_file).items()}
     added, replaced = {}, {}
     for name, tensor in tensors.items():
-        module, a, _ = name.partition(".lora_A.weight")
-        if a:
-            b = _partner(tensors, module, tensor, tensors_file)
-            scale = alpha / (math.sqrt(len(tensor)) if rslora else len(tensor))
-            added[f"{module}.weight"] = scale * (b.float() @ tensor.float())
-        elif ".lora_" not in name:
+        module, _, part = name.partition(".lora_")
+        if not part:
             replaced[name] = tensor
-        elif not name.endswith(".lora_B.weight") or name.replace(".lora_B.", ".lora_A.") not in tensors:
-            raise ValueError(f"{tensors_file} must hold pairs of lora_A.weight and lora_B.weight, got {name}")
+            continue
+        missing = torch.empty(())
+        a, b = (tensors.get(f"{module}.lora_{x}.weight", missing) for x in "AB")
+        if part not in ("A.weight", "B.weight") or a.dim() != 2 or b.dim() != 2 or b.shape[1] != len(a):
+            raise ValueError(
+                f"{name} in {tensors_file} must be of a pair lora_A.weight [r, in] and lora_B.weight [out, r], got "
+                f"{list(a.shape) or 'none'} and {list(b.shape) or 'none'}"
+            )
+        if part == "A.weight":
+            scale = alpha / (math.sqrt(len(a)) if rslora else len(a))
+            added[f"{module}.weight"] = scale * (b.float() @ a.float())
     return Adapter(added, replaced)
-
-
-def _partner(tensors: Mapping[str, torch.Tensor], module: str, a: torch.Tensor, file: Path) -> torch.Tensor:
-    b = tensors.get(f"{module}.lora_B.weight")
-    if b is None or a.dim() != 2 or b.dim() != 2 or b.shape[1] != a.shape[0]:
-        got = "none" if b is None else list(b.shape)
-        raise ValueError(
-            f"{module} in {file} must have lora_A [r, in] and lora_B [out, r], got {list(a.shape)} and {got}"
-        )
-    return b

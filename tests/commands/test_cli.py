@@ -34,7 +34,7 @@ def generate(lenvm, base, value):
 
 
 def test_equal_texts(generate, base, put_into_cache, tmp_path):
-    """Equal seeds, a table of values, cached model names, chat templates and written-out lengths give equal texts."""
+    """Equal seeds, a table of values, cached model names and chat templates give equal texts."""
     write_random_probe(tmp_path / "probe", AutoModelForCausalLM.from_pretrained(base))
     put_into_cache("owner/base", Path(base))
     put_into_cache("owner/probe", tmp_path / "probe")
@@ -49,12 +49,10 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     assert generate()[0] == generate("--show-values")[0]
     cached = generate(*said, model="owner/base", value_model="owner/probe")
     assert cached == generate(*said, value_model=tmp_path / "probe")
-    templated, raw = generate(model=chat)[0], generate("--raw", model=chat)[0]
-    assert templated != raw
-    both = generate("--raw", model=chat, prompts=("w1 w2 w3", "w9 w1 w2 w3 w9 w10"))[0]
-    assert both == f"\n> w1 w2 w3\n{raw}\n\n> w9 w1 w2 w3 w9 w10\n{templated}"
-    in_prompt = generate(*said, prompts=("w1 w2 w3\n\nw20 w30",))[0]
-    assert in_prompt == generate(*said, "--say-it", "w{words} w{tokens}")[0] != generate(*said)[0]
+    templated, plain = generate(model=chat)[0], generate()[0]
+    assert templated != plain
+    both = generate(prompts=("w1 w2 w3", "w9 w1 w2 w3 w9 w10"))[0]
+    assert both == f"\n> w1 w2 w3\n{plain}\n\n> w9 w1 w2 w3 w9 w10\n{templated}"
 
 
 def test_table_of_values(generate):
@@ -77,19 +75,16 @@ LOG_2 = math.log(2)
         ({}, (), LOG_2 / -math.log(0.997)),
         ({"gamma": 0.9}, (), LOG_2 / -math.log(0.9)),
         ({"gamma": 0.9}, ("--gamma", 0.8), LOG_2 / -math.log(0.8)),
-        ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, (), 100 * LOG_2),
-        ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, ("--gamma", 0.8), 100 * LOG_2),
     ],
 )
-def test_lengths_follow_from_the_logit_gamma_and_target_form(tmp_path, monkeypatch, generate, config, argv, length):
-    """A head of zeros predicts softplus(0), on a separate value model and on the base model's shared weights."""
-    value, head = save_checkpoint(tmp_path / "value", seed=1), tmp_path / "value" / "value_head.safetensors"
-    save_file({name: torch.zeros(shape) for name, shape in head_shapes().items()}, head)
+def test_lengths_follow_from_the_logit_and_gamma(tmp_path, generate, config, argv, length):
+    """A head of zeros predicts softplus(0)."""
+    value = save_checkpoint(tmp_path / "value", seed=1)
+    head = {name: torch.zeros(shape) for name, shape in head_shapes().items()}
+    save_file(head, tmp_path / "value" / "value_head.safetensors")
     LenVMConfig(**config).write(tmp_path / "value")
-    texts = [generate("--show-values", *argv, value_model=value)[1]]
-    monkeypatch.setattr("lenvm_kernels.values.ValueModel.from_pretrained", None)  # weights are loaded once
-    texts.append(generate("--show-values", *argv, "--value-head", head, model=value, value_model=value)[1])
-    assert [{row[1] for row in rows} - {"0.0"} for rows in texts] == [{f"{length:.1f}"}] * 2
+    _, rows = generate("--show-values", *argv, value_model=value)
+    assert {row[1] for row in rows} - {"0.0"} == {f"{length:.1f}"}
 
 
 @pytest.mark.parametrize("values", [{}, {"value_model": "none"}])

@@ -1,6 +1,5 @@
 """``lenvm evaluate``: measures by hand, likelihoods against a plain forward, resumption, and server protocols."""
 
-import itertools
 import json
 import math
 import re
@@ -14,11 +13,11 @@ from lenvm_kernels.evaluate import plan, run
 from lenvm_kernels.evaluate.calibration import calibrate
 from lenvm_kernels.evaluate.measures import Answer, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
-from lenvm_kernels.evaluate.servers import with_end
+from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.evaluate.statistics import bootstrap, pearson, ranks
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.loading.prompts import SAY_IT, say
-from tests.helpers.fake_engine import fake_engines
+from tests.helpers.fake_engine import answer_to, fake_engines, request_of
 from tests.helpers.models import EOS, last_value_logits, random_head
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]
@@ -116,19 +115,6 @@ def test_cut_answer_has_not_ended():
     assert whole.cut(3) == Answer("x", 10, 0, 0, [4, 5, 6], "a.", False, [2.0] * 3)
 
 
-@pytest.mark.parametrize(
-    ("ids", "stopped", "ended"),
-    [
-        ([5, 6, EOS], True, ([5, 6, EOS], True)),
-        ([5, 6], True, ([5, 6, EOS], True)),
-        ([5, 9, 7, 7], False, ([5, 9], True)),  # padding after the end
-        ([5, 6], False, ([5, 6], False)),
-    ],
-)
-def test_end_token_is_last(ids, stopped, ended):
-    assert with_end(ids, stopped, [EOS, 9]) == ended
-
-
 def predictions(*numbers):
     """Answers with (predicted, actual) lengths; answers above 30 tokens were cut."""
     return [Answer("none", None, 0, i, [5] * n, "", n <= 30, [1.0] * n, p) for i, (p, n) in enumerate(numbers)]
@@ -164,18 +150,16 @@ def test_likelihoods_match_a_plain_forward(tiny):
 def test_settings():
     base, constant = Setting("none", None, True, targets=(None,)), Setting("constant", {}, False)
     assert settings_of([], with_values=True) == [base, constant, Setting("guided", {}, True)]
-    name = '{"strength": 2}'
-    settings = settings_of([{"strength": 2}, {}], with_values=False, said=True, forced=True)
-    names = ["none", "forced answer", "constant", name, "none, said", "constant, said", f"{name}, said"]
-    assert [setting.name for setting in settings] == names
-    assert [setting.said for setting in settings] == [False] * 4 + [True] * 3
-    assert {setting.name: setting.guidance for setting in settings[4:]} == {
-        "none, said": None,
-        "constant, said": {},
-        f"{name}, said": {"strength": 2},
-    }
-    assert not any(setting.with_values for setting in settings)
-    assert [setting.targets for setting in settings] == [(None,)] + [None] * 6
+    name, strong = '{"strength": 2}', {"strength": 2}
+    assert settings_of([strong, {}], with_values=False, said=True, forced=True) == [
+        Setting("none", None, False, targets=(None,)),
+        Setting("forced answer", None, False),
+        constant,
+        Setting(name, strong, False),
+        Setting("none, said", None, False, said=True),
+        Setting("constant, said", {}, False, said=True),
+        Setting(f"{name}, said", strong, False, said=True),
+    ]
     assert [default_limit(target) for target in (1, 6, 7, 20, 160)] == [16, 16, 32, 64, 400]
 
 
@@ -295,7 +279,7 @@ def test_accuracies_from_the_tokens_of_answers(evaluate, tmp_path):
                 ids[place] = 3 + 30 + line["prompt"]
         line |= {"ids": ids, "text": "w10", "ended": False, "nll": [1.0] * 6}
     (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in planted))
-    assert evaluate(*options, "--answer-regex", r"w(\d+)")[0] == 0
+    assert evaluate(*options)[0] == 0
     scores = {f"{target} {name}": score for target, view in scores_of(folder).items() for name, score in view.items()}
     assert {key: (5 * score["acc_first"], 5 * score["acc_any"]) for key, score in scores.items()} == ACCURACIES
     assert all(set(score["intervals"]) > {"acc_first", "acc_any", "distance"} for score in scores.values())
@@ -303,8 +287,6 @@ def test_accuracies_from_the_tokens_of_answers(evaluate, tmp_path):
     table, (low, high) = (folder / "table.md").read_text(), scores["4 none"]["intervals"]["acc_any"]
     assert table.count("| acc_first % | acc_any % |\n") == 2
     assert f"| 80 [{100 * low:.0f}, {100 * high:.0f}] |\n" in table
-    assert evaluate(*options, "--answer-regex", "no such")[0] == 0
-    assert scores_of(folder)["7"]["constant"]["acc_any"] == 0
     file.write_text("".join(json.dumps(line | {"answer": 31}) + "\n" for line in lines))
     assert "differs in answers" in evaluate(*options)[1]
 
@@ -316,46 +298,54 @@ def served():
         yield start
 
 
+SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.02}
+GUIDANCE = {"strength": 7, "token_temperature_scale": {"5": 1.5}, "end_token_ids": [[3, 9], 4]}
+AS_TEXT = {"strength": 7, "token_temperature_scale": '{"5": 1.5}', "end_token_ids": "[[3, 9], 4]"}
+
+
+@pytest.mark.parametrize("guidance", [None, GUIDANCE, {"return_values": True}])
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_request_and_answer_of_a_server(served, engine, guidance):
+    server, url = served(engine)
+    answers = (11, [EOS], ([9, 9, 9, EOS], True)), (11, [EOS, 9], ([9], True)), (6, [EOS], ([11] * 5, False))
+    for seed, ends, expected in answers:
+        options = dict(max_new_tokens=5, sampling=SAMPLING, seed=seed, eos=ends)
+        found = Server.find("--url", url + "/").answer([8, 9], guidance, **options)
+        predicted = 2.5 if engine == "sglang" and guidance == {"return_values": True} else None
+        assert found == (*expected, predicted)
+        path, body = server.requests.pop()
+        if engine == "sglang":
+            params = SAMPLING | {"top_k": -1, "max_new_tokens": 5, "sampling_seed": seed}
+            params |= {} if guidance is None else {"custom_params": guidance}
+            assert (path, body) == ("/generate", {"input_ids": [8, 9], "sampling_params": params})
+        else:
+            params = SAMPLING | {"prompt": [8, 9], "max_tokens": 5, "seed": seed, "return_token_ids": True}
+            params |= {} if guidance is None else {"vllm_xargs": AS_TEXT if guidance is GUIDANCE else guidance}
+            assert (path, body) == ("/v1/completions", params)
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_answers_come_from_a_server(evaluate, served, tiny, engine):
     server, url = served(engine)
-    guidance = {"strength": 7, "token_temperature_scale": {"5": 1.5}, "end_token_ids": [[3, 9], 4]}
-    options = ["--url", url + "/", "--guidance", json.dumps(guidance), "--top-k", "0", "--max-new-tokens", "6"]
-    code, error, folder = evaluate(*options, value="of-the-server", targets=["4"])
+    options = ["--url", url, "--guidance", '{"strength": 7}', "--max-new-tokens", 6, "--top-k", 5]
+    code, error, folder = evaluate(*options, value="of-the-server", targets=[4])
     assert code == 0, error
-    lines = lines_of(folder)
-    name = json.dumps(guidance, sort_keys=True)
-    assert {line["setting"] for line in lines} == {"none", "constant", name}
-    assert len(server.requests) == 20  # answers of the constant are generated in this process
-    sent = {}
-    for path, body in server.requests:
-        if engine == "sglang":
-            assert path == "/generate" and set(body) == {"input_ids", "sampling_params"}
-            params = body["sampling_params"]
-            asked, prompt, seed = params.pop("custom_params", None), body["input_ids"], params.pop("sampling_seed")
-            assert params == {"temperature": 0.8, "top_k": -1, "top_p": 1.0, "min_p": 0.02, "max_new_tokens": 6}
-            wanted = {"target_length": 4, **guidance}
-        else:
-            assert path == "/v1/completions"
-            asked, prompt, seed = body.pop("vllm_xargs", None), body.pop("prompt"), body.pop("seed")
-            common = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.02}
-            assert body == common | {"max_tokens": 6, "return_token_ids": True}
-            as_text = {"token_temperature_scale": '{"5": 1.5}', "end_token_ids": "[[3, 9], 4]"}
-            wanted = {"target_length": 4, "strength": 7, **as_text}
-        own = {"return_values": True} if engine == "sglang" else None
-        assert asked in (own, wanted)
-        sent.setdefault(("none" if asked == own else name, tuple(prompt)), []).append(seed)
-    assert len({seed for seeds in sent.values() for seed in seeds}) == 20
-    for line in (line for line in lines if line["setting"] != "constant"):
-        prompt = tuple(tiny.encode([PROMPTS[line["prompt"]]])["input_ids"][0].tolist())
-        answers = []
-        for seed in sent[line["setting"], prompt]:
-            length = 2 + seed % 9
-            ended = length <= 6
-            answers.append(([5 + seed % 7] * (length - 1 if ended else 6) + [EOS] * ended, ended))
-        assert (line["ids"], line["ended"]) in answers
-        assert line["predicted"] == (len(prompt) + 0.5 if (engine, line["setting"]) == ("sglang", "none") else None)
-        assert line["nll"] == pytest.approx(run.likelihoods(tiny, [prompt], [line["ids"]])[0], abs=1e-4)
+    expected = []
+    for _, body in server.requests:
+        prompt, limit, seed, guidance = request_of(body)
+        assert body.get("sampling_params", body).items() >= (SAMPLING | {"top_k": 5}).items()
+        is_guided = guidance == {"target_length": 4, "strength": 7}
+        assert limit == 6 and (is_guided or guidance == ({"return_values": True} if engine == "sglang" else {}))
+        predicted = len(prompt) + 0.5 if engine == "sglang" and not is_guided else None
+        expected.append((prompt, '{"strength": 7}' if is_guided else "none", *answer_to(seed, limit), predicted))
+    assert len({request_of(body)[2] for _, body in server.requests}) == 20
+    found = []
+    for line in lines_of(folder):
+        if line["setting"] != "constant":  # generated in this process
+            prompt = tiny.encode([PROMPTS[line["prompt"]]])["input_ids"][0].tolist()
+            found.append((prompt, line["setting"], line["ids"], line["ended"], line["predicted"]))
+            assert line["nll"] == pytest.approx(run.likelihoods(tiny, [prompt], [line["ids"]])[0], abs=1e-4)
+    assert sorted(map(str, found)) == sorted(map(str, expected)) and len(found) == 20
     left_out = "has a predicted length: vLLM returns none" in (folder / "table.md").read_text()
     assert left_out == (engine == "vllm")
 
@@ -428,24 +418,3 @@ def test_forced_answers_close_cut_answers_with_a_text(evaluate, served, tiny, mo
     whole = answers.read_bytes()
     answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:13]))  # ends within the forced answers
     assert evaluate(*options, value="none", targets=[str(target)])[0] == 0 and answers.read_bytes() == whole
-
-
-@pytest.mark.parametrize("command", ["evaluate", "collect"])
-def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, lenvm, base, value, tmp_path, monkeypatch, command):
-    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a bar is drawn once a second
-    folder = tmp_path / "out"
-    if command == "evaluate":
-        code, error, _ = evaluate()
-    else:
-        lines = [json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(1, 11)]
-        (tmp_path / "many.jsonl").write_text("".join(lines))
-        argv = ["--prompts", tmp_path / "many.jsonl", "--output", folder, "--max-new-tokens", 9, "--value", value]
-        code, _, error = lenvm("collect", base, *argv, "--rows", 4)
-    assert code == 0, error
-    answers = [json.loads(line)["ids"] for line in (folder / "answers.jsonl").read_text().splitlines()]
-    shown = [(int(n), int(t)) for n, t in re.findall(r" (\d+)/\d+ \[[^\]]*, (\d+) tokens, [\d.]+ tokens/s\]", error)]
-    assert len([tokens for done, tokens in shown if done == 0]) > 3
-    assert shown[-1][0] == len(answers) and [tokens for _, tokens in shown] == sorted(tokens for _, tokens in shown)
-    whole = sum(len(ids) - (ids[-1] == EOS) for ids in answers)
-    # Rows of a batch may be decoded past the limit of a guided answer.
-    assert shown[-1][1] == whole if command == "evaluate" else shown[-1][1] >= whole

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, SpanState, parse_guidance
-from lenvm_kernels.types import GUIDANCE_COLUMNS, GuidanceColumns, Mode
+from lenvm_kernels.types import Mode
 from tests.helpers.watch import Operators
 
 INF, NAN, NO_LIMIT = math.inf, math.nan, 2**31 - 1
@@ -68,19 +68,11 @@ def test_request_is_written_into_its_row(request_, eos, expected):
     table.add_request(1, params, eos, prompt_len=9, seed=-(2**63))
     assert_row(table, 0)
     assert_row(table, 1, **dict(seed=-(2**63), prompt_len=9, span_seen=9) | expected)
-    assert table.guided.tolist() == [False, "mode" in expected, False]
     table.add_request(1, None, set())
     assert_row(table, 1)
     packed = GuidanceTable.from_params([None, params, params], [set(), eos, {*range(10, 13)}], "cpu")
     assert packed.columns.mode.tolist() == [0, *[expected.get("mode", 0)] * 2]
     assert packed.columns.eos_token_ids[1].tolist() == [*sorted(eos), *[-2] * (3 - len(eos))]
-
-
-def test_columns_have_their_declared_dtypes():
-    for name, column in GUIDANCE_COLUMNS.items():
-        tensor = getattr(new_table().columns, name)
-        assert (tensor.dtype, tensor.dim()) == (column.dtype, 1 + column.is_list), name
-    assert GuidanceColumns._fields == tuple(GUIDANCE_COLUMNS)
 
 
 def test_from_params_needs_a_set_for_each_request():

@@ -30,23 +30,30 @@ class FakeEngine(BaseHTTPRequestHandler):
         self.server.requests.append((self.path, body))
         if self.server.broken:
             return self.reply(*self.server.broken)
+        prompt, limit, seed, guidance = request_of(body)
+        ids, ended = answer_to(seed, limit)
+        reason = "stop" if ended else "length"
         if self.path == "/generate":
-            params = body["sampling_params"]
-            seed, limit = params["sampling_seed"], params["max_new_tokens"]
-        else:
-            seed, limit = body["seed"], body["max_tokens"]
-        length = 2 + seed % 9  # includes the end token
-        ids = [5 + seed % 7] * min(length, limit)
-        stops = length <= limit
-        if self.path == "/generate":  # SGLang returns the end token here, vLLM does not
-            ids[-1] = EOS if stops else ids[-1]
-            reason = {"type": "stop", "matched": EOS} if stops else {"type": "length", "length": limit}
-            facts = {"finish_reason": reason}
-            if params.get("custom_params", {}).get("return_values"):
-                facts["predicted_output_length"] = [len(body["input_ids"]) + 0.5]
-            return self.reply(200, {"text": "", "output_ids": ids, "meta_info": facts})
-        choice = {"token_ids": ids[: length - 1], "finish_reason": "stop" if stops else "length"}
-        self.reply(200, {"choices": [choice]})
+            facts = {"finish_reason": {"type": reason}}
+            if guidance.get("return_values"):
+                facts["predicted_output_length"] = [len(prompt) + 0.5]
+            return self.reply(200, {"output_ids": ids, "meta_info": facts})
+        # vLLM does not return the end token.
+        self.reply(200, {"choices": [{"token_ids": ids[: len(ids) - ended], "finish_reason": reason}]})
+
+
+def request_of(body):
+    """Prompt, limit, seed and guidance of a request."""
+    params = body.get("sampling_params", body)
+    if "prompt" in body:
+        return body["prompt"], params["max_tokens"], params["seed"], params.get("vllm_xargs", {})
+    return body["input_ids"], params["max_new_tokens"], params["sampling_seed"], params.get("custom_params", {})
+
+
+def answer_to(seed, limit):
+    """Tokens of the answer to a request, and whether it ends by itself."""
+    ids = [5 + seed % 7] * (1 + seed % 9) + [EOS]
+    return ids[:limit], len(ids) <= limit
 
 
 @contextmanager

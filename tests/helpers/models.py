@@ -1,8 +1,10 @@
 """Tiny random models, value heads and checkpoints."""
 
+import json
+
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -141,6 +143,16 @@ def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1):
     if value_head:
         save_file(random_head(), path / "value_head.safetensors")
     return str(path)
+
+
+def change_checkpoint(config_file, tensors_file, change):
+    """Change fields of a configuration (None removes a field), or tensors by a function of their dictionary."""
+    if callable(change):
+        tensors = change(load_file(tensors_file))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tensors_file)
+    else:
+        fields = json.loads(config_file.read_text()) | change
+        config_file.write_text(json.dumps({name: x for name, x in fields.items() if x is not None}))
 
 
 def write_smollm2(folder):

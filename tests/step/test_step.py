@@ -54,7 +54,7 @@ def test_flush_leaves_no_pending_writes(models):
     with Operators() as seen:
         step.flush()
     assert sorted(seen.writes) == ["aten::index_copy_", *["aten::index_fill_"] * 2]
-    assert not step.table.guided.any()
+    assert not step.table.columns.mode.any()
 
 
 def test_score_all_includes_skipped_and_single_rows(models):

@@ -70,7 +70,7 @@ def test_transformers_generate(run, checkpoints):
 def assert_all_released(names):
     """No row of the guidance table and no slot is in use, and no step had a fault."""
     step, slots = names["step"], names["slots"]
-    assert not step.table.guided.any() and step.table.columns.faults.sum() == 0
+    assert not step.table.columns.mode.any() and step.table.columns.faults.sum() == 0
     assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
 
 

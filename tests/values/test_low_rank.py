@@ -1,17 +1,18 @@
 """Low-rank adapters of a value model's backbone are merged as PEFT merges them, which also writes the files."""
 
 import copy
-import json
+from pathlib import Path
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from lenvm_kernels.loading import models as demo_models
 from lenvm_kernels.values import LenVMConfig, ValueModel
 from lenvm_kernels.values.low_rank import read_adapter
-from tests.helpers.models import random_head, random_pair
+from tests.helpers.models import change_checkpoint, random_head, random_pair, save_checkpoint
 
 EVERY_MATRIX = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VARIANTS = {
@@ -77,22 +78,23 @@ def test_adapter_passed_as_a_directory(tmp_path):
 
 
 def test_value_model_of_the_demo(tmp_path, monkeypatch):
-    """It has the shipped adapter unless a head is passed: that head belongs to the plain backbone."""
-    model, head = random_pair("llama")
-    model.save_pretrained(tmp_path / "base")
+    """It has the shipped adapter, and shares its other weights with the demo's base model."""
+    base, head = Path(save_checkpoint(tmp_path / "base", seed=0, layers=2)), random_head()
+    model = AutoModelForCausalLM.from_pretrained(base)
     expected = ValueModel.from_causal_lm(adapted(model, tmp_path / "value", **VARIANTS["plain"]), head)
     save_file(head, tmp_path / "value" / "value_head.safetensors")
     LenVMConfig(gamma=0.9).write(tmp_path / "value")
-    other = random_head(seed=8)
-    save_file(other, tmp_path / "other.safetensors")
-    monkeypatch.setattr(demo_models, "model_path", lambda: tmp_path / "base")
+    monkeypatch.setattr(demo_models, "model_path", lambda: base)
     monkeypatch.setattr(demo_models, "VALUE", tmp_path / "value")
-    options = dict(device="cpu", dtype=torch.float32, gamma=None)
-    got, tokenizer = demo_models.load_value_model("demo", None, **options)
-    assert_same(got, expected)
-    assert got.lenvm_config.gamma == 0.9 and tokenizer is None
-    got, _ = demo_models.load_value_model("demo", str(tmp_path / "other.safetensors"), **options)
-    assert_same(got, ValueModel.from_causal_lm(model, other))
+    options = dict(device="cpu", dtype=torch.float32)
+    both = demo_models.Models.load("demo", "demo", gamma=0.8, **options)
+    assert_same(both.value_model, expected)
+    assert both.value_model.embedding.data_ptr() == both.model.get_input_embeddings().weight.data_ptr()
+    for file in base.glob("token*"):
+        file.unlink()
+    alone, tokenizer = demo_models.load_value_model("demo", gamma=None, **options)
+    assert_same(alone, expected)
+    assert (both.value_model.lenvm_config.gamma, alone.lenvm_config.gamma, tokenizer) == (0.8, 0.9, None)
 
 
 def test_head_of_an_adapter(tmp_path):
@@ -127,67 +129,53 @@ def test_sums_are_rounded_once(tmp_path):
     assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
 
 
-def change_tensors(change):
-    def apply(folder):
-        file = folder / "adapter_model.safetensors"
-        tensors = change(load_file(file))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-
-    return apply
-
-
-def field(**fields):
-    def apply(folder):
-        file = folder / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-    return apply
-
-
 def renamed(old, new):
-    return change_tensors(lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()})
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
 
 
 def without(part):
-    return change_tensors(lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name})
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
 
 
 def narrowed(end, columns):
-    return change_tensors(lambda tensors: {n: x[:, :columns] if n.endswith(end) else x for n, x in tensors.items()})
-
-
-EXTRA = change_tensors(lambda tensors: tensors | {"base_model.model.model.extra.weight": torch.zeros(2)})
+    return lambda tensors: {name: x[:, :columns] if name.endswith(end) else x for name, x in tensors.items()}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (field(peft_type="LOHA"), "peft_type in .* must be 'LORA', got 'LOHA'"),
-        (field(use_dora=True), "use_dora in .* must be False, got True"),
-        (field(fan_in_fan_out=True), "fan_in_fan_out in .* must be False, got True"),
-        (field(alpha_pattern={"q_proj": 2}), "alpha_pattern in .* must be {}, got {'q_proj': 2}"),
-        (field(init_lora_weights="pissa_niter_4"), "must be True or False or 'gaussian' or .*, got 'pissa_niter_4'"),
-        (field(init_lora_weights="lora_ga"), "init_lora_weights in .*, got 'lora_ga'"),
-        (field(alora_invocation_tokens=[5, 7]), r"alora_invocation_tokens in .* must be absent, got \[5, 7\]"),
-        (field(lora_alpha="8"), "lora_alpha in .* must be a number, got '8'"),
+        ({"peft_type": "LOHA"}, "peft_type in .* must be 'LORA', got 'LOHA'"),
+        ({"use_dora": True}, "use_dora in .* must be False, got True"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out in .* must be False, got True"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern in .* must be {}, got {'q_proj': 2}"),
+        ({"init_lora_weights": "pissa_niter_4"}, "must be True or False or 'gaussian' or .*, got 'pissa_niter_4'"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights in .*, got 'lora_ga'"),
+        ({"alora_invocation_tokens": [5, 7]}, r"alora_invocation_tokens in .* must be absent, got \[5, 7\]"),
+        ({"lora_alpha": "8"}, "lora_alpha in .* must be a number, got '8'"),
         (renamed("layers.1", "layers.7"), r"adds \[48, 80\] to model.layers.7.mlp.down_proj.weight, .* has none"),
         (renamed("layers.1.mlp.up_proj", "layers.1.mlp.gate"), "and the backbone has none"),
-        (without("layers.1.mlp.up_proj.lora_B"), r"layers.1.mlp.up_proj in .* got \[3, 48\] and none"),
-        (without("layers.0.self_attn.q_proj.lora_A"), "pairs of lora_A.weight and lora_B.weight, got model.layers.0"),
-        (renamed("lora_B.weight", "lora_embedding_B"), r"layers.0.mlp.down_proj in .* got \[3, 80\] and none"),
-        (narrowed("lora_B.weight", 2), r"lora_A \[r, in\] and lora_B \[out, r\], got \[3, 80\] and \[48, 2\]"),
+        (without("layers.1.mlp.up_proj.lora_B"), r"layers.1.mlp.up_proj.lora_A.* got \[3, 48\] and none"),
+        (without("layers.0.self_attn.q_proj.lora_A"), r"layers.0.self_attn.q_proj.lora_B.* got none and \[48, 3\]"),
+        (renamed("lora_B.weight", "lora_embedding_B"), r"layers.0.mlp.down_proj.* got \[3, 80\] and none"),
+        (narrowed("lora_B.weight", 2), r"lora_A.weight \[r, in\] and .*, got \[3, 80\] and \[48, 2\]"),
         (
             narrowed("q_proj.lora_A.weight", 40),
             r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.* has one \[48, 48\]",
         ),
-        (EXTRA, "unexpected .*extra.weight"),
-        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json is missing"),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
+        (
+            lambda tensors: tensors | {"base_model.model.model.extra.weight": torch.zeros(2)},
+            "unexpected .*extra.weight",
+        ),
+        ("adapter_config.json", "adapter_config.json is missing"),
+        ("adapter_model.safetensors", "adapter_model.safetensors is missing"),
     ],
 )
 def test_broken_adapter_is_rejected(change, message, tmp_path):
     model, head = random_pair("llama")
     adapted(model, tmp_path, **VARIANTS["plain"])
-    change(tmp_path)
+    if isinstance(change, str):
+        (tmp_path / change).unlink()
+    else:
+        change_checkpoint(tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors", change)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         ValueModel.from_causal_lm(model, head, adapter=tmp_path)

@@ -1,7 +1,6 @@
 """A probe: its checkpoint, guided steps, and ``generate`` of transformers, against values of each sequence."""
 
 import gc
-import json
 import math
 
 import pytest
@@ -19,7 +18,7 @@ from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
 from lenvm_kernels.values.probe import CONFIG_FILE, TENSORS_FILE
 from tests.helpers.engine import make_step, random_scores, take_step
-from tests.helpers.models import EOS, TINY, VOCAB, random_model
+from tests.helpers.models import EOS, TINY, VOCAB, change_checkpoint, random_model
 from tests.helpers.probes import model_sizes, probe_values, write_random_probe
 
 NEAR = {"target_length": 20, "strength": 4, "gamma": 0.99}
@@ -248,14 +247,6 @@ def test_hooks_are_removed_with_their_states():
     assert hooks() == before
 
 
-def dropped(name):
-    return lambda tensors: tensors.pop(name)
-
-
-def replaced(name, *shape):
-    return lambda tensors: tensors.update({name: torch.zeros(shape)})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -268,21 +259,20 @@ def replaced(name, *shape):
         ({"hidden_size": 24}, r"projection.weight must be \[32, 24\], got \[32, 48\]"),
         ({"vocab_size": 500}, "the base model must be 'tiny' with 500 tokens, got one with"),
         ({"embedding_hash": "0"}, "the base model must be 'tiny', got one with another embedding"),
-        (dropped("fc.bias"), "tensors must be projection.weight, .*, got"),
-        (replaced("fc.bias", 3), r"fc.bias must be \[24\], got \[3\]"),
-        (replaced("bins.weight", 3, 24), r"bins.weight must be \[7, 24\], got \[3, 24\]"),
+        (
+            lambda tensors: {n: x for n, x in tensors.items() if n != "fc.bias"},
+            "tensors must be projection.weight, .*, got",
+        ),
+        (lambda tensors: tensors | {"fc.bias": torch.zeros(3)}, r"fc.bias must be \[24\], got \[3\]"),
+        (
+            lambda tensors: tensors | {"bins.weight": torch.zeros(3, 24)},
+            r"bins.weight must be \[7, 24\], got \[3, 24\]",
+        ),
     ],
 )
 def test_probe_that_does_not_fit_is_rejected(base, tmp_path, change, message):
-    """Changes of the stored configuration (None removes a field), or of the tensors."""
     write_random_probe(tmp_path, base)
-    if callable(change):
-        tensors = load_file(tmp_path / TENSORS_FILE)
-        change(tensors)
-        save_file(tensors, tmp_path / TENSORS_FILE)
-    else:
-        fields = json.loads((tmp_path / CONFIG_FILE).read_text()) | change
-        (tmp_path / CONFIG_FILE).write_text(json.dumps({name: x for name, x in fields.items() if x is not None}))
+    change_checkpoint(tmp_path / CONFIG_FILE, tmp_path / TENSORS_FILE, change)
     with pytest.raises(ValueError, match=message):
         LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
 

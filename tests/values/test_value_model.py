@@ -99,26 +99,18 @@ def test_candidates_and_padding_are_not_cached(loaded):
     assert len(changed) == sum(map(len, MIXED_DELTAS))
 
 
-def test_token_outside_vocabulary_affects_its_request_only(loaded):
+@pytest.mark.parametrize("outside", [VOCAB, -4])
+def test_token_outside_vocabulary_affects_its_request_only(loaded, outside):
+    """In deltas and among candidates. The first and the last token of the vocabulary keep their values."""
     model, head, value_model = loaded
-    deltas, candidates = [[5, 6], [7, VOCAB + 3], [8, 9]], [[1, VOCAB], [1, 2], [1, 2]]
+    last, candidates = VOCAB - 1, [[1, outside], [1, 2], [0, VOCAB - 1]]
     requests = Requests(value_model, rows=3)
-    z = requests.step(deltas, candidates)
-    assert z[0, 1].isnan() and z[1].isnan().all()
-    torch.testing.assert_close(z[2, 0], expected_values(model, head, [8, 9, 1])[-1], rtol=0, atol=ATOL)
-    z = requests.step([[3], [3], [3]], candidates)
-    assert z[1].isnan().all()
-    torch.testing.assert_close(z[2, 1], expected_values(model, head, [8, 9, 3, 2])[-1], rtol=0, atol=ATOL)
-
-
-def test_negative_tokens_are_outside_vocabulary(qwen2):
-    """In deltas and among candidates. The last token of the vocabulary and the other request keep their values."""
-    model, head, value_model = qwen2
-    requests = Requests(value_model, rows=3)
-    z = requests.step([[1, 2], [3, -4], [VOCAB - 1]], [[-5, 6], [7, 8], [0, VOCAB - 1]])
-    assert z[0, 0].isnan() and z[1].isnan().all()
-    requests.prefixes = requests.prefixes[2:]
-    requests.check(z[2:], [[0, VOCAB - 1]], model, head)
+    for deltas in ([[5, 6], [7, outside], [8, last]], [[3], [3], [3]]):
+        z = requests.step(deltas, candidates)
+        assert z[0, 1].isnan() and z[1].isnan().all()
+        for column, token in enumerate(candidates[2]):
+            expected = expected_values(model, head, [*requests.prefixes[2], token])[-1]
+            torch.testing.assert_close(z[2, column], expected, rtol=0, atol=ATOL)
 
 
 @given(

@@ -24,7 +24,16 @@ from transformers import (
 from lenvm_kernels.loading.models import locate
 from lenvm_kernels.values import LenVMConfig, ValueModel, ValueModelConfig
 from lenvm_kernels.values.checkpoint import local_path
-from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, random_pair, value_model_of
+from tests.helpers.models import (
+    ARCHITECTURES,
+    TINY,
+    VOCAB,
+    change_checkpoint,
+    random_head,
+    random_model,
+    random_pair,
+    value_model_of,
+)
 from tests.helpers.value_requests import Requests, random_tokens
 
 
@@ -65,15 +74,8 @@ def test_variants_of_architectures(tmp_path, model_class, config):
 HEADS = [
     ({"value_head.safetensors": 1}, None, 1),
     ({"value_head.bin": 1}, None, 1),
-    ({"length-head.bin": 1}, None, 1),
-    ({"length-head.safetensors": 1}, None, 1),
-    ({"value_head.safetensors": 1, "length-head.bin": 2}, None, 1),
+    ({"value_head.safetensors": 1, "value_head.bin": 2}, None, 1),
     ({"value_head.bin": 1, "another.safetensors": 2}, None, 1),
-    (
-        {"length-head.bin": 1, "another.safetensors": 2},
-        None,
-        r"must have one .*, got another\.safetensors, length-head",
-    ),
     ({"model.safetensors": 1, "value_head.safetensors": 2}, None, 1),
     ({"model.safetensors": 2, "value_head.safetensors": 3, "given.bin": 1}, "given.bin", 1),
     ({"model.safetensors": 2}, random_head(1), 1),
@@ -88,12 +90,8 @@ HEADS = [
 
 @pytest.mark.parametrize(("files", "given", "used"), HEADS)
 def test_heads(tmp_path, files, given, used):
-    """Heads are found under any file name, next to files without a head."""
     random_model(*ARCHITECTURES["qwen2"]).save_pretrained(tmp_path)
     torch.save({"v_head.fc.bias": Path("x")}, tmp_path / "training_args.bin")  # torch.load rejects it with weights_only
-    torch.save({"v_head.fc.bias": torch.ones(1), "step": torch.ones(1)}, tmp_path / "a.bin")
-    save_file({"v_heads": torch.ones(1)}, tmp_path / "b.safetensors")
-    (tmp_path / "c.safetensors").write_text("cut off")
     for name, seed in files.items():
         others = load_file(tmp_path / name) if name == "model.safetensors" else {}
         save = save_file if name.endswith(".safetensors") else torch.save
@@ -219,12 +217,18 @@ def checkpoint(tmp_path):
 def cut(rows, dtype):
     """A change of the shape or dtype of a matrix."""
     name = "model.layers.0.mlp.up_proj.weight"
-    return lambda tensors: tensors.update({name: tensors[name][:rows].to(dtype).clone()})
+    return lambda tensors: tensors | {name: tensors[name][:rows].to(dtype)}
 
 
-def mix_up(tensors):
-    del tensors["model.layers.1.self_attn.q_norm.weight"], tensors["model.norm.weight"]
-    tensors |= {"model.layers.7.odd": torch.zeros(1), "visual.patch.weight": torch.zeros(1)}
+def without(*parts):
+    return lambda tensors: {name: x for name, x in tensors.items() if not any(part in name for part in parts)}
+
+
+NORM, Q_NORM, ODD = (
+    "model.norm.weight",
+    "model.layers.1.self_attn.q_norm.weight",
+    ("model.layers.7.odd", "visual.patch"),
+)
 
 
 def of_rope(**rope):
@@ -238,17 +242,13 @@ ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
     ("change", "message"),
     [
         (
-            lambda tensors: tensors.update(
-                {"pretrained_model.model.norm.weight": tensors["model.norm.weight"].clone()}
-            ),
+            lambda tensors: tensors | {"pretrained_model.model.norm.weight": tensors[NORM].clone()},
             r"each tensor once, got (pretrained_model\.)?model\.norm\.weight and another",
         ),
-        (mix_up, r"missing model\.layers\.1\.self_attn\.q_norm\.weight, model\.norm\.weight;"),
-        (mix_up, r"unexpected model\.layers\.7\.odd, visual\.patch\.weight"),
-        (
-            lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name],
-            r"missing model\.layers\.1\.input_layernorm\.weight, .* \(11 in all\)$",
-        ),
+        (without(NORM, Q_NORM), rf"missing {Q_NORM}, {NORM}$"),
+        (lambda tensors: tensors | {name: torch.zeros(1) for name in ODD}, f"unexpected {ODD[0]}, {ODD[1]}"),
+        (without("embed_tokens"), r"missing model\.embed_tokens\.weight$"),
+        (without("layers.1"), r"missing model\.layers\.1\.input_layernorm\.weight, .* \(11 in all\)$"),
         (cut(79, torch.float32), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got float32 \[79, 48\]"),
         (cut(80, torch.int8), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got int8 \[80, 48\]"),
         ({"vocab_size": VOCAB + 7}, r"embed_tokens\.weight must be .* \[104, 48\], got float32 \[97, 48\]"),
@@ -264,15 +264,7 @@ ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
     ],
 )
 def test_inconsistent_checkpoints_are_rejected(checkpoint, change, message):
-    """Changes of the tensors of a checkpoint, or of its configuration."""
-    if callable(change):
-        file = checkpoint / "model.safetensors"
-        tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file)
-    else:
-        config = json.loads((checkpoint / "config.json").read_text()) | change
-        (checkpoint / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    change_checkpoint(checkpoint / "config.json", checkpoint / "model.safetensors", change)
     with pytest.raises(ValueError, match=message):
         ValueModel.from_pretrained(checkpoint)
 
@@ -301,14 +293,6 @@ def test_unsupported_models_and_dtypes():
         ValueModel.from_causal_lm(MistralForCausalLM(MistralConfig(**TINY)), random_head())
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got float64"):
         ValueModel.from_causal_lm(random_model(*ARCHITECTURES["llama"]).double(), random_head())
-
-
-def test_untied_embedding_is_required():
-    model, head = random_pair("qwen2")
-    tensors = {**model.state_dict(), **head}
-    del tensors["model.embed_tokens.weight"]
-    with pytest.raises(ValueError, match=r"missing model\.embed_tokens\.weight"):
-        ValueModel(ValueModelConfig.from_hf(model.config), tensors)
 
 
 def write_gguf(path: Path, model) -> None:

@@ -155,7 +155,7 @@ def guide_by_server(
         probs,
         **filters._asdict(),
         max_candidates=MAX_CANDIDATES,
-        guided=table.guided,
+        guided=table.columns.mode != Mode.UNGUIDED,
         table=table.columns,
         generated=generated,
     )
