@@ -14,11 +14,13 @@ from lenvm_kernels.loading.arguments import (
     add_device,
     add_dtype,
     add_sampling,
+    add_say_it,
     add_seed,
     device_of,
     sampling_of,
     usage_errors,
 )
+from lenvm_kernels.loading.prompts import say
 
 if TYPE_CHECKING:
     from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
@@ -60,6 +62,7 @@ def add(commands: Any) -> None:
         metavar="TEXT",
         help="what to answer; repeat it for several prompts, which are answered one after the other; required",
     )
+    add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
     text.add_argument(
         "--show-values",
         action="store_true",
@@ -119,6 +122,10 @@ def run_command(args: argparse.Namespace) -> None:
         parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=has_values)
         if args.show_values and not has_values:
             raise ValueError("--show-values needs a value model, got --value-model none")
+        if args.say_it is not None:
+            if args.target_length is None:
+                raise ValueError("--say-it needs --target-length, got none")
+            args.prompt = [say(prompt, args.say_it, args.target_length) for prompt in args.prompt]
         device = device_of(args.device)
 
         from transformers import TextStreamer

@@ -27,6 +27,16 @@ UNIT = r"(?<=\d)\s+[A-Za-z]{2,}[A-Za-z/. ]*$"
 SECONDS = 10.0
 
 
+def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
+    """``--answer-regex``, or :data:`NUMBER`; raises ValueError if it is invalid or there are no reference answers."""
+    if pattern is not None and not has_answers:
+        raise ValueError('--answer-regex must come with --prompts whose lines have an "answer", got none')
+    try:
+        return NUMBER if pattern is None else re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--answer-regex must be a regular expression, got {pattern!r}: {error}") from error
+
+
 def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
     r"""The reference answers: the text after GSM8K's ``####``, else in the last ``\boxed{}``, else all of it.
 
@@ -55,9 +65,10 @@ def boxed(text: str) -> str:
     return ["", *filter(None, ((match[1] or match[2] or "").strip() for match in BOXED.finditer(text)))][-1]
 
 
-def extract(text: str) -> str:
-    r"""The last ``\boxed{}``, else the last number; empty if there is none."""
-    return boxed(text) or ["", *NUMBER.findall(text)][-1]
+def extract(text: str, pattern: re.Pattern[str] = NUMBER) -> str:
+    r"""The last ``\boxed{}``, else the last match's first group or the last match; empty if there is none."""
+    matches = list(pattern.finditer(text))
+    return boxed(text) or ((matches[-1][1 if pattern.groups else 0] or "").strip() if matches else "")
 
 
 def is_right(pair: tuple[str, str]) -> bool:
@@ -108,6 +119,7 @@ def add(
     views: Mapping[str, Mapping[str, Sequence[Answer]]],
     plan: Plan,
     tokenizer: Any,
+    pattern: re.Pattern[str],
 ) -> None:
     """Add :func:`accuracies` to the scores of each target and setting.
 
@@ -119,7 +131,7 @@ def add(
         for name, answers in by_name.items():
             texts = tokenizer.batch_decode([answer.ids for answer in answers], skip_special_tokens=True)
             expected = [plan.answers[answer.prompt] for answer in answers]
-            pairs[target, name] = list(zip(map(extract, texts), expected, strict=True))
+            pairs[target, name] = list(zip([extract(text, pattern) for text in texts], expected, strict=True))
     right = check(pair for row in pairs.values() for pair in row)
     for (target, name), row in pairs.items():
         score = scores[target][name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import time
@@ -18,13 +19,14 @@ from lenvm_kernels.loading.arguments import (
     add_dtype,
     add_numbers,
     add_sampling,
+    add_say_it,
     device_of,
     positive,
     sampling_of,
     seed_of,
     usage_errors,
 )
-from lenvm_kernels.loading.prompts import SAY_IT, Prompt, read_prompts, say
+from lenvm_kernels.loading.prompts import Prompt, read_prompts, say
 
 if TYPE_CHECKING:
     from lenvm_kernels.evaluate.measures import Answer
@@ -56,6 +58,11 @@ def add(commands: Any) -> None:
         "are read as they are (default: the held-out prompts of the demo)"
     )
     what.add_argument("--prompts", type=Path, metavar="FILE", help=prompts_help)
+    regex_help = (
+        "finds the answer in a text without \\boxed{}: the last match's first group, or the last match (default: the "
+        "last number)"
+    )
+    what.add_argument("--answer-regex", metavar="REGEX", help=regex_help)
     for flag, kind, default, metavar, meaning in (
         ("--targets", positive(int), [20, 40, 80, 160], "T", "target lengths in tokens (default: 20 40 80 160)"),
         ("--seeds", seed_of, [0, 1, 2], "N", "each seed answers every prompt (default: 0 1 2)"),
@@ -66,11 +73,7 @@ def add(commands: Any) -> None:
     add_numbers(
         what, num_prompts=(None, "number of prompts, evenly spaced (default: all)"), max_new_tokens=(None, limit_help)
     )
-    said_help = (
-        "also answer in every setting with TEXT appended to each prompt, after an empty line; {words} and {tokens} in "
-        f"TEXT are replaced by the target length; without TEXT: {SAY_IT} (default: prompts as they are)"
-    )
-    what.add_argument("--say-it", nargs="?", const=SAY_IT, metavar="TEXT", help=said_help)
+    add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
     closing_help = (
         "add the setting forced answer: base model answers longer than the target are cut 16 tokens before it and "
         "continue with TEXT and new tokens of the base model (default: no such setting)"
@@ -98,12 +101,14 @@ def run_command(args: argparse.Namespace) -> None:
         import torch
 
         from lenvm_kernels.engines.settings import NONE
+        from lenvm_kernels.evaluate.accuracy import compiled
         from lenvm_kernels.evaluate.plan import CLOSING_TOKENS, Plan, default_limit, settings_of, stored_answers
         from lenvm_kernels.evaluate.run import Runner
         from lenvm_kernels.evaluate.servers import Server
         from lenvm_kernels.loading.models import Models, require_extras
 
         require_extras("matplotlib", "tqdm", *([] if answers is None else ["math_verify"]))
+        answer_regex = compiled(args.answer_regex, answers is not None)
         said, forced = args.say_it is not None, args.closing is not None
         if said:
             say("", args.say_it, args.targets[0])  # rejects other placeholders
@@ -143,10 +148,12 @@ def run_command(args: argparse.Namespace) -> None:
             "url": args.url,
             "constant_url": constant_url,
         }
-        print(_write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, facts))
+        print(_write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, answer_regex, facts))
 
 
-def _write_results(folder: Path, plan: Plan, answers: list[Answer], tokenizer: Any, facts: dict[str, Any]) -> str:
+def _write_results(
+    folder: Path, plan: Plan, answers: list[Answer], tokenizer: Any, regex: re.Pattern[str], facts: dict[str, Any]
+) -> str:
     """Score the answers, write numbers, tables and plots, and return the tables."""
     import numpy
     import torch
@@ -163,7 +170,7 @@ def _write_results(folder: Path, plan: Plan, answers: list[Answer], tokenizer: A
     }
     calibration = calibrate([answer for answer in answers if answer.setting == BASE])
     if plan.answers is not None:
-        accuracy.add(scores, views, plan, tokenizer)
+        accuracy.add(scores, views, plan, tokenizer, regex)
         report.plot_accuracy(plan.targets, scores, folder / "accuracy.png")
     versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
     versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}

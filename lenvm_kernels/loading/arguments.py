@@ -14,6 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from lenvm_kernels.loading.prompts import SAY_IT
+
 # Results of lenvm fit and lenvm train.
 VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -97,6 +99,18 @@ def add_seed(parser: Any) -> None:
     """Add ``--seed``."""
     seed_help = "of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)"
     parser.add_argument("--seed", type=seed_of, default=0, metavar="N", help=seed_help)
+
+
+def add_say_it(parser: Any, effect: str) -> None:
+    """Add ``--say-it``; :func:`lenvm_kernels.loading.prompts.say` appends its text."""
+    parser.add_argument(
+        "--say-it",
+        nargs="?",
+        const=SAY_IT,
+        metavar="TEXT",
+        help=f"{effect}; {{words}} and {{tokens}} in TEXT are replaced by the target length; without TEXT: {SAY_IT} "
+        "(default: prompts as they are)",
+    )
 
 
 def check_output_files(**files: Path | None) -> None:

@@ -34,7 +34,7 @@ def generate(lenvm, base, value):
 
 
 def test_equal_texts(generate, base, put_into_cache, tmp_path):
-    """Equal seeds, a table of values, cached model names and chat templates give equal texts."""
+    """Equal seeds, a table of values, cached model names, chat templates and written-out lengths give equal texts."""
     write_random_probe(tmp_path / "probe", AutoModelForCausalLM.from_pretrained(base))
     put_into_cache("owner/base", Path(base))
     put_into_cache("owner/probe", tmp_path / "probe")
@@ -53,6 +53,8 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     assert templated != plain
     both = generate(prompts=("w1 w2 w3", "w9 w1 w2 w3 w9 w10"))[0]
     assert both == f"\n> w1 w2 w3\n{plain}\n\n> w9 w1 w2 w3 w9 w10\n{templated}"
+    in_prompt = generate(*said, prompts=("w1 w2 w3\n\nw20 w30",))[0]
+    assert in_prompt == generate(*said, "--say-it", "w{words} w{tokens}")[0] != generate(*said)[0]
 
 
 def test_table_of_values(generate):

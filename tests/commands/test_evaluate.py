@@ -279,7 +279,7 @@ def test_accuracies_from_the_tokens_of_answers(evaluate, tmp_path):
                 ids[place] = 3 + 30 + line["prompt"]
         line |= {"ids": ids, "text": "w10", "ended": False, "nll": [1.0] * 6}
     (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in planted))
-    assert evaluate(*options)[0] == 0
+    assert evaluate(*options, "--answer-regex", r"w(\d+)")[0] == 0
     scores = {f"{target} {name}": score for target, view in scores_of(folder).items() for name, score in view.items()}
     assert {key: (5 * score["acc_first"], 5 * score["acc_any"]) for key, score in scores.items()} == ACCURACIES
     assert all(set(score["intervals"]) > {"acc_first", "acc_any", "distance"} for score in scores.values())
@@ -287,6 +287,8 @@ def test_accuracies_from_the_tokens_of_answers(evaluate, tmp_path):
     table, (low, high) = (folder / "table.md").read_text(), scores["4 none"]["intervals"]["acc_any"]
     assert table.count("| acc_first % | acc_any % |\n") == 2
     assert f"| 80 [{100 * low:.0f}, {100 * high:.0f}] |\n" in table
+    assert evaluate(*options, "--answer-regex", "no such")[0] == 0
+    assert scores_of(folder)["7"]["constant"]["acc_any"] == 0
     file.write_text("".join(json.dumps(line | {"answer": 31}) + "\n" for line in lines))
     assert "differs in answers" in evaluate(*options)[1]
 

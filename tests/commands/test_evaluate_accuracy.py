@@ -32,6 +32,10 @@ def pairs(text):
 
 def test_extracted_answers():
     assert [(text, accuracy.extract(text)) for text, _ in pairs(TEXTS)] == pairs(TEXTS)
+    text = "Answer: B (2)\nAnswer: C (3)\n5"
+    assert accuracy.extract(text, re.compile(r"Answer: \w")) == "Answer: C"
+    assert accuracy.extract(text, re.compile(r"Answer: (\w) \((\d)\)")) == "C"
+    assert accuracy.extract(text, re.compile(r"Answer: (X)|5")) == ""
 
 
 def test_answers_are_compared_as_numbers_and_expressions():

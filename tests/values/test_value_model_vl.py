@@ -155,6 +155,12 @@ def test_checkpoint_with_broken_vision_tower_reads_text_only(models, change, mes
     check_step(models, Engine(*make_step(value)).start([3], [PROMPTS[1]], [TILT]), [3], [1], [[]])
 
 
+def test_vision_tensors_of_other_architectures_are_rejected(text_only):
+    tensors = text_only.backbone.state_dict() | text_only.head | {"visual.a": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"unexpected visual\.a"):
+        ValueModel(ValueModelConfig.from_hf(text_only.backbone.config), tensors)
+
+
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
