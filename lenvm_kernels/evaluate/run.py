@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from lenvm_kernels.evaluate.measures import Answer, Key
 from lenvm_kernels.evaluate.plan import BASE, CLOSING_TOKENS, FORCED, Plan, Unit
 from lenvm_kernels.evaluate.servers import Generated, Server
 from lenvm_kernels.evaluate.stored_answers import StoredAnswers
-from lenvm_kernels.loading.generation import sample
+from lenvm_kernels.loading.generation import AnswerBar, sample
 from lenvm_kernels.loading.models import Models, tokens_of
 from lenvm_kernels.loading.prompts import say
 
@@ -41,17 +41,22 @@ class Runner:
         """
         self.models.check_ends()
         units = self.plan.units()
-        total = sum(len(unit.prompts) for unit in units)
-        with tqdm(total=total, initial=len(stored.answers), unit="answer") as bar:
+        with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), self.models) as bar:
             for unit in units:
                 if unit.keys()[0] in stored.answers:
                     continue
                 bar.set_description(unit.setting.name if unit.target is None else f"{unit.setting.name}, {unit.target}")
-                stored.add(self.answer(unit, stored.answers))
+                stored.add(self.answer(unit, stored.answers, bar))
                 bar.update(len(unit.prompts))
 
-    def answer(self, unit: Unit, made: Mapping[Key, Answer]) -> list[Answer]:
-        """Answer the prompts of a unit. Forced answers begin with the base model's, which are in ``made``."""
+    def answer(self, unit: Unit, made: Mapping[Key, Answer], bar: AnswerBar | None = None) -> list[Answer]:
+        """Answer the prompts of a unit.
+
+        Args:
+            unit: the unit.
+            made: holds the base model's answers, which a forced answer begins with.
+            bar: shows the tokens of every step.
+        """
         plan, setting, target, tokenizer = self.plan, unit.setting, unit.target, self.models.tokenizer
         texts = [plan.prompts[index] for index in unit.prompts]
         if setting.said:
@@ -70,7 +75,7 @@ class Runner:
                 if len(own.ids) <= target:
                     answers[row] = own.ids, own.ended, None
         rows = [row for row in range(len(prompts)) if row not in answers]
-        generated = self._generate(unit, [prompts[row] + begun[row] for row in rows], limit) if rows else []
+        generated = self._generate(unit, [prompts[row] + begun[row] for row in rows], limit, bar) if rows else []
         for row, (new, ended, predicted) in zip(rows, generated, strict=True):
             answers[row] = begun[row] + new, ended, predicted
         all_ids = [answers[row][0] for row in range(len(prompts))]
@@ -81,7 +86,7 @@ class Runner:
             for row, (index, ids) in enumerate(zip(unit.prompts, all_ids, strict=True))
         ]
 
-    def _generate(self, unit: Unit, prompts: list[list[int]], limit: int) -> list[Generated]:
+    def _generate(self, unit: Unit, prompts: list[list[int]], limit: int, bar: AnswerBar | None) -> list[Generated]:
         """Generate in process, or by a server if there is one."""
         setting, sampling, eos = unit.setting, self.plan.sampling, self.models.eos_token_ids
         server = self.server if setting.with_values or setting.guidance is None else self.constant_server
@@ -104,7 +109,8 @@ class Runner:
         torch.manual_seed(unit.seed_of())
         value_model = self.models.value_model if setting.with_values and guidance is not None else None
         inputs = self.models.padded(prompts)
-        sampled = sample(self.models, value_model, inputs, guidance, max_new_tokens=limit, **sampling)
+        options: dict[str, Any] = dict(max_new_tokens=limit, streamer=bar, **sampling)
+        sampled = sample(self.models, value_model, inputs, guidance, **options)
         return [(ids, ids[-1] in eos, predicted) for ids, predicted in sampled]
 
 

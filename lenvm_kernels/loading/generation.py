@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from lenvm_kernels.engines.transformers.processor import Guidance, LenVMLogitsProcessor
 from lenvm_kernels.loading.models import Models
@@ -20,6 +22,7 @@ def sample(
     guidance: Guidance | Sequence[Guidance],
     *,
     max_new_tokens: int | Sequence[int],
+    streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> list[tuple[list[int], float | None]]:
     """Answer a batch of prompts. Draws come from torch's generator.
@@ -29,6 +32,7 @@ def sample(
         inputs: see :meth:`Models.encode`.
         guidance: one for all prompts, or one per prompt. None means unguided.
         max_new_tokens: limit of all answers, or one per answer.
+        streamer: receives the tokens of every step.
         **options: sampling parameters and further arguments of :class:`LenVMLogitsProcessor`.
 
     Returns:
@@ -56,9 +60,36 @@ def sample(
         # A row past its limit counts as ended, so that no values are computed for it.
         pad_token_id=next(iter(models.eos_token_ids), models.tokenizer.pad_token_id),
         stopping_criteria=StoppingCriteriaList([lambda ids, scores: (ids.shape[1] >= last).expand(len(ids))]),
+        streamer=streamer,
     )
     new = sequences[:, width:]
     ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=device)).long()
     is_answer = (ended.cumsum(1) - ended == 0) & (width + torch.arange(new.shape[1], device=device) < last[:, None])
     answers = [ids[mask].tolist() for ids, mask in zip(new, is_answer, strict=True)]
     return list(zip(answers, processor.predicted_output_lengths(sequences), strict=True))
+
+
+class AnswerBar(tqdm, BaseStreamer):
+    """A progress bar of answers that also shows tokens and tokens/s while a batch is decoded.
+
+    Args:
+        total: number of answers.
+        made: number of answers made before.
+        models: the base model, whose first end-of-sequence token pads rows that have ended.
+    """
+
+    def __init__(self, total: int, made: int, models: Models) -> None:
+        # smoothing=0: updates between batches count no answer, which would distort a smoothed rate.
+        super().__init__(total=total, initial=made, unit="answer", miniters=0, mininterval=1, smoothing=0)
+        self._padding, self._tokens = next(iter(models.eos_token_ids), None), 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Count the tokens ``[B]`` of a step, without ends; the prompts ``[B, N]``, which come first, are ignored."""
+        if value.ndim == 1:
+            self._tokens += len(value) if self._padding is None else int((value != self._padding).sum())
+            rate = self._tokens / max(self.format_dict["elapsed"], 1e-9)
+            self.set_postfix_str(f"{self._tokens} tokens, {rate:.1f} tokens/s", refresh=False)
+            self.update(0)
+
+    def end(self) -> None:
+        """Required by the streamer interface; the bar stays open for the next batch."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.engines.settings import NONE
@@ -25,7 +24,7 @@ from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.loading import PROMPTS, spread
 from lenvm_kernels.loading.arguments import sampling_of
-from lenvm_kernels.loading.generation import sample
+from lenvm_kernels.loading.generation import AnswerBar, sample
 from lenvm_kernels.loading.models import Models, load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.loading.prompts import SPLITS, TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.train.answers import AnswerStore, Key, SampledAnswer
@@ -122,7 +121,8 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
     value = plan.value if server is None and plan.value is not None else NONE
     models = Models.load(plan.base, value, device=device, dtype=getattr(torch, plan.dtype), names=("BASE", "--value"))
     models.check_ends()
-    with tqdm(total=len(keys), initial=len(keys) - len(missing), desc="collect", unit="answer") as bar:
+    with AnswerBar(len(keys), len(keys) - len(missing), models) as bar:
+        bar.set_description("collect")
         if server is not None:
             _from_server(plan, store, server, models.eos_token_ids, missing, bar)
             return store
@@ -130,7 +130,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
         def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
             torch.manual_seed(seed)
             value_model = models.value_model if any(guidance) else None
-            options = dict(max_new_tokens=limits, **plan.sampling)
+            options = dict(max_new_tokens=limits, streamer=bar, **plan.sampling)
             return [ids for ids, _ in sample(models, value_model, models.padded(rows), guidance, **options)]
 
         for start in range(0, len(keys), plan.rows):
@@ -183,7 +183,7 @@ def _answers(
 
 
 def _from_server(
-    plan: CollectionPlan, store: AnswerStore, server: Server, eos: list[int], keys: list[Key], bar: tqdm
+    plan: CollectionPlan, store: AnswerStore, server: Server, eos: list[int], keys: list[Key], bar: AnswerBar
 ) -> None:
     """Sample answers by a server. Every answer is stored on arrival, and the first error ends the run."""
 
@@ -193,7 +193,9 @@ def _from_server(
         return [server.answer(row, one, max_new_tokens=limit, **options)[0] for row, one, limit in requests]
 
     def keep(answers: list[SampledAnswer]) -> None:
-        bar.update(len(store.add(answers)))
+        for answer in store.add(answers):
+            bar.put(torch.tensor(answer.ids))
+            bar.update(1)
 
     with ThreadPoolExecutor(plan.rows) as pool:
         futures = [pool.submit(_answers, plan, store, [key], eos, generate) for key in keys]

@@ -198,9 +198,31 @@ def read_checkpoint(
 
 
 def head_beside(*folders: str | os.PathLike | None) -> Path | None:
-    """The first of :data:`HEAD_FILES` in the first of these directories that has one."""
-    files = (Path(folder) / name for folder in folders if folder is not None for name in HEAD_FILES)
-    return next(filter(Path.is_file, files), None)
+    """The file with the value head in the first of these directories that has one.
+
+    It is named as in :data:`HEAD_FILES`, or is the only ``.safetensors`` or ``.bin`` file whose tensors are all
+    ``v_head.*``.
+
+    Raises:
+        ValueError: a directory has several such files.
+    """
+    for folder in (Path(folder) for folder in folders if folder is not None):
+        named = [folder / name for name in HEAD_FILES if (folder / name).is_file()]
+        found = named[:1] or [file for file in sorted(folder.glob("*.*")) if _is_head(file)]
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found)
+            raise ValueError(f"{folder} must have one file with a value head, or one called {HEAD_FILE}, got {names}")
+        if found:
+            return found[0]
+    return None
+
+
+def _is_head(file: Path) -> bool:
+    try:
+        names = list(_read_head(file))
+        return bool(names) and all(name.startswith("v_head.") for name in names)
+    except Exception:  # another kind of file, such as a trainer's arguments
+        return False
 
 
 def _image_fields(config: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """``lenvm evaluate``: measures by hand, likelihoods against a plain forward, resumption, and server protocols."""
 
+import itertools
 import json
 import math
 import re
@@ -420,3 +421,24 @@ def test_forced_answers_close_cut_answers_with_a_text(evaluate, served, tiny, mo
     whole = answers.read_bytes()
     answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:13]))  # ends within the forced answers
     assert evaluate(*options, value="none", targets=[str(target)])[0] == 0 and answers.read_bytes() == whole
+
+
+@pytest.mark.parametrize("command", ["evaluate", "collect"])
+def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, lenvm, base, value, tmp_path, monkeypatch, command):
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a bar is drawn once a second
+    folder = tmp_path / "out"
+    if command == "evaluate":
+        code, error, _ = evaluate()
+    else:
+        lines = [json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(1, 11)]
+        (tmp_path / "many.jsonl").write_text("".join(lines))
+        argv = ["--prompts", tmp_path / "many.jsonl", "--output", folder, "--max-new-tokens", 9, "--value", value]
+        code, _, error = lenvm("collect", base, *argv, "--rows", 4)
+    assert code == 0, error
+    answers = [json.loads(line)["ids"] for line in (folder / "answers.jsonl").read_text().splitlines()]
+    shown = [(int(n), int(t)) for n, t in re.findall(r" (\d+)/\d+ \[[^\]]*, (\d+) tokens, [\d.]+ tokens/s\]", error)]
+    assert len([tokens for done, tokens in shown if done == 0]) > 3
+    assert shown[-1][0] == len(answers) and [tokens for _, tokens in shown] == sorted(tokens for _, tokens in shown)
+    whole = sum(len(ids) - (ids[-1] == EOS) for ids in answers)
+    # Rows of a batch may be decoded past the limit of a guided answer.
+    assert shown[-1][1] == whole if command == "evaluate" else shown[-1][1] >= whole

@@ -74,8 +74,15 @@ def test_variants_of_architectures(tmp_path, model_class, config):
 HEADS = [
     ({"value_head.safetensors": 1}, None, 1),
     ({"value_head.bin": 1}, None, 1),
-    ({"value_head.safetensors": 1, "value_head.bin": 2}, None, 1),
+    ({"length-head.bin": 1}, None, 1),
+    ({"length-head.safetensors": 1}, None, 1),
+    ({"value_head.safetensors": 1, "length-head.bin": 2}, None, 1),
     ({"value_head.bin": 1, "another.safetensors": 2}, None, 1),
+    (
+        {"length-head.bin": 1, "another.safetensors": 2},
+        None,
+        r"must have one .*, got another\.safetensors, length-head",
+    ),
     ({"model.safetensors": 1, "value_head.safetensors": 2}, None, 1),
     ({"model.safetensors": 2, "value_head.safetensors": 3, "given.bin": 1}, "given.bin", 1),
     ({"model.safetensors": 2}, random_head(1), 1),
@@ -90,8 +97,12 @@ HEADS = [
 
 @pytest.mark.parametrize(("files", "given", "used"), HEADS)
 def test_heads(tmp_path, files, given, used):
+    """Heads are found under any file name, next to files without a head."""
     random_model(*ARCHITECTURES["qwen2"]).save_pretrained(tmp_path)
     torch.save({"v_head.fc.bias": Path("x")}, tmp_path / "training_args.bin")  # torch.load rejects it with weights_only
+    torch.save({"v_head.fc.bias": torch.ones(1), "step": torch.ones(1)}, tmp_path / "a.bin")
+    save_file({"v_heads": torch.ones(1)}, tmp_path / "b.safetensors")
+    (tmp_path / "c.safetensors").write_text("cut off")
     for name, seed in files.items():
         others = load_file(tmp_path / name) if name == "model.safetensors" else {}
         save = save_file if name.endswith(".safetensors") else torch.save
