@@ -10,9 +10,10 @@ from pathlib import Path
 from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.loading import spread
 from lenvm_kernels.loading.arguments import PROBE
-from lenvm_kernels.loading.models import load_tokenizer, locate, quiet
+from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.loading.prompts import TEST
 from lenvm_kernels.train.collect import CollectionPlan, collect, vocabulary
+from lenvm_kernels.train.cost import estimate
 from lenvm_kernels.train.fit import check_model, fit, table
 from lenvm_kernels.train.settings import Fitting
 
@@ -27,8 +28,14 @@ def train(args: argparse.Namespace, command: str) -> None:
     quiet()
     model, base = args.backbone or args.base, locate("BASE", args.base)
     path = check_model(how, model, "BASE" if args.backbone is None else "--backbone")
-    if vocabulary(load_tokenizer("--backbone", path)) != vocabulary(load_tokenizer("BASE", base)):
+    tokenizer = load_tokenizer("BASE", base)
+    if vocabulary(load_tokenizer("--backbone", path)) != vocabulary(tokenizer):
         raise ValueError(f"--backbone must have the vocabulary of {args.base!r}, {model!r} has another")
+    if args.dry_run:
+        prompts = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=True)
+        print(estimate(plan, how, args.rounds, base, path, [len(ids) for ids in prompts]))
+        return
+
     folders: list[Path] = []
     for number in range(1, args.rounds + 1):
         folder = args.output / f"round-{number}"
