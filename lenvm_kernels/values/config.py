@@ -1,4 +1,8 @@
-"""``lenvm_config.json`` beside a value model: training settings that its tensors do not determine."""
+"""``lenvm_config.json`` beside a value model: training settings that its tensors do not determine.
+
+The target forms follow the paper's training code, LlamaFactory-LenVM in eric-ai-lab/Length-Value-Model. The
+discounted return is the paper's value; heads of the other two forms predict a length, or the logarithm of one.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,38 @@ import math
 import os
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from lenvm_kernels.guidance.fields import DEFAULT_GAMMA, FIELDS
+from lenvm_kernels.guidance.fields import DEFAULT_GAMMA
 from lenvm_kernels.values.checkpoint import local_path
 
 CONFIG_FILE = "lenvm_config.json"
+DISCOUNTED_RETURN, LENGTH, LOG_LENGTH = TARGET_FORMS = ("discounted_return", "length", "log_length")
+SOFTPLUS, SIGMOID = ACTIVATIONS = ("softplus", "sigmoid")
+# So that the logarithm of a length that fp32 rounds to 0 is finite.
+_LEAST_NATS = 1e-37
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class LenVMConfig:
-    """Settings of a value model.
+    """Converts the output ``x`` of a value head into a length ``l`` in tokens.
+
+    | ``target_form`` | length |
+    | --- | --- |
+    | ``discounted_return`` | ``l = softplus(x) / -ln(gamma)`` |
+    | ``length`` | ``l = length_normalizer * softplus(x)``, or ``sigmoid(x)`` for that ``length_activation`` |
+    | ``log_length`` | ``l = exp(x)``; the training writes ``expm1(softplus(x))``, which is the same |
 
     Attributes:
-        gamma: discount that the value head was trained with, > 0 and < 1. If None, it is not known, and
-            :data:`DEFAULT_GAMMA` is used.
+        gamma: the discount, > 0 and < 1. If None, it is not known, and :data:`DEFAULT_GAMMA` is used. The other two
+            forms need it only to convert lengths to values, so any discount is correct.
+        target_form: the quantity that the value head was trained to predict.
+        length_normalizer: tokens per unit of the form ``length``, > 0.
+        length_activation: activation of ``x`` in the form ``length``.
         strength: default ``strength`` of requests, >= 0. If None, the default of :func:`parse_guidance`.
 
     Raises:
@@ -34,12 +51,28 @@ class LenVMConfig:
     """
 
     gamma: float | None = None
+    target_form: str = DISCOUNTED_RETURN
+    length_normalizer: float = 1.0
+    length_activation: str = SOFTPLUS
     strength: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "strength"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, FIELDS[name].parse(given))
+        for name, is_accepted, accepted in (
+            ("gamma", self.gamma is None or (_is_number(self.gamma) and 0 < self.gamma < 1), "a number > 0 and < 1"),
+            ("strength", self.strength is None or _is_finite(self.strength), "a finite number >= 0"),
+            ("target_form", self.target_form in TARGET_FORMS, f"one of {', '.join(TARGET_FORMS)}"),
+            ("length_normalizer", _is_finite(self.length_normalizer) and self.length_normalizer, "a finite number > 0"),
+            ("length_activation", self.length_activation in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"),
+        ):
+            if not is_accepted:
+                raise ValueError(f"{name} must be {accepted}, got {getattr(self, name)!r}")
+        if self.target_form != LENGTH:
+            for name, default in (("length_normalizer", 1.0), ("length_activation", SOFTPLUS)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name} must be {default} or absent unless target_form is {LENGTH}, got "
+                        f"{getattr(self, name)!r} with {self.target_form}"
+                    )
 
     @classmethod
     def read(cls, path: str | os.PathLike, gamma: float | None = None) -> LenVMConfig:
@@ -59,12 +92,35 @@ class LenVMConfig:
 
     def write(self, folder: str | os.PathLike) -> None:
         """Write the configuration to the directory of a value model, replacing an existing file."""
-        content = {name: value for name, value in asdict(self).items() if value is not None}
+        of_all_forms = ("gamma", "target_form") if self.strength is None else ("gamma", "target_form", "strength")
+        of_length = ("length_normalizer", "length_activation") if self.target_form == LENGTH else ()
+        content = {k: x for k, x in asdict(self).items() if k in of_all_forms + of_length}
         (Path(folder) / CONFIG_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    @property
+    def nats_per_token(self) -> float:
+        """``-ln(gamma)``."""
+        return -math.log(DEFAULT_GAMMA if self.gamma is None else self.gamma)
 
     def lengths(self, value_logits: torch.Tensor) -> torch.Tensor:
         """Lengths in tokens that value logits stand for, of their shape: ``softplus(z) / -ln(gamma)``."""
-        return F.softplus(value_logits) / -math.log(DEFAULT_GAMMA if self.gamma is None else self.gamma)
+        return F.softplus(value_logits) / self.nats_per_token
+
+    def value_logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Value logits ``z`` that stand for the lengths of a value head's outputs under ``gamma``.
+
+        ``sigmoid(z) = 1 - gamma^l``, so ``z = ln(expm1(-l ln(gamma)))``, written so that neither long nor short lengths
+        lose digits. Outputs of ``discounted_return`` are value logits themselves.
+        """
+        if self.target_form == DISCOUNTED_RETURN:
+            return outputs
+        if self.target_form == LOG_LENGTH:
+            lengths = outputs.exp()
+        else:
+            activation = F.softplus if self.length_activation == SOFTPLUS else torch.sigmoid
+            lengths = self.length_normalizer * activation(outputs)
+        nats = (self.nats_per_token * lengths).clamp(min=_LEAST_NATS)
+        return nats + torch.log(-torch.expm1(-nats))
 
 
 def read_fields(kind: type[T], file: Path) -> T:
@@ -91,3 +147,11 @@ def read_fields(kind: type[T], file: Path) -> T:
         return kind(**given)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -35,7 +35,7 @@ from lenvm_kernels.values.checkpoint import (
     with_adapter,
     with_head,
 )
-from lenvm_kernels.values.config import LenVMConfig
+from lenvm_kernels.values.config import DISCOUNTED_RETURN, LenVMConfig
 from lenvm_kernels.values.images import embed_images, embedding_with_images, load_vision_tower
 from lenvm_kernels.values.ragged_batch import KVCache, RaggedBatch
 from lenvm_kernels.values.weights import FusedWeights
@@ -54,7 +54,7 @@ class ValueModel:
             The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded once.
         dtype: float32, bfloat16 or float16. If None, the embedding's.
         device: device of the weights. If None, the embedding's.
-        lenvm_config: gamma of the head; an attribute. If None, ``LenVMConfig()``.
+        lenvm_config: target form and gamma of the head; an attribute. If None, ``LenVMConfig()``.
 
     Raises:
         ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype; the message names them.
@@ -206,7 +206,9 @@ class ValueModel:
             backend: backend of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
-            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding.
+            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Outputs of a head with another target
+            form are converted under the model's gamma (:meth:`LenVMConfig.value_logits`); a request with another gamma
+            then scales lengths, as it does with any model.
 
             NaN for a token id outside the model's vocabulary (base models pad theirs further). Other values of the same
             request may then be NaN as well; other requests are unaffected.
@@ -219,7 +221,7 @@ class ValueModel:
         with profiler_range("layers"):
             hidden, square_sums = self._run_layers(batch, cache, live)
         with profiler_range("head"):
-            return value_head(
+            z = value_head(
                 hidden,
                 *self.head,
                 token_rows=layout.candidate_rows.flatten(),
@@ -227,6 +229,9 @@ class ValueModel:
                 square_sums=square_sums,
                 **live,
             ).view(layout.candidate_rows.shape)
+        if self.lenvm_config.target_form == DISCOUNTED_RETURN:
+            return z
+        return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
 
     def sizes_of_every_tile(self, most: int) -> list[int]:
         """Numbers of token rows, up to ``most``, whose forwards compile every kernel variant if all rows are in use."""

@@ -153,9 +153,11 @@ def test_request_formats_of_fork_scripts(pair, client, path, body, queries, is_l
     assert post(client, "flush_cache", b"").text and client.get("health").json()["forwards"] >= 1
 
 
-def test_predicted_lengths_of_prompts(pair, value_model, tmp_path):
+@pytest.mark.parametrize(("form", "scale"), [({}, -1 / math.log(0.97)), (dict(target_form="length"), 1.0)])
+def test_predicted_lengths_of_prompts(pair, tmp_path, form, scale):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(save_checkpoint(tmp_path, seed=1))
     tokenizer.chat_template = CHAT
+    engine = ValueEngine(value_model_of(*pair, lenvm_config=LenVMConfig(gamma=0.97, **form)), max_tokens=512)
     turns = (("user", "w7"), ("assistant", "w8"), ("user", "w1"))
     chat = [{"role": role, "content": content} for role, content in turns]
     of_chat = tokenizer.convert_tokens_to_ids(["w30", "w7", "w31", "w8", "w30", "w1", "w32"])
@@ -166,12 +168,12 @@ def test_predicted_lengths_of_prompts(pair, value_model, tmp_path):
         ({"messages": chat}, [of_chat]),
         ({"messages": [chat, chat[:1]]}, [of_chat, tokenizer.convert_tokens_to_ids(["w30", "w7", "w32"])]),
     ]
-    client = client_of(ValueEngine(value_model, max_tokens=512), tokenizer=tokenizer)
+    client = client_of(engine, tokenizer=tokenizer)
     for body, prompts in cases:
         answers = post(client, "predict", body).json()
         answers = answers if isinstance(answers, list) else [answers]
         for answer, prompt in zip(answers, prompts, strict=True):
-            wanted = softplus(expected(pair, Query(prompt))[-1]).item() / -math.log(0.97)
+            wanted = scale * softplus(expected(pair, Query(prompt))[-1]).item()
             assert answer["predicted_output_length"] == pytest.approx(wanted, abs=2e-3, rel=1e-4), body
     refused = post(client, "predict", {"messages": [{"role": "tool", "content": "w1"}]})
     assert refused.status_code == 400 and "messages must fit" in refused.text and "no tools" in refused.text

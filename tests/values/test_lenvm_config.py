@@ -1,38 +1,73 @@
-"""``lenvm_config.json``, and the defaults that it gives requests."""
+"""``lenvm_config.json``, and the value logits of heads trained to predict lengths."""
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
-from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.values import LenVMConfig, ValueModel
-from tests.helpers.models import VOCAB, random_pair
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.types import DeltaTokens
+from lenvm_kernels.values import KVCache, LenVMConfig, RaggedBatch, ValueModel
+from tests.helpers.models import VOCAB, random_pair, value_logits
+
+FORMS = {
+    "softplus": LenVMConfig(gamma=0.99, target_form="length", length_normalizer=100.0),
+    "sigmoid": LenVMConfig(gamma=0.9998, target_form="length", length_normalizer=4096.0, length_activation="sigmoid"),
+    "log_length": LenVMConfig(gamma=0.9, target_form="log_length"),
+}
+
+
+def trained_lengths(config, outputs):
+    """Lengths as the evaluation of the training decodes them, in fp64."""
+    x = outputs.double()
+    if config.target_form == "log_length":
+        return torch.expm1(torch.nn.functional.softplus(x))
+    activation = {"softplus": torch.nn.functional.softplus, "sigmoid": torch.sigmoid}[config.length_activation]
+    return activation(x) * config.length_normalizer
+
+
+# --- the file ---
 
 
 def test_written_fields_round_trip(tmp_path):
-    assert LenVMConfig.read(tmp_path) == LenVMConfig() == LenVMConfig(None, None)
-    for config in (LenVMConfig(), LenVMConfig(0.9), LenVMConfig(strength=8.5), LenVMConfig(0.9, 0.0)):
+    strong = LenVMConfig(strength=8.5), replace(FORMS["softplus"], strength=0.0)
+    for config in (LenVMConfig(), LenVMConfig(gamma=0.9), *FORMS.values(), *strong):
         config.write(tmp_path)
         assert LenVMConfig.read(tmp_path) == LenVMConfig.read(str(tmp_path / "model.gguf")) == config
-        assert LenVMConfig.read(tmp_path, gamma=0.95) == LenVMConfig(0.95, config.strength)
+        assert LenVMConfig.read(tmp_path, gamma=0.95).gamma == 0.95
+        assert LenVMConfig.read(tmp_path, gamma=0.95).target_form == config.target_form
 
 
-def test_lengths_of_value_logits():
-    z = torch.tensor([0.0, math.log(math.e - 1)])
-    torch.testing.assert_close(LenVMConfig(0.5).lengths(z), torch.tensor([1.0, 1 / math.log(2)]))
-    torch.testing.assert_close(LenVMConfig().lengths(z[1:]), torch.tensor([-1 / math.log(0.997)]))
+def test_defaults_without_a_file(tmp_path):
+    assert LenVMConfig.read(tmp_path) == LenVMConfig() == LenVMConfig(None, "discounted_return", 1.0, "softplus")
+    assert LenVMConfig.read(tmp_path, gamma=0.95) == LenVMConfig(gamma=0.95)
+    assert LenVMConfig().nats_per_token == -math.log(0.997)
 
 
+FILE, LENGTH = "lenvm_config.json", {"target_form": "length"}
 REJECTED = [
     ("{", r"lenvm_config.json must be a JSON file: "),
     ([0.9], r"lenvm_config.json must hold a JSON object of fields, got list"),
     ({"gama": 0.9}, r"gama in .*lenvm_config.json is not a field; did you mean gamma\?"),
-    ({"lam": 1}, "lam in .* is not a field; accepted are gamma, strength"),
-    *(({"gamma": x}, f"gamma must be a finite number > 0 and < 1, got {x!r}") for x in (1, 0, math.nan, True)),
-    *(({"strength": x}, f"strength must be a finite number >= 0, got {x!r}") for x in (-1, math.inf, "much")),
+    ({"lam": 1}, "lam in .* is not a field; accepted are gamma, target_form, length_normalizer, length_activation, "),
+    *(({"gamma": x}, f"{FILE}: gamma must be a number > 0 and < 1, got {x!r}") for x in (1, 0, math.nan, "0.9")),
+    *(({"strength": x}, f"strength must be a finite number >= 0, got {x!r}") for x in (-1, math.inf, "5")),
+    ({"target_form": "value"}, r"target_form must be one of discounted_return, length, log_length, got 'value'"),
+    ({"target_form": ["length"]}, r"target_form must be one of .*, got \['length'\]"),
+    *(
+        (LENGTH | {"length_normalizer": x}, f"length_normalizer must be a finite number > 0, got {x!r}")
+        for x in (0, math.inf, True)
+    ),
+    (LENGTH | {"length_activation": "exp"}, r"length_activation must be one of softplus, sigmoid, got 'exp'"),
+    ({"length_normalizer": 2}, r"length_normalizer must be 1.0 or absent unless target_form is length, got 2 with"),
+    (
+        {"target_form": "log_length", "length_activation": "sigmoid"},
+        r"length_activation must be softplus or absent unless target_form is length, got 'sigmoid' with log_length",
+    ),
 ]
 
 
@@ -42,6 +77,99 @@ def test_bad_files_are_named(tmp_path, content, message):
     for read in (LenVMConfig.read, ValueModel.from_pretrained):  # before looking for weights
         with pytest.raises(ValueError, match=message):
             read(tmp_path)
+
+
+# --- lengths ---
+
+
+def test_outputs_of_the_default_form_are_value_logits():
+    outputs = torch.tensor([-3.0, 0.5])
+    assert LenVMConfig(gamma=0.9).value_logits(outputs) is outputs
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.9, 0.997, 1 - 1e-6])
+@pytest.mark.parametrize("form", FORMS)
+def test_value_logits_encode_the_trained_lengths(form, gamma):
+    """For lengths from 1e-9 to a million tokens; fp32 keeps six digits."""
+    config = LenVMConfig(**{**vars(FORMS[form]), "gamma": gamma})
+    outputs = torch.linspace(-20, 14, 1001)
+    if form == "softplus":
+        outputs = torch.cat((outputs, torch.linspace(15, 10_000, 500)))
+    z = config.value_logits(outputs)
+    assert z.dtype == torch.float32
+    lengths = torch.nn.functional.softplus(z.double()) / -math.log(gamma)
+    torch.testing.assert_close(lengths, trained_lengths(config, outputs), rtol=5e-6, atol=0)
+    assert (z.diff() >= 0).all()
+
+
+def test_value_of_a_length_by_hand():
+    """A length of ten tokens has the value ``1 - gamma^10``."""
+    config = LenVMConfig(gamma=0.9, target_form="log_length")
+    value = config.value_logits(torch.tensor([10.0]).log()).sigmoid()
+    torch.testing.assert_close(value, torch.tensor([1 - 0.9**10]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_extreme_outputs(form):
+    """The shortest lengths stay finite and ordered; NaN and infinite lengths are preserved."""
+    z = FORMS[form].value_logits(torch.tensor([-200.0, -40.0, -5.0, 2.0, math.nan]))
+    assert z[:4].isfinite().all() and (z[:4].diff() > 0).all() and z[4].isnan()
+    if form != "sigmoid":
+        assert FORMS[form].value_logits(torch.tensor([math.inf])).isinf()
+
+
+# --- the model and its adapter ---
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return random_pair("qwen2")
+
+
+@pytest.fixture
+def checkpoint(tmp_path, pair):
+    model, head = pair
+    model.save_pretrained(tmp_path)
+    save_file(head, tmp_path / "value_head.safetensors")
+    return tmp_path
+
+
+PROMPT, CANDIDATES = [5, 6, 7], [11, 12]
+
+
+def forward(value_model):
+    """Value logits of two candidates after a prompt, and of two columns of padding."""
+    i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    slots, padded = i32(1, 2, 3), i32(*CANDIDATES, -1, -1)[None]
+    delta = DeltaTokens(i32(*PROMPT), i32(0), i32(3), i32(0), torch.zeros(1, dtype=torch.int64))
+    batch = RaggedBatch.build(value_model, padded, i32(2), slots[None], delta=delta)
+    return value_model.forward(batch, KVCache.of_slots(value_model, 8))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_model_of_lengths_returns_value_logits(checkpoint, pair, form):
+    """Requests without their own gamma get the trained lengths, for any gamma of the model."""
+    config = FORMS[form]
+    config.write(checkpoint)
+    outputs = torch.stack([value_logits(*pair, torch.tensor([[*PROMPT, token]]))[0, -1] for token in CANDIDATES])
+    for gamma in (None, 0.95):
+        value_model = ValueModel.from_pretrained(checkpoint, gamma=gamma)
+        assert value_model.lenvm_config.gamma == (gamma or config.gamma)
+        z = forward(value_model)
+        assert z.dtype == torch.float32 and z[0, 2:].eq(0).all()
+        params = parse_guidance({"target_length": 9}, gamma=value_model.lenvm_config.gamma)
+        table = GuidanceTable.from_params([params], [{0}], "cpu")
+        lengths = table.remaining_lengths(torch.zeros(2, dtype=torch.int64), z[0, :2], torch.tensor(CANDIDATES))
+        torch.testing.assert_close(lengths.double(), trained_lengths(config, outputs), rtol=1e-4, atol=0)
+
+
+def test_model_of_discounted_returns_keeps_its_head_outputs(checkpoint, pair):
+    LenVMConfig(gamma=0.9).write(checkpoint)
+    z = forward(ValueModel.from_pretrained(checkpoint))
+    torch.testing.assert_close(forward(ValueModel.from_pretrained(checkpoint, gamma=0.5)), z)
+    torch.testing.assert_close(forward(ValueModel.from_causal_lm(*pair)), z)
+    length_model = ValueModel.from_causal_lm(*pair, lenvm_config=FORMS["log_length"])
+    assert not torch.allclose(z, forward(length_model))
 
 
 NEAR, OWN = {"target_length": 9}, {"target_length": 9, "gamma": 0.8, "strength": 2}
@@ -54,9 +182,7 @@ NEAR, OWN = {"target_length": 9}, {"target_length": 9, "gamma": 0.8, "strength":
         (LenVMConfig(gamma=0.9), [NEAR, parse_guidance(OWN)], [NEAR | {"gamma": 0.9}, OWN]),
     ],
 )
-def test_transformers_requests_get_the_defaults_of_the_value_model(config, requests, explicit):
-    pair = random_pair("qwen2")
-
+def test_transformers_requests_get_the_defaults_of_the_value_model(pair, config, requests, explicit):
     def probs(config, requests):
         value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
         ids = torch.tensor([[5, 6, 7, 8]] * 2)
