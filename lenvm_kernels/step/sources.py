@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 

@@ -7,8 +7,8 @@ import torch
 
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops import draw as module
-from lenvm_kernels.ops.draw import draw
 from lenvm_kernels.ops.begin_step import empty_requests
+from lenvm_kernels.ops.draw import draw
 from lenvm_kernels.reference.draw import draw_tokens, philox4x32, uniform
 from lenvm_kernels.types import Candidates, ScoredCandidates, Status
 from tests.helpers.statistics import p_value

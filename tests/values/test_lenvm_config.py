@@ -178,7 +178,7 @@ NEAR, OWN = {"target_length": 9}, {"target_length": 9, "gamma": 0.8, "strength":
 @pytest.mark.parametrize(
     ("config", "requests", "explicit"),
     [
-        (LenVMConfig(0.9, 8.5), [NEAR, OWN], [NEAR | {"gamma": 0.9, "strength": 8.5}, OWN]),
+        (LenVMConfig(gamma=0.9, strength=8.5), [NEAR, OWN], [NEAR | {"gamma": 0.9, "strength": 8.5}, OWN]),
         (LenVMConfig(gamma=0.9), [NEAR, parse_guidance(OWN)], [NEAR | {"gamma": 0.9}, OWN]),
     ],
 )
