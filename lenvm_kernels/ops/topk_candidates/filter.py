@@ -82,8 +82,8 @@ def _store_scored(
     next_token = tl.full([], -1, tl.int32)
     if drawn_ptr is not None:
         next_token = tl.load(drawn_ptr + request)
-    first_token = tl.max(tl.where(column == 0, tokens, -1), axis=0)
-    next_token = tl.where((status == _SINGLE) & (sample != 0), first_token, next_token)
+    only_token = tl.max(tokens, axis=0)  # if there is one candidate, because padding is -1
+    next_token = tl.where((status == _SINGLE) & (sample != 0), only_token, next_token)
     alone = tl.load(requests.wants_length + request) & (is_guide == 0) & (next_token >= 0)
     scored_count = tl.where(alone, 1, tl.where(is_guide | SCORE_ALL, count, 0))
     tl.store(scored.token_ids + request * K + column, tl.where((column == 0) & alone, next_token, tokens))
