@@ -292,9 +292,9 @@ def topk_candidates(
         sample: whether the next token of a request with a single candidate is that candidate.
         score_all: whether to score all candidates, also those that are not reweighted.
         step: int64 ``[1]``; :attr:`StepHistory.step`, incremented if ``scored`` has a row. If None, no history is kept.
-        scored: :class:`ScoredCandidates` (:func:`empty_scored`) of ``N`` rows and ``K`` columns, contiguous, which is
-            written. Rows from ``B`` on have nothing to score, so that a CUDA graph captured for a larger batch can run.
-            If None, the candidates are only selected.
+        scored: :class:`ScoredCandidates` of ``N`` rows and ``K`` columns, contiguous, which is written. Rows from ``B``
+            on have nothing to score, so that a CUDA graph captured for a larger batch can run. If None, the candidates
+            are only selected.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments and convert numbers to tensors. If False, ``backend`` must be
             ``triton`` or ``reference``.
