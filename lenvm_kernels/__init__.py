@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.ragged_linear import ragged_linear as ragged_linear
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter as reweight_scatter
     from lenvm_kernels.ops.rope_cache import rope_cache as rope_cache
+    from lenvm_kernels.ops.topk_candidates import empty_scored as empty_scored
     from lenvm_kernels.ops.topk_candidates import topk_candidates as topk_candidates
     from lenvm_kernels.ops.value_head import value_head as value_head
     from lenvm_kernels.ops.value_tree_attention import value_tree_attention as value_tree_attention
@@ -79,14 +80,15 @@ _MODULES = {
     "engines.transformers.generate": "generate",
     "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
     "ops.begin_step": "empty_history",
+    "ops.topk_candidates": "empty_scored",
     "paged_slots": "OutOfSlots PagedSlots",
     "step": (
         "ConstantValues EngineSlots GuidedStep ModelValues PreparedStep ProbeValues Sampling StepBatch StepConfig "
         "StepOutput value_source working_bytes"
     ),
     "types": (
-        "CandidateTrees Candidates DeltaTokens Drafts DrawnTokens EmbeddedTokens Filters GuidanceColumns Mode RaggedLayout "
-        "ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"
+        "CandidateTrees Candidates DeltaTokens Drafts DrawnTokens EmbeddedTokens Filters GuidanceColumns Mode "
+        "RaggedLayout ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"
     ),
     "values": ("ImageTokens KVCache LengthProbe LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions"),
 }

@@ -233,8 +233,7 @@ def draw(
         TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
-        >>> from lenvm_kernels import GuidanceTable, begin_step, parse_guidance, topk_candidates
-        >>> from lenvm_kernels.ops.topk_candidates import empty_scored
+        >>> from lenvm_kernels import GuidanceTable, begin_step, empty_scored, parse_guidance, topk_candidates
         >>> guidance = parse_guidance({"target_length": 9, "op": "le", "return_values": True})
         >>> table = GuidanceTable.from_params([guidance], [{2}], "cpu").columns
         >>> requests = begin_step(table, *torch.tensor([[11], [0]]), torch.tensor([4], dtype=torch.int32))

@@ -352,7 +352,7 @@ def lay_out(
         ...     return torch.tensor(values, dtype=torch.int32)
         >>> layout = lay_out(  # two requests at a decode step, of whose three candidate columns one is padding
         ...     i32((1, 2), (3, -1)), i32(2, 1), i32(range(10, 20), range(70, 80)), num_heads=2, num_kv_heads=1,
-        ...     delta=DeltaTokens(i32(7, 8), starts=i32(0, 1), lens=i32(1, 1), cached_lens=i32(5, 9), table_rows=i32(1, 0))
+        ...     delta=DeltaTokens(i32(7, 8), i32(0, 1), lens=i32(1, 1), cached_lens=i32(5, 9), table_rows=i32(1, 0)),
         ... )
         >>> layout.token_ids
         tensor([7, 1, 2, 8, 3, 0])

@@ -130,7 +130,7 @@ def scatter_probs(
     *,
     backend: str,
 ) -> None:
-    """Write guided probabilities into the rows of ``probs``, see :func:`reweight_scatter`. Arguments are not checked."""
+    """Write guided probabilities into the rows of ``probs``, see :func:`reweight_scatter`. Checks no argument."""
     _launch_scatter(backend, probs, guided_probs, candidates, table.mode, table_rows)
 
 

@@ -199,7 +199,13 @@ def rows_are_aligned(scores: Tensor) -> bool:
 
 
 def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandidates:
-    """Result tensors for the ``scored`` of :func:`topk_candidates`."""
+    """Result tensors for ``scored`` of :func:`topk_candidates`.
+
+    Args:
+        rows: N, rows of the step's tensors.
+        columns: K, candidates per row.
+        device: device of the tensors.
+    """
     return empty(ScoredCandidates, device, {"N": rows, "K": columns})
 
 
@@ -281,8 +287,8 @@ def topk_candidates(
         guided: bool ``[B]``. Unguided requests are not read, and their results are empty. If None, all are guided.
         vocab_mask: int32 ``[B, ceil(V / 32)]``, bit 1 = allowed, token ``t`` is bit ``t % 32`` of word ``t // 32`` (as
             packed by xgrammar). Applied before everything else.
-        addresses: int64 ``[4]`` of :func:`begin_step`; addresses and row strides of the scores and of the mask, for CUDA
-            graphs. ``scores`` and ``vocab_mask`` then only give dtype and shape, and are not read. Not for the reference.
+        addresses: int64 ``[4]`` of :func:`begin_step`; addresses and row strides of the scores and of the mask, for
+            CUDA graphs. ``scores`` and ``vocab_mask`` then only give dtype and shape, and are not read. Kernels only.
         is_aligned: with ``addresses``, whether each row begins at a multiple of 16 elements, and the first at 16 bytes.
         table: guidance parameters of ``R`` requests. If None, only the filters apply.
         table_rows: int32 or int64 ``[B]``; row of each request in the table. If None, request i has row i.

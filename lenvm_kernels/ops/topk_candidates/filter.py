@@ -99,8 +99,8 @@ def _store_scored(
     next_token = tl.full([], -1, tl.int32)
     if drawn_ptr is not None:
         next_token = tl.load(drawn_ptr + request)
-    first_token = tl.max(tl.where(column == 0, tokens, -1), axis=0)
-    next_token = tl.where((status == _SINGLE) & (sample != 0), first_token, next_token)
+    only_token = tl.max(tokens, axis=0)  # if there is one candidate, because padding is -1
+    next_token = tl.where((status == _SINGLE) & (sample != 0), only_token, next_token)
     alone = tl.load(requests.wants_length + request) & (is_guide == 0) & (next_token >= 0)
     scored_count = tl.where(alone, 1, tl.where(is_guide | SCORE_ALL, count, 0))
     tl.store(scored.token_ids + request * K + column, tl.where((column == 0) & alone, next_token, tokens))
@@ -163,9 +163,8 @@ def _filter_kernel(
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, K)
     no_tokens = tl.full([K], -1, tl.int32)
-    if scored is not None:
-        if step_ptr is not None:
-            tl.atomic_add(step_ptr, 1, mask=request == 0, sem="relaxed")
+    if step_ptr is not None:
+        tl.atomic_add(step_ptr, 1, mask=request == 0, sem="relaxed")
     if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
         if not tl.load(guided_ptr + request):
             tl.store(candidates.token_ids + request * K + column, no_tokens)
