@@ -73,7 +73,7 @@ def _forms():
     layers = {layer: shape_of(layer, "Qwen2.5-1.5B") for layer in ("qkv", "o", "gate_up", "down")}
     every = ["bias", "norm_eps", "square_sums", "residual", "square_sums_out"]
     layers["everything"] = layers["gate_up"] | dict(given=every)
-    rows_of = {"float32": [384], "float16": [384], "bfloat16": [9, 72, 144, 288, 576, 1152, 2304]}
+    rows_of = {"float32": [9, 384], "float16": [384], "bfloat16": [9, 72, 144, 288, 576, 1152, 2304]}
     for dtype, rows in [(dtype, rows) for dtype, counts in rows_of.items() for rows in counts]:
         for layer, shape in layers.items():
             given = [*shape["given"], "num_rows", "expected_rows"]

@@ -139,7 +139,7 @@ class ProbeValues(ValueSource):
                 self._state.table.columns,
                 table_rows=torch.full((rows,), table_row, dtype=torch.int64, device=device),
                 generated=torch.zeros(rows, dtype=torch.int32, device=device),
-                **self._options,
+                backend=self._state.config.backend,
             )
 
 
