@@ -97,10 +97,8 @@ def run_command(args: argparse.Namespace) -> None:
         plot_lengths(plan.targets, plotted, args.plot)
         print(f"\n{args.plot}: lengths against targets; {seconds:.0f} s in all")
         if args.json is not None:
-            measures = ("setting", "distance", "within_25", "sentence_ends", "perplexity")
-            settings = [{key: row[key] for key in measures} | {"mean_length": row["mean"]} for row in rows]
             sizes = dict(target_length=TARGET, prompts=len(plan.prompts), max_new_tokens=plan.max_new_tokens)
-            numbers = {"settings": settings, **sizes, "seed": args.seed, "seconds": seconds}
+            numbers = {"settings": rows, **sizes, "seed": args.seed, "seconds": seconds}
             args.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
 
 
@@ -114,21 +112,16 @@ def _print_samples(plan: Plan, view: dict[str, list[Answer]], count: int = 3, wi
 
 
 def _print_table(plan: Plan, rows: list[dict[str, Any]]) -> None:
-    guidances = {setting.name: setting for setting in plan.settings}
     titles = ("mean length", f"|length - {TARGET}|", "within 25 %", "sentence ends", "perplexity")
-    print(f"\n{'setting':10} " + " ".join(f"{title:>13}" for title in titles) + "  guidance")
+    print(f"\n{'setting':10} " + " ".join(f"{title:>13}" for title in titles))
     for row in rows:
         shares = ("-" if row[key] is None else f"{100 * row[key]:.0f} %" for key in ("within_25", "sentence_ends"))
         cells = (f"{row['mean']:.1f}", f"{row['distance']:.1f}", *shares, f"{row['perplexity']:.2f}")
-        setting = guidances.get(row["setting"])
-        guidance = {} if setting is None else dict(setting.guidance or {})
-        if setting is not None and setting.targets != (None,):
-            guidance = {"target_length": TARGET, **guidance}
-        text = " ".join(f"{key}={value}" for key, value in guidance.items()) or "none"
-        print(f"{row['setting']:10} " + " ".join(f"{cell:>13}" for cell in cells) + f"  {text}")
+        print(f"{row['setting']:10} " + " ".join(f"{cell:>13}" for cell in cells))
     print(
         f"{len(plan.prompts)} held-out prompts. Lengths in tokens, end-of-sequence included, at most "
         f"{plan.max_new_tokens}.\n|length - {TARGET}|: mean distance. sentence ends: of the answers that ended by "
         "themselves, the share that ends a sentence.\nperplexity: of the output under the base model alone, fp32, "
-        "temperature 1. hard cut: answers of none, cut at the target.\nconstant: guided by the end of the text alone."
+        f"temperature 1. hard cut: answers of none, cut at {TARGET}. eq, constant, guided: to {TARGET} tokens; eq is the "
+        "fork's constraint,\nconstant has no value model. shorter, longer: centered_exp with scales -60 and 20."
     )

@@ -172,12 +172,11 @@ def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
     assert {(True, True), (True, False)} <= kinds
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_answers_from_server(run, base, prompts, tmp_path, engine, monkeypatch):
+def test_answers_from_server(run, base, prompts, tmp_path, monkeypatch):
     """Answers received before a server error are kept; the same command samples the rest."""
     folder, found = tmp_path / "answers", []
     with fake_engines() as start:
-        server, url = start(engine)
+        server, url = start("sglang")
         command = ("collect", base, "--prompts", prompts, "--output", folder, "--url", url, "--value", "any", *COLLECT)
         reply = server.RequestHandlerClass.reply
 
