@@ -74,12 +74,9 @@ def begin_step(
         target[: count * (1 + columns)] = values.expand(-1, 1 + columns).flatten()
         target[count * (1 + columns) :] = padding
 
-    for target, values, padding in (
-        (out.lengths, lengths, 0),
-        (out.request_rows, table_rows, padding_row),
-        (out.needs_values, (guided | wants_length)[:, 0], False),
-    ):
-        target[:count], target[count:] = values, padding
+    per_request = (out.lengths, lengths, 0), (out.request_rows, table_rows, padding_row)
+    for target, values, filler in (*per_request, (out.needs_values, (guided | wants_length)[:, 0], 0)):
+        target[:count], target[count:] = values, filler
     write(out.positions, lengths[:, None] - 1 + depth, -1)
     write(out.table_rows, table_rows[:, None], padding_row)
     write(out.guided, guided, False)

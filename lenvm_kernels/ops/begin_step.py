@@ -429,6 +429,6 @@ def begin_step(
     if out is None:
         out = empty_requests(tokens.shape[0], tokens.device, 0 if drafts is None else drafts.token_ids.shape[1])
     columns = select_columns(GatheredColumns, table)
-    batch = (columns, tokens, table_rows, lengths, new_lens, active, history)
-    _launch(backend, out, *batch, drafts, spans, drawn, filters, addresses, scores, vocab_mask, padding_row)
+    inputs = (columns, tokens, table_rows, lengths, new_lens, active, history)
+    _launch(backend, out, *inputs, drafts, spans, drawn, filters, addresses, scores, vocab_mask, padding_row)
     return out

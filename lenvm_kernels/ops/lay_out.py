@@ -257,6 +257,7 @@ def _launch(
     group: int,
 ) -> None:
     (rows, columns), held = candidate_ids.shape, 1
+    tokens: tuple[Tensor | None, ...]
     if delta is not None:
         tokens = (None, delta.token_ids, delta.starts, delta.lens, delta.cached_lens, delta.table_rows)
     else:

@@ -47,8 +47,8 @@ class StepCall(NamedTuple):
 
     def at_addresses(self, addresses: torch.Tensor, rows: int) -> StepCall:
         """The same call for ``rows`` rows of scores and mask that are found at ``addresses`` when it runs."""
-        scores, mask = (x if x is None else x[:1].expand(rows, -1) for x in (self.scores, self.vocab_mask))
-        return self._replace(scores=scores, vocab_mask=mask, addresses=addresses)
+        mask = None if self.vocab_mask is None else self.vocab_mask[:1].expand(rows, -1)
+        return self._replace(scores=self.scores[:1].expand(rows, -1), vocab_mask=mask, addresses=addresses)
 
 
 class StepResult(NamedTuple):

@@ -315,14 +315,20 @@ class GuidedStep:
                 vocab_mask=mask,
                 backend=backend,
             )
-        options = (sampling.is_logits, sampling.sample, verify is not None, backend)
-        is_aligned = rows_are_aligned(scores) and scores.data_ptr() % 16 == 0
-        call = StepCall(scores, mask, *options, is_aligned)
+        call = StepCall(
+            scores,
+            mask,
+            sampling.is_logits,
+            sampling.sample,
+            verifies=verify is not None,
+            backend=backend,
+            is_aligned=rows_are_aligned(scores) and scores.data_ptr() % 16 == 0,
+        )
         if graphs is None:
             result = self._guide(rows, call, batch.states)
         else:
-            if rows.states is not None:
-                rows.states[:count] = batch.states
+            if rows.states is not None and batch.states is not None:
+                rows.states[:count].copy_(batch.states)
             key = rows.sizes, call.key
             result = graphs.run(key, lambda: self._guide_from_addresses(rows, call))
         output = first_rows(result, requests, nodes, is_reused=graphs is not None)
@@ -443,8 +449,8 @@ class GuidedStep:
         rows = torch.full((size,), self._state.padding_row, dtype=torch.int64, device=self.device)
         arguments = (self.config, rows, scores_dtype, self.values.needs_states)
         for has_mask in (False, True) if is_last else (False,):
-            options = dict(is_logits=is_logits, sample=sample, has_mask=has_mask)
-            for scores, batch, drafts, sampling in dummy_steps(*arguments, **options):
+            steps = dummy_steps(*arguments, is_logits=is_logits, sample=sample, has_mask=has_mask)
+            for scores, batch, drafts, sampling in steps:
                 prepared, probs = [self.prepare(None, batch, drafts)], None
                 if is_last:
                     spans = stages.limit_spans(self._state, None, batch, drafts)

@@ -32,7 +32,7 @@ def train(args: argparse.Namespace, command: str) -> None:
     if vocabulary(load_tokenizer("--backbone", path)) != vocabulary(tokenizer):
         raise ValueError(f"--backbone must have the vocabulary of {args.base!r}, {model!r} has another")
     if args.dry_run:
-        prompts = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=True)
+        prompts = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts])
         print(estimate(plan, how, args.rounds, base, path, [len(ids) for ids in prompts]))
         return
 

@@ -100,8 +100,9 @@ class RaggedBatch:
             positions = torch.where(token < 0, layout.positions, images.positions[:, token])
             rows = torch.where(token < 0, -1, images.rows[token])
             images = ImageTokens(positions, rows, images.embeds)
-        table_rows = requests.request_rows if delta is None else delta.table_rows
-        return cls(layout, slot_table, table_rows, candidate_lens, page_size, expected_rows, images)
+        rows_of = delta.table_rows if delta is not None else requests and requests.request_rows
+        assert rows_of is not None  # lay_out has checked that one of both is passed
+        return cls(layout, slot_table, rows_of, candidate_lens, page_size, expected_rows, images)
 
 
 @dataclass(frozen=True)

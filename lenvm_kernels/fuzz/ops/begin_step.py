@@ -74,7 +74,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     is_active = draws.chance("active", rows, of=0.7)
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
     tokens = draws.choose("tokens", rows, new, values=[0, 1, 151_642, 2**31 - 1, 2**33 + 5])
-    per_request = {
+    per_request: dict[str, Any] = {
         "tokens": tokens[:, 0].contiguous() if options["tokens"] == "one" else tokens,
         "table_rows": table_rows,
         "lengths": lengths.int(),
