@@ -10,11 +10,11 @@ import torch
 
 from bench.harness import Benchmark, TimedCase, nbytes
 from bench.models import VOCAB
-from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
+from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens
 
-REQUEST_BYTES = 4 + 8 + 1 + 1 + 3 * 4  # position, table row, two flags, and three numbers of tokens
+REQUEST_BYTES = 4 + 8 + 1 + 3 * 4  # length, table row, a flag, and three numbers of tokens
 TOKEN_BYTES = 4 + 4  # id and page
 
 
@@ -45,9 +45,9 @@ def make_call(
         requests, history = empty_requests(B, device), empty_history(R, M, device)
         for x in requests:
             x.fill_(1)
-        requests.positions.fill_(length - 1)
+        requests.lengths.fill_(length)
         requests.cached_lens.fill_(length - missing)
-        requests.table_rows.copy_(rows)
+        requests.request_rows.copy_(rows)
         tokens = dict(requests=requests, history=history)
     else:
         ids, starts = torch.randint(VOCAB, (B * delta,), dtype=index), torch.arange(0, B * delta, delta)

@@ -89,7 +89,7 @@ class Settings:
     value_stride: Annotated[int, _COUNT] = 1
     """Default of requests, in steps of the engine."""
     graphs: Annotated[bool | None, _SWITCH] = None
-    """Whether the value model runs in CUDA graphs. If None, on a GPU if the engine uses CUDA graphs."""
+    """Whether guided steps run from CUDA graphs. If None, on a GPU if the engine uses CUDA graphs."""
     tokenizer: Annotated[str | None, SettingText(str, "a directory or a name")] = None
     """Location of the base model's tokenizer, for thinking budgets and forced texts. If None, the engine's in SGLang,
     otherwise the one in the value model's directory."""

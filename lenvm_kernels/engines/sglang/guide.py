@@ -143,8 +143,8 @@ class SGLangGuide:
             self.states.allocate(self.step.max_requests * (1 + self.drafts))
         self.has_slots = True
         if self.device.type == "cuda":
-            for is_logits in (False, True):  # for sampled and for greedy batches
-                self.step.warm_up(is_logits=is_logits)
+            self.step.warm_up(is_logits=False)  # sampled batches
+            self.step.warm_up(sample=bool(self.drafts))  # greedy batches, and drafts
         if self.drafts:
             table_rows = runner.req_to_token_pool.req_to_token.shape[0]
             grown_by = torch.zeros(table_rows, 2 + self.drafts, dtype=torch.int32, device=self.device)
@@ -335,9 +335,10 @@ class SGLangGuide:
                     assert output.remaining_lengths is not None  # values are requested, and a token is drawn
                     prompt_lengths = 1 + output.remaining_lengths
             if self.metrics is not None or wants_values:
+                # Copies, because the next step may overwrite the candidates before the engine has fetched the report.
                 self._report = StepReport(
-                    output.candidates.status[:, None],
-                    output.candidates.lost_mass[:, None],
+                    output.candidates.status[:, None].clone(),
+                    output.candidates.lost_mass[:, None].clone(),
                     None if faults is None else self.step.table.columns.faults[table_rows] > faults,
                     None if output.remaining_lengths is None else output.remaining_lengths[:, None],
                     prompt_lengths,

@@ -103,7 +103,7 @@ class InprocRunner:
         self._value_model = value_model
         self._guided: dict[int, Req] = {}  # by table row
         if value_model.device.type == "cuda":
-            self.step.warm_up(is_logits=False)
+            self.step.warm_up(is_logits=False, sample=False, probs_dtype=torch.float32)
 
     def guide(
         self, batch: ForwardBatch, reqs: Sequence[Req], probs: torch.Tensor, filters: ForkFilters

@@ -147,7 +147,7 @@ class Guide:
                 self.report.metrics.cache_bytes.set(KVCache.num_bytes(value_model, self.own.slots.num_slots))
         self.filters = EngineFilters(req_states.vocab_size)
         if self.device.type == "cuda":
-            self.step.warm_up()
+            self.step.warm_up(sample=False)
 
     def _num_pages(self, vllm_config: VllmConfig, value_model: ValueModel, working: int) -> int:
         """Pages of the value model's cache, which shares its part of the memory with ``working`` bytes of a step."""
