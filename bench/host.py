@@ -1,9 +1,11 @@
 """Host cost of a guided step by batch size: ``python -m bench.host [--rows 1 8 64 512]``.
 
-Runs on a CPU without kernels: launches are intercepted, so the step computes almost nothing. The command counts
+Runs on a CPU without kernels: launches are intercepted, so the step computes almost nothing. As on a GPU, everything
+after the first launch is replayed from a CUDA graph, whose replay costs nothing here. The command counts
 
 - trace events of Python (``sys.settrace``: calls, lines and returns), which a loop over requests multiplies;
-- torch operators, except views and including allocations, and launches of Triton kernels;
+- torch operators, except views and including allocations, and launches of Triton kernels from Python;
+- launches of Triton kernels in the graph;
 - the minimum CPU time of a step, without launches.
 
 The guided step costs the same for every batch size (``tests/tools/test_host.py``); the published algorithm does not.
@@ -13,9 +15,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +26,8 @@ from bench.harness import parser, table
 from bench.launches import without_kernels
 from bench.models import make_config, make_model, random_probe
 from bench.step import Decode
-from lenvm_kernels.step import StepBatch
+from lenvm_kernels.step import GuidedStep, StepBatch
+from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
 
@@ -37,11 +40,35 @@ REPEATS = 20
 
 
 class Cost(NamedTuple):
-    """Host cost of a step: trace events, torch operators and launches."""
+    """Host cost of a step: trace events, torch operators, launches from Python, and launches in the graph."""
 
     events: int
     operators: int
     launches: int
+    in_graph: int
+
+
+class _ReplayedGraphs(Graphs):
+    """Runs a function once per key. Later runs return its first result, as the replay of a graph does."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._results: dict[Hashable, Any] = {}
+
+    @staticmethod
+    def supports(device: torch.device) -> bool:
+        return True
+
+    def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
+        if key not in self._results:
+            self._results[key] = function()
+        return self._results[key]
+
+
+class ReplayedStep(GuidedStep):
+    """A step whose launches after the first are not made again."""
+
+    graphs_class = _ReplayedGraphs
 
 
 class _Operators(TorchDispatchMode):
@@ -57,7 +84,7 @@ class _Operators(TorchDispatchMode):
 
 def make_step(kind: str, rows: int, layers: int = 1) -> Callable[[], object]:
     """A step of kind ``STEPS`` for a batch of ``rows``. Make and call it within :func:`without_kernels`."""
-    options = dict(cached=CACHED, vocab_size=VOCAB)
+    options = dict(cached=CACHED, vocab_size=VOCAB, step_class=ReplayedStep)
     if kind == "none":
         return Decode(None, rows, backend="triton", **options)
     if kind == "probe":
@@ -92,7 +119,8 @@ def cost_of(kind: str, rows: int, layers: int = 1) -> Cost:
 
     with torch.no_grad(), without_kernels():
         step = make_step(kind, rows, layers)
-        step()  # one-time work
+        with without_kernels() as first:
+            step()  # one-time work, and the launches of the graph
         with without_kernels() as launches, _Operators() as operators:
             step()
         before = sys.gettrace()
@@ -101,7 +129,7 @@ def cost_of(kind: str, rows: int, layers: int = 1) -> Cost:
             step()
         finally:
             sys.settrace(before)
-    return Cost(events, operators.count, len(launches))
+    return Cost(events, operators.count, len(launches), len(first) - len(launches))
 
 
 def seconds_of(kind: str, rows: int) -> float:
@@ -122,7 +150,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for kind, rows in product(STEPS, args.rows):
         lines.append((kind, rows, f"{1e3 * seconds_of(kind, rows):.2f}", *cost_of(kind, rows)))
-    print(*table(("step", "rows", "CPU ms", "trace events", "torch operators", "launches"), lines), sep="\n")
+    print(*table(("step", "rows", "CPU ms", "trace events", "torch operators", "launches", "in the graph"), lines), sep="\n")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Decode:
         cached: tokens in each request's cache at first.
         vocab_size: size of the vocabulary.
         two_forwards: take the step with :class:`TwoForwardStep`.
+        step_class: class of the step otherwise.
         options: fields of :class:`StepConfig`.
     """
 
@@ -52,13 +53,14 @@ class Decode:
         cached: int = CACHED,
         vocab_size: int = VOCAB,
         two_forwards: bool = False,
+        step_class: type[GuidedStep] = GuidedStep,
         **options: object,
     ) -> None:
         device = torch.get_default_device()
         slots = PagedSlots(rows, cached + MORE_CACHED, device=device)
         config = StepConfig(vocab_size=vocab_size, **options)
         self.step = (
-            TwoForwardStep(values, slots, config) if two_forwards else GuidedStep(value_source(values), slots, config)
+            TwoForwardStep(values, slots, config) if two_forwards else step_class(value_source(values), slots, config)
         )
         guidance = {"target_length": 600} if values is None else {"value_mode": "mul", "value_scale": 0.8}
         for row in range(rows):
