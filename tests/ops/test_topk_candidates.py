@@ -388,7 +388,7 @@ def test_end_token_among_candidates_makes_request_due(device, backend):
         ([30, 31, 32, 33], GUIDE, False, (11, 12, 32)),  # last end token
         ([30, 31], NOT_DUE, False, (33,)),
         ([8, 9, 33, 4], NOT_DUE, False, (7,)),  # end tokens of other requests
-        ([40, 41], NOT_DUE, False, ()),
+        ([40, 41], NOT_DUE, False, (-1, -2)),  # -1 pads candidates, -2 pads end tokens
         ([1, 2, 3, 4], SKIP, False, (4,)),
         ([1, 2, 3, 9], SKIP, False, (4,)),
         ([9], SINGLE, False, (4,)),
