@@ -150,7 +150,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for kind, rows in product(STEPS, args.rows):
         lines.append((kind, rows, f"{1e3 * seconds_of(kind, rows):.2f}", *cost_of(kind, rows)))
-    print(*table(("step", "rows", "CPU ms", "trace events", "torch operators", "launches", "in the graph"), lines), sep="\n")
+    columns = ("step", "rows", "CPU ms", "trace events", "torch operators", "launches", "in the graph")
+    print(*table(columns, lines), sep="\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ def draw(
     sample: bool,
 ) -> DrawnTokens:
     """See :func:`lenvm_kernels.ops.draw.draw`."""
-    requests = type(requests)(*(x[: len(candidates.probs)] for x in requests))
     table_rows = requests.table_rows
     options = dict(table_rows=table_rows, generated=requests.generated, text_breaks=text_breaks)
     guided_probs = reweight_scatter(candidates, value_logits, table, **options)

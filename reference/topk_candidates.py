@@ -139,7 +139,7 @@ def topk_candidates(
     candidates = Candidates(token.int(), q, counts.int(), status.to(torch.int8), lost_mass)
     if table is None or requests is None or scored is None:
         return candidates
-    if step is not None and len(scored.counts) > 0:
+    if step is not None and len(scores) > 0:
         step += 1
     ending = table.ending_token_ids[of_row]
     return choose_scored(candidates, requests, ending, drawn=drawn, sample=sample, score_all=score_all, scored=scored)
@@ -147,33 +147,29 @@ def topk_candidates(
 
 def choose_scored(
     candidates: Candidates,  # [B, K]
-    requests: StepRequests,  # [N]
+    requests: StepRequests,  # [B]
     ending_token_ids: torch.Tensor,  # [B, E]
     *,
     drawn: torch.Tensor | None,  # [B]
     sample: bool,
     score_all: bool,
-    scored: ScoredCandidates,  # [N, K]
+    scored: ScoredCandidates,  # [B, K]
 ) -> Candidates:
     """Write the candidates that the value model scores, and return the candidates with the status ``NOT_DUE``."""
     token_ids, counts = candidates.token_ids, candidates.counts
-    count = len(counts)
     is_end = (token_ids[:, :, None] == ending_token_ids[:, None]).any(2) & (token_ids >= 0)
-    is_left_out = (candidates.status == Status.GUIDE) & ~requests.due[:count] & ~is_end.any(1)
+    is_left_out = (candidates.status == Status.GUIDE) & ~requests.due & ~is_end.any(1)
     status = candidates.status.masked_fill(is_left_out, int(Status.NOT_DUE))
     is_guide = status == Status.GUIDE
     next_tokens = torch.full_like(counts, -1) if drawn is None else drawn
     if sample:
         next_tokens = torch.where(status == Status.SINGLE, token_ids[:, 0], next_tokens)
-    alone = requests.wants_length[:count] & ~is_guide & (next_tokens >= 0)
-    results = ScoredCandidates(
-        token_ids=torch.cat((torch.where(alone, next_tokens, token_ids[:, 0])[:, None], token_ids[:, 1:]), dim=1),
-        counts=torch.where(alone, 1, counts if score_all else torch.where(is_guide, counts, 0)),
-        positions=requests.positions[:count] + 1,
-        alone=alone,
-    )
-    for written, result, padding in zip(scored, results, (-1, 0, 0, False), strict=True):
-        written[:count], written[count:] = result, padding
+    alone = requests.wants_length & ~is_guide & (next_tokens >= 0)
+    scored.token_ids.copy_(token_ids)
+    scored.token_ids[:, 0] = torch.where(alone, next_tokens, token_ids[:, 0])
+    scored.counts.copy_(torch.where(alone, 1, counts if score_all else torch.where(is_guide, counts, 0)))
+    scored.positions.copy_(requests.positions + 1)
+    scored.alone.copy_(alone)
     return candidates._replace(status=status)
 
 

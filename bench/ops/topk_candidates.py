@@ -22,14 +22,14 @@ OF_STEP = ("requests", "scored", "drawn", "step", "sample")
 OPTIONS = ("temperature", "guided", "vocab_mask", *OF_TABLE)
 
 
-def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=(), padding=0, score_all=False):
-    """A call with ``K`` slots for candidates and the options ``given``, in a step with ``padding`` more requests."""
+def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=(), score_all=False):
+    """A call with ``K`` slots for candidates and the options ``given``."""
     device = torch.get_default_device()
 
     def full(*shape, value=0.0, dtype=torch.float32):
         return torch.full(shape, value, dtype=dtype)
 
-    requests = empty_requests(B + padding, device)
+    requests = empty_requests(B, device)
     for x in requests:
         x.fill_(1)
     options = dict(
@@ -42,7 +42,7 @@ def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=(), 
         text_breaks=full(V, dtype=torch.int8),
         last_tokens=full(B, dtype=torch.int64),
         requests=requests,
-        scored=empty_scored(B + padding, K, device),
+        scored=empty_scored(B, K, device),
         drawn=full(B, value=-1, dtype=torch.int32),
         step=torch.ones(1, dtype=torch.int64),
         sample=True,
@@ -72,7 +72,7 @@ FORMS = {
 FORMS |= {f"topk_candidates {x} of probabilities": dict(B=64, K=8, dtype=x, is_logits=False) for x in FLOATS}
 FORMS["topk_candidates with every option"] = dict(B=64, K=8, dtype="float16", given=OPTIONS)
 FORMS |= {
-    f"topk_candidates K{K} V{V} in a step": dict(B=64, K=K, V=V, given=(*OPTIONS, *OF_STEP), padding=8, score_all=K > 8)
+    f"topk_candidates K{K} V{V} in a step": dict(B=64, K=K, V=V, given=(*OPTIONS, *OF_STEP), score_all=K > 8)
     for K in (8, 64)
     for V in (VOCAB, MAX_VOCAB)
 }

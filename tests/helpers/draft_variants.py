@@ -52,7 +52,8 @@ def calls(name, rows, with_drafts, drafts, changed):
         integers, floats = (changed(torch.zeros(with_drafts, dtype=dtype)) for dtype in (torch.int32, torch.float32))
         options = dict(top_k=integers, top_p=floats, min_p=floats, max_candidates=4, backend="triton")
         options |= dict(table=GuidanceTable(40, CPU).columns, table_rows=integers, generated=integers)
-        options |= dict(requests=empty_requests(rows, CPU), scored=empty_scored(rows, 4, CPU), drawn=integers)
+        options |= dict(requests=empty_requests(with_drafts, CPU), scored=empty_scored(with_drafts, 4, CPU))
+        options |= dict(drawn=integers)
         topk_candidates(torch.zeros(with_drafts, 48), **options, step=torch.ones(1).long(), sample=rows > 1)
     elif name == "verify_drafts":
         verify_drafts(changed(numbers[: with_drafts * (1 + drafts)]), some, backend="triton")

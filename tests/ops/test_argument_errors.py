@@ -79,8 +79,8 @@ ERRORS = {
             {"table_rows": None, "table": rows(2)},
             r"table must have a row for each of the 3 requests, got 2 \(or give table_rows\)",
         ),
-        ({"requests": rows(2), "scored": rows(2)}, "requests must have a row for each of the 3 requests, got 2"),
-        ({"scored.token_ids": size(1, 3)}, r"scored.token_ids must be int32 \[3, 2\] on cpu, got int32 \[3, 3\]"),
+        ({"scored": rows(2)}, "scored must have a row for each of the 3 requests, got 2"),
+        ({"scored.token_ids": size(1, 3)}, r"scored.token_ids must be int32 \[\*, 2\] on cpu, got int32 \[3, 3\]"),
     ],
     "reweight_scatter": [
         *(({"candidates.token_ids": size(1, n)}, f"candidates.token_ids {K_COLUMNS} {n}") for n in (0, 3, 128)),
@@ -92,7 +92,7 @@ ERRORS = {
     "draw": [
         *(({"candidates.token_ids": size(1, n)}, f"candidates.token_ids {K_COLUMNS} {n}") for n in (0, 3, 128)),
         ({"candidates": None}, "candidates must be the Candidates of topk_candidates, got NoneType"),
-        ({"requests": rows(2), "scored": rows(2)}, "requests must have a row for each of the 3 requests, got 2"),
+        ({"scored": rows(2)}, "scored must have a row for each of the 3 requests, got 2"),
     ],
     "begin_step": [
         ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),

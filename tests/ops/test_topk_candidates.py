@@ -295,27 +295,24 @@ VOCAB = 80
 NEVER, ALWAYS = NAN, 100.0  # entropy thresholds
 
 
-def choose_in_step(device, backend, requests, padding=0, step=None, **options):
+def choose_in_step(device, backend, requests, step=None, **options):
     """The candidates of the requests of a step, and the choice among them, moved to the CPU.
 
     Args:
         requests: the candidates, status, whether it is due, and end tokens of each.
-        padding: rows of the step beyond the requests.
         step: number of the step.
         options: ``max_candidates``, ``wants_length`` of all requests, ``drawn``, ``sample`` and ``score_all``.
     """
     listed, status, due, ends = zip(*requests, strict=True)
-    count, rows = len(requests), len(requests) + padding
+    count = len(requests)
     scores = torch.zeros(count, VOCAB)
     for row, tokens in enumerate(listed):
         scores[row, tokens] = 0.5 ** torch.arange(1.0, 1 + len(tokens))
-    in_step = empty_requests(rows, device)
-    for x in in_step:
-        x.fill_(1)  # exposes reads of dummy requests
-    in_step.positions[:count] = torch.arange(4, 4 + count)
-    in_step.wants_length[:count] = options.pop("wants_length")
-    in_step.due[:count] = torch.tensor(due)
-    scored = empty_scored(rows, options["max_candidates"], device)
+    in_step = empty_requests(count, device)
+    in_step.positions.copy_(torch.arange(4, 4 + count))
+    in_step.wants_length.fill_(options.pop("wants_length"))
+    in_step.due.copy_(torch.tensor(due))
+    scored = empty_scored(count, options["max_candidates"], device)
     for x in scored:
         x.fill_(9)
     if "drawn" in options:
@@ -367,14 +364,14 @@ SELECTIONS = [
 
 @pytest.mark.parametrize(("options", "token_ids", "counts", "alone"), SELECTIONS)
 def test_scored_tokens_of_each_status(device, backend, options, token_ids, counts, alone):
-    """Rows of padding have nothing to score. Without requested lengths, no token is scored alone."""
+    """Without requested lengths, no token is scored alone."""
     step, options = torch.tensor([2**32 - 1], device=device), options | {"max_candidates": 2}
-    candidates, scored = choose_in_step(device, backend, STEP, padding=2, step=step, wants_length=True, **options)
+    candidates, scored = choose_in_step(device, backend, STEP, step=step, wants_length=True, **options)
     assert candidates.status.tolist() == [*Status] and candidates.token_ids.tolist() == IDS
-    assert scored.token_ids.tolist() == [*token_ids, [-1, -1], [-1, -1]]
-    assert scored.counts.tolist() == [*counts, 0, 0]
-    assert scored.positions.tolist() == [5, 6, 7, 8, 9, 0, 0]
-    assert scored.alone.int().tolist() == [*alone, 0, 0]
+    assert scored.token_ids.tolist() == token_ids
+    assert scored.counts.tolist() == counts
+    assert scored.positions.tolist() == [5, 6, 7, 8, 9]
+    assert scored.alone.int().tolist() == alone
     assert step.item() == 2**32
     candidates, scored = choose_in_step(device, backend, STEP, wants_length=False, **options)
     assert candidates.status.tolist() == [*Status] and scored.token_ids.tolist() == IDS and not scored.alone.any()

@@ -7,8 +7,8 @@ from bench import host
 
 ROWS = (1, 8, 64, 512)
 # Per step, with a model of one layer: launches of Triton kernels in the graph, and upper limits of torch operators
-# (allocations included, and four of the benchmark's own) and trace events (a fifth above the number in Python 3.11). One
-# kernel is launched from Python.
+# (allocations included, and four of the benchmark's own) and trace events (a fifth above the number in Python 3.11).
+# One kernel is launched from Python.
 LIMITS = {
     "value model": (13, 6, 820),
     "value model, drafts": (15, 6, 930),

@@ -24,7 +24,6 @@ OPTIONS: dict[str, list[Any]] = {
     "drawn": [False, True],
     "sample": [True, False],
     "temperature": [False, True],
-    "rows_not_there": ["none", "2"],
     "constants": ["shipped", "large tiles"],
 }
 CONSTANTS = {"large tiles": {"TILE": 8192 if INTERPRETED else 128}}
@@ -51,21 +50,15 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     all_scored = draws.chance("all are scored", rows, of=0.7)
     scored_counts = torch.where(all_scored, candidates.counts, candidates.counts // 2).masked_fill(alone, 1)
 
-    total = len(case.rows_and(options["rows_not_there"]))
-    requests = empty_requests(total, device)
-    for x in requests:
-        x.fill_(1)  # exposes reads of rows beyond the batch
+    requests = empty_requests(len(rows), device)
     of_requests = dict(table_rows=table_rows, generated=given.arguments["generated"], wants_length=wants_length)
-    fill(requests, slice(len(rows)), of_requests)
+    fill(requests, slice(None), of_requests)
     scored = ScoredCandidates(
-        token_ids=torch.zeros(total, k, dtype=torch.int32, device=device),
-        counts=torch.ones(total, dtype=torch.int32, device=device),
-        positions=torch.ones(total, dtype=torch.int32, device=device),
-        alone=torch.ones(total, dtype=torch.bool, device=device),
+        token_ids=torch.cat((first[:, None], candidates.token_ids[:, 1:]), dim=1),
+        counts=scored_counts.int(),
+        positions=(positions & 0x7FFFFFFF).int(),
+        alone=alone,
     )
-    scored_ids = torch.cat((first[:, None], candidates.token_ids[:, 1:]), dim=1)
-    of_scored = dict(token_ids=scored_ids, counts=scored_counts, positions=positions & 0x7FFFFFFF, alone=alone)
-    fill(scored, slice(len(rows)), of_scored)
 
     value_logits = given.value_logits if given.has_value_logits else None
     arguments: dict[str, Any] = dict(candidates=candidates, value_logits=value_logits, table=table)
@@ -77,40 +70,39 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["drawn"] = drawn
     if options["temperature"]:
         arguments["temperature"] = draws.choose("temperature", rows, values=[1.0, 0.0, 1e-7, 1e-6, math.nan]).float()
-    arguments |= {name: given.arguments[name] for name in ("text_breaks", "probs") if name in given.arguments}
+    arguments |= {name: x for name, x in given.arguments.items() if name == "text_breaks"}
     return NamedInputs(arguments, len(rows))
 
 
 def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
-    a, rows = given.arguments, given.rows
+    a = given.arguments
     candidates, table, scored = a["candidates"], a["table"], a["scored"]
-    table_rows = a["requests"].table_rows[:rows]
+    table_rows = a["requests"].table_rows
     value_logits = a["value_logits"]
     if value_logits is None:
         value_logits = table.target_logit[table_rows][:, None].repeat(1, candidates.probs.shape[1])
-    options = {"table_rows": table_rows, "generated": a["requests"].generated[:rows]}
-    options |= {name: a[name] for name in ("text_breaks", "probs") if name in a}
+    options = {"table_rows": table_rows, "generated": a["requests"].generated}
+    options |= {name: x for name, x in a.items() if name == "text_breaks"}
     guided_probs, tokens, lengths = (result.tensors[x] for x in ("guided_probs", "tokens", "remaining_lengths"))
-    faults, probs = result.tensors["faults"], result.tensors.get("probs")
+    faults = result.tensors["faults"]
     is_spare = owners_in_table(table_rows, len(faults)) < 0
-    between = None if probs is None else result.around["probs"].view(max(rows, 1), -1)[:rows, probs.shape[1] :]
-    of_weights = weights.ReweightResult(guided_probs, faults[table_rows], faults[is_spare], probs, between)
+    of_weights = weights.ReweightResult(guided_probs, faults[table_rows], faults[is_spare], None, None)
     found = weights.compare(weights.ReweightInputs(candidates, value_logits, table, table_rows, options), of_weights)
 
     # The draw from given probabilities is exact.
     passed = a.get("drawn", torch.full_like(tokens, -1))
     expected = passed
     if a["sample"]:
-        requests = table.seed[table_rows], scored.positions[:rows]
+        requests = table.seed[table_rows], scored.positions
         own = draw_tokens(candidates, guided_probs, *requests, a.get("temperature"))
         expected = torch.where(own >= 0, own, passed)
     found.append(differs("tokens", tokens, expected))
 
     column = torch.arange(candidates.probs.shape[1], device=tokens.device)
-    is_token = (column < scored.counts[:rows, None]) & (scored.token_ids[:rows] == tokens[:, None])
+    is_token = (column < scored.counts[:, None]) & (scored.token_ids == tokens[:, None])
     z = torch.where(is_token, a.get("predicted", value_logits).double(), 0.0).sum(1)
     nats = torch.nn.functional.softplus(z).masked_fill((table.eos_token_ids[table_rows] == tokens[:, None]).any(1), 0.0)
-    is_wanted = a["requests"].wants_length[:rows] & table.return_values[table_rows] & is_token.any(1)
+    is_wanted = a["requests"].wants_length & table.return_values[table_rows] & is_token.any(1)
     expected = torch.where(is_wanted, nats / table.nats_per_token[table_rows].double(), math.nan)
     found.append(beyond("remaining lengths", lengths, expected, TOLERANCE["draw"][torch.float32]))
     return found
@@ -130,17 +122,15 @@ OPERATOR = named_operator(
         "remaining_lengths": (torch.float32, (given.rows,)),
     },
     compare=compare,
-    writes=("table.faults", "probs"),
+    writes=("table.faults",),
     owners=lambda given: {
-        "faults": owners_in_table(
-            given.arguments["requests"].table_rows[: given.rows], len(given.arguments["table"].faults)
-        )
+        "faults": owners_in_table(given.arguments["requests"].table_rows, len(given.arguments["table"].faults))
     },
     most_rows=65_536,
-    row_size=lambda options: options["vocab"] + 40 * options["columns"],
+    row_size=lambda options: 40 * options["columns"],
     row_work=_row_work,
     constants=CONSTANTS,
-    free=weights.FREE
+    free={name: what for name, what in weights.FREE.items() if name != "probs"}
     | {
         "predicted": "float64 apart",
         "table.eos_token_ids": "columns apart",

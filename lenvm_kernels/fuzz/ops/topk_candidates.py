@@ -50,7 +50,7 @@ OPTIONS: dict[str, list[Any]] = {
     "table_rows": ["none", "int64", "int32"],
     "generated": [False, True],
     "text_breaks": [0, 1, 6],
-    "scored": ["none", "0", "1", "40"],  # rows of the scored candidates beyond the requests
+    "scored": [False, True],
     "slices": [False, True],
     "drawn": [False, True],
     "sample": [False, True],
@@ -95,7 +95,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["vocab_mask"] = padded_rows(words, options["padding"], value=-1)
     if options["max_eos"]:
         arguments |= table_options(case, device, x)
-        if options["scored"] != "none":
+        if options["scored"]:
             arguments |= step_options(case, device)
     return NamedInputs(arguments, len(rows))
 
@@ -138,17 +138,14 @@ def table_options(case: Case, device: torch.device, x: Tensor) -> dict[str, Any]
 def step_options(case: Case, device: torch.device) -> dict[str, Any]:
     """What decides which candidates are scored."""
     options, draws, rows = case.options, case.draws(device), case.rows
-    total = len(case.rows_and(options["scored"]))
-    requests = empty_requests(total, device)
-    for x in requests:
-        x.fill_(1)  # exposes reads of dummy requests
+    requests = empty_requests(len(rows), device)
     columns = {
         "positions": draws.integers("positions", rows, low=0, high=100_000),
         "wants_length": draws.chance("wants_length", rows, of=0.5),
         "due": draws.chance("due", rows, of=0.4),
     }
-    fill(requests, slice(len(rows)), columns)
-    scored = empty_scored(total, options["max_candidates"], device)
+    fill(requests, slice(None), columns)
+    scored = empty_scored(len(rows), options["max_candidates"], device)
     arguments: dict[str, Any] = {"requests": requests, "scored": to_fill(scored, in_slices=options["slices"])}
     if options["drawn"]:
         drawn = draws.choose("drawn", rows, values=[-1, -1, -2, 0, 3, 2**31 - 1]).int()
