@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, working_bytes
+from bench.launches import without_kernels
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig, value_source, working_bytes
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.sources import chunks_of
 from lenvm_kernels.types import Status
 from tests.helpers.engine import (
     GUIDANCE,
+    MOST_LIKELY,
     PROMPTS,
     TILT,
     Engine,
@@ -22,7 +26,7 @@ from tests.helpers.engine import (
     run_requests,
     take_step,
 )
-from tests.helpers.models import VOCAB, random_pair, tiny_value_model, value_model_of
+from tests.helpers.models import EOS, VOCAB, random_pair, tiny_value_model, value_model_of
 from tests.helpers.padded_step import PaddedStep
 from tests.helpers.watch import PeakMemory, no_read_back
 
@@ -333,3 +337,65 @@ def test_graph_of_the_whole_step(device):
     flipped = step()
     assert torch.equal(output.tokens, flipped.tokens) and torch.equal(output.value_logits, flipped.value_logits)
     assert not torch.equal(output.value_logits, expected.value_logits)
+
+
+LATER = [
+    {"target_length": 40, "end_token_ids": [3], "hard_limit": 2, "end_message": [7]},
+    {"target_length": 30, "return_values": True},
+    TILT | {"token_temperature_scale": {5: 4.0, 11: 0.25}, "value_stride": 2},
+]
+
+
+def test_requests_that_arrive_after_the_capture_get_what_they_ask_for(models):
+    """Spans, predicted lengths, token temperatures, strides and the engine's draws, first used in a captured step."""
+    outputs = []
+    for options in ({"backend": "triton"}, {"backend": "triton", "step_class": PaddedStep}):
+        engine = Engine(*make_step(models.value, **options)).start(range(4), PROMPTS, [TILT] * 4, room=9)
+        sequences, found = [list(tokens) for tokens in PROMPTS], []
+        for number in range(6):
+            if number == 1:
+                for row, guidance in enumerate(LATER):
+                    length = len(sequences[row])
+                    engine.step.add_request(row, parse_guidance(guidance), {EOS}, prompt_len=length, seed=row)
+                engine.prefill(range(len(LATER)), sequences[: len(LATER)])
+            scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(number))
+            drawn = {} if number < 3 else {"drawn": torch.full((4,), 9)}
+            output = engine.decode(range(4), sequences, scores, **drawn)
+            found.append((output.tokens.tolist(), output.probs.tolist(), output.remaining_lengths))
+            sequences = [[*s, max(t, 0)] for s, t in zip(sequences, found[-1][0], strict=True)]
+        outputs.append(found)
+    for (tokens, probs, lengths), (others, other_probs, other_lengths) in zip(*outputs, strict=True):
+        assert tokens == others and probs == other_probs
+        assert (lengths is None) == (other_lengths is None)
+        assert lengths is None or torch.equal(lengths.nan_to_num(-1.0), other_lengths.nan_to_num(-1.0))
+    assert any(lengths is not None and lengths[1] > 0 for *_, lengths in outputs[1])
+    assert [tokens[0] for tokens, *_ in outputs[1]][3:5] == [7, 3], outputs[1]
+
+
+@pytest.mark.parametrize("step_class", [GuidedStep, PaddedStep])
+@pytest.mark.parametrize("width", [VOCAB - 40, VOCAB + 15])
+def test_scores_narrower_and_wider_than_the_vocabulary(models, step_class, width):
+    """Tokens without a score, and padding columns, which have the largest scores here, are no candidates."""
+    engine = Engine(*make_step(models.value, step_class=step_class, backend="triton"))
+    engine.start(range(3), PROMPTS[:3], [TILT, TILT | {"token_temperature_scale": {VOCAB - 1: 9.0}}, None])
+    scores = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
+    scores[:, VOCAB:] = 50.0
+    options = dict(vocab_mask=torch.full((3, -(-width // 32)), -1, dtype=torch.int32), drawn=MOST_LIKELY)
+    output = engine.decode(range(3), PROMPTS[:3], scores.clone(), **options)
+    common = scores[:, :VOCAB].clone()
+    if width > VOCAB:
+        common[1, -1] *= 9
+    expected = topk_candidates(
+        common, top_k=6, top_p=1.0, min_p=0.05, temperature=0.8, max_candidates=8, is_logits=True, backend="reference"
+    )
+    assert torch.equal(output.candidates.token_ids[:2], expected.token_ids[:2])
+    assert (output.tokens[:2] < common.shape[1]).all()
+
+
+def test_memory_of_a_warm_up():
+    """For 4,096 requests and 152,064 tokens at most 1.5 GiB, whatever is passed to the steps."""
+    slots = EngineSlots(torch.zeros(4096, 1, dtype=torch.int32), 4096)
+    with without_kernels(), PeakMemory() as memory:
+        step = PaddedStep(value_source(None), slots, StepConfig(vocab_size=152_064, backend="triton"))
+        step.warm_up(sample=False, probs_dtype=torch.float32, progress=False)
+    assert memory.peak < 1.5 * 2**30, f"{memory.peak / 2**30:.2f} GiB"
