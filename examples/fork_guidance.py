@@ -2,7 +2,7 @@
 
 With the fork (eric-ai-lab/Length-Value-Model, sglang-LenVM) and its dependencies installed, in this directory::
 
-    lenvm fuzz --against fork_guidance:reweight_scatter --reference-only
+    lenvm fuzz --against fork_guidance:reweight_scatter --reference-only --only "values=of candidates"
 """
 
 from types import SimpleNamespace

@@ -123,6 +123,19 @@ def test_ends_of_the_unit_interval_draw_candidates_only(device, backend, probs, 
     assert drawn_of(torch.tensor([probs] * 2), device, backend, positions=positions).tokens.tolist() == [first, last]
 
 
+def test_order_of_the_additions_decides_between_improbable_candidates(device):
+    """At the largest u, where the sum is rounded to less or more than 1: bitwise as the reference."""
+    p = torch.rand(512, 64, generator=torch.Generator().manual_seed(0))
+    p[:, 32:] *= 2.0**-20
+    result = drawn_of(p, device, "triton", positions=AT_LARGEST)
+    columns, status = torch.arange(64).expand(512, -1), torch.full((512,), int(GUIDE))
+    at = torch.zeros(512, dtype=torch.int64), torch.full((512,), AT_LARGEST)
+    expected = draw_tokens(Candidates(columns, p, None, status, None), result.guided_probs, *at)
+    assert torch.equal(result.tokens.long(), expected)
+    without_total = (result.guided_probs.cumsum(1) <= LARGEST_U).sum(1)
+    assert (expected != without_total).sum() > 50
+
+
 @pytest.mark.parametrize("varies", ["position", "seed", "high word of the seed"])
 def test_draws_follow_the_probabilities_and_are_independent(device, varies):
     """Pairs of adjacent draws are independent. The probabilities do not sum to 1."""
