@@ -218,7 +218,7 @@ def gather_requests(
             [B, N].
         active: bool [B]; requests that are False are treated as unguided. If ``None``, all are active.
         history: history of the table's rows (:func:`empty_history`), updated in place except for ``step``, which
-            :func:`select_scored` updates, and ``cached_lens``, which :func:`catch_up` updates. If ``None``,
+            :func:`select_scored` updates, and ``cached_lens``, which :func:`lay_out` updates. If ``None``,
             ``cached_lens`` is left untouched and all requests are due.
         padding_row: table row of dummy requests.
         out: contiguous result tensors to reuse, of ``N >= B`` rows (:func:`empty_requests`). If ``None``, ``B`` rows.

@@ -32,11 +32,11 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
     ITEM_SIZE,
     SPLIT_TILES,
     most_splits,
-    num_counters,
     num_items,
     plan_shape,
     store_items,
 )
+from lenvm_kernels.ops.value_tree_attention.plan import num_counters as attention_counters
 from lenvm_kernels.reference.lay_out import lay_out as _lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
 
@@ -373,10 +373,10 @@ def lay_out(
         >>> import torch
         >>> def i32(*values):
         ...     return torch.tensor(values, dtype=torch.int32)
-        >>> layout = lay_out(  # two requests at a decode step, of whose three candidate columns one is padding
-        ...     i32((1, 2), (3, -1)), i32(2, 1), i32(range(10, 20), range(70, 80)), num_heads=2, num_kv_heads=1,
-        ...     delta=DeltaTokens(i32(7, 8), starts=i32(0, 1), lens=i32(1, 1), cached_lens=i32(5, 9), table_rows=i32(1, 0))
-        ... )
+        >>> delta = DeltaTokens(i32(7, 8), i32(0, 1), lens=i32(1, 1), cached_lens=i32(5, 9), table_rows=i32(1, 0))
+        >>> candidates, counts = i32((1, 2), (3, -1)), i32(2, 1)  # two requests; one column is padding
+        >>> slot_table = i32(range(10, 20), range(70, 80))
+        >>> layout = lay_out(candidates, counts, slot_table, num_heads=2, num_kv_heads=1, delta=delta)
         >>> layout.token_ids
         tensor([7, 1, 2, 8, 3, 0])
         >>> layout.positions
@@ -408,7 +408,7 @@ def lay_out(
     rows = sizes["B"]
     sizes["T"] = total_tokens = sizes["D"] + rows * sizes["K"]
     sizes["P"] = plan_shape(total_tokens, rows, group, sizes["pages"] * page_size)[0]
-    sizes["C"] = max(num_counters(rows, num_kv_heads), head_counters(total_tokens))
+    sizes["C"] = max(attention_counters(rows, num_kv_heads), head_counters(total_tokens))
     without = ("parents",) if candidate_parents is None else ()
     layout = empty(RaggedLayout, candidate_ids.device, sizes, without)
     sources = (delta, requests, history, candidate_parents)

@@ -40,6 +40,7 @@ from lenvm_kernels.values.images import embed_images, embedding_with_images, loa
 from lenvm_kernels.values.ragged_batch import KVCache, RaggedBatch
 from lenvm_kernels.values.weights import FusedWeights
 
+
 class ValueModel:
     """A length value model ready to run: weights on one device in one dtype, and the ragged forward.
 

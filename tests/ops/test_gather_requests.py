@@ -61,7 +61,7 @@ def test_step_of_five_requests(device, backend):
     no = [-7, -7, -7]
     assert history.tokens.tolist() == [[-7, 11, -7], [14, -7, 13], [16, 17, -7], no, [12, -7, -7], no, [15, -7, -7]]
     assert history.told_lens.tolist() == [11, 100, 32, 40, 43, 60, 70]
-    assert history.cached_lens.tolist() == cached  # catch_up updates them
+    assert history.cached_lens.tolist() == cached  # lay_out updates them
     assert table.faults.tolist() == [0] * 7
 
 
@@ -89,7 +89,7 @@ HISTORIES = [
 
 
 def test_missing_tokens_disable_guidance(device, backend):
-    """Table rows are in reverse order. Cached lengths are returned, and updated by catch_up only."""
+    """Table rows are in reverse order. Cached lengths are returned, and updated by lay_out only."""
     requested, numbers, expected = zip(*HISTORIES, strict=True)
     asked, ended, active = zip(*requested, strict=True)
     told, cached, lengths, new_lens = zip(*numbers, strict=True)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from bench.launches import intercept_launches
 from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
 from lenvm_kernels.ops import value_tree_attention as ops
-from lenvm_kernels.ops.value_tree_attention import plan as plans
 from lenvm_kernels.ops.value_tree_attention import make_plan, num_counters, plan_shape, value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import plan as plans
 from lenvm_kernels.reference.lay_out import attention_plan
 from lenvm_kernels.reference.value_tree_attention import tree_mask
 from tests.helpers.matches import assert_matches, assert_same

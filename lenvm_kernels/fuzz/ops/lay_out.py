@@ -80,9 +80,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     return NamedInputs(arguments, count)
 
 
-def _delta(
-    draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]
-) -> DeltaTokens:
+def _delta(draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]) -> DeltaTokens:
     """Deltas of requests in shuffled order, with tokens of no request before, between and after."""
     count = len(rows)
     short = draws.chance("short", rows, of=0.5)

@@ -352,7 +352,7 @@ def value_tree_attention(
         k_cache, v_cache: keys and values of cached tokens by slot, same dtype.
         slot_table: a row of pages for each request slot of the engine; with ``page_size=1``, a row of slots.
         table_rows: row of each request in ``slot_table``.
-        cached_lens: number of cached tokens of each request, 0 to ``max pages * page_size``; larger numbers are clamped.
+        cached_lens: number of cached tokens of each request, clamped to ``max pages * page_size``.
         q_offsets: first new row of each request, starting at 0, then the number of rows in use. Rows of ``out`` from
             ``q_offsets[B]`` on (padding of a captured graph) are left untouched.
         candidate_lens: number of candidates among the new tokens of each request.
