@@ -97,8 +97,15 @@ def lay_out(
         out.parents.fill_(-1)
         out.parents[candidate_rows[is_candidate]] = parent_rows[is_candidate].int()
 
-    sizes = dict(tile_tokens=tile_rows // group, split_tiles=split_tiles, num_splits=num_splits)
-    plan = attention_plan(table_rows, cached_lens, out.q_offsets, candidate_lens, **sizes)
+    plan = attention_plan(
+        table_rows,
+        cached_lens,
+        out.q_offsets,
+        candidate_lens,
+        tile_tokens=tile_rows // group,
+        split_tiles=split_tiles,
+        num_splits=num_splits,
+    )
     out.plan.zero_()
     out.plan[: len(plan)] = plan
     out.counters.zero_()

@@ -280,6 +280,7 @@ def _launch(
     group: int,
 ) -> None:
     (rows, columns), held = candidate_ids.shape, 1
+    tokens: tuple[Tensor | None, ...]
     if delta is not None:
         tokens = (None, delta.token_ids, delta.starts, delta.lens, delta.cached_lens, delta.table_rows)
     else:
@@ -398,9 +399,9 @@ def lay_out(
         if slot_table.shape[0] < sizes["R"] - 1:  # the last row may be the one of dummy requests
             raise ValueError(f"slot_table must have at least {sizes['R'] - 1} rows, got {slot_table.shape[0]}")
         sizes["D"] = sizes["B"] * sizes["M"]
-    for name, value in (("num_kv_heads", num_kv_heads), ("page_size", page_size), ("max_new", max_new)):
+    heads = (("num_heads", num_heads), ("num_kv_heads", num_kv_heads))
+    for name, value in (*heads, ("page_size", page_size), ("max_new", max_new)):
         check_int(name, value, 1)
-    check_int("num_heads", num_heads, 1)
     group = num_heads // num_kv_heads
     if num_heads % num_kv_heads or group > BLOCK_M.value:
         accepted = f"a multiple of num_kv_heads, {num_kv_heads}, up to {BLOCK_M.value} times as many"
