@@ -60,29 +60,27 @@ def lay_out(
     is_padding = request == b
     request = request.clamp(max=b - 1)
     token = row - out.q_offsets[request]
-    delta_len = delta_lens[request]
-    is_delta, is_candidate = (token < delta_len) & ~is_padding, (token >= delta_len) & ~is_padding
-    position = cached_lens[request].long() + torch.minimum(token, delta_len)
+    position = cached_lens[request].long() + torch.minimum(token, delta_lens[request])
     out.positions.copy_(position.masked_fill(is_padding, 0))
 
+    is_delta = (token < delta_lens[request]) & ~is_padding
+    request, token, position, table_row = (x[is_delta] for x in (request, token, position, table_rows[request]))
     out.token_ids.zero_()
-    of_candidate = request[is_candidate], (token - delta_len)[is_candidate]
-    out.token_ids[is_candidate] = candidate_ids[of_candidate].long()
-    table_row, position = table_rows[request[is_delta]], position[is_delta]
     if delta is not None:
-        source = (delta.starts[request] + token)[is_delta]
-        out.token_ids[is_delta] = delta.token_ids[source].long()
+        out.token_ids[is_delta] = delta.token_ids[delta.starts[request] + token].long()
     elif history is not None:
         out.token_ids[is_delta] = history.tokens[table_row, position % held].long()
-    page = slot_table[table_row, (position // page_size).clamp(max=slot_table.shape[1] - 1)].long()
-    slots = page * page_size + position % page_size
+    has_slot = position < max_len
+    page, slots = slot_table[table_row[has_slot], position[has_slot] // page_size].long(), torch.full_like(position, -1)
+    slots[has_slot] = page * page_size + position[has_slot] % page_size
     out.slots.fill_(-1)
-    out.slots[is_delta] = slots.masked_fill(position >= max_len, -1)
+    out.slots[is_delta] = slots
 
     column = torch.arange(k, dtype=torch.int32, device=device)
     is_candidate = column < candidate_lens[:, None]  # [B, K]
     first_candidates = out.q_offsets[:-1] + delta_lens
     candidate_rows = (first_candidates[:, None] + column).masked_fill(~is_candidate, -1).long()
+    out.token_ids[candidate_rows[is_candidate]] = candidate_ids[is_candidate].long()
     out.candidate_rows.copy_(candidate_rows)
     if candidate_parents is not None and out.parents is not None:
         parent = candidate_parents.long().where((candidate_parents >= 0) & (candidate_parents < column), -1)

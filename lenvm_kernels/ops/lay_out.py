@@ -28,11 +28,11 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
     ITEM_SIZE,
     SPLIT_TILES,
     most_splits,
-    num_counters,
     num_items,
     plan_shape,
     store_items,
 )
+from lenvm_kernels.ops.value_tree_attention.plan import num_counters as attention_counters
 from lenvm_kernels.reference.lay_out import lay_out as _lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
 
@@ -351,10 +351,10 @@ def lay_out(
         >>> import torch
         >>> def i32(*values):
         ...     return torch.tensor(values, dtype=torch.int32)
-        >>> layout = lay_out(  # two requests at a decode step, of whose three candidate columns one is padding
-        ...     i32((1, 2), (3, -1)), i32(2, 1), i32(range(10, 20), range(70, 80)), num_heads=2, num_kv_heads=1,
-        ...     delta=DeltaTokens(i32(7, 8), i32(0, 1), lens=i32(1, 1), cached_lens=i32(5, 9), table_rows=i32(1, 0)),
-        ... )
+        >>> delta = DeltaTokens(i32(7, 8), i32(0, 1), lens=i32(1, 1), cached_lens=i32(5, 9), table_rows=i32(1, 0))
+        >>> candidates, counts = i32((1, 2), (3, -1)), i32(2, 1)  # two requests; one column is padding
+        >>> slot_table = i32(range(10, 20), range(70, 80))
+        >>> layout = lay_out(candidates, counts, slot_table, num_heads=2, num_kv_heads=1, delta=delta)
         >>> layout.token_ids
         tensor([7, 1, 2, 8, 3, 0])
         >>> layout.positions
@@ -375,9 +375,9 @@ def lay_out(
         if slot_table.shape[0] < sizes["R"] - 1:  # the last row may be the one of dummy requests
             raise ValueError(f"slot_table must have at least {sizes['R'] - 1} rows, got {slot_table.shape[0]}")
         sizes["D"] = sizes["B"] * sizes["M"]
-    for name, value in (("num_kv_heads", num_kv_heads), ("page_size", page_size), ("max_new", max_new)):
+    heads = (("num_heads", num_heads), ("num_kv_heads", num_kv_heads))
+    for name, value in (*heads, ("page_size", page_size), ("max_new", max_new)):
         check_int(name, value, 1)
-    check_int("num_heads", num_heads, 1)
     group = num_heads // num_kv_heads
     if num_heads % num_kv_heads or group > BLOCK_M.value:
         accepted = f"a multiple of num_kv_heads, {num_kv_heads}, up to {BLOCK_M.value} times as many"

@@ -180,7 +180,7 @@ class GuidedStep:
 
         Args:
             tokens: int32 or int64 ``[D]``; tokens of all requests.
-            table_rows: int32 or int64 ``[B]``; row of each request in the slot table.
+            table_rows: int32 or int64 ``[B]``; row of each request in the slot table, which has slots for its tokens.
             starts: int32 ``[B]``; the first token of each request in ``tokens``.
             lens: int32 ``[B]``; number of tokens per request to compute, 0 or more.
             cached_lens: int32 ``[B]``; tokens of each request that are already cached, also by other requests.

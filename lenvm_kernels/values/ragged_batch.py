@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -76,30 +75,27 @@ class RaggedBatch:
             TypeError, ValueError: an argument of the wrong type, dtype, shape or device. Values are not checked, which
                 would need a host-device sync.
         """
-        lay_out_tokens = partial(
-            lay_out,
-            candidate_lens=candidate_lens,
-            slot_table=slot_table,
+        layout = lay_out(
+            candidate_ids,
+            candidate_lens,
+            slot_table,
             num_heads=model.config.num_heads,
             num_kv_heads=model.config.num_kv_heads,
-            page_size=page_size,
-            backend=backend,
-        )
-        layout = lay_out_tokens(
-            candidate_ids,
             delta=delta,
             requests=requests,
             history=history,
             max_new=max_new,
             candidate_parents=candidate_parents,
+            page_size=page_size,
+            backend=backend,
         )
         if images is not None and delta is not None:
-            # Laying out token indices gives the index of each row's delta token.
-            indices = delta._replace(token_ids=torch.arange(len(delta.token_ids), device=candidate_ids.device))
-            token = lay_out_tokens(torch.full_like(candidate_ids, -1), delta=indices).token_ids
-            positions = torch.where(token < 0, layout.positions, images.positions[:, token])
-            rows = torch.where(token < 0, -1, images.rows[token])
-            images = ImageTokens(positions, rows, images.embeds)
+            first_rows, is_text = layout.q_offsets[:-1], layout.slots < 0  # candidates and padding have no slot
+            row = torch.arange(len(is_text), dtype=torch.int32, device=is_text.device)
+            request = torch.searchsorted(layout.q_offsets[1:], row, right=True).clamp(max=len(first_rows) - 1)
+            token = (row + (delta.starts - first_rows)[request]).masked_fill(is_text, 0)
+            positions = torch.where(is_text, layout.positions, images.positions[:, token])
+            images = ImageTokens(positions, images.rows[token].masked_fill(is_text, -1), images.embeds)
         rows_of = delta.table_rows if delta is not None else requests and requests.request_rows
         assert rows_of is not None  # lay_out has checked that one of both is passed
         return cls(layout, slot_table, rows_of, candidate_lens, page_size, expected_rows, images)
