@@ -236,7 +236,7 @@ class ValueModel:
     def sizes_of_every_tile(self, most: int) -> list[int]:
         """Numbers of token rows, up to ``most``, whose forwards compile every kernel variant if all rows are in use."""
         layer = self.layers[0]
-        weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
+        weights = [(w, False) for w in (layer.qkv, layer.o, layer.down, self.head[0])] + [(layer.gate_up, True)]
         return rows_of_every_tile(most, [(*w.shape, swiglu, w.dtype) for w, swiglu in weights])
 
     def _run_layers(

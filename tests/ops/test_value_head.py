@@ -8,9 +8,11 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lenvm_kernels.fuzz.ops.value_head import exact
+from lenvm_kernels.ops import ragged_linear as linear
 from lenvm_kernels.ops.value_head import value_head
 from tests.helpers.cases import simple_arguments
 from tests.helpers.matches import assert_matches
+from tests.helpers.memory import GuardedMemory
 
 make_inputs = partial(simple_arguments, "value_head")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -53,6 +55,19 @@ def test_rows_that_are_not_in_use_have_logit_zero(device, backend, num_rows):
         found = value_head(**inputs, **options, num_rows=count, backend=backend)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0 if backend == "triton" else 1e-5)
         assert not found[wanted == 0].any()
+
+
+@pytest.mark.parametrize(("num_rows", "expected_rows"), [(0, None), (5, 2)])
+def test_rows_that_are_not_in_use_are_not_computed(device, monkeypatch, num_rows, expected_rows):
+    """They stay NaN, as fresh memory is here. ``expected_rows`` is passed on to the choice of a tile."""
+    requested, choose_tile, memory = [], linear.choose_tile, GuardedMemory()
+    monkeypatch.setattr(linear, "choose_tile", lambda rows, *rest: requested.append(rows) or choose_tile(rows, *rest))
+    inputs = make_inputs(9, size=96, dtype=torch.float32, device=device)
+    count = torch.tensor([num_rows], dtype=torch.int32, device=device)
+    memory.call(value_head, **inputs, num_rows=count, expected_rows=expected_rows, backend="triton")
+    (rows,) = (x for x in memory.tensors if x.shape == (9, 96))
+    assert rows[num_rows:].isnan().all() and not rows[:num_rows].isnan().any()
+    assert requested == [9 if expected_rows is None else expected_rows]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -181,18 +181,20 @@ def test_bytes_of_cache(qwen2):
 
 
 def test_sizes_of_every_tile():
-    """Each weight of a layer changes its tile at different numbers of rows; every combination is in the list."""
-    config = make_config("Qwen2.5-1.5B", vocab_size=8, num_layers=1)
+    """Each weight changes its tile at different numbers of rows; every combination is in the list. Sums
+    over the output of attention are split, and those of the value head are not."""
+    config = make_config("Qwen2.5-1.5B", vocab_size=8, num_layers=1, num_heads=32)
     tensors = {
         name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in config.tensor_shapes().items()
     }
     value_model = ValueModel(config, tensors)
     layer = value_model.layers[0]
+    weights = [layer.qkv, layer.o, layer.down, value_model.head[0], layer.gate_up]
 
     def tiles(tokens):
         return tuple(
-            choose_tile(tokens, len(w), num_splits(len(w), w.shape[1], swiglu), swiglu, w.dtype)
-            for w, swiglu in ((layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False))
+            choose_tile(tokens, len(w), num_splits(len(w), w.shape[1], w is layer.gate_up), w is layer.gate_up, w.dtype)
+            for w in weights
         )
 
     sizes = value_model.sizes_of_every_tile(2000)
