@@ -124,7 +124,7 @@ def test_sums_are_rounded_once(tmp_path):
     adapted(model.float(), tmp_path, **VARIANTS["plain"])
     name = "model.layers.1.self_attn.o_proj.weight"
     weight = model.state_dict()[name].bfloat16()
-    expected = (weight.float() + read_adapter(tmp_path).added[name]).bfloat16()
+    expected = (weight.float() + read_adapter(tmp_path)[0][name]).bfloat16()
     got = ValueModel.from_causal_lm(model.bfloat16(), head, adapter=tmp_path).layers[1].o
     assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
 
