@@ -41,6 +41,7 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     chat = save_checkpoint(tmp_path / "chat", seed=0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(chat)
     tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
+    tokenizer.pad_token = None
     tokenizer.save_pretrained(chat)
     guided, said = ("--value-mode", "centered_exp", "--value-scale", 20), ("--target-length", 30)
     text = generate(*guided)[0]

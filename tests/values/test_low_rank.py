@@ -166,6 +166,10 @@ def narrowed(end, columns):
             lambda tensors: tensors | {"base_model.model.model.extra.weight": torch.zeros(2)},
             "unexpected .*extra.weight",
         ),
+        (
+            lambda tensors: tensors | {"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude": torch.zeros(2)},
+            "up_proj.lora_magnitude in .* must be of a pair",
+        ),
         ("adapter_config.json", "adapter_config.json is missing"),
         ("adapter_model.safetensors", "adapter_model.safetensors is missing"),
     ],
