@@ -94,14 +94,6 @@ def test_landing_is_forced_in_words(generate, values):
     assert text.split("\n")[-1].split()[2:5] == ["w7", "w8", "w9"]
 
 
-def test_interrupt_is_quiet(monkeypatch, lenvm):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lenvm_kernels.loading.models.Models.load", interrupted)
-    assert lenvm("generate", "--model", "x", "--value-model", "y", "--prompt", "w1") == (130, "", "")
-
-
 @pytest.mark.parametrize(
     ("given", "spins"), [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)]
 )
