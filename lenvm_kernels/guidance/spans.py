@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 MAX_SPAN_TOKENS = 31  # tokens of all start and end sequences: bits of an int32
@@ -166,7 +165,10 @@ class Thoughts:
         ``<think>`` and ``</think>`` are tokens, or the end is a sequence of tokens if the chat template has it. A start
         of several tokens is not looked up: its last token may differ with the text after it.
         """
-        encode = partial(tokenizer.encode, add_special_tokens=False)
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
         vocab = tokenizer.get_vocab()
         starts = ((vocab[START_OF_THOUGHT],),) if START_OF_THOUGHT in vocab else ()
         if END_OF_THOUGHT in vocab:
