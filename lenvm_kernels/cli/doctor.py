@@ -91,12 +91,8 @@ def examine(section: str) -> list[Check]:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             return SECTIONS[section]()
     except Exception as error:  # a broken installation can raise anything
-        return [Check(section, WRONG, first_line(error), "the checks of this section ended here")]
-
-
-def first_line(error: BaseException) -> str:
-    """The type and the first line of an error."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        found = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        return [Check(section, WRONG, found, "the checks of this section ended here")]
 
 
 def check_installed() -> list[Check]:

@@ -24,45 +24,27 @@ def add(commands: Any) -> None:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Write the models and print where."""
+    """Write the models and print where. The base model and the value model share the file of the weights."""
+    base, value, probe = (args.folder / name for name in ("base", "value", "probe"))
     with usage_errors():
-        base, value, probe = export(args.folder)
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        from lenvm_kernels.loading.models import DEMO, locate, quiet, source_of
+
+        for directory in (base, value, probe):
+            directory.mkdir(parents=True)
+        quiet()
+        source = source_of(locate("--model", DEMO))
+        dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        # transformers treats a model read from a GGUF file as quantized and cannot save it.
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32)
+        model.load_state_dict(dequantized.state_dict())
+        model.generation_config = dequantized.generation_config
+        model.save_pretrained(base)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(base)
+        for file in base.iterdir():
+            (value / file.name).symlink_to(Path("..") / "base" / file.name)
+        for packaged, directory in ((VALUE, value), (PROBE, probe)):
+            shutil.copytree(packaged, directory, dirs_exist_ok=True)
     print(f"base model: {base}\nvalue model: {value}\nprobe: {probe}")
-
-
-def export(folder: Path) -> tuple[Path, Path, Path]:
-    """Write the demo's models in Hugging Face format, for engines that do not read the GGUF file.
-
-    Args:
-        folder: gets the directories ``base``, ``value`` with the shipped adapters and head and their
-            ``lenvm_config.json``, and ``probe``. The first two share the file of the weights.
-
-    Returns:
-        The three directories.
-
-    Raises:
-        FileExistsError: one of them exists.
-        ImportError: a package is missing.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from lenvm_kernels.loading.models import DEMO, locate, quiet, source_of
-
-    base, value, probe = (folder / name for name in ("base", "value", "probe"))
-    for directory in (base, value, probe):
-        directory.mkdir(parents=True)
-    quiet()
-    source = source_of(locate("--model", DEMO))
-    dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # transformers treats a model read from a GGUF file as quantized and cannot save it.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32)
-    model.load_state_dict(dequantized.state_dict())
-    model.generation_config = dequantized.generation_config
-    model.save_pretrained(base)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(base)
-    for file in base.iterdir():
-        (value / file.name).symlink_to(Path("..") / "base" / file.name)
-    for packaged, directory in ((VALUE, value), (PROBE, probe)):
-        shutil.copytree(packaged, directory, dirs_exist_ok=True)
-    return base, value, probe

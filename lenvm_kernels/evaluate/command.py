@@ -30,7 +30,7 @@ from lenvm_kernels.loading.prompts import Prompt, read_prompts, say
 
 if TYPE_CHECKING:
     from lenvm_kernels.evaluate.measures import Answer
-    from lenvm_kernels.evaluate.plan import Plan, Setting
+    from lenvm_kernels.evaluate.plan import Plan
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -105,6 +105,7 @@ def run_command(args: argparse.Namespace) -> None:
         from lenvm_kernels.evaluate.plan import CLOSING_TOKENS, Plan, default_limit, settings_of, stored_answers
         from lenvm_kernels.evaluate.run import Runner
         from lenvm_kernels.evaluate.servers import Server
+        from lenvm_kernels.guidance import Thoughts, parse_guidance
         from lenvm_kernels.loading.models import Models, require_extras
 
         require_extras("matplotlib", "tqdm", *([] if answers is None else ["math_verify"]))
@@ -115,7 +116,10 @@ def run_command(args: argparse.Namespace) -> None:
         if forced and min(args.targets) <= CLOSING_TOKENS:
             raise ValueError(f"--closing needs --targets above {CLOSING_TOKENS}, got {min(args.targets)}")
         settings = settings_of(guidances, with_values=args.value != NONE, said=said, forced=forced)
-        _check_guidance(settings, args.targets[0])
+        for setting in settings:  # wrong parameters are rejected before anything is loaded
+            if setting.guidance is not None:
+                fields = {"target_length": args.targets[0], **setting.guidance}
+                parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=setting.with_values)
         constant_url = args.constant_url or (args.url if args.value == NONE else None)
         server, constant_server = Server.find("--url", args.url), Server.find("--constant-url", constant_url)
         plan = Plan(
@@ -181,16 +185,6 @@ def _write_results(
     (folder / "table.md").write_text(text, encoding="utf-8")
     report.plot_lengths(plan.targets, views, folder / "lengths.png")
     return text
-
-
-def _check_guidance(settings: list[Setting], target: int) -> None:
-    """Reject parameters that no request may have, before anything is loaded."""
-    from lenvm_kernels.guidance import Thoughts, parse_guidance
-
-    for setting in settings:
-        if setting.guidance is not None:
-            fields = {"target_length": target, **setting.guidance}
-            parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=setting.with_values)
 
 
 def _guidance(text: str) -> dict[str, Any]:

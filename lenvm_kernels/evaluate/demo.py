@@ -122,6 +122,6 @@ def _print_table(plan: Plan, rows: list[dict[str, Any]]) -> None:
         f"{len(plan.prompts)} held-out prompts. Lengths in tokens, end-of-sequence included, at most "
         f"{plan.max_new_tokens}.\n|length - {TARGET}|: mean distance. sentence ends: of the answers that ended by "
         "themselves, the share that ends a sentence.\nperplexity: of the output under the base model alone, fp32, "
-        f"temperature 1. hard cut: answers of none, cut at {TARGET}. eq, constant, guided: to {TARGET} tokens; eq is "
-        "the fork's constraint,\nconstant has no value model. shorter, longer: centered_exp with scales -60 and 20."
+        f"temperature 1. hard cut: answers of none, cut at {TARGET}.\neq, constant, guided: to {TARGET} tokens; eq is "
+        "the fork's constraint, constant has no value model.\nshorter, longer: centered_exp with scales -60 and 20."
     )

@@ -385,7 +385,7 @@ def lay_out(
     rows = sizes["B"]
     sizes["T"] = sizes["D"] + rows * sizes["K"]
     sizes["P"] = plan_shape(sizes["T"], rows, group, sizes["pages"] * page_size)[0]
-    sizes["C"] = num_counters(rows, num_kv_heads)
+    sizes["C"] = attention_counters(rows, num_kv_heads)
     without = ("parents",) if candidate_parents is None else ()
     layout = empty(RaggedLayout, candidate_ids.device, sizes, without)
     sources = (delta, requests, history, candidate_parents)

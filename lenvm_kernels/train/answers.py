@@ -41,13 +41,7 @@ class SampledAnswer:
 class AnswerStore(StoredAnswers):
     """A directory of ``lenvm collect``.
 
-    Args:
-        folder: the directory.
-        plan: every setting that affects the answers. ``plan["prompts"]`` are objects with ``text``, ``split`` and
-            ``ids``, the tokens that the base model reads.
-
-    Raises:
-        ValueError: as :class:`StoredAnswers`.
+    ``plan["prompts"]`` are objects with ``text``, ``split`` and ``ids``, the tokens that the base model reads.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ discounted return is the paper's value; heads of the other two forms predict a l
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -138,9 +137,7 @@ def read_fields(kind: type[T], file: Path) -> T:
     accepted = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     for name in given:
         if name not in accepted:
-            close = difflib.get_close_matches(name, accepted, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(accepted)}"
-            raise ValueError(f"{name} in {file} is not a field; {hint}")
+            raise ValueError(f"{name} in {file} is not a field; accepted are {', '.join(accepted)}")
     if missing := [name for name, is_needed in accepted.items() if is_needed and name not in given]:
         raise ValueError(f"{file} must have the fields {', '.join(missing)}")
     try:

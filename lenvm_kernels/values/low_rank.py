@@ -6,7 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -27,24 +27,18 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Adapter(NamedTuple):
-    """The changes of an adapter, by tensor names of the model that it was trained on."""
-
-    added: dict[str, torch.Tensor]
-    """``scale * B A`` of each adapted matrix, fp32 with the matrix's shape."""
-    replaced: dict[str, torch.Tensor]
-    """Tensors trained in full: biases and ``modules_to_save``."""
-
-
 def is_adapter(folder: str | os.PathLike) -> bool:
     """Whether a directory has an adapter, with or without a model's weights."""
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
-def read_adapter(folder: str | os.PathLike) -> Adapter:
+def read_adapter(folder: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Read ``adapter_config.json`` and ``adapter_model.safetensors`` of a directory.
 
-    ``scale`` is ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``r`` is the rank of each matrix.
+    Returns:
+        By tensor names of the model that the adapter was trained on: the changes ``scale * B A`` of the adapted
+        matrices, fp32 with the matrix's shape; and the tensors that were trained in full (biases, ``modules_to_save``).
+        ``scale`` is ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``r`` is a matrix's rank.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
@@ -81,4 +75,4 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
         if part == "A.weight":
             scale = alpha / (math.sqrt(len(a)) if rslora else len(a))
             added[f"{module}.weight"] = scale * (b.float() @ a.float())
-    return Adapter(added, replaced)
+    return added, replaced

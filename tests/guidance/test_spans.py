@@ -73,6 +73,11 @@ def test_progress_of_forced_end(output, expected):
     assert params.span_state([3, 3, 3], output).closing_from == expected
 
 
+def test_progress_of_forced_end_counts_from_the_span():
+    params = GuidanceParams(end_token_ids=(9,), start_token_ids=(8,), hard_limit=2, end_message=(5,))
+    assert params.span_state([3], [1, 1, 5, 8, 1, 1, 5]).closing_from == 7
+
+
 def test_progress_of_landing():
     """A landing has no end tokens, and its tokens in the prompt do not count."""
     params = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_tokens": 10})

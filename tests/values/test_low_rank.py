@@ -124,7 +124,7 @@ def test_sums_are_rounded_once(tmp_path):
     adapted(model.float(), tmp_path, **VARIANTS["plain"])
     name = "model.layers.1.self_attn.o_proj.weight"
     weight = model.state_dict()[name].bfloat16()
-    expected = (weight.float() + read_adapter(tmp_path).added[name]).bfloat16()
+    expected = (weight.float() + read_adapter(tmp_path)[0][name]).bfloat16()
     got = ValueModel.from_causal_lm(model.bfloat16(), head, adapter=tmp_path).layers[1].o
     assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
 
@@ -165,6 +165,10 @@ def narrowed(end, columns):
         (
             lambda tensors: tensors | {"base_model.model.model.extra.weight": torch.zeros(2)},
             "unexpected .*extra.weight",
+        ),
+        (
+            lambda tensors: tensors | {"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude": torch.zeros(2)},
+            "up_proj.lora_magnitude in .* must be of a pair",
         ),
         ("adapter_config.json", "adapter_config.json is missing"),
         ("adapter_model.safetensors", "adapter_model.safetensors is missing"),
