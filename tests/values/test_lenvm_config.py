@@ -52,7 +52,7 @@ FILE, LENGTH = "lenvm_config.json", {"target_form": "length"}
 REJECTED = [
     ("{", r"lenvm_config.json must be a JSON file: "),
     ([0.9], r"lenvm_config.json must hold a JSON object of fields, got list"),
-    ({"gama": 0.9}, r"gama in .*lenvm_config.json is not a field; did you mean gamma\?"),
+    ({"gama": 0.9}, r"gama in .*lenvm_config.json is not a field; accepted are gamma, target_form"),
     ({"lam": 1}, "lam in .* is not a field; accepted are gamma, target_form, length_normalizer, length_activation, "),
     *(({"gamma": x}, f"{FILE}: gamma must be a number > 0 and < 1, got {x!r}") for x in (1, 0, math.nan, "0.9")),
     *(({"strength": x}, f"strength must be a finite number >= 0, got {x!r}") for x in (-1, math.inf, "5")),
