@@ -119,12 +119,12 @@ def reweight_scatter(
 def scatter_probs(
     guided_probs: torch.Tensor,  # [B, K]
     candidates: Candidates,
-    mode: torch.Tensor,  # [R]
+    modes: torch.Tensor,  # [R]
     table_rows: torch.Tensor | None,  # [B]
     out: torch.Tensor,  # [B, V]
 ) -> None:
     """See :func:`lenvm_kernels.ops.reweight_scatter.scatter_probs`."""
-    mode = mode[: len(out)] if table_rows is None else mode[table_rows.long()]
+    mode = modes[: len(out)] if table_rows is None else modes[table_rows.long()]
     guided = (candidates.status == Status.GUIDE) & (mode != Mode.UNGUIDED)
     written = (guided | (candidates.status == Status.SINGLE)).nonzero()[:, 0]
     dense = torch.zeros(len(written), out.shape[1], dtype=out.dtype, device=out.device)

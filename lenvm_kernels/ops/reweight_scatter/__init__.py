@@ -110,14 +110,14 @@ def _scatter_kernel(
 
 @operator(reference=_scatter_reference, name="scatter_probs")
 def _launch_scatter(
-    out: Tensor, guided_probs: Tensor, candidates: Candidates, mode: Tensor, table_rows: Tensor | None
+    out: Tensor, guided_probs: Tensor, candidates: Candidates, modes: Tensor, table_rows: Tensor | None
 ) -> None:
     (requests, vocab), columns = out.shape, guided_probs.shape[1]
     if requests == 0:
         return
     dense, listed = (out, out.stride(0)), (guided_probs, candidates.token_ids, candidates.status)
     _scatter_kernel[(requests, ceil_div(vocab, SLICE))](
-        *dense, *listed, mode, mode.stride(0), table_rows, vocab, K=columns, SLICE=SLICE, num_warps=4
+        *dense, *listed, modes, modes.stride(0), table_rows, vocab, K=columns, SLICE=SLICE, num_warps=4
     )
 
 
