@@ -103,6 +103,23 @@ def test_totals_with_an_early_aim(request_, shift):
     assert torch.equal(late.columns.due_length, early.columns.due_length)
 
 
+@pytest.mark.parametrize(
+    ("asked", "length"),
+    [(None, 1), (NEAR | {"target_length": 0}, 1), (NEAR, 100), ({"target_length": 9, "answer_length": 4.5}, 13.5)],
+)
+def test_target_logit_is_the_value_of_target_and_answer(asked, length):
+    """At least one token, without the early aim."""
+    table = new_table(1, early=6.0)
+    table.add_request(0, None if asked is None else parse_guidance({"end_token_ids": [3]} | asked), set())
+    nats = torch.nn.functional.softplus(table.columns.target_logit.double())
+    torch.testing.assert_close(nats / table.columns.nats_per_token, torch.tensor([length]).double(), rtol=1e-5, atol=0)
+
+
+def test_target_logit_is_finite():
+    table = GuidanceTable.from_params([GuidanceParams(Mode.NEAR, target_length=3e38, gamma=0.1)], [set()], "cpu")
+    assert table.columns.target_logit.tolist() == [torch.finfo(torch.float32).max]
+
+
 def test_columns_of_ending_tokens_share_memory():
     table = new_table(max_eos=2)
     table.add_request(1, None, {7})

@@ -204,6 +204,7 @@ LIMITS = [
         (0.1, HUGE, (1e30 / -math.log(0.1), 0.0), 0.1),
         (0.1, 0.0, (1e30 / -math.log(0.99999), 0.0), 0.99999),
         (HUGE, 1e6, (999_000.0, 1_010_000.0), 0.99999),
+        (0.0, 500.0, (1e37 / -math.log(0.99999), 1.0), 0.99999),
     )
 ]
 # The first candidate ends the output, which takes precedence; the third ends a line, and the last is improbable.

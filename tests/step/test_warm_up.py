@@ -16,7 +16,7 @@ def test_serving_compiles_nothing():
     assert of_probe["warm"]["_ragged_linear_kernel"] >= 1
     assert {name: served["new"] for name, served in report.items()} == {kind: {} for kind in kinds}
     for served in report.values():
-        assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}
+        assert served["warm"].keys() >= {"_scan_kernel", "_draw_kernel", "_value_tree_attention_kernel"}
         for kernel in ("embed_tokens", "lay_out", "rope_cache"):
             assert served["warm"][f"_{kernel}_kernel"] == 1
     # Prompts, steps, and steps with drafts.
