@@ -9,8 +9,8 @@ ROWS = (1, 8, 64, 512)
 # Upper limits per step, with a model of one layer: launches of Triton kernels, torch operators (allocations included),
 # and trace events (a fifth above the number in Python 3.11).
 LIMITS = {
-    "value model": (17, 35, 4680),
-    "value model, drafts": (20, 42, 5700),
+    "value model": (15, 37, 4680),
+    "value model, drafts": (18, 44, 5700),
     "probe": (8, 16, 2130),
     "none": (6, 14, 1240),
 }
