@@ -437,9 +437,9 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, oracle, monkey
     """Three full pages of a common prefix of 50 tokens are computed once while a request holds their slots."""
     engine, extended, extend = Engine(value_model), [], GuidedStep.extend
 
-    def recorded(self, tokens, slots, table_rows, starts, lens, *args, **options):
+    def recorded(self, tokens, table_rows, starts, lens, *args, **options):
         extended.append(int(lens.sum()))
-        return extend(self, tokens, slots, table_rows, starts, lens, *args, **options)
+        return extend(self, tokens, table_rows, starts, lens, *args, **options)
 
     monkeypatch.setattr(GuidedStep, "extend", recorded)
     prompts = [[*PROMPT[:50], 1, 2, 3], [*PROMPT[:50], 9, 8], PROMPT[1:40]]
