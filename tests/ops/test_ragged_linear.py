@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import device, ragged_linear
+from lenvm_kernels.reference._common import sums_of_squares
 from tests.helpers.cases import simple_arguments
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.matches import assert_matches
@@ -247,21 +248,14 @@ def test_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeypatch
 # --- written memory ---------------------------------------------------------------------------------------------------
 
 
-def added_in_pairs(y):
-    """fp32 [groups of 64 columns, rows]: the sums of squares that a call stores, neighbours added first."""
-    sums = nn.functional.pad(y.float().square(), (0, -y.shape[1] % ops.SQUARES_GROUP))
-    sums = sums.unflatten(1, (-1, ops.SQUARES_GROUP))
-    while sums.shape[2] > 1:
-        sums = sums[..., ::2] + sums[..., 1::2]
-    return sums[..., 0].T
-
-
-@pytest.mark.parametrize("variant", ["qkv", "all"])
-def test_results_with_given_square_sums_are_bitwise_identical(device, variant):
-    inputs = make_inputs(150, outputs=97, size=200, dtype=torch.bfloat16, device=device, **VARIANTS[variant])
-    sums = added_in_pairs(inputs["x"]).contiguous()
-    y = ragged_linear(**inputs, square_sums=sums, backend="triton")
-    assert torch.equal(y, ragged_linear(**inputs, backend="triton"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stored_and_computed_square_sums_are_bitwise_identical(device, dtype):
+    """A call without ``square_sums`` computes the sums that the previous call would have stored."""
+    inputs = make_inputs(150, outputs=97, size=200, dtype=dtype, device=device, **VARIANTS["all"])
+    stored = torch.empty(ops.square_sums_shape(150, 97), device=device)
+    y = ragged_linear(**inputs, square_sums_out=stored, backend="triton")
+    assert torch.equal(stored, sums_of_squares(y))
+    assert torch.equal(ragged_linear(**inputs, square_sums=sums_of_squares(inputs["x"]), backend="triton"), y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from bench.launches import without_kernels
+from bench.launches import intercept_launches, without_kernels
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig, value_source, working_bytes
@@ -189,23 +189,28 @@ def test_parts_of_prompts(tokens, begins, expected):
     assert [(part.start, part.stop) for part in chunks_of(tokens, begins, 8)] == expected
 
 
-def test_backend_reaches_every_operator(device, monkeypatch):
-    """With ``triton`` no reference runs, in prompts, predictions and steps."""
+FORWARD = {"lay_out", "embed_tokens", "ragged_linear", "rope_cache", "value_tree_attention", "value_head"}
 
-    def fail(*args, **kwargs):
-        raise AssertionError("a reference ran")
 
-    operators = "begin_step topk_candidates lay_out embed_tokens"
-    operators += " ragged_linear rope_cache value_head draw"
-    for name in operators.split():
-        monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
-    monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
-    engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
-    engine.start([1], [[5, 6, 7]], [TILT | {"return_values": True}])
-    predicted = engine.step.predict(StepBatch(engine.tensor([7]), engine.tensor([1]), engine.tensor([3])))
-    scores = random_scores(1).to(device)
-    output = engine.decode([1], [[5, 6, 7]], scores, top_k=2)
-    assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_backend_reaches_every_operator(device, backend):
+    """Prompts, predictions and steps launch the kernel of every operator with ``triton``, and none otherwise."""
+    engine, launched = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend=backend)), set()
+    batch = StepBatch(engine.tensor([7]), engine.tensor([1]), engine.tensor([3]))
+    calls = [
+        (partial(engine.start, [1], [[5, 6, 7]], [TILT | {"return_values": True}]), FORWARD - {"value_head"}),
+        (partial(engine.step.predict, batch), {"begin_step", *FORWARD}),
+        (
+            partial(engine.decode, [1], [[5, 6, 7]], random_scores(1).to(device)),
+            {"begin_step", "scan", "filter", *FORWARD, "draw"},
+        ),
+    ]
+    for call, kernels in calls:
+        launched.clear()
+        with intercept_launches(lambda name, launch: (launched.add(name), launch())):
+            call()
+        wanted = {f"_{name}_kernel" for name in kernels} if backend == "triton" else set()
+        assert launched >= wanted and bool(launched) == bool(wanted), launched
 
 
 STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "value_stride": 2}, GUIDANCE[2], None]
