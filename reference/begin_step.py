@@ -87,7 +87,7 @@ def begin_step(
     write(out.drawn, torch.full_like(depth, -1) if drawn is None else drawn.int().view(depth.shape), -1)
     for name, padding in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("temperature", 1.0)):
         write(getattr(out, name), getattr(filters, name)[:, None], padding)
-    for i, x in ((0, scores), (2, vocab_mask)):
-        if addresses is not None and x is not None:
-            addresses[i], addresses[i + 1] = x.data_ptr(), x.stride(0)
+    if addresses is not None:
+        for i, x in ((0, scores), (2, vocab_mask)):
+            addresses[i], addresses[i + 1] = (0, 0) if x is None else (x.data_ptr(), x.stride(0))
     return out

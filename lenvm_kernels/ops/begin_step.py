@@ -55,7 +55,9 @@ class GatheredColumns(NamedTuple):
         "stride_top_p",
         "stride_min_p",
         "stride_temperature",
+        "scores_address",
         "stride_scores_row",
+        "mask_address",
         "stride_mask_row",
         "B",
         "N",
@@ -76,8 +78,6 @@ class GatheredColumns(NamedTuple):
         "top_p_ptr",
         "min_p_ptr",
         "temperature_ptr",
-        "scores_ptr",
-        "mask_ptr",
     ],
 )
 def _begin_step_kernel(
@@ -107,9 +107,10 @@ def _begin_step_kernel(
     temperature_ptr,  # fp32 [B]
     stride_temperature,
     addresses_ptr,  # int64 [4] or None, written
-    scores_ptr,  # [B * (1 + D), V] or None
+    # Numbers instead of pointers, whose types would be further kernel variants.
+    scores_address: tl.int64,
     stride_scores_row,
-    mask_ptr,  # int32 [B * (1 + D), ceil(V / 32)] or None
+    mask_address: tl.int64,
     stride_mask_row,
     B,
     N,
@@ -218,13 +219,12 @@ def _begin_step_kernel(
     tl.store(requests.top_p + row, top_p[:, None], mask=mask)
     tl.store(requests.min_p + row, min_p[:, None], mask=mask)
     tl.store(requests.temperature + row, temperature[:, None], mask=mask)
-    if tl.program_id(0) == 0:
-        if scores_ptr is not None:
-            tl.store(addresses_ptr, scores_ptr.to(tl.int64))
-            tl.store(addresses_ptr + 1, stride_scores_row)
-        if mask_ptr is not None:
-            tl.store(addresses_ptr + 2, mask_ptr.to(tl.int64))
-            tl.store(addresses_ptr + 3, stride_mask_row)
+    if addresses_ptr is not None:
+        is_first = tl.program_id(0) == 0
+        tl.store(addresses_ptr, scores_address, mask=is_first)
+        tl.store(addresses_ptr + 1, stride_scores_row, mask=is_first)
+        tl.store(addresses_ptr + 2, mask_address, mask=is_first)
+        tl.store(addresses_ptr + 3, stride_mask_row, mask=is_first)
 
 
 _WRITTEN = ["table.faults", "addresses", *(f"history.{name}" for name in StepHistory._fields)]
@@ -267,7 +267,8 @@ def _launch(
         *((None, None) if spans is None else spans),
         drawn,
         *(x for field in filters for x in (field, field.stride(0))),
-        *(addresses, *with_row_stride(scores), *with_row_stride(vocab_mask)),
+        addresses,
+        *(x for rows_of in (scores, vocab_mask) for x in address_and_stride(rows_of)),
         tokens.shape[0],
         rows,
         padding_row,
@@ -278,6 +279,11 @@ def _launch(
         REQUESTS=tile_requests,
         num_warps=1,
     )
+
+
+def address_and_stride(x: Tensor | None) -> tuple[int, int]:
+    """Address and row stride, in elements; zeros for None."""
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
 def empty_requests(rows: int, device: torch.device, drafts: int = 0) -> StepRequests:
@@ -377,7 +383,7 @@ def begin_step(
         drawn: int32 or int64 ``[B * (1 + D)]``; tokens drawn by the caller's own sampler. If ``None``, -1.
         filters: the sampling filters of each request. If ``None``, no filter and temperature 1.
         addresses: int64 ``[4]``; set to the address and the row stride, in elements, of ``scores`` and of
-            ``vocab_mask``. The items of an argument that is ``None`` are left untouched.
+            ``vocab_mask``; zeros for an argument that is ``None``.
         scores, vocab_mask: as in :func:`topk_candidates`, for ``addresses``. Their elements are not read.
         padding_row: table row of dummy requests.
         out: contiguous result tensors to reuse, for ``N >= B`` requests (:func:`empty_requests`). If ``None``, ``B``.

@@ -215,13 +215,13 @@ def test_filters_are_copied_to_each_node(device, backend):
 
 
 def test_addresses_of_scores_and_mask(device, backend):
-    """Only the part of an argument that is passed is written."""
+    """An argument that is not passed has the address 0."""
     table, scores = guidance_table(2, {}, device), torch.zeros(2, 70, device=device)[:, 3:40]
     mask = torch.zeros(2, 5, dtype=torch.int32, device=device)[:, :2]
     addresses = torch.full((4,), 7, device=device)
     options = dict(scores=scores, addresses=addresses, backend=backend)
     begin_step(table, *batch_of([1, 2], device), **options)
-    assert addresses.tolist() == [scores.data_ptr(), 70, 7, 7]
+    assert addresses.tolist() == [scores.data_ptr(), 70, 0, 0]
     begin_step(table, *batch_of([1, 2], device), vocab_mask=mask, **options)
     assert addresses.tolist() == [scores.data_ptr(), 70, mask.data_ptr(), 5]
     with pytest.raises(ValueError, match=r"^addresses must be given with scores or vocab_mask, got None"):

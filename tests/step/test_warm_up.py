@@ -24,4 +24,4 @@ def test_serving_compiles_nothing():
     assert layouts == dict.fromkeys(kinds, 2) | {"with drafts": 3}
     # Steps, predictions, and steps with drafts.
     gathers = {name: served["warm"]["_begin_step_kernel"] for name, served in report.items()}
-    assert gathers == dict.fromkeys(kinds, 2) | {"with drafts": 3}
+    assert gathers == dict.fromkeys(kinds, 2) | {"with drafts": 6}
