@@ -11,6 +11,8 @@ from lenvm_kernels.ops._common import COLUMNS, INT_DTYPES, check_tensor, per_req
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
 from lenvm_kernels.types import Drafts, Filters, SpanNodes
 
+# Most requests that a step computes at once. Engines admit thousands, and reserve the memory of the largest batch.
+MAX_ROWS = 512
 FILTER_DTYPES = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32, temperature=torch.float32)
 MAX_NUMBERS = 64
 
@@ -21,7 +23,8 @@ class StepConfig:
 
     Attributes:
         vocab_size: vocabulary size of the base model, whose scores are guided.
-        max_requests: the largest batch of :meth:`GuidedStep.step`. If None, the number of rows of the slot table.
+        max_requests: the largest batch of :meth:`GuidedStep.step`. If None, the number of rows of the slot table. More
+            than 512 requests are computed in parts.
         max_candidates: K, candidates per request: a power of two up to 64.
         max_eos, max_scaled_tokens: maximum end-of-sequence ids, and tokens with a separate temperature, per request.
         chunk_tokens: tokens that :meth:`GuidedStep.extend` computes at a time; bounds its memory.

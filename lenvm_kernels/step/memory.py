@@ -5,6 +5,7 @@ import math
 from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.ops.ragged_linear import num_splits, square_sums_shape
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_shape, workspace_shape
+from lenvm_kernels.step.inputs import MAX_ROWS
 from lenvm_kernels.values import ValueModel
 
 
@@ -37,7 +38,7 @@ def working_bytes(
     Args:
         value_model: has the dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` and ``e`` bytes per element. If None, only
             the candidates take memory.
-        requests: B.
+        requests: B; a step computes at most 512 requests at once.
         max_len: maximum tokens of a row of the slot table.
         vocab_size: V.
         max_candidates: K; 0 for an extend.
@@ -46,6 +47,7 @@ def working_bytes(
         tokens: T; ``chunk_tokens`` for an extend. If None, ``B (M + D + (1 + D) K)`` as in a step.
     """
     k = max_candidates
+    requests = min(requests, MAX_ROWS) if tokens is None else requests
     request_bytes = requests * (1 + max_drafts) * (vocab_size // 16 + 320 * k + 64)
     if value_model is None:
         return request_bytes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -40,9 +42,10 @@ class StepOutput:
     verified: VerifiedTokens | None = None
 
 
-def first_rows(result: StepResult, requests: int, nodes: int, *, is_reused: bool) -> StepOutput:
-    """The output of the first requests of a result, which the next step overwrites if ``is_reused``."""
-    count, rows = requests * nodes, len(result.drawn.tokens)
+def first_rows(result: StepResult, requests: int, count: int, *, is_reused: bool) -> StepOutput:
+    """The output of the first ``requests`` and ``count`` nodes of a result, which the next step overwrites if
+    ``is_reused``."""
+    rows = len(result.drawn.tokens)
     candidates, value_logits, (probs, tokens, lengths), verified = result
     if count < rows:
         candidates = Candidates(*(x[:count] for x in candidates))
@@ -53,6 +56,18 @@ def first_rows(result: StepResult, requests: int, nodes: int, *, is_reused: bool
         tokens, lengths = tokens.clone(), lengths.clone()
         verified = None if verified is None else VerifiedTokens(*(x.clone() for x in verified))
     return StepOutput(candidates, value_logits, probs, tokens, lengths, verified)
+
+
+def joined(outputs: Sequence[StepOutput]) -> StepOutput:
+    """The outputs of the parts of a batch as one."""
+
+    def join(parts: Sequence[Any]) -> Any:
+        first = parts[0]
+        if first is None or isinstance(first, torch.Tensor):
+            return first if first is None else torch.cat(list(parts))
+        return type(first)(*map(join, zip(*parts, strict=True)))
+
+    return StepOutput(**{x.name: join([getattr(output, x.name) for output in outputs]) for x in fields(StepOutput)})
 
 
 def lengths_of(

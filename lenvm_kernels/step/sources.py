@@ -129,8 +129,7 @@ class ProbeValues(ValueSource):
 
     def warm_up(self, table_row: int) -> None:
         """See :class:`ValueSource`."""
-        config, tensors = self._state.config, self._state.tensors
-        scored = tensors.rows(config.max_requests or 1, 1 + config.max_drafts).scored.token_ids
+        scored = self._state.tensors.largest.scored.token_ids
         (size, dtype), device = self.needs_states, scored.device
         for rows in self.probe.rows_of_every_tile(len(scored)):
             self.probe.value_logits(

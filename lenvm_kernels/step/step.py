@@ -8,6 +8,7 @@ value model's cache uses the engine's slots. A request's parameters are written 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,13 +27,14 @@ from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.step import checks, stages
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.history import History
-from lenvm_kernels.step.inputs import PreparedStep, Sampling, SlotTable, StepBatch, StepConfig
-from lenvm_kernels.step.outputs import StepOutput, first_rows, lengths_of
+from lenvm_kernels.step.inputs import MAX_ROWS, PreparedStep, Sampling, SlotTable, StepBatch, StepConfig
+from lenvm_kernels.step.outputs import StepOutput, first_rows, joined, lengths_of
+from lenvm_kernels.step.parts import parts_of
 from lenvm_kernels.step.sources import ValueSource
 from lenvm_kernels.step.stages import StepCall, StepResult
 from lenvm_kernels.step.tensors import StepRows, StepState, StepTensors
 from lenvm_kernels.step.warm_up import dummy_steps
-from lenvm_kernels.types import DeltaTokens, Drafts, Mode
+from lenvm_kernels.types import DeltaTokens, Drafts, Filters, Mode
 from lenvm_kernels.values import ImageTokens
 
 
@@ -92,7 +94,9 @@ class GuidedStep:
         )
         # Kept on the host to skip launches that no request needs.
         self._scaled_rows, self._value_rows, self._span_rows = set[int](), set[int](), set[int]()
-        tensors = StepTensors(config, self.device, trees=values.needs_tokens, states=values.needs_states)
+        self._max_rows = min(self.max_requests, MAX_ROWS)
+        sizes = self._max_rows, config.max_drafts, config.max_candidates
+        tensors = StepTensors(*sizes, self.device, trees=values.needs_tokens, states=values.needs_states)
         history = History(table_rows + 1, config.max_delta, self.device, reads_tokens=values.needs_tokens)
         self._state = StepState(config, slots, self.table, tensors, history)
         self._graphs = self.graphs_class(self.device) if config.graphs else None
@@ -283,13 +287,13 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        config, device, state = self.config, self.device, self._state
+        config, device = self.config, self.device
         checks.check_class("prepared", prepared, PreparedStep)
         checks.check_class("sampling", sampling, Sampling)
         if scores is None and (scores := prepared.logits) is None:
             raise ValueError("scores must be given unless logits were passed to prepare, got neither")
         backend = resolve_backend(config.backend, "scores", scores)
-        _, batch, drafts, spans, _ = prepared
+        batch, drafts = prepared.batch, prepared.drafts
         if verify not in (None, "same_draws") or (verify and (drafts is None or not sampling.sample)):
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
         requests, nodes = batch.tokens.shape[0], 1 if drafts is None else 1 + config.max_drafts
@@ -300,21 +304,6 @@ class GuidedStep:
         checks.check_states(batch.states, count, device, self.values.needs_states)
         filters = sampling.filters(requests, device, self._numbers)
         self.flush()
-
-        graphs, rows = self._rows_for(requests, nodes)
-        with profiler_range("begin"):
-            stages.begin(
-                state,
-                rows,
-                batch,
-                drafts=drafts,
-                spans=None if drafts is None else spans,  # without drafts the table has the same state
-                drawn=None if drawn is None else drawn.long(),
-                filters=filters,
-                scores=scores,
-                vocab_mask=mask,
-                backend=backend,
-            )
         call = StepCall(
             scores,
             mask,
@@ -324,6 +313,41 @@ class GuidedStep:
             backend=backend,
             is_aligned=rows_are_aligned(scores) and scores.data_ptr() % 16 == 0,
         )
+        drawn = None if drawn is None else drawn.long()
+        if requests <= MAX_ROWS:
+            return self._launch(prepared, call, filters, drawn, probs)
+        outputs = []
+        for part in parts_of(requests, nodes):
+            of_part = part.of(prepared), part.of_call(call), part.of_requests(filters)
+            output = self._launch(*of_part, part.of_nodes(drawn), part.of_nodes(probs))
+            outputs.append(deepcopy(output))  # the next part overwrites it
+        return joined(outputs)
+
+    def _launch(
+        self,
+        prepared: PreparedStep,
+        call: StepCall,
+        filters: Filters,
+        drawn: torch.Tensor | None,
+        probs: torch.Tensor | None,
+    ) -> StepOutput:
+        """A step of at most ``MAX_ROWS`` requests, with checked arguments."""
+        _, batch, drafts, spans, _ = prepared
+        requests, count = len(batch.lengths), len(call.scores)
+        graphs, rows = self._rows_for(requests, count // requests)
+        with profiler_range("begin"):
+            stages.begin(
+                self._state,
+                rows,
+                batch,
+                drafts=drafts,
+                spans=None if drafts is None else spans,  # without drafts the table has the same state
+                drawn=drawn,
+                filters=filters,
+                scores=call.scores,
+                vocab_mask=call.vocab_mask,
+                backend=call.backend,
+            )
         if graphs is None:
             result = self._guide(rows, call, batch.states)
         else:
@@ -331,11 +355,11 @@ class GuidedStep:
                 rows.states[:count].copy_(batch.states)
             key = rows.sizes, call.key
             result = graphs.run(key, lambda: self._guide_from_addresses(rows, call))
-        output = first_rows(result, requests, nodes, is_reused=graphs is not None)
+        output = first_rows(result, requests, count, is_reused=graphs is not None)
         if probs is not None:
-            of_batch = output.candidates, state.table.columns, rows.requests.table_rows[:count]
-            scatter_probs(probs, output.probs, *of_batch, backend=backend)
-        if not sampling.sample and drawn is None:
+            of_batch = output.candidates, self._state.table.columns, rows.requests.table_rows[:count]
+            scatter_probs(probs, output.probs, *of_batch, backend=call.backend)
+        if not call.sample and drawn is None:
             output = replace(output, tokens=None, remaining_lengths=None)
         return output if self._value_rows else replace(output, remaining_lengths=None)
 
@@ -343,7 +367,7 @@ class GuidedStep:
         """What runs a batch, None unless a graph does, and its tensors, which are padded for a graph."""
         is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         graphs = None if is_captured else self._graphs
-        size = requests if graphs is None else bucket_of(requests, self.max_requests)
+        size = requests if graphs is None else bucket_of(requests, self._max_rows)
         return graphs, self._state.tensors.rows(size, nodes)
 
     def _guide(self, rows: StepRows, call: StepCall, states: torch.Tensor | None) -> StepResult:
@@ -390,6 +414,8 @@ class GuidedStep:
         batch = batch.checked(self.max_requests, device)
         backend = resolve_backend(config.backend, "batch.tokens", batch.tokens)
         checks.check_predict(batch.tokens, config)
+        if (requests := len(batch.lengths)) > MAX_ROWS:
+            return torch.cat([self.predict(part.of_requests(batch)) for part in parts_of(requests, 1)])
         table_rows, lengths, (tokens, new_lens) = batch.table_rows, batch.lengths, batch.grown_by()
         (b, columns), nodes = tokens.shape, 1 + config.max_drafts
         self.flush()
@@ -431,7 +457,7 @@ class GuidedStep:
             probs_dtype: dtype of the ``probs`` passed to :meth:`step`. If None, none are passed.
             progress: show a progress bar on stderr.
         """
-        sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
+        sizes = sorted({bucket_of(b, self._max_rows) for b in range(1, self._max_rows + 1)})
         with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
             for size in bar:  # largest first: the later graphs reuse its memory
                 self._warm_up_size(size, size == sizes[0], scores_dtype, probs_dtype, is_logits, sample)

@@ -56,30 +56,38 @@ class StepTensors:
     """The tensors of the largest step, and slices of them for smaller ones.
 
     Args:
-        config: configuration of the step, with ``max_requests`` resolved.
+        max_rows: largest number of requests.
+        max_drafts: D, draft tokens per request.
+        max_candidates: K, candidates per node.
         device: device of the tensors.
         trees: whether candidates and drafts are scored together, see :func:`pack_drafts`.
         states: :attr:`ValueSource.needs_states`.
 
     Attributes:
         addresses: int64 ``[4]``; addresses of the scores and the vocabulary mask, see :func:`begin_step`.
-        no_drafts: ``[max_requests, D]``; no draft. Constants in place of None avoid further kernel variants.
-        all_active: bool ``[max_requests]``; True.
-        none_drawn: int64 ``[max_requests * (1 + D)]``; -1.
+        no_drafts: ``[max_rows, D]``; no draft. Constants in place of None avoid further kernel variants.
+        all_active: bool ``[max_rows]``; True.
+        none_drawn: int64 ``[max_rows * (1 + D)]``; -1.
     """
 
     def __init__(
-        self, config: StepConfig, device: torch.device, *, trees: bool, states: tuple[int, torch.dtype] | None
+        self,
+        max_rows: int,
+        max_drafts: int,
+        max_candidates: int,
+        device: torch.device,
+        *,
+        trees: bool,
+        states: tuple[int, torch.dtype] | None,
     ) -> None:
-        requests, drafts, columns = config.max_requests or 1, config.max_drafts, config.max_candidates
-        nodes = requests * (1 + drafts)
-        self._requests = empty_requests(requests, device, drafts)
-        self._scored = empty_scored(nodes, columns, device)
-        self._trees = empty_trees(requests, drafts, columns, device) if trees and drafts else None
+        nodes = max_rows * (1 + max_drafts)
+        self._requests = empty_requests(max_rows, device, max_drafts)
+        self._scored = empty_scored(nodes, max_candidates, device)
+        self._trees = empty_trees(max_rows, max_drafts, max_candidates, device) if trees and max_drafts else None
         self._states = None if states is None else torch.zeros(nodes, states[0], dtype=states[1], device=device)
         self.addresses = torch.zeros(4, dtype=torch.int64, device=device)
         self.no_drafts = Drafts(*(torch.full_like(self._requests.draft_ids, -1) for _ in Drafts._fields))
-        self.all_active = torch.ones(requests, dtype=torch.bool, device=device)
+        self.all_active = torch.ones(max_rows, dtype=torch.bool, device=device)
         self.none_drawn = torch.full((nodes,), -1, dtype=torch.int64, device=device)
         self._rows: dict[tuple[int, int], StepRows] = {}
 
@@ -98,6 +106,11 @@ class StepTensors:
                 None if self._states is None else self._states[:count],
             )
         return self._rows[sizes]
+
+    @property
+    def largest(self) -> StepRows:
+        """All rows."""
+        return self.rows(len(self._requests.lengths), 1 + self._requests.draft_ids.shape[1])
 
     def _tree_rows(self, requests: int, nodes: int) -> CandidateTrees | None:
         if self._trees is None:

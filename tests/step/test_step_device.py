@@ -14,6 +14,7 @@ from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, Ste
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.sources import chunks_of
 from lenvm_kernels.types import Status
+from tests.helpers.drafts import random_drafts
 from tests.helpers.engine import (
     GUIDANCE,
     MOST_LIKELY,
@@ -404,3 +405,44 @@ def test_memory_of_a_warm_up():
         step = PaddedStep(value_source(None), slots, StepConfig(vocab_size=152_064, backend="triton"))
         step.warm_up(sample=False, probs_dtype=torch.float32, progress=False)
     assert memory.peak < 1.5 * 2**30, f"{memory.peak / 2**30:.2f} GiB"
+
+
+def test_large_batches_are_computed_in_parts(models, monkeypatch):
+    """Requests in parts of three: tokens, lengths, strides, predictions and drafts are the same as in one part."""
+    guidance = [
+        TILT | {"value_stride": 2},
+        TILT | {"return_values": True},
+        None,
+        {"target_length": 9, "op": "near"},
+    ] * 2
+    prompts = [[*PROMPTS[i % 4], 20 + i] for i in range(7)]
+    results = []
+    for largest in (512, 3):
+        for module in ("step", "parts"):
+            monkeypatch.setattr(f"lenvm_kernels.step.{module}.MAX_ROWS", largest)
+        engine = Engine(*make_step(models.value, max_drafts=2, max_delta=9))
+        engine.start(range(7), prompts, guidance[:7], room=9)
+        rows, last = engine.tensor(range(7)), engine.tensor([tokens[-1] for tokens in prompts])
+        lengths = engine.tensor([len(tokens) for tokens in prompts])
+        found, sequences, new = (
+            [engine.step.predict(StepBatch(last, rows, lengths))],
+            [list(x) for x in prompts],
+            [1] * 7,
+        )
+        for number in range(3):
+            drafts = random_drafts(7, 2, seed=number)
+            scores = torch.randn(21, VOCAB, generator=torch.Generator().manual_seed(number))
+            mask = torch.full((21, -(-VOCAB // 32)), -1 - number, dtype=torch.int32)
+            options = dict(drafts=drafts, verify="same_draws", vocab_mask=mask, new=new)
+            output = engine.decode(range(7), sequences, scores, drawn=torch.arange(21), **options)
+            found += [output.tokens, output.probs, output.remaining_lengths, *output.candidates, *output.verified]
+            new = output.verified.lens.tolist()
+            grown = [tokens[:n] for tokens, n in zip(output.verified.tokens.tolist(), new, strict=True)]
+            sequences = [s + g for s, g in zip(sequences, grown, strict=True)]
+        results.append((found, engine.step.table.columns.faults, sequences))
+    (one, faults, sequences), (parts, other_faults, others) = results
+    assert sequences == others and torch.equal(faults, other_faults)
+    torch.testing.assert_close(parts, one, rtol=1e-5, atol=1e-6, equal_nan=True)  # BLAS adds in another order
+    assert {Status.NOT_DUE, Status.GUIDE, Status.UNGUIDED} <= {
+        s for x in one if x.dtype == torch.int8 for s in x.tolist()
+    }
