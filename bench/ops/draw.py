@@ -17,10 +17,10 @@ from lenvm_kernels.types import ScoredCandidates
 
 CANDIDATE_BYTES = 5 * 4  # id, probability, value logit and scored id read, guided probability written
 ROW_BYTES = 120  # request, table row, drawn token and results
-EVERY = ("value_logits", "predicted", "drawn", "temperature", "text_breaks", "probs")
+EVERY = ("value_logits", "predicted", "drawn", "temperature", "text_breaks")
 
 
-def make_call(*, B=64, K, V=256, dtype="float32", modes=MODES, given=("value_logits", "predicted", "drawn")):
+def make_call(*, B=64, K, V=256, modes=MODES, given=("value_logits", "predicted", "drawn")):
     """A call with the optional tensors ``given``, whose requests use ``modes`` in turn."""
     device = torch.get_default_device()
     params = [parse_guidance(modes[row % len(modes)] | {"return_values": True}) for row in range(B)]
@@ -36,7 +36,6 @@ def make_call(*, B=64, K, V=256, dtype="float32", modes=MODES, given=("value_log
         drawn=torch.full((B,), -1, dtype=torch.int32),
         temperature=torch.ones(B),
         text_breaks=torch.zeros(V, dtype=torch.int8),
-        probs=torch.rand(B, V).to(getattr(torch, dtype)),
     )
     options = {name: x for name, x in options.items() if name in given}
     value_logits = torch.randn(B, K) if "value_logits" in given else None

@@ -20,6 +20,7 @@ TABLE_ROWS, ENDS = 9, 8  # rows of the requests' table, end-of-sequence tokens p
 OF_TABLE = ("table", "table_rows", "generated", "text_breaks", "last_tokens")
 OF_STEP = ("requests", "scored", "drawn", "step", "sample")
 OPTIONS = ("temperature", "guided", "vocab_mask", *OF_TABLE)
+IN_GRAPH = ("temperature", "guided", *OF_TABLE, *OF_STEP, "addresses", "is_aligned")
 
 
 def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=(), score_all=False):
@@ -46,6 +47,8 @@ def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=(), 
         drawn=full(B, value=-1, dtype=torch.int32),
         step=torch.ones(1, dtype=torch.int64),
         sample=True,
+        addresses=torch.zeros(4, dtype=torch.int64),
+        is_aligned=True,
     )
     options = {name: options[name] for name in given} | dict(max_candidates=K, is_logits=is_logits, score_all=score_all)
     options |= dict(top_k=full(B, value=k, dtype=torch.int32), top_p=full(B, value=0.95), min_p=full(B, value=0.01))
@@ -76,6 +79,11 @@ FORMS |= {
     for K in (8, 64)
     for V in (VOCAB, MAX_VOCAB)
 }
+FORMS |= {
+    f"topk_candidates {dtype} at addresses": dict(B=64, K=8, dtype=dtype, given=(*IN_GRAPH, "vocab_mask"))
+    for dtype in FLOATS
+}
+FORMS["topk_candidates at addresses without a mask"] = dict(B=64, K=8, given=IN_GRAPH)
 FORMS["topk_candidates, every size 1"] = dict(B=1, K=1, V=1, is_logits=False)
 FORMS["topk_candidates in a step, every size 1"] = dict(B=1, K=1, V=1, given=(*OF_TABLE, *OF_STEP))
 

@@ -175,19 +175,20 @@ def _begin_step_kernel(
     depth = tl.zeros([REQUESTS, NODES], tl.int32)
     before = tl.where(node == 0, last_token[:, None], -1)
     is_draft, count = exists, tl.zeros([REQUESTS], tl.int32)
-    for j in range(D):
-        draft = tl.load(draft_ids_ptr + request * stride_ids_request + j, mask=is_draft, other=-1)
-        parent = tl.load(draft_parents_ptr + request * stride_parents_request + j, mask=is_draft, other=-1)
-        is_draft = is_draft & (draft >= 0)
-        count += is_draft.to(tl.int32)
-        draft = tl.where(is_draft, draft, -1).to(tl.int32)
-        parent = tl.where(is_draft & (parent >= 0) & (parent < j), parent, -1)
-        of_parent = tl.where(node == (parent + 1)[:, None], depth, 0)
-        is_node = (node == j + 1) & is_draft[:, None]
-        depth = tl.where(is_node, tl.sum(of_parent, axis=1)[:, None] + 1, depth)
-        before = tl.where(is_node, draft[:, None], before)
-        tl.store(requests.draft_ids + request * D + j, draft, mask=is_row)
-        tl.store(requests.draft_parents + request * D + j, parent, mask=is_row)
+    if draft_ids_ptr is not None:
+        for j in range(D):
+            draft = tl.load(draft_ids_ptr + request * stride_ids_request + j, mask=is_draft, other=-1)
+            parent = tl.load(draft_parents_ptr + request * stride_parents_request + j, mask=is_draft, other=-1)
+            is_draft = is_draft & (draft >= 0)
+            count += is_draft.to(tl.int32)
+            draft = tl.where(is_draft, draft, -1).to(tl.int32)
+            parent = tl.where(is_draft & (parent >= 0) & (parent < j), parent, -1)
+            of_parent = tl.where(node == (parent + 1)[:, None], depth, 0)
+            is_node = (node == j + 1) & is_draft[:, None]
+            depth = tl.where(is_node, tl.sum(of_parent, axis=1)[:, None] + 1, depth)
+            before = tl.where(is_node, draft[:, None], before)
+            tl.store(requests.draft_ids + request * D + j, draft, mask=is_row)
+            tl.store(requests.draft_parents + request * D + j, parent, mask=is_row)
 
     is_there = node <= count[:, None]
     row, mask = request[:, None] * (D + 1) + node, is_row[:, None] & (node <= D)

@@ -59,13 +59,20 @@ for vocab, apart in ((50_257, 50_304), (50_304, 50_320)):
             for mask in (None, torch.zeros(rows, apart, dtype=torch.int32)[:, : -(-vocab // 32)]):
                 kernels = compiled(topk_candidates, scores, top_k=5, top_p=1.0, min_p=0.0, vocab_mask=mask)
                 scans.add((vocab, mask is None, dict(kernels)["_scan_kernel"].asm["ptx"]))
+# Loads of 16 bytes from scores that are passed, at an aligned address, and at any address.
+loads = []
+for options in ({}, dict(is_aligned=True), dict(is_aligned=False)):
+    scores = torch.zeros(3, 50_304).bfloat16()
+    addresses = torch.zeros(4, dtype=torch.int64) if options else None
+    kernels = compiled(topk_candidates, scores, top_k=5, top_p=1.0, min_p=0.0, addresses=addresses, **options)
+    loads.append({name: kernel.asm["ptx"].count("ld.global.v4") for name, kernel in kernels})
 # Shared memory of each tile where a part of a sum is at most one block of products long.
 linear.SPLIT_FROM, shared = 128, []
 for tile in linear.TILES:
     linear.choose_tile = lambda *_: tile
     kernels = compiled(linear.ragged_linear, torch.zeros(300, 320).half(), torch.zeros(100, 320).half())
     shared += [kernel.metadata.shared for _, kernel in kernels]
-print(json.dumps(dict(copies=copies, scans=len(scans), shared=shared)))
+print(json.dumps(dict(copies=copies, scans=len(scans), loads=loads, shared=shared)))
 """
 
 
@@ -86,6 +93,11 @@ def test_no_copy_is_wider_than_a_stride_allows(compiled):
 
 def test_row_stride_does_not_change_the_order_of_sums(compiled):
     assert compiled["scans"] == 4  # per size of the vocabulary, with and without a mask
+
+
+def test_loads_from_an_aligned_address_are_as_wide_as_from_a_pointer(compiled):
+    passed, aligned, unaligned = compiled["loads"]
+    assert passed == aligned and passed["_scan_kernel"] > 0 and unaligned["_scan_kernel"] == 0
 
 
 def test_forms_of_launch_are_calls_of_their_operator():

@@ -66,7 +66,8 @@ def _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, a
     Rows begin at multiples of ALIGNMENT elements, which determines the width of loads.
     """
     if addresses_ptr is not None:
-        scores_ptr = tl.multiple_of(tl.load(addresses_ptr), ALIGNMENT).to(tl.pointer_type(scores_ptr.dtype.element_ty))
+        scores_ptr = tl.load(addresses_ptr).to(tl.pointer_type(scores_ptr.dtype.element_ty))
+        scores_ptr = tl.multiple_of(scores_ptr, ALIGNMENT)
         stride_scores_request = tl.load(addresses_ptr + 1)
         if mask_ptr is not None:
             mask_ptr = tl.load(addresses_ptr + 2).to(tl.pointer_type(tl.int32))
