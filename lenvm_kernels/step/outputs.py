@@ -43,8 +43,10 @@ class StepOutput:
 
 
 def first_rows(result: StepResult, requests: int, count: int, *, is_reused: bool) -> StepOutput:
-    """The output of the first ``requests`` and ``count`` nodes of a result, which the next step overwrites if
-    ``is_reused``."""
+    """The output of the first ``requests``, which have ``count`` nodes.
+
+    If ``is_reused``, the next step overwrites the result, and the tensors that callers keep are copied.
+    """
     rows = len(result.drawn.tokens)
     candidates, value_logits, (probs, tokens, lengths), verified = result
     if count < rows:

@@ -52,7 +52,7 @@ class StepCall(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What the launches of a step return, for all rows."""
+    """Results of a step's operators, for all rows."""
 
     candidates: Candidates
     value_logits: torch.Tensor | None

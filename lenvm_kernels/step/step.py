@@ -364,7 +364,7 @@ class GuidedStep:
         return output if self._value_rows else replace(output, remaining_lengths=None)
 
     def _rows_for(self, requests: int, nodes: int) -> tuple[Graphs | None, StepRows]:
-        """What runs a batch, None unless a graph does, and its tensors, which are padded for a graph."""
+        """The graphs, None if the batch must be launched eagerly, and the tensors of its rows, padded for a graph."""
         is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         graphs = None if is_captured else self._graphs
         size = requests if graphs is None else bucket_of(requests, self._max_rows)
