@@ -34,9 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
+from lenvm_kernels.ops import begin_step
+
 # In a checked launch a pointer argument is its number times this spacing, with offsets of up to 2^43 bytes either way.
 # An address thus identifies the argument from which it was computed.
 _ARGUMENT_SPACING = 1 << 44
+# Numbers from here on belong to tensors whose address a kernel has stored.
+_STORED = 1000
 _FRESH = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided")}
 _FRESH |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
 _SEMANTIC = interpreter._ir.MEM_SEMANTIC
@@ -161,11 +165,13 @@ class LaunchChecker:
         self.conflicts: list[str] = []
         self.launches: Counter[str] = Counter()
         self._memory = _FreshMemory(garbage)
+        self._stored: dict[int, tuple[str, torch.Tensor]] = {}
 
     def __enter__(self) -> "LaunchChecker":
         with ExitStack() as context:
             context.enter_context(self._patched_interpreter())
             context.enter_context(self._memory)
+            context.enter_context(mock.patch.object(begin_step, "address_and_stride", self._address_and_stride))
             self._context = context.pop_all()
         return self
 
@@ -251,6 +257,14 @@ class LaunchChecker:
             converted.handle.data[0] = len(self._tensors) * _ARGUMENT_SPACING
         return converted
 
+    def _address_and_stride(self, x: torch.Tensor | None) -> tuple[int, int]:
+        """What a step stores of a tensor that later kernels read."""
+        if x is None:
+            return 0, 0
+        number = _STORED + len(self._stored)
+        self._stored[number] = "a stored address", x
+        return number * _ARGUMENT_SPACING, x.stride(0)
+
     def _report(self, conflict: str) -> None:
         conflict = f"{self._kernel}: {conflict}"
         if conflict not in self.conflicts:
@@ -273,10 +287,13 @@ class LaunchChecker:
         numbers = (virtual + _ARGUMENT_SPACING // 2) // _ARGUMENT_SPACING
         for number in np.unique(numbers[active]):
             lanes = active & (numbers == number)
-            if not 1 <= number <= len(self._tensors):
+            known = self._tensors[number - 1 : number] if number > 0 else []
+            if number in self._stored:
+                known = [self._stored[number]]
+            if not known:
                 self._report(f"the {kind} in {where} is far out of bounds")
                 continue
-            name, tensor = self._tensors[number - 1]
+            ((name, tensor),) = known
             offsets = virtual[lanes] - number * _ARGUMENT_SPACING
             valid = _is_element(tensor, offsets, size)
             if not valid.all():
