@@ -556,7 +556,9 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
     engine, seen, step = Engine(folder, drafts=3, base=base), [], GuidedStep.step
 
     def recorded(self, prepared, *args, **options):
-        seen.append((prepared.batch.states, prepared.batch.last_tokens(None).tolist()))
+        tokens, new_lens = prepared.batch.grown_by()
+        last_tokens = tokens.gather(1, new_lens.clamp(1, tokens.shape[1])[:, None].long() - 1)[:, 0]
+        seen.append((prepared.batch.states, last_tokens.tolist()))
         return step(self, prepared, *args, **options)
 
     monkeypatch.setattr(GuidedStep, "step", recorded)
