@@ -86,16 +86,16 @@ def make_step(kind: str, rows: int, layers: int = 1) -> Callable[[], object]:
     """A step of kind ``STEPS`` for a batch of ``rows``. Make and call it within :func:`without_kernels`."""
     options = dict(cached=CACHED, vocab_size=VOCAB, step_class=ReplayedStep)
     if kind == "none":
-        return Decode(None, rows, backend="triton", **options)
+        return Decode(None, rows, backend="triton", **options).take_step
     if kind == "probe":
         config, tensors = random_probe((1, 2), 2, 64, VOCAB)
-        return Decode(LengthProbe(config, tensors, torch.zeros(VOCAB, 64)), rows, backend="triton", **options)
+        return Decode(LengthProbe(config, tensors, torch.zeros(VOCAB, 64)), rows, backend="triton", **options).take_step
     config = make_config("Qwen2.5-1.5B", vocab_size=VOCAB, num_layers=layers, **NARROW)
     model = make_model(config, torch.bfloat16, "cpu")
     if kind == "two forwards":
         return Decode(model, rows, two_forwards=True, **options)
     if kind == "value model":
-        return Decode(model, rows, backend="triton", **options)
+        return Decode(model, rows, backend="triton", **options).take_step
     decode = Decode(model, rows, backend="triton", max_drafts=DRAFTS, **options)
     scores, tokens = decode.scores.repeat(1 + DRAFTS, 1), decode.tokens[:, None].repeat(1, 1 + DRAFTS)
     drafts = Drafts(tokens[:, 1:].contiguous(), torch.arange(DRAFTS, dtype=torch.int32).repeat(rows, 1) - 1)

@@ -84,9 +84,13 @@ class Decode:
                 layer.copy_(torch.randn(layer.shape))  # zeros would be faster than real keys and values
             self.step.extend(none, self.rows, zeros, zeros, zeros + cached)
 
-    def __call__(self, **options: object) -> StepOutput:
+    def take_step(self, **options: object) -> StepOutput:
+        """A step of the sequences as they are."""
         batch = StepBatch(self.tokens, self.rows, self.lengths, states=self.states)
-        output = self.step.step(self.step.prepare(self.scores, batch), self.sampling, **options)
+        return self.step.step(self.step.prepare(self.scores, batch), self.sampling, **options)
+
+    def __call__(self, **options: object) -> StepOutput:
+        output = self.take_step(**options)
         self.lengths.copy_(torch.where(self.lengths < self.cached + MORE_CACHED, self.lengths + 1, self.cached + 1))
         return output
 
