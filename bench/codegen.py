@@ -2,7 +2,7 @@
 
 The calls of :mod:`bench.kernel_calls` run through the real launchers, on CPU tensors under a driver that compiles for
 another GPU and launches nothing. Specialisation, constants and code equal a launch on that GPU. Each GPU compiles a
-prompt and guided steps of each value model; those with the tiles of sm_80 and less shared memory, of one value model.
+prompt and guided steps of each value model. GPUs with the tiles of sm_80 and less shared memory compile one model.
 sm_90 also compiles ``calls``: every operator with all dtypes and options.
 
 ``--check`` fails on

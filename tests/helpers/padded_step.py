@@ -27,6 +27,6 @@ class RecordedGraphs(Graphs):
 
 
 class PaddedStep(GuidedStep):
-    """A step that pads its batches and replays what it has recorded, as with CUDA graphs."""
+    """A step that pads its batches and calls recorded functions, as with CUDA graphs."""
 
     graphs_class = RecordedGraphs

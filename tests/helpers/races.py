@@ -258,7 +258,7 @@ class LaunchChecker:
         return converted
 
     def _address_and_stride(self, x: torch.Tensor | None) -> tuple[int, int]:
-        """What a step stores of a tensor that later kernels read."""
+        """The address, which identifies the tensor in later launches, and the row stride."""
         if x is None:
             return 0, 0
         number = _STORED + len(self._stored)

@@ -361,7 +361,7 @@ def test_largest_logits_in_every_mode(device, backend):
 NAN_Z, HALVES = (NAN, NAN), (0.5, 0.5)
 # Status, probabilities, token ids, value logits and table row of each request, guided probabilities, whether its row of
 # ``probs`` is written, and its faults. Requests of table row 0 are unguided, the others are scaled to half of their
-# expected value. Token 0 ends the requests of table rows 0 and 2, token 2 those of row 3.
+# expected value. Token 0 ends the requests of table rows 0 and 2, token 2 the requests of row 3.
 STATUSES = [
     (Status.GUIDE, HALVES, (9, 2), NAN_Z, 1, HALVES, True, 1),
     (Status.SKIP, HALVES, (9, 2), NAN_Z, 1, HALVES, False, 0),

@@ -181,8 +181,8 @@ def test_bytes_of_cache(qwen2):
 
 
 def test_sizes_of_every_tile():
-    """Each weight changes its tile at different numbers of rows; every combination is in the list. Sums
-    over the output of attention are split, and those of the value head are not."""
+    """Each weight changes its tile at different numbers of rows; every combination is in the list. Sums over the output
+    of attention are split, and sums of the value head are not."""
     config = make_config("Qwen2.5-1.5B", vocab_size=8, num_layers=1, num_heads=32)
     tensors = {
         name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in config.tensor_shapes().items()

@@ -136,7 +136,7 @@ def table_options(case: Case, device: torch.device, x: Tensor) -> dict[str, Any]
 
 
 def step_options(case: Case, device: torch.device) -> dict[str, Any]:
-    """What decides which candidates are scored."""
+    """Arguments that determine which candidates are scored."""
     options, draws, rows = case.options, case.draws(device), case.rows
     requests = empty_requests(len(rows), device)
     columns = {

@@ -9,8 +9,8 @@ tokens. The K best tokens are in the K tiles with the largest maxima, because a 
 ones. The second launch, with one program per request, adds the sums and rereads these tiles to extract the tokens.
 The selection is exact, and no reduction order depends on the number of requests.
 
-For a step, the second launch also decides which candidates the value model scores: those of requests that are
-reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
+For a step, the second launch also decides which candidates the value model scores: the candidates of all requests that
+are reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
 candidates would end it, because there the longest and the shortest output part. If predicted lengths are requested
 without reweighting, only the next token is scored, provided it is known.
 """
@@ -300,7 +300,7 @@ def topk_candidates(
         requests: result of :func:`begin_step`; required with ``scored``.
         drawn: int32 ``[B]``; next tokens that are not drawn from the candidates, negative if unknown. If None, unknown.
         sample: whether the next token of a request with a single candidate is that candidate.
-        score_all: whether to score all candidates, also those that are not reweighted.
+        score_all: whether to score the candidates of all requests, reweighted or not.
         step: int64 ``[1]``; :attr:`StepHistory.step`, incremented if ``scored`` has a row. If None, no history is kept.
         scored: :class:`ScoredCandidates` of ``B`` rows and ``K`` columns, contiguous, which is written. If None, the
             candidates are only selected.
