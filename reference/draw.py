@@ -27,6 +27,7 @@ def draw(
     value_logits: torch.Tensor | None,  # [B, K]
     predicted: torch.Tensor | None,  # [B, K]
     table: GuidanceColumns,
+    drawing: GuidanceColumns,
     requests: Any,  # DrawRequests
     drawn: torch.Tensor | None,  # [B]
     temperature: torch.Tensor | None,  # [B]
@@ -39,7 +40,7 @@ def draw(
     guided_probs = reweight_scatter(candidates, value_logits, table, **options)
     tokens = torch.full_like(candidates.token_ids[:, 0], -1) if drawn is None else drawn
     if sample:
-        own = draw_tokens(candidates, guided_probs, table.seed[table_rows], requests.positions, temperature)
+        own = draw_tokens(candidates, guided_probs, drawing.seed[table_rows], requests.positions, temperature)
         tokens = torch.where(own >= 0, own, tokens)
 
     column = torch.arange(guided_probs.shape[1], device=tokens.device)
@@ -47,9 +48,9 @@ def draw(
     if predicted is None:
         predicted = target_logits(candidates, table, table_rows)
     z = torch.where(is_token, predicted.to(compute_dtype(predicted, guided_probs)), 0.0).sum(1)
-    is_end = (table.eos_token_ids[table_rows] == tokens[:, None]).any(1)
+    is_end = (drawing.eos_token_ids[table_rows] == tokens[:, None]).any(1)
     lengths = torch.where(is_end, 0.0, softplus(z) / table.nats_per_token[table_rows])
-    is_wanted = requests.wants_length & table.return_values[table_rows] & is_token.any(1)
+    is_wanted = requests.wants_length & drawing.return_values[table_rows] & is_token.any(1)
     return DrawnTokens(guided_probs, tokens, torch.where(is_wanted, lengths, torch.nan))
 
 

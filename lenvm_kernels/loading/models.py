@@ -46,7 +46,7 @@ class Models:
             model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
             value_model: as ``model``, where ``demo`` includes the shipped adapters and head; or a directory with a
                 probe of the base model, ``demo-probe`` for the shipped probe, or ``none`` for no value model.
-            device, dtype: of both models.
+            device, dtype: the device and the dtype of both models.
             gamma: replaces the gamma of the value model's ``lenvm_config.json``. If None, that file decides.
             names: names of the two models in error messages.
 

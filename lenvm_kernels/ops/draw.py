@@ -16,7 +16,7 @@ from torch import Tensor
 from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns, with_row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
-from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE
+from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE, ReweightColumns
 from lenvm_kernels.ops.reweight_scatter.reweight import (
     _GUIDE,
     _SINGLE,
@@ -36,19 +36,8 @@ _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 
 
 class DrawColumns(NamedTuple):
-    """Columns of the guidance table that the kernel accesses."""
+    """Columns of the guidance table that the kernel accesses beside :class:`ReweightColumns`."""
 
-    mode: Tensor
-    scale: Tensor
-    nats_per_token: Tensor
-    value_min: Tensor
-    target_length: Tensor
-    tolerance: Tensor
-    counts_down: Tensor
-    faults: Tensor
-    answer_length: Tensor
-    target_logit: Tensor
-    ending_token_ids: Tensor
     eos_token_ids: Tensor
     seed: Tensor
     return_values: Tensor
@@ -91,8 +80,10 @@ def _draw_kernel(
     stride_value_logits_request,
     predicted_ptr,  # [B, K] or None
     stride_predicted_request,
-    table,  # DrawColumns
+    table,  # ReweightColumns
     stride,  # its strides
+    drawing,  # DrawColumns
+    drawing_stride,  # its strides
     requests,  # DrawRequests
     drawn_ptr,  # [B] or None
     temperature_ptr,  # [B] or None
@@ -113,7 +104,7 @@ def _draw_kernel(
     tl.store(out.guided_probs + request * K + column, probs, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
-    seed = tl.load(table.seed + table_row * stride.seed, mask=valid, other=0)
+    seed = tl.load(drawing.seed + table_row * drawing_stride.seed, mask=valid, other=0)
     position = tl.load(requests.positions + request, mask=valid, other=0).to(tl.int64)
     place = _drawn_column(probs, column, seed, position, K)
     if temperature_ptr is not None:
@@ -135,10 +126,10 @@ def _draw_kernel(
     nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token, mask=valid, other=1.0)
     length = tl.div_rn(_softplus(z), nats_per_token)
     for i in range(EOS):
-        eos = tl.load(table.eos_token_ids + table_row * stride.eos_token_ids + i, mask=valid, other=-2)
+        eos = tl.load(drawing.eos_token_ids + table_row * drawing_stride.eos_token_ids + i, mask=valid, other=-2)
         length = tl.where(token == eos, 0.0, length)
     wants_length = tl.load(requests.wants_length + request, mask=valid, other=0) != 0
-    returns = tl.load(table.return_values + table_row * stride.return_values, mask=valid, other=0) != 0
+    returns = tl.load(drawing.return_values + table_row * drawing_stride.return_values, mask=valid, other=0) != 0
     is_wanted = wants_length & returns & (_request_max(is_token.to(tl.int32)) > 0)
     tl.store(out.remaining_lengths + request, tl.where(is_wanted, length, float("nan")), mask=valid)
 
@@ -149,7 +140,8 @@ def _launch(
     candidates: Candidates,
     value_logits: Tensor | None,
     predicted: Tensor | None,
-    table: DrawColumns,
+    table: ReweightColumns,
+    drawing: DrawColumns,
     requests: DrawRequests,
     drawn: Tensor | None,
     temperature: Tensor | None,
@@ -160,9 +152,10 @@ def _launch(
     if rows == 0:
         return
     values = (*with_row_stride(value_logits), *with_row_stride(predicted))
-    inputs = (candidates, *values, table, row_strides(table), requests, drawn, temperature, text_breaks, int(sample))
+    columns_of = (table, row_strides(table), drawing, row_strides(drawing))
+    inputs = (candidates, *values, *columns_of, requests, drawn, temperature, text_breaks, int(sample))
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
-    ends = (table.ending_token_ids.shape[1], table.eos_token_ids.shape[1])
+    ends = (table.ending_token_ids.shape[1], drawing.eos_token_ids.shape[1])
     tile_requests = max(1, TILE // columns)
     _draw_kernel[(ceil_div(rows, tile_requests),)](
         out, *inputs, sentences, *ends, rows, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
@@ -172,7 +165,7 @@ def _launch(
 _SPEC = Spec(f"""
     candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
     value_logits?: single [B, K]
-    table: GuidanceColumns ({", ".join(DrawColumns._fields)}) strided single
+    table: GuidanceColumns ({", ".join((*ReweightColumns._fields, *DrawColumns._fields))}) strided single
     requests: StepRequests of begin_step (table_rows, generated, wants_length) [B]
     scored: ScoredCandidates of topk_candidates (token_ids, counts, positions) contiguous
     predicted?: single [B, K]
@@ -264,7 +257,8 @@ remaining_lengths=tensor([0.]))
     out = DrawnTokens(guided_probs, torch.empty_like(row, dtype=torch.int32), torch.empty_like(row))
     of_requests = (requests.table_rows, requests.generated, requests.wants_length)
     inputs = DrawRequests(*of_requests, scored.positions, scored.token_ids, scored.counts)
-    columns, options = select_columns(DrawColumns, table), (drawn, temperature, text_breaks, sample)
+    columns = (select_columns(ReweightColumns, table), select_columns(DrawColumns, table))
+    options = (drawn, temperature, text_breaks, sample)
     predicted = value_logits if predicted is None else predicted
-    _launch(backend, out, candidates, value_logits, predicted, columns, inputs, *options)
+    _launch(backend, out, candidates, value_logits, predicted, *columns, inputs, *options)
     return out

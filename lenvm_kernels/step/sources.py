@@ -96,7 +96,7 @@ class ConstantValues(ValueSource):
         check_without_values(params or GuidanceParams())
 
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> None:
-        """None: the table has the value, see :class:`ValueSource`."""
+        """Return None, because the guidance table stores the values; see :class:`ValueSource`."""
 
 
 class ProbeValues(ValueSource):

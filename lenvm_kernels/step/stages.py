@@ -21,13 +21,14 @@ class StepCall(NamedTuple):
 
     Attributes:
         scores: ``[rows, V]``. With ``addresses``, a tensor of the same dtype and width that is not read.
-        vocab_mask: int32 ``[rows, ceil(V / 32)]`` or None; likewise.
+        vocab_mask: int32 ``[rows, ceil(V / 32)]``. With ``addresses``, a tensor of the same width that is not read. If
+            None, all tokens are allowed.
         is_logits: whether the scores are logits.
         sample: whether tokens are drawn from the candidates.
         verifies: whether drafts are verified.
         backend: backend of the operators.
         is_aligned: whether each row of the scores begins at a multiple of 16 elements.
-        addresses: int64 ``[4]``; where the scores and the mask are, see :func:`begin_step`. If None, they are passed.
+        addresses: int64 ``[4]``; addresses of the scores and the mask (:func:`begin_step`). If None, both are passed.
     """
 
     scores: torch.Tensor
@@ -93,7 +94,7 @@ def begin(
     drafts: Drafts | None = None,
     spans: SpanNodes | None = None,
     drawn: torch.Tensor | None = None,
-    filters: Filters | None = None,
+    filters: Filters,
     scores: torch.Tensor | None = None,
     vocab_mask: torch.Tensor | None = None,
     backend: str,

@@ -37,6 +37,8 @@ from lenvm_kernels.step.warm_up import dummy_steps
 from lenvm_kernels.types import DeltaTokens, Drafts, Filters, Mode
 from lenvm_kernels.values import ImageTokens
 
+NO_FILTERS = Sampling(top_k=0, top_p=1.0, min_p=0.0)
+
 
 class GuidedStep:
     """Length-guided decoding of the requests of an engine.
@@ -424,7 +426,8 @@ class GuidedStep:
         before = StepBatch(tokens, table_rows, lengths - new_lens, torch.zeros_like(lengths))
         graphs, rows = self._rows_for(b, nodes)
         no_drafts = None if nodes == 1 else Drafts(*(x[:b] for x in self._state.tensors.no_drafts))
-        stages.begin(self._state, rows, before, drafts=no_drafts, backend=backend)
+        filters = NO_FILTERS.filters(b, device, self._numbers)
+        stages.begin(self._state, rows, before, drafts=no_drafts, filters=filters, backend=backend)
         wants_length = rows.requests.wants_length.view(-1, nodes)[:b, 0]
         rows.score_chains(tokens, torch.where(wants_length, new_lens, 0))
         compute = partial(self.values.value_logits, rows)

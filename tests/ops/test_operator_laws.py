@@ -166,6 +166,21 @@ def test_no_host_device_sync(device, name):
     assert not {"aten::_local_scalar_dense", "aten::item", "aten::nonzero"} & set(seen.names)
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_written_arguments_are_declared(name):
+    """torch.compile relies on the schema: it may reorder a write that is not declared."""
+    arguments = arguments_of(small_case(name), "cpu")
+    before = {path: x.clone() for path, x in tensors_in(arguments)}
+    OPERATORS[name].function(**arguments, backend="reference")
+    schema = getattr(torch.ops.lenvm, name).default._schema.arguments
+    declared = {x.name for x in schema if x.alias_info is not None and x.alias_info.is_write}
+    if name == "reweight_scatter":
+        declared.add("probs")  # the output of scatter_probs
+    for path, x in tensors_in(arguments):
+        is_written = not torch.equal(torch.nan_to_num(x, -7.0), torch.nan_to_num(before[path], -7.0))
+        assert not is_written or path.replace(".", "_") in declared, path
+
+
 def twins_of(name, device):
     """Arguments of two calls that differ only in the numbers in their tensors, as two replays of a graph do."""
 

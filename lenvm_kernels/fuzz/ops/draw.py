@@ -15,6 +15,7 @@ from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.draw import DrawColumns, draw
+from lenvm_kernels.ops.reweight_scatter import ReweightColumns
 from lenvm_kernels.reference.draw import draw_tokens
 from lenvm_kernels.types import ScoredCandidates
 
@@ -138,7 +139,7 @@ OPERATOR = named_operator(
     },
     reads={
         "candidates": weights.READS,
-        "table": DrawColumns._fields,
+        "table": (*ReweightColumns._fields, *DrawColumns._fields),
         "requests": ("table_rows", "generated", "wants_length"),
         "scored": ("token_ids", "counts", "positions"),
     },

@@ -41,9 +41,10 @@ TILES_SM_90 = (
     Tile(64, 64, num_warps=4, num_stages=8),
 )
 # Other GPUs, and fp32, which has no tensor cores. The instruction of sm_80 to sm_89 and sm_120 has 16 rows in every
-# tile. Not measured. At most 96 KB of shared memory, because sm_86, sm_89 and sm_120 have 99 KB; for few rows, a tile
-# of 128 columns takes 48 KB at most, so that the 140 tiles of gate_up run at once on 82 multiprocessors, and a tile of
-# 64 columns, of which there are few, keeps 56 KB of the weight in flight.
+# tile. A tile takes at most 96 KB of shared memory, because sm_86, sm_89 and sm_120 have 99 KB. With few rows, a tile
+# with 128 columns takes at most 48 KB: two fit on a multiprocessor, and all 140 tiles of gate_up run at once on 82
+# multiprocessors. Weights that are cut into tiles with 64 columns have few tiles; each keeps 56 KB of the weight in
+# flight. Not measured.
 TILES = (
     Tile(128, 128, num_warps=8, num_stages=3),
     Tile(128, 64, num_warps=8, num_stages=4),
