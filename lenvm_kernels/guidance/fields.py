@@ -33,7 +33,7 @@ class Field(ABC):
         default: the value of requests without the field, or None.
         limits: the accepted values, in the fewest words; empty if the meaning states them.
         needs: if not empty, what the field needs, for the error, and then the fields of which one must be given.
-        metavar: of its flag. If None, the command line has no flag for the field.
+        metavar: metavariable of the command-line flag. If None, the command line has no flag for the field.
     """
 
     spellings: str
