@@ -3,8 +3,8 @@
     python -m bench.serve --model M --value-model W --out DIR [--engine vllm] [-- SERVER OPTIONS]
     python -m bench.serve --model NAME --base-url URL --guided-url URL --out DIR
 
-The first form starts two servers in turn: one with ``LENVM_VALUE_MODEL=off``, one with ``LENVM_VALUE_MODEL`` set to W. The second
-uses running servers. A condition is a number of candidates (``--k``, the top-k of both servers) and a number of
+The first form starts two servers in turn: one with ``LENVM_VALUE_MODEL=off``, one with ``LENVM_VALUE_MODEL=W``. The
+second uses running servers. A condition is a number of candidates (``--k``, the top-k of both servers) and a number of
 concurrent requests (``--concurrency``). In each condition both servers get the same prompts, filters and seeds. Ends of
 sequence are ignored: every output has ``--max-tokens`` tokens. Each prompt begins with a head unique to its condition,
 so that no prefix is cached. Requests with few tokens warm up each condition.

@@ -72,9 +72,10 @@ def test_guidance_without_values_is_on_by_default(model, given, case):
 
 
 # Per setting: texts with their values, the accepted values in words, and rejected texts. "{model}" is an existing path.
+SOURCE = "an existing directory or .gguf file, a name in the Hugging Face cache, none or off"
 COUNT, SHARE, MODEL = "an integer of at least 1", "a number > 0 and ", {"{model}": "{model}"}
 EACH = {
-    "value_model": ({}, "an existing directory or .gguf file, a name in the Hugging Face cache, none or off", ["nowhere"]),
+    "value_model": ({}, SOURCE, ["nowhere"]),
     "value_head": (MODEL, "an existing .safetensors or .bin file, or a directory or name with one", ["nowhere"]),
     "gamma": ({"0.5": 0.5}, f"{SHARE}< 1", ["1", "0", "nan", "x"]),
     "dtype": ({"bfloat16": torch.bfloat16}, "one of float32, bfloat16, float16", ["int8"]),

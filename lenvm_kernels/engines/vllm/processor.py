@@ -1,7 +1,7 @@
 """LenVM in unforked vLLM, as a logits processor of its second model runner (entry point ``vllm.logits_processors``).
 
-It is on unless ``LENVM_VALUE_MODEL`` is ``off`` (:class:`lenvm_kernels.engines.settings.Settings`). The engine's front end
-imports this module to check requests, so it must not need a device. The code of the workers is in
+It is on unless ``LENVM_VALUE_MODEL`` is ``off`` (:class:`lenvm_kernels.engines.settings.Settings`). The engine's front
+end imports this module to check requests, so it must not need a device. The code of the workers is in
 :mod:`lenvm_kernels.engines.vllm.guide`.
 """
 
