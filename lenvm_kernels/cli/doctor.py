@@ -154,17 +154,18 @@ def check_sglang() -> list[Check]:
     """Load the plugins as SGLang does, with this one enabled, and check its hooks and the signatures that it uses."""
     if version_of("sglang") is None or is_fork():
         return [Check("sglang", MISSING, "not installed" if not is_fork() else "the LenVM fork")]
-    adapter = importlib.import_module(SGLANG)
+    hooks = importlib.import_module("lenvm_kernels.engines.sglang.hooks").HOOKS
+    importlib.import_module("sglang.srt.managers.scheduler")  # processes without it have no hooks
     with mock.patch.dict(os.environ, {"LENVM_VALUE_MODEL": "none"}):  # also if it is off
         from sglang.srt.plugins import load_plugins
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         load_plugins()
-    if not all(target in HookRegistry._hooks for target in adapter.HOOKS):
+    if not all(target in HookRegistry._hooks for target in hooks):
         only = os.environ.get("SGLANG_PLUGINS")
         hint = f"SGLANG_PLUGINS={only} excludes it" if only else "SGLang's log has the reason"
         return [Check("plugin", WRONG, "did not run", hint)]
-    lost = [target for target in adapter.HOOKS if target not in HookRegistry._patched]
+    lost = [target for target in hooks if target not in HookRegistry._patched]
     return [*(Check(target, WRONG, "hook not applied") for target in lost), *_signatures("sglang")]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,19 +42,22 @@ class Metrics:
     """
 
     def __init__(self, **labels: Any) -> None:
-        from prometheus_client import Counter, Gauge
+        import prometheus_client as client
 
         def counter(name: str, text: str) -> Any:
-            return Counter(f"lenvm:{name}", text, list(labels)).labels(**labels)
+            return client.Counter(f"lenvm:{name}", text, list(labels)).labels(**labels)
 
         def counters(name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Any]:
-            metric = Counter(f"lenvm:{name}", text, [*labels, label])
+            metric = client.Counter(f"lenvm:{name}", text, [*labels, label])
             return {value: metric.labels(**labels, **{label: value}) for value in values}
 
         self.guided_steps = counter("guided_steps", "Steps in which at least one request has guidance.")
         self.fallbacks = counter("fallbacks", "Steps whose guidance failed; their requests lost it.")
         self.without_room = counter(
             "without_room", "Requests that lost their guidance because the value model's cache was full."
+        )
+        self.lora_requests = counter(
+            "lora_requests", "Guided requests with a LoRA adapter, which the source of values does not know."
         )
         self.lost_mass = counter(
             "lost_mass", "Probability that the limit on candidates cut off, summed over guided rows."
@@ -65,7 +69,7 @@ class Metrics:
         self.rows = counters("rows", "Rows of guided steps, by what became of them.", "status", statuses)
         self.verifications = counters("verifications", "Verifications of drafts.", "guided", ("yes", "no"))
         self.verified_tokens = counters("verified_tokens", "Tokens of verifications.", "guided", ("yes", "no"))
-        size = Gauge(
+        size = client.Gauge(
             "lenvm:cache_bytes",
             "Memory of the value model's keys and values.",
             list(labels),
@@ -73,11 +77,15 @@ class Metrics:
         )
         self.cache_bytes = size.labels(**labels)
 
-    def count_row(self, status: float, lost_mass: float, is_broken: bool) -> None:
-        """Count a row of a step: its :class:`Status`, its cut-off probability, and whether it lost its guidance."""
-        self.rows[_BROKEN if is_broken else Status(int(status)).name.lower()].inc()
-        if status != Status.UNGUIDED:
-            self.lost_mass.inc(lost_mass)
+    def count_rows(self, rows: Iterable[tuple[float, float, bool]]) -> None:
+        """Count the rows of a step: :class:`Status`, cut-off probability, and whether the row lost its guidance."""
+        counts, lost_mass = Counter[str](), 0.0
+        for status, mass, is_broken in rows:  # summed first: a counter of Prometheus takes microseconds
+            counts[_BROKEN if is_broken else Status(int(status)).name.lower()] += 1
+            lost_mass += mass if status != Status.UNGUIDED else 0.0
+        for name, count in counts.items():
+            self.rows[name].inc(count)
+        self.lost_mass.inc(lost_mass)
 
     def count_verified(self, tokens: float, is_guided: bool) -> None:
         """Count a verification of a request's drafts and the tokens that it gave."""
@@ -225,10 +233,11 @@ class StepReport:
         assert self.broken is not None  # there are metrics
         status, lost_mass, broken = self.status.tolist(), self.lost_mass.tolist(), self.broken.tolist()
         metrics.value_model_milliseconds.inc(self.milliseconds())
-        for i, count in committed.items():
-            for j in range(count):
-                metrics.count_row(status[i][j], lost_mass[i][j], broken[i])
-            if self.is_verified:
+        metrics.count_rows(
+            (status[i][j], lost_mass[i][j], broken[i]) for i, count in committed.items() for j in range(count)
+        )
+        if self.is_verified:
+            for i, count in committed.items():
                 metrics.count_verified(count, batch.reqs[i].lenvm_guidance is not None)
 
 

@@ -79,11 +79,12 @@ def check_states(
         raise ValueError("batch.states must be None unless values are made of the base model's states, got some")
 
 
-def check_predict(tokens: torch.Tensor, config: StepConfig) -> None:
-    """Raise unless :meth:`GuidedStep.predict` accepts this number of tokens per request."""
-    columns, nodes = 1 if tokens.dim() == 1 else tokens.shape[1], 1 + config.max_drafts
-    if columns > nodes:
-        raise ValueError(f"batch.tokens must have 1 to 1 + max_drafts = {nodes} columns, got {columns}")
+def check_predict(tokens: torch.Tensor, most: int) -> None:
+    """Raise unless :meth:`GuidedStep.predict` accepts this number of tokens per request, at most ``most``."""
+    columns = 1 if tokens.dim() == 1 else tokens.shape[1]
+    if columns > most:
+        accepted = "1 column" if most == 1 else f"1 to 1 + max_drafts = {most} columns"
+        raise ValueError(f"batch.tokens must have {accepted}, got {columns}")
 
 
 def completed(

@@ -399,7 +399,8 @@ class GuidedStep:
         Args:
             batch: the requests (:class:`StepBatch`). ``tokens`` are the last tokens of each sequence, up to
                 ``1 + max_drafts``; all others must have been passed to :meth:`extend` or to a step. ``new_lens`` is the
-                number of valid tokens in each row. ``active`` is ignored.
+                number of valid tokens in each row. ``active`` is ignored. With a probe, one token per sequence, and
+                ``states [B, L H]`` of the token before it.
 
         Returns:
             fp32 of the shape of ``tokens``; number of tokens predicted to follow each token, NaN for requests without
@@ -409,17 +410,20 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         config, device = self.config, self.device
-        if not self.values.needs_tokens:
+        has_states = self.values.needs_states is not None
+        if not self.values.needs_tokens and not has_states:
             came = type(self.values).__name__
-            raise ValueError(f"values must be ModelValues to predict lengths before any token is drawn, got {came}")
+            raise ValueError(f"values must be ModelValues or ProbeValues to predict lengths, got {came}")
         checks.check_class("batch", batch, StepBatch)
         batch = batch.checked(self.max_requests, device)
         backend = resolve_backend(config.backend, "batch.tokens", batch.tokens)
-        checks.check_predict(batch.tokens, config)
+        nodes = 1 if has_states else 1 + config.max_drafts
+        checks.check_predict(batch.tokens, nodes)
+        checks.check_states(batch.states, len(batch.lengths), device, self.values.needs_states)
         if (requests := len(batch.lengths)) > MAX_ROWS:
             return torch.cat([self.predict(part.of_requests(batch)) for part in parts_of(requests, 1)])
         table_rows, lengths, (tokens, new_lens) = batch.table_rows, batch.lengths, batch.grown_by()
-        (b, columns), nodes = tokens.shape, 1 + config.max_drafts
+        b, columns = tokens.shape
         self.flush()
 
         # The sequence ends before the tokens, which are scored as candidates at their own positions.
@@ -430,11 +434,15 @@ class GuidedStep:
         stages.begin(self._state, rows, before, drafts=no_drafts, filters=filters, backend=backend)
         wants_length = rows.requests.wants_length.view(-1, nodes)[:b, 0]
         rows.score_chains(tokens, torch.where(wants_length, new_lens, 0))
-        compute = partial(self.values.value_logits, rows)
+        states = batch.states
+        if graphs is not None and rows.states is not None and states is not None:
+            rows.states[:b].copy_(states)
+            states = rows.states
+        compute = partial(self.values.value_logits, rows, states)
         with profiler_range("values"):
             values = compute() if graphs is None else graphs.run((rows.sizes, "values"), compute)
-        assert values is not None  # sources that read tokens compute values
-        z = values[0].view(-1, nodes, values[0].shape[1])[:b, :columns, 0]
+        assert values is not None  # sources that read tokens or states compute values
+        z = values[1].view(-1, nodes, values[1].shape[1])[:b, :columns, 0]
         is_wanted = wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
         return lengths_of(z, tokens, self.table, table_rows, is_wanted).view(batch.tokens.shape)
 
@@ -492,5 +500,6 @@ class GuidedStep:
                     self.step(each, sampling, scores=scores, probs=probs)
                     if drafts is not None and sample:
                         self.step(each, sampling, scores=scores, verify="same_draws")
-                if self.values.needs_tokens:
+                # With a probe, a prediction has one token per request.
+                if self.values.needs_tokens or (batch.states is not None and len(scores) == batch.tokens.numel()):
                     self.predict(batch)

@@ -140,10 +140,26 @@ class LengthProbe:
         self._projection = of["projection.weight"].contiguous(), of["projection.bias"]
         self._head = tuple(of[name].contiguous() for name in ("fc.weight", "fc.bias", "bins.weight", "bins.bias"))
         self._bin_edges = torch.tensor(config.bin_edges, dtype=torch.float32, device=self.device)
-        # Projected in fp32 and rounded once, in parts: an fp32 copy of all rows may not fit into memory.
         weight, bias = (tensors[f"embedding.{name}"].to(self.device, torch.float32) for name in ("weight", "bias"))
-        parts = embedding.detach()[: config.vocab_size].split(HASHED_TOKENS)
-        self._embedding = torch.cat([functional.linear(part.float(), weight, bias).to(self.dtype) for part in parts])
+        self._embedding_layer = weight, bias
+        self._embedding = torch.empty(config.vocab_size, len(weight), dtype=self.dtype, device=self.device)
+        self._project(embedding)
+
+    def _project(self, embedding: torch.Tensor) -> None:
+        """Project an input embedding, in place: CUDA graphs read the result at its address."""
+        # Projected in fp32 and rounded once, in parts: an fp32 copy of all rows may not fit into memory.
+        parts = embedding.detach()[: self.config.vocab_size].split(HASHED_TOKENS)
+        for part, out in zip(parts, self._embedding.split(HASHED_TOKENS), strict=True):
+            out.copy_(functional.linear(part.float(), *self._embedding_layer))
+
+    def update(self, embedding: torch.Tensor) -> None:
+        """Project the base model's input embedding ``[V, H]`` again, after the model's weights have changed.
+
+        Raises:
+            ValueError: another base model; the probe is unchanged.
+        """
+        self.config.check_base(self.config.num_layers, embedding)
+        self._project(embedding)
 
     @classmethod
     def from_pretrained(

@@ -1,4 +1,5 @@
-"""Draft tokens of SGLang's speculative decoding, and their verification by the tokens drawn at their nodes.
+"""Draft tokens of SGLang's speculative decoding, and their verification by the tokens drawn at their nodes. Imported
+only with speculative decoding.
 
 The engine verifies a tree of drafts from the logits at all of its nodes (:class:`Drafts`). At the nodes of guided
 requests, a token is drawn from the candidates, and all others are masked out of the logits. Any verification of the
@@ -8,22 +9,90 @@ draws that token. So speculation changes neither the text of a guided request wi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
+from lenvm_kernels.engines.one_token import leave_only
+from lenvm_kernels.engines.report import trace_drafts
+from lenvm_kernels.engines.sglang.guide import SGLangGuide, needs_step
+from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Drafts
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 # Changes that the engine makes to logits before verification, one row per request.
 _CHANGES = ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
+
+
+def hooks_of(guide: SGLangGuide) -> dict[str, tuple[str, Callable]]:
+    """Kind and function of further hooks, by target."""
+    return {"sglang.srt.speculative.eagle_utils.eagle_sample": ("AROUND", partial(verify, guide))}
+
+
+def verify(
+    guide: SGLangGuide,
+    original: Callable,
+    verify_input: EagleVerifyInput,
+    batch: ScheduleBatch,
+    logits_output: LogitsProcessorOutput,
+    grammar_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Around the verification of a batch's drafts: draw tokens at the nodes of guided requests first."""
+    is_idle = batch.forward_mode.is_idle()
+    batch.lenvm_reqs = [] if is_idle else [req for req in batch.reqs if req.lenvm_guidance is not None]
+    batch.lenvm_failed = False
+    if not batch.lenvm_reqs:
+        return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+    guide.discard_read_done(guide.runner)
+    logits, info, nodes = logits_output.next_token_logits, batch.sampling_info, verify_input.draft_token_num
+    table_rows, lengths = batch.req_pool_indices, batch.seq_lens.int() + 1
+    drawn = tokens = None
+    assert guide.grown_by is not None  # there are drafts
+    grown, count = guide.grown_by
+    with changed_once(logits, info, grammar_mask, nodes):
+        with guide.failing_softly(batch):
+            rows = StepBatch(grown[table_rows], table_rows, lengths, count[table_rows], states=guide.states_of(logits))
+            prepared = guide.step.prepare(logits, rows, drafts_of(verify_input))
+            if needs_step(batch):
+                drawn = guide.run(batch, prepared, info)
+        if needs_step(batch):
+            tokens = guide.agreed(None if drawn is None else drawn.tokens, len(logits))
+            if batch.return_logprob:  # of the unmasked logits
+                logits_output.next_token_logits = logits.clone()
+            leave_only(logits_output.next_token_logits, tokens)
+        verified = original(verify_input, batch, logits_output, None, *args, **kwargs)
+        logits_output.next_token_logits = logits
+    if tokens is None:
+        return verified
+    guide.append_agreed(logits_output, tokens)
+    predict, lens, index = verified
+    path = index.clamp(min=0).long()
+    accepted, remaining = predict[path], None
+    with guide.failing_softly(batch):
+        grown[table_rows, : accepted.shape[1]] = accepted
+        count[table_rows] = lens
+        if drawn is not None and drawn.wants_values:
+            if guide.step.values.needs_tokens:
+                with guide.timed():
+                    remaining = guide.step.predict(StepBatch(accepted, table_rows, lengths + lens, lens))
+            elif drawn.output.remaining_lengths is not None:
+                remaining = drawn.output.remaining_lengths[path]
+    if drawn is not None and batch.lenvm_reqs:
+        guide.append_report(logits_output, drawn, path, remaining, is_verified=True)
+        if guide.settings.trace is not None:
+            trace_drafts(guide.settings.trace, batch, drawn.output, verified)
+    return verified
 
 
 def drafts_of(verify_input: EagleVerifyInput) -> Drafts:
@@ -77,10 +146,3 @@ def changed_once(logits: torch.Tensor, info: SamplingBatchInfo, grammar_mask: An
     finally:
         for name, change in changes.items():
             setattr(info, name, change)
-
-
-def leave_only(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Mask all tokens but ``tokens [N]`` in logits ``[N, V]``. Rows with a negative token are unchanged."""
-    is_drawn, token = tokens[:, None] >= 0, tokens[:, None].clamp(min=0).long()
-    kept = logits.gather(1, token).masked_fill(is_drawn, 0.0)
-    logits.masked_fill_(is_drawn, -math.inf).scatter_(1, token, kept)

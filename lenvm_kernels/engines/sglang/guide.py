@@ -1,134 +1,144 @@
-"""The guided step of SGLang's requests, called by the hooks of :mod:`lenvm_kernels.engines.sglang.plugin`.
+"""The guided step of SGLang's requests, called by the hooks of :mod:`lenvm_kernels.engines.sglang.hooks`.
 
-The computation is in :class:`lenvm_kernels.step.GuidedStep`. Only images and the trace make a host-device sync, so that
-the overlapping scheduler stays ahead.
+The step draws the tokens of guided requests from the logits that the engine is about to sample from, and leaves only
+these tokens in their rows (:func:`leave_only`). The engine's sampler then returns them at any temperature and with any
+filter. The computation is in :class:`lenvm_kernels.step.GuidedStep`. Only images and the trace make a host-device sync,
+so that the overlapping scheduler stays ahead.
 """
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
-from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 
-from lenvm_kernels.engines.report import Metrics, StepReport, Stopwatch, trace_batch, trace_drafts
-from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings
+from lenvm_kernels.engines.one_token import leave_only
+from lenvm_kernels.engines.report import Metrics, StepReport, Stopwatch, trace_batch
+from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
-from lenvm_kernels.engines.sglang.drafts import changed_once, drafts_of, leave_only
-from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens, to_device
-from lenvm_kernels.engines.sglang.states import SampledStates
+from lenvm_kernels.engines.sglang.requests import end_tokens, seed_of
 from lenvm_kernels.engines.tokenizers import load_text_breaks
-from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
-from lenvm_kernels.types import Drafts, Mode
-from lenvm_kernels.values import KVCache, ValueModel
+from lenvm_kernels.values import LengthProbe, ValueModel
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-    from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of tokens per request, without drafts, that one step computes, and that may be pending after it.
+# Maximum number of tokens per request, without drafts, that one step computes.
 MAX_DELTA = 16
-MAX_WAITING = MAX_DELTA - 1
+# The engine's own limit of requests, if the user sets none.
+MAX_REQUESTS = 4096
+# In place of the tokens of a batch, on every rank: the step of the first rank has failed.
+LOST = -2
 
 
 class SGLangGuide:
-    """The guidance of one scheduler process.
+    """The guidance of one scheduler process: with ``none``, and the part that all sources of values share.
 
     Attributes:
         settings: settings of the plugin.
-        value_model: the value model; None without one or with a probe.
-        states: states of the base model, and the probe that reads them; None without a probe.
         device: device of the base model.
         drafts: draft tokens per request and step.
+        value_model: the value model; None without one or with a probe.
         step: the guided step, set by :meth:`take_slots`.
         runner: model runner of the base model, set by :meth:`take_slots`.
         has_slots: whether :meth:`take_slots` was called.
         metrics: metrics of this process; None without ``--enable-metrics``.
-        fallbacks: number of failures that ended the guidance of a batch.
+        fallbacks: number of failures of steps and prompts.
+        failure: why requests with guidance are rejected. If None, they are accepted.
     """
 
     step: GuidedStep
     runner: ModelRunner
+    value_model: ValueModel | None = None
 
-    def __init__(
-        self,
-        settings: Settings,
-        value_model: ValueModel | None,
-        device: torch.device,
-        drafts: int = 0,
-        states: SampledStates | None = None,
-    ) -> None:
-        self.settings, self.value_model, self.device, self.drafts = settings, value_model, device, drafts
-        self.states = states
+    def __init__(self, settings: Settings, device: torch.device, drafts: int = 0) -> None:
+        self.settings, self.device, self.drafts = settings, device, drafts
         self.has_slots = False
         self.metrics: Metrics | None = None
         self.fallbacks = 0
+        self.failure: str | None = None
         self._stopwatch = Stopwatch(device)
+        self._reserved: torch.Tensor | None = None
         self._table_rows: set[int] = set()  # rows of requests in the guidance table
-        self._ranks: torch.distributed.ProcessGroup | None = None  # tensor-parallel ranks, if there are several
-        # The batch that the engine is sampling, whether its step has run, its prepared step, and the step's report.
-        self._sampling: ForwardBatch | None = None
-        self._stepped = False
-        self._report: StepReport | None = None
-        self._prepared: PreparedStep | Exception | None = None
+        self._ranks: GroupCoordinator | None = None  # tensor-parallel ranks, if there are several
+        # The batch that the engine is sampling, its step, and the tokens that all ranks have agreed on.
+        self._batch: ForwardBatch | None = None
+        self._drawn: Drawn | None = None
+        self._agreed: torch.Tensor | None = None
         # With speculative decoding, per table row: the new tokens since the last step, and their number.
-        self._grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def load(cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int) -> Any:
+        """The guidance of a base model that was just loaded.
+
+        Args:
+            settings, device, drafts: as in the class.
+            runner: model runner of the base model.
+            options: the engine's options, with its defaults.
+        """
+        guide = cls(settings, device, drafts)
+        guide.reserve(runner, options.max_running_requests)
+        return guide
 
     @property
-    def reads_tokens(self) -> bool:
-        """Whether the value source reads tokens."""
-        return self.step.values.needs_tokens
+    def hooks(self) -> dict[str, tuple[str, Callable]]:
+        """Kind and function of further hooks, by target."""
+        return {}
 
-    def num_bytes(self, engine: ModelConfig, requests: int, slots: int) -> int:
-        """Bytes that guidance of ``requests`` requests takes, with ``slots`` slots in the engine's pool."""
-        states = 0 if self.states is None else requests * (1 + self.drafts) * self.states.row_bytes
-        cache = 0 if self.value_model is None else KVCache.num_bytes(self.value_model, slots)
-        return (
-            states
-            + cache
-            + self.settings.working_bytes(
-                self.value_model,
-                requests=requests,
-                max_len=engine.context_len,
-                vocab_size=engine.vocab_size,
-                max_delta=MAX_DELTA + self.drafts,
-                max_drafts=self.drafts,
-            )
+    @property
+    def source(self) -> LengthProbe | ValueModel | None:
+        """What gives values; None with ``none``."""
+        return self.value_model
+
+    def __str__(self) -> str:
+        return "no value model: targets are met by the end tokens alone"
+
+    # --- memory ---
+
+    def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
+        """Bytes that steps of ``requests`` requests take, and what is cached for the ``slots`` of the engine's pool."""
+        return self.settings.working_bytes(
+            self.value_model,
+            requests=requests,
+            max_len=engine.context_len,
+            vocab_size=engine.vocab_size,
+            max_delta=MAX_DELTA + self.drafts,
+            max_drafts=self.drafts,
         )
 
-    def discard_read_done(self, runner: ModelRunner) -> None:
-        """Make the scheduler also wait for the value model before it overwrites the slot table.
-
-        The engine's event marks the base model's last read of the table, which precedes the value model's reads.
-        Without an event, the scheduler waits for all work that is queued on its forward stream.
-        """
-        if self.reads_tokens:
-            runner.shared_read_done_event = None
+    def reserve(self, runner: ModelRunner, max_requests: int | None) -> None:
+        """Hold the memory of steps until :meth:`take_slots`, so that the engine's pool leaves room for it."""
+        if self.device.type == "cuda":
+            num_bytes = self.num_bytes(runner.model_config, max_requests or MAX_REQUESTS)
+            self._reserved = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def take_slots(self, runner: ModelRunner) -> None:
         """Create the guided step on the slots and the slot table that the engine has just allocated."""
         pool, settings, options = runner.token_to_kv_pool, self.settings, resolved_view(runner.server_args)
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
-        self.runner = runner
+        self.runner, self._reserved = runner, None
         self.step = GuidedStep(
-            value_source(self.value_model if self.states is None else self.states.probe),
+            value_source(self.source),
             EngineSlots(runner.req_to_token_pool.req_to_token, slots),
             settings.step_config(
                 has_graphs=not cuda_graph_fully_disabled(),
@@ -139,361 +149,296 @@ class SGLangGuide:
                 text_breaks=load_text_breaks(options.tokenizer_path, runner.model_config.vocab_size),
             ),
         )
-        if self.states is not None:  # before the engine captures its graphs
-            self.states.allocate(self.step.max_requests * (1 + self.drafts))
         self.has_slots = True
         if self.device.type == "cuda":
-            self.step.warm_up(is_logits=False)  # sampled batches
-            self.step.warm_up(sample=bool(self.drafts))  # greedy batches, and drafts
+            runner.forward_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(runner.forward_stream):  # only the stream of later steps can reuse the memory
+                self.step.warm_up()
         if self.drafts:
             table_rows = runner.req_to_token_pool.req_to_token.shape[0]
             grown_by = torch.zeros(table_rows, 2 + self.drafts, dtype=torch.int32, device=self.device)
-            self._grown_by = grown_by[:, 1:], grown_by[:, 0]
+            self.grown_by = grown_by[:, 1:], grown_by[:, 0]
         parallel = get_parallel()
         if parallel.attn_tp_size > 1:
-            self._ranks = parallel.attn_tp_group.cpu_group
+            self._ranks = parallel.attn_tp_group
         if options.enable_metrics and parallel.attn_tp_rank == 0:
             self.metrics = Metrics(
                 model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
             )
-            if self.value_model is not None:
-                self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots))
+        logger.info(
+            "LenVM: guidance is on, %s; %d rows, %d candidates, %.2f GiB, %s CUDA graphs",
+            self,
+            self.step.max_requests,
+            self.step.config.max_candidates,
+            self.num_bytes(runner.model_config, self.step.max_requests, slots) / 2**30,
+            "with" if self.step.config.graphs else "without",
+        )
 
-    def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
-        """Write the requests of a prefill batch into the table, also again after they were retracted."""
-        if not batch.lenvm_reqs and self._table_rows.isdisjoint(int(req.kv.req_pool_idx) for req in reqs):
+    def discard_read_done(self, runner: ModelRunner) -> None:
+        """Before the engine overwrites its slot table: nothing, because the step does not read it."""
+
+    # --- requests ---
+
+    def note_request(self, req: Req) -> None:
+        """After a request was created in the scheduler."""
+
+    def admit(self, batch: ForwardBatch, reqs: list[Req], *, is_prefill: bool) -> None:
+        """Write requests into the table: those of a prefill batch, also again after they were retracted, and those of
+        another batch that were prefilled by another server."""
+        if not batch.lenvm_reqs and not self._table_rows:
             return
-        with self._failing_softly(batch):
+        with self.failing_softly(batch):
             for req in reqs:
-                table_row, params, req.lenvm_prefilled = int(req.kv.req_pool_idx), req.lenvm_guidance, req.extend_end
-                if params is not None:
-                    seed = req.sampling_params.sampling_seed
-                    self.step.add_request(
-                        table_row,
-                        params,
-                        end_tokens(req),
-                        prompt_len=len(req.origin_input_ids),
-                        seed=seed_of_request(req.rid) if seed is None else seed,
-                        span=params.span_state(req.origin_input_ids, req.output_ids),
-                    )
-                    self._table_rows.add(table_row)
-                    if req.lenvm_images is not None:
-                        self._embed_images(req.lenvm_images, req.prefix_len)
+                table_row = int(req.kv.req_pool_idx)
+                if not is_prefill and req.lenvm_row == table_row:
+                    continue
+                req.lenvm_row = table_row
+                if req.lenvm_guidance is not None:
+                    self._admit(req, table_row)
                 elif table_row in self._table_rows:
-                    self._clear(table_row)
+                    self.clear(table_row)
 
-    def _embed_images(self, images: PromptImages, prefix_len: int) -> None:
-        """Embed images before the base model's forward, after which the engine copies the pixels to the host."""
-        with self._timed():
-            if mm_schedule.host_offload_event is not None:  # after a retraction, they may have been copied before
-                mm_schedule.host_offload_event.synchronize()
-            assert self.value_model is not None  # images are only read with a value model
-            images.embed(prefix_len, self.value_model)
+    def _admit(self, req: Req, table_row: int) -> None:
+        params, seed = req.lenvm_guidance, req.sampling_params.sampling_seed
+        self.step.add_request(
+            table_row,
+            params,
+            end_tokens(req),
+            prompt_len=len(req.origin_input_ids),
+            seed=seed_of(req.rid) if seed is None else seed,
+            span=params.span_state(req.origin_input_ids, req.output_ids),
+        )
+        self._table_rows.add(table_row)
+        if self.metrics is not None and self.source is not None and req.lora_id is not None:
+            self.metrics.lora_requests.inc()
 
-    def extend(self, batch: ForwardBatch) -> None:
-        """Pass the tokens of a prefill batch, or of a chunk of it, to the value model.
+    def clear(self, table_row: int) -> None:
+        """Make a row unguided."""
+        self.step.remove_request(table_row)
+        self._table_rows.discard(table_row)
 
-        All tokens of a chunk are passed, because the engine decides whether a token is drawn after it. Tokens of
-        requests that decode in a mixed batch are passed to the step instead.
-        """
-        if not self.reads_tokens or not needs_step(batch):
-            return
-        assert self.value_model is not None  # it reads the tokens
-        with self._failing_softly(batch), self._timed():
-            lens = batch.extend_seq_lens.int()
-            parts: list[tuple[PromptImages | None, int, int]] = []
-            if any(images is not None for images in batch.lenvm_images):  # a padded batch has more lengths
-                parts = list(
-                    zip(batch.lenvm_images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False)
-                )
-            if any(batch.lenvm_decoding):
-                lens = lens.masked_fill(to_device(torch.tensor(batch.lenvm_decoding), self.device), 0)
-            self.step.extend(
-                batch.input_ids,
-                batch.req_pool_indices,
-                batch.extend_start_loc.int(),
-                lens,
-                # The history of decoding requests must not change.
-                batch.extend_prefix_lens.int().masked_fill(lens == 0, 0),
-                begins=[0, *accumulate(batch.extend_seq_lens_cpu[: len(batch.lenvm_decoding) - 1])],
-                images=image_tokens(parts, len(batch.input_ids), self.value_model),
-            )
-            for images, prefix_len, count in parts:
-                if images is not None and prefix_len + count >= images.length:
-                    images.embeds = None
+    def lose(self, req: Req) -> None:
+        """End the guidance of a request. Its tokens are not inserted into the radix cache, because the value model may
+        not have computed them."""
+        if req.lenvm_guidance is not None:
+            req.lenvm_guidance, req.skip_radix_cache_insert = None, True
+            if req.kv.req_pool_idx is not None:  # otherwise it has already left
+                self.clear(int(req.kv.req_pool_idx))
 
-    def computed_len(self, req: Req, length: int) -> int:
-        """Number of a request's first tokens, at most ``length``, that the value model has certainly computed.
-
-        These are the prefix from the radix cache, the tokens of the last prefill, and later tokens up to the end of the
-        span (all, if another span may begin) except for the most recent ones, which may be pending.
-        """
-        params = req.lenvm_guidance
-        if params is None or not params.needs_step or not self.reads_tokens:
-            return length  # requests that the value model reads do not share these prefixes
-        read, waiting = len(req.origin_input_ids) + len(req.output_ids), MAX_WAITING + self.drafts
-        if not params.start_token_ids:  # otherwise each chunk would need a search of the prompt
-            end = params.span_state(req.origin_input_ids, req.output_ids).end
-            read = read if end is None else end - 1
-        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, read) - waiting))
+    # --- steps ---
 
     @contextmanager
     def sampling(self, batch: ForwardBatch) -> Iterator[None]:
         """Active while the engine samples the tokens of ``batch``."""
-        self._sampling, self._stepped, self._report, self._prepared = batch, False, None, None
+        self._batch, self._drawn, self._agreed = batch, None, None
         try:
             yield
         finally:
-            self._sampling = None
+            self._batch = None
 
-    def change_logits(self, logits: torch.Tensor) -> None:
-        """Apply token temperatures and limits of spans to the logits that the engine is about to sample from."""
-        batch = self._sampling
+    def leave_drawn(
+        self, sampler: Sampler, logits_output: LogitsProcessorOutput, info: SamplingBatchInfo, *, copies: bool
+    ) -> tuple[SamplingBatchInfo, torch.Tensor | None]:
+        """Draw the tokens of guided requests, and leave only these in their rows of the logits.
+
+        The engine's custom logit processors are applied before.
+
+        Returns:
+            The arguments of the engine's sampler, which must not apply custom logit processors again, and with
+            ``copies`` the logits before tokens were masked.
+        """
+        batch = self._batch
         if batch is None:
-            return
-        if not needs_step(batch):  # token temperatures, which no step follows
-            with self._failing_softly(batch):
-                self._prepare(batch, logits, len(logits))
-            return
-        try:
-            self._prepared = self._prepare(batch, logits, len(logits))
-        except Exception as error:  # raised again in the step, so that ranks agree on failures once per step
-            self._prepared = error
+            return info, None
+        logits_output.next_token_logits = logits = sampler._preprocess_logits(logits_output.next_token_logits, info)
+        if info.has_custom_logit_processor:
+            info = copy.copy(info)
+            info.has_custom_logit_processor = False
+        tokens = self._draw(batch, logits, info)
+        if tokens is None:
+            return info, None
+        unmasked = logits.clone() if copies else None
+        leave_only(logits, tokens)
+        return info, unmasked
 
-    def _prepare(self, batch: ForwardBatch, logits: torch.Tensor | None, requests: int) -> PreparedStep:
-        return self.step.prepare(logits, last_tokens(batch, requests)._replace(states=self._states_of(requests)))
-
-    def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
-        """The next tokens: guided requests draw from their candidates, others keep the engine's ``drawn`` tokens."""
-        output = self._step(probs, info, drawn, sample=True)
-        return drawn if output is None or output.tokens is None else output.tokens.to(drawn.dtype)
-
-    def draw_all(self, probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
-        """The next tokens if the engine need not draw, because all requests of the batch are guided; else None.
-
-        Also None if guidance may leave a draw to the engine, which the host cannot decide: with a value model that
-        reads tokens (a request may miss some), with spans (which end), and if guidance may skip steps.
-        """
-        batch = self._sampling
-        if batch is None or self.reads_tokens or info.sampling_mask_batch_indices is not None:
+    def _draw(self, batch: ForwardBatch, logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
+        """int32 ``[B]``; drawn tokens, negative in rows that the engine must draw. None if no request needs a step."""
+        with self.failing_softly(batch):
+            rows = last_tokens(batch, len(logits))._replace(states=self.states_of(logits))
+            prepared = self.step.prepare(logits, rows)
+            if needs_step(batch) and not batch.lenvm_failed:
+                self._drawn = self.run(batch, prepared, info, is_prompt=not batch.forward_mode.is_decode())
+        if not needs_step(batch):
             return None
-        params = [req.lenvm_guidance for req in batch.lenvm_reqs]
-        if len(params) != len(probs) or any(self._may_leave_out(p) for p in params):
-            return None
-        output = self._step(probs, info, None, sample=True)
-        if output is None or output.tokens is None:
-            return None
-        return output.tokens.clamp(min=0)  # -1 for broken scores, where any token is acceptable
+        self._agreed = tokens = self.agreed(None if self._drawn is None else self._drawn.tokens, len(logits))
+        if self._drawn is not None and self.settings.trace is not None:
+            trace_batch(self.settings.trace, batch, replace(self._drawn.output, tokens=tokens))
+        return tokens
 
-    def _may_leave_out(self, params: GuidanceParams) -> bool:
-        """Whether guidance may leave a request's draw to the engine."""
-        leaves_out = params.entropy_threshold is not None or (params.value_stride or self.settings.value_stride) > 1
-        return params.mode == Mode.UNGUIDED or bool(params.end_token_ids) or leaves_out
-
-    def report(self, logits: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> StepReport | None:
-        """The report to the host on a batch whose next tokens have been ``drawn``.
-
-        Greedy batches do not call :meth:`draw`. They are not guided but may request values.
-        """
-        if not self._stepped and info.is_all_greedy:
-            self._step(logits, info, drawn, is_logits=True)
-        elif not self._stepped and needs_step(self._sampling):
-            with self._failing_softly(self._sampling):
-                raise RuntimeError("the engine drew tokens past the sampler that guidance is in")
-        return self._report
-
-    def _step(
+    def run(
         self,
-        scores: torch.Tensor,
+        batch: ForwardBatch | ScheduleBatch,
+        prepared: PreparedStep,
         info: SamplingBatchInfo,
-        drawn: torch.Tensor | None,
         *,
-        is_logits: bool = False,
-        sample: bool = False,
-    ) -> StepOutput | None:
-        """The guided step of the batch being sampled; None if no request needs it, or if it failed."""
-        batch, b = self._sampling, len(scores)
-        if batch is None or not needs_step(batch):
-            return None
-        self._stepped, output = True, None
+        is_prompt: bool = False,
+    ) -> Drawn:
+        """The guided step of a batch."""
+        rows = prepared.batch.table_rows
+        faults = self.step.table.columns.faults[rows] if self.metrics is not None else None
+        temperature = info.temperatures.flatten()
+        sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, temperature, is_logits=True, sample=True)
+        wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
+        with self.timed():
+            prompts = self._prompt_lengths(prepared.batch) if wants_values and is_prompt else None
+            output = self.step.step(prepared, sampling)
+        broken = None if faults is None else self.step.table.columns.faults[rows] > faults
         if self.metrics is not None:
             self.metrics.guided_steps.inc()
-        with self._failing_softly(batch):
-            wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
-            is_prompt = not batch.forward_mode.is_decode()
-            prepared = self._prepare(batch, None, b) if self._prepared is None else self._prepared
-            if isinstance(prepared, Exception):
-                raise prepared
-            table_rows = prepared.batch.table_rows
-            faults = self.step.table.columns.faults[table_rows] if self.metrics else None
-            sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, is_logits=is_logits, sample=sample)
-            with self._timed():
-                predicts = wants_values and is_prompt
-                prompt_lengths = self.step.predict(prepared.batch) if predicts and self.reads_tokens else None
-                output = self.step.step(prepared, sampling, scores=scores, drawn=drawn)
-                if predicts and not self.reads_tokens:  # a probe has values of candidates only
-                    assert output.remaining_lengths is not None  # values are requested, and a token is drawn
-                    prompt_lengths = 1 + output.remaining_lengths
-            if self.metrics is not None or wants_values:
-                # Copies, because the next step may overwrite the candidates before the engine has fetched the report.
-                self._report = StepReport(
-                    output.candidates.status[:, None].clone(),
-                    output.candidates.lost_mass[:, None].clone(),
-                    None if faults is None else self.step.table.columns.faults[table_rows] > faults,
-                    None if output.remaining_lengths is None else output.remaining_lengths[:, None],
-                    prompt_lengths,
-                    self.metrics,
-                    self._stopwatch.take(),
-                )
-        if not batch.lenvm_reqs:  # it failed, perhaps on another rank
-            return None
-        if self.settings.trace is not None:
-            trace_batch(self.settings.trace, batch, output)
-        return output
+        return Drawn(prepared.batch, output, broken, prompts, wants_values, is_prompt)
 
-    def note_drawn(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
-        """Keep the tokens ``[B]`` drawn after prompts, which speculative decoding passes to the next step."""
-        if self._grown_by is not None:
-            table_rows = batch.req_pool_indices[: len(tokens)]
-            grown, count = self._grown_by
-            grown[table_rows, 0] = tokens.int()
-            count[table_rows] = 1
+    def _prompt_lengths(self, batch: StepBatch) -> torch.Tensor | None:
+        """fp32 ``[B]``; lengths predicted from prompts alone. None if the source has values of drawn tokens only."""
+        return self.step.predict(batch) if self.step.values.needs_tokens else None
 
-    def verify(
+    def agreed(self, tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
+        """The drawn tokens of the first rank, on every rank. If ``tokens`` is None, the step of this rank has failed."""
+        if tokens is None:
+            tokens = torch.full((rows,), LOST, dtype=torch.int32, device=self.device)
+        return tokens if self._ranks is None else self._ranks.broadcast(tokens.contiguous(), src=0)
+
+    def report(self, batch: ForwardBatch, logits_output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
+        """After the engine has sampled the ``tokens`` of a batch: report on its step to the host."""
+        if self.grown_by is not None:  # speculative decoding passes the first token to the next step
+            rows, (grown, count) = batch.req_pool_indices[: len(tokens)], self.grown_by
+            grown[rows, 0] = tokens.int()
+            count[rows] = 1
+        drawn = self._drawn
+        if self._agreed is not None:
+            self.append_agreed(logits_output, self._agreed)
+        if drawn is None or not batch.lenvm_reqs:
+            return
+        lengths = prompts = None
+        if drawn.wants_values:
+            with self.failing_softly(batch), self.timed():
+                after = drawn.batch._replace(tokens=tokens, lengths=drawn.batch.lengths + 1, new_lens=None)
+                lengths = self.step.predict(after)
+                prompts = 1 + lengths if drawn.is_prompt and drawn.prompt_lengths is None else drawn.prompt_lengths
+        self.append_report(logits_output, drawn, slice(None), lengths, prompts)
+
+    def append_agreed(self, logits_output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
+        """Append the tokens that all ranks have agreed on to the engine's output, if there are several ranks."""
+        if self._ranks is not None:
+            append(logits_output, LostGuidance(tokens, self))
+
+    def append_report(
         self,
-        original: Callable,
-        verify_input: EagleVerifyInput,
-        batch: ScheduleBatch,
         logits_output: LogitsProcessorOutput,
-        grammar_mask: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The engine's verification of a batch's drafts, after tokens are drawn at the nodes of guided requests."""
-        logits, info, nodes = logits_output.next_token_logits, batch.sampling_info, verify_input.draft_token_num
-        table_rows, lengths = batch.req_pool_indices, batch.seq_lens.int() + 1
-        output, faults, remaining = None, None, None
-        wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
-        with changed_once(logits, info, grammar_mask, nodes):
-            with self._failing_softly(batch), self._timed():
-                prepared = self._prepare_nodes(logits, drafts_of(verify_input), table_rows, lengths)
-                if needs_step(batch):
-                    faults = self.step.table.columns.faults[table_rows] if self.metrics else None
-                    filters = info.top_ks, info.top_ps, info.min_ps, info.temperatures.flatten()
-                    output = self.step.step(prepared, Sampling(*filters, is_logits=True, sample=True))
-            if output is not None and batch.lenvm_reqs:
-                if batch.return_logprob:  # of the unmasked logits
-                    logits_output.next_token_logits = logits.clone()
-                assert output.tokens is not None
-                leave_only(logits_output.next_token_logits, output.tokens)
-            verified = original(verify_input, batch, logits_output, None, *args, **kwargs)
-            logits_output.next_token_logits = logits
-        if output is None or not batch.lenvm_reqs:
-            return verified
-        predict, lens, index = verified
-        path = index.clamp(min=0).long()
-        tokens = predict[path]
-        with self._failing_softly(batch):
-            assert self._grown_by is not None  # there are drafts
-            grown, count = self._grown_by
-            grown[table_rows, : tokens.shape[1]] = tokens
-            count[table_rows] = lens
-            if wants_values and not self.reads_tokens:
-                remaining = None if output.remaining_lengths is None else output.remaining_lengths[path]
-            elif wants_values:
-                with self._timed():
-                    remaining = self.step.predict(StepBatch(tokens, table_rows, lengths + lens, lens))
-            if self.metrics is not None:
-                self.metrics.guided_steps.inc()
-            if self.metrics is not None or wants_values:
-                report = StepReport(
-                    output.candidates.status[path],
-                    output.candidates.lost_mass[path],
-                    None if faults is None else self.step.table.columns.faults[table_rows] > faults,
-                    remaining,
-                    None,
-                    self.metrics,
-                    self._stopwatch.take(),
-                    is_verified=True,
-                )
-                others = logits_output.auxiliary_device_output
-                logits_output.auxiliary_device_output = append_auxiliary_output(others, report)
-        if batch.lenvm_reqs and self.settings.trace is not None:
-            trace_drafts(self.settings.trace, batch, output, verified)
-        return verified
+        drawn: Drawn,
+        at: Any,
+        lengths: torch.Tensor | None,
+        prompts: torch.Tensor | None = None,
+        *,
+        is_verified: bool = False,
+    ) -> None:
+        """Append a report on the rows ``at`` of a step, ``[B]`` or ``[B, N]``, to the engine's output."""
+        if self.metrics is None and not drawn.wants_values:
+            return
+        # Copies, because the next step may overwrite the candidates before the engine has fetched the report.
+        report = StepReport(
+            drawn.output.candidates.status[at].clone(),
+            drawn.output.candidates.lost_mass[at].clone(),
+            drawn.broken,
+            lengths,
+            prompts,
+            self.metrics,
+            self._stopwatch.take(),
+            is_verified=is_verified,
+        )
+        append(logits_output, report)
 
-    def _prepare_nodes(
-        self, logits: torch.Tensor, drafts: Drafts, table_rows: torch.Tensor, lengths: torch.Tensor
-    ) -> PreparedStep:
-        assert self._grown_by is not None
-        tokens, new_lens = (x[table_rows] for x in self._grown_by)
-        batch = StepBatch(tokens, table_rows, lengths, new_lens, states=self._states_of(len(logits)))
-        return self.step.prepare(logits, batch, drafts)
+    def states_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """The base model's states in the rows of the logits. None if the source reads none."""
+        return None
 
-    def _states_of(self, rows: int) -> torch.Tensor | None:
-        """The states of the base model's last forward; None without a probe."""
-        return None if self.states is None else self.states.of(rows)
-
-    def _timed(self) -> AbstractContextManager[None]:
+    def timed(self) -> AbstractContextManager[None]:
+        """Times the work that is launched inside, if there are metrics."""
         return nullcontext() if self.metrics is None else self._stopwatch.running()
 
     @contextmanager
-    def _failing_softly(self, batch: ForwardBatch) -> Iterator[None]:
-        """On an error inside, end the guidance of the batch's requests on all of their ranks instead of the engine.
+    def failing_softly(self, batch: ForwardBatch | ScheduleBatch) -> Iterator[None]:
+        """On an error inside, end the guidance of the batch's requests instead of the engine.
 
-        Their next tokens would follow tokens that the value model has not computed, so guidance is off until they end,
-        and their tokens are not inserted into the radix cache.
+        Their next tokens would follow tokens that the value model has not computed, so guidance is off until they end.
+        Tensor-parallel ranks must schedule alike, so the first rank tells the others by its tokens (:data:`LOST`), and
+        all end the guidance when the host reads them. A failure on another rank changes nothing: its draws are unused.
         """
-        failed = False
         try:
             yield
         except Exception:
-            failed = True
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-        if not self._on_any_rank(failed):
-            return
-        self.fallbacks += 1
-        self._report = None
-        if self.metrics is not None:
-            self.metrics.fallbacks.inc()
-        for req in batch.lenvm_reqs:
-            req.lenvm_guidance, req.skip_radix_cache_insert = None, True
-            if req.kv.req_pool_idx is not None:  # otherwise it has already left
-                self._clear(int(req.kv.req_pool_idx))
-        batch.lenvm_reqs = []
+            self.fallbacks += 1
+            if self.metrics is not None:
+                self.metrics.fallbacks.inc()
+            if self._ranks is None:
+                for req in batch.lenvm_reqs:
+                    self.lose(req)
+                batch.lenvm_reqs = []
+            else:
+                batch.lenvm_failed = True
 
-    def _on_any_rank(self, failed: bool) -> bool:
-        """Whether any rank that draws the same tokens has failed: it would otherwise draw different tokens.
 
-        Reduced from host to host, as the engine distributes requests, without a host-device sync.
-        """
-        if self._ranks is None:
-            return failed
-        flag = torch.tensor([failed], dtype=torch.uint8, device="cpu")
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._ranks)
-        return bool(flag)
+@dataclass(frozen=True)
+class Drawn:
+    """A guided step of a batch.
 
-    def _clear(self, table_row: int) -> None:
-        self.step.remove_request(table_row)
-        self._table_rows.discard(table_row)
+    Attributes:
+        batch, output: the batch and the result of the step.
+        broken: bool ``[B]``; requests that lost guidance in the step. None without metrics.
+        prompt_lengths: fp32 ``[B]``; lengths predicted from prompts. None if not requested or not known yet.
+        wants_values: whether any request has ``return_values``.
+        is_prompt: whether the first tokens after prompts are drawn.
+    """
+
+    batch: StepBatch
+    output: StepOutput
+    broken: torch.Tensor | None
+    prompt_lengths: torch.Tensor | None
+    wants_values: bool
+    is_prompt: bool
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int32 ``[B]``; the drawn tokens."""
+        assert self.output.tokens is not None  # the step draws
+        return self.output.tokens
+
+
+@dataclass(frozen=True)
+class LostGuidance:
+    """The engine's auxiliary output by which all ranks end the guidance of a batch whose step failed on the first."""
+
+    tokens: torch.Tensor
+    guide: SGLangGuide
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> LostGuidance:
+        """See SGLang's ``DeviceAuxiliaryOutput``."""
+        return replace(self, tokens=copy_tensor(self.tokens))
+
+    def consume(self, batch: ScheduleBatch, commits: Any) -> None:
+        """See SGLang's ``HostAuxiliaryOutput``."""
+        if bool((self.tokens == LOST).any()):
+            for req in batch.reqs:
+                self.guide.lose(req)
+
+
+def append(logits_output: LogitsProcessorOutput, output: Any) -> None:
+    """Append an auxiliary output."""
+    others = logits_output.auxiliary_device_output
+    logits_output.auxiliary_device_output = append_auxiliary_output(others, output)
 
 
 def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:
     """Whether any request of a batch takes part in guided steps."""
     return any(req.lenvm_guidance.needs_step for req in batch.lenvm_reqs)
-
-
-def end_tokens(req: Req) -> set[int]:
-    """The tokens at which the engine ends a request's output; their value is 0. Stop strings have no token."""
-    params, tokenizer = req.sampling_params, req.tokenizer
-    if params.ignore_eos:  # the engine then also ignores stop tokens
-        return set()
-    ids = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
-    ids |= {getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())}
-    return set(sorted(ids - {None})[:MAX_END_TOKENS])
-
-
-def seed_of_request(rid: str) -> int:
-    """The seed of a request without one, the same on every tensor-parallel rank."""
-    return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,15 +1,121 @@
-"""The inputs of a probe from SGLang's base model: the input embedding, and the states of sampled rows."""
+"""Guidance by a probe in SGLang. Imported only with a probe.
+
+The engine can return the hidden states of sampled rows itself (``return_hidden_states_mode``). A probe does not use
+them: with EAGLE3 the engine returns the inputs of other layers instead, models with a multi-token predictor return
+states before the final norm, and no mode returns inner layers together with the last state.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.sglang.guide import SGLangGuide
+from lenvm_kernels.engines.sglang.options import INNER_PROBE_OPTIONS, PROBE_OPTIONS, check_options
 from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.values import LengthProbe
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+_PROCESSOR = "sglang.srt.layers.logits_processor.LogitsProcessor"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+class ProbeGuide(SGLangGuide):
+    """The guidance of one scheduler process with a probe.
+
+    Args:
+        settings, device, drafts: as in :class:`SGLangGuide`.
+        states: the states of the base model, and the probe that reads them.
+
+    Attributes:
+        states: as above.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device, states: SampledStates, drafts: int = 0) -> None:
+        super().__init__(settings, device, drafts)
+        self.states = states
+
+    @classmethod
+    def load(cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int) -> Any:
+        """Load the probe, and check the engine's options.
+
+        Raises:
+            ValueError: an option that a probe cannot be combined with, or another base model than the probe's.
+        """
+        check_options(options, PROBE_OPTIONS, "a probe")
+        probe = settings.load_probe(runner.model_config.num_hidden_layers, input_embedding(runner.model))
+        layers = probe.config.layers
+        if set(layers) != {probe.config.num_layers}:
+            check_options(options, INNER_PROBE_OPTIONS, f"a probe of layers {list(layers)}")
+        guide = cls(settings, device, SampledStates(runner.model, probe), drafts)
+        guide.reserve(runner, options.max_running_requests)
+        return guide
+
+    @property
+    def hooks(self) -> dict[str, tuple[str, Callable]]:
+        """Kind and function of further hooks, by target."""
+        hooks: dict[str, tuple[str, Callable]] = {
+            f"{_PROCESSOR}._get_pruned_states": ("AROUND", self.keep_states),
+            f"{_UPDATER}.record_weight_version_after_update": ("AFTER", self.update_probe),
+        }
+        if self.states.has_inner:
+            hooks[f"{_PROCESSOR}.forward"] = "AROUND", self.hide_inner_states
+        return hooks
+
+    @property
+    def source(self) -> LengthProbe:
+        """The probe."""
+        return self.states.probe
+
+    def __str__(self) -> str:
+        return f"probe {self.settings.value_model} in {self.source.dtype}"
+
+    def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
+        """As in :class:`SGLangGuide`, with the states of each node."""
+        return super().num_bytes(engine, requests) + requests * (1 + self.drafts) * self.states.row_bytes
+
+    def take_slots(self, runner: ModelRunner) -> None:
+        """As in :class:`SGLangGuide`; the engine has not captured its graphs yet."""
+        super().take_slots(runner)
+        self.states.allocate(self.step.max_requests * (1 + self.drafts))
+
+    def states_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The states of the base model's last forward."""
+        return self.states.of(len(logits))
+
+    def keep_states(self, original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> tuple:
+        """Around the selection of the states that logits are computed from: keep those that the probe reads."""
+        if not self.states.are_of(processor):
+            return original(processor, *args, **kwargs)
+        return self.states.prune(original, processor, *args, **kwargs)
+
+    def hide_inner_states(self, original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> Any:
+        """Around the computation of logits from the base model's states: hide inner states from the processor."""
+        if not self.states.are_of(processor):
+            return original(processor, *args, **kwargs)
+        return self.states.hide_inner(original, processor, *args, **kwargs)
+
+    def update_probe(self, *args: Any, **kwargs: Any) -> None:
+        """After an update of the base model's weights: project its embedding again.
+
+        If the model is not the probe's any more, further requests with guidance are rejected.
+        """
+        try:
+            self.source.update(input_embedding(self.runner.model))
+            self.failure = None
+        except ValueError as error:
+            self.failure = str(error)
+            logger.error("LenVM: requests with guidance are rejected since the weights were updated: %s", error)
 
 
 def input_embedding(model: Any) -> torch.Tensor:

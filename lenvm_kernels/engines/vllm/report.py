@@ -128,9 +128,8 @@ class StepCounter(_Copies):
         """
         self.metrics.guided_steps.inc()
         self.metrics.value_model_milliseconds.inc(milliseconds())
-        for status, lost_mass, broken, is_counted, had_drafts, new_lens in numbers.T.tolist():
-            if not is_counted:
-                continue
-            self.metrics.count_row(status, lost_mass, broken)
+        rows = [row for row in numbers.T.tolist() if row[3]]
+        self.metrics.count_rows(row[:3] for row in rows)
+        for *_, had_drafts, new_lens in rows:
             if had_drafts and new_lens:
                 self.metrics.count_verified(new_lens, is_guided=True)

@@ -1,0 +1,273 @@
+"""Guidance by a value model in SGLang. Imported only with a value model.
+
+Its keys and values are stored in the engine's slots, so that chunked prefill, retraction and aborts need no extra
+handling. Guided requests use a separate namespace of the radix cache, so that they never reuse a prefix that the value
+model has not computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers import mm_schedule
+
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, needs_step
+from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens, to_device
+from lenvm_kernels.engines.sglang.options import VALUE_MODEL_OPTIONS, check_options, check_pool
+from lenvm_kernels.engines.tokenizers import check_vocabulary
+from lenvm_kernels.values import KVCache, ValueModel
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+RADIX_NAMESPACE = "lenvm|"
+# Maximum number of tokens per request, without drafts, that may be pending after a step.
+MAX_WAITING = MAX_DELTA - 1
+_CACHE = "sglang.srt.mem_cache"
+
+
+class ValueModelGuide(SGLangGuide):
+    """The guidance of one scheduler process with a value model.
+
+    Args:
+        settings, device, drafts: as in :class:`SGLangGuide`.
+        value_model: the value model.
+    """
+
+    value_model: ValueModel
+
+    def __init__(self, settings: Settings, device: torch.device, value_model: ValueModel, drafts: int = 0) -> None:
+        super().__init__(settings, device, drafts)
+        self.value_model = value_model
+
+    @classmethod
+    def load(cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int) -> Any:
+        """Load the value model onto the base model's device, and check the engine's options.
+
+        Raises:
+            ValueError: an option or a base model that a value model cannot be combined with.
+        """
+        check_options(options, VALUE_MODEL_OPTIONS, "a value model")
+        check_pool(runner)
+        value_model = settings.load_value_model(runner.dtype, device)
+        assert value_model is not None and settings.value_model is not None
+        if runner.model_config.is_multimodal:
+            value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
+        sizes = value_model.config.vocab_size, runner.model_config.vocab_size
+        check_vocabulary(settings.value_model, *sizes, options.tokenizer_path)
+        return cls(settings, device, value_model, drafts)
+
+    @property
+    def hooks(self) -> dict[str, tuple[str, Callable]]:
+        """Kind and function of further hooks, by target."""
+        return {
+            "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("AFTER", self.note_images),
+            f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", self.leave_room),
+            f"{_CACHE}.radix_cache.RadixCache.checkpoint": ("AROUND", self.checkpoint),
+            f"{_CACHE}.unified_radix_cache.UnifiedRadixCache.checkpoint": ("AROUND", self.checkpoint),
+            "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("AFTER", self.extend_prompts),
+            "sglang.srt.managers.scheduler.Scheduler.launch_batch_sample_if_needed": ("AROUND", self.sample_delayed),
+        }
+
+    def __str__(self) -> str:
+        return f"value model {self.settings.value_model} in {self.value_model.dtype}"
+
+    # --- memory ---
+
+    def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
+        """As in :class:`SGLangGuide`, with the value model's cache."""
+        return super().num_bytes(engine, requests) + KVCache.num_bytes(self.value_model, slots)
+
+    def leave_room(
+        self, original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None
+    ) -> Any:
+        """Around the sizing of the engine's pool: reserve the memory of guidance."""
+        if configurator.is_draft_worker or self.has_slots:  # after the capture of graphs, all memory is taken
+            return original(configurator, budget_bytes, cap_tokens=cap_tokens)
+
+        def sized(pool_bytes: int) -> tuple[Any, int]:
+            """The pool for ``pool_bytes``, and the bytes that guidance takes in addition."""
+            pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
+            requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
+            slots = pool.max_total_num_tokens + configurator.page_size
+            return pool, self.num_bytes(configurator.model_config, requests, slots)
+
+        # The memory of guidance grows with the slots of the pool, so the largest pool that leaves room for it is found
+        # by bisection.
+        fits, too_large = 0, budget_bytes
+        for _ in range(24):
+            middle = (fits + too_large) // 2
+            has_room = middle + sized(middle)[1] <= budget_bytes
+            fits, too_large = (middle, too_large) if has_room else (fits, middle)
+        remedies = (
+            "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
+        )
+        if fits == 0:
+            raise ValueError(
+                f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: {budget_bytes / 2**30:.2f} GiB are left "
+                f"for it and the guided step; {remedies}"
+            )
+        pool, guidance_bytes = sized(fits)
+        share, most = guidance_bytes / budget_bytes, self.settings.memory_share
+        if most is not None and share > most:
+            raise ValueError(
+                f"LENVM_MEMORY_SHARE is {most:g}, but the guided step takes {share:.3f} of the "
+                f"{budget_bytes / 2**30:.2f} GiB beside the weights; {remedies}"
+            )
+        logger.info("LenVM: guidance takes %.2f GiB, %.1f %%", guidance_bytes / 2**30, 100 * share)
+        return pool
+
+    def take_slots(self, runner: ModelRunner) -> None:
+        """As in :class:`SGLangGuide`."""
+        super().take_slots(runner)
+        if self.metrics is not None:
+            pool = runner.token_to_kv_pool
+            self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, pool.size + pool.page_size))
+
+    def discard_read_done(self, runner: ModelRunner) -> None:
+        """Make the scheduler also wait for the value model before it overwrites the slot table.
+
+        The engine's event marks the base model's last read of the table, which precedes the value model's reads.
+        Without an event, the scheduler waits for all work that is queued on its forward stream.
+        """
+        runner.shared_read_done_event = None
+
+    def sample_delayed(
+        self, original: Callable, scheduler: Scheduler, result: Any, batch: ScheduleBatch | None
+    ) -> None:
+        """Around the sampling of a batch that had to wait for the results of the previous one, e.g. for a grammar.
+
+        The engine applied its barrier against overwriting the slot table before that, so it is applied again.
+        """
+        is_delayed = result is not None and result.delay_sample_func is not None
+        reads_slots = is_delayed and batch is not None and any(req.lenvm_guidance is not None for req in batch.reqs)
+        original(scheduler, result, batch)
+        if reads_slots:
+            scheduler._apply_war_barrier()
+
+    # --- prompts ---
+
+    def note_request(self, req: Req) -> None:
+        """Set the namespace of the radix cache of a request with guidance."""
+        req.lenvm_images, req.lenvm_prefilled = None, 0
+        if req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
+            req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
+
+    def note_images(self, _: None, req: Req, *args: Any, **kwargs: Any) -> None:
+        """After a request in the scheduler got its images, before a prefix is matched in the radix cache."""
+        if req.lenvm_guidance is None or not req.lenvm_guidance.needs_step:
+            return
+        try:
+            req.lenvm_images = PromptImages(req, self.value_model)
+        except ValueError as error:
+            req.lenvm_guidance = None
+            req.set_finish_with_abort(str(error))  # status 400
+            return
+        if req.lenvm_images.moved:
+            req.extra_key = f"lenvm{req.lenvm_images.moved}|" + req.extra_key.removeprefix(RADIX_NAMESPACE)
+
+    def admit(self, batch: ForwardBatch, reqs: list[Req], *, is_prefill: bool) -> None:
+        """As in :class:`SGLangGuide`."""
+        super().admit(batch, reqs, is_prefill=is_prefill)
+        if is_prefill:
+            for req in reqs:
+                req.lenvm_prefilled = req.extend_end
+
+    def _admit(self, req: Req, table_row: int) -> None:
+        super()._admit(req, table_row)
+        if req.lenvm_images is not None:
+            self._embed_images(req.lenvm_images, req.prefix_len)
+
+    def _embed_images(self, images: PromptImages, prefix_len: int) -> None:
+        """Embed images before the base model's forward, after which the engine copies the pixels to the host."""
+        with self.timed():
+            if mm_schedule.host_offload_event is not None:  # after a retraction, they may have been copied before
+                mm_schedule.host_offload_event.synchronize()
+            images.embed(prefix_len, self.value_model)
+
+    def extend_prompts(self, _: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
+        """After the base model's forward: compute prompts with the value model."""
+        # Batches that the engine makes for the capture of graphs have no requests.
+        if getattr(batch, "lenvm_reqs", None) and batch.forward_mode.is_extend_without_speculative():
+            self.extend(batch)
+            self.discard_read_done(runner)
+
+    def extend(self, batch: ForwardBatch) -> None:
+        """Pass the tokens of a prefill batch, or of a chunk of it, to the value model.
+
+        All tokens of a chunk are passed, because the engine decides whether a token is drawn after it. Tokens of
+        requests that decode in a mixed batch are passed to the step instead.
+        """
+        if not needs_step(batch):
+            return
+        with self.failing_softly(batch), self.timed():
+            lens = batch.extend_seq_lens.int()
+            images = [getattr(req, "lenvm_images", None) for req in batch.lenvm_all]
+            parts: list[tuple[PromptImages | None, int, int]] = []
+            if any(x is not None for x in images):  # a padded batch has more lengths
+                parts = list(zip(images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False))
+            if any(batch.lenvm_decoding):
+                lens = lens.masked_fill(to_device(torch.tensor(batch.lenvm_decoding), self.device), 0)
+            self.step.extend(
+                batch.input_ids,
+                batch.req_pool_indices,
+                batch.extend_start_loc.int(),
+                lens,
+                # The history of decoding requests must not change.
+                batch.extend_prefix_lens.int().masked_fill(lens == 0, 0),
+                begins=[0, *accumulate(batch.extend_seq_lens_cpu[: len(batch.lenvm_decoding) - 1])],
+                images=image_tokens(parts, len(batch.input_ids), self.value_model),
+            )
+            for x, prefix_len, count in parts:
+                if x is not None and prefix_len + count >= x.length:
+                    x.embeds = None
+        self._agree_on_prompts(batch)
+
+    def _agree_on_prompts(self, batch: ForwardBatch) -> None:
+        """End the guidance of a prefill batch on all ranks if it has failed on any of them.
+
+        The engine may insert a chunk of a prompt into its radix cache before the host has read any token. So the ranks
+        agree from host to host, as the engine distributes requests, without a host-device sync.
+        """
+        if self._ranks is None:
+            return
+        flag = torch.tensor([batch.lenvm_failed], dtype=torch.uint8, device="cpu")
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._ranks.cpu_group)
+        if flag:
+            for req in batch.lenvm_reqs:
+                self.lose(req)
+            batch.lenvm_reqs = []
+
+    # --- the radix cache ---
+
+    def checkpoint(self, original: Callable, tree: BasePrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        """Around the insertion of a request's first tokens into the radix cache: insert only tokens that the value
+        model has computed, so that its cache covers every guided prefix."""
+        original(tree, req, up_to=self.computed_len(req, up_to) if self.has_slots else up_to, **kwargs)
+
+    def computed_len(self, req: Req, length: int) -> int:
+        """Number of a request's first tokens, at most ``length``, that the value model has certainly computed.
+
+        These are the prefix from the radix cache, the tokens of the last prefill, and later tokens up to the end of the
+        span (all, if another span may begin) except for the most recent ones, which may be pending.
+        """
+        params = req.lenvm_guidance
+        if params is None or not params.needs_step:
+            return length  # requests that the value model reads do not share these prefixes
+        read, waiting = len(req.origin_input_ids) + len(req.output_ids), MAX_WAITING + self.drafts
+        if not params.start_token_ids:  # otherwise each chunk would need a search of the prompt
+            end = params.span_state(req.origin_input_ids, req.output_ids).end
+            read = read if end is None else end - 1
+        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, read) - waiting))
