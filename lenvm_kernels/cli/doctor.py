@@ -155,7 +155,6 @@ def check_sglang() -> list[Check]:
     if version_of("sglang") is None or is_fork():
         return [Check("sglang", MISSING, "not installed" if not is_fork() else "the LenVM fork")]
     hooks = importlib.import_module("lenvm_kernels.engines.sglang.hooks").HOOKS
-    importlib.import_module("sglang.srt.managers.scheduler")  # processes without it have no hooks
     with mock.patch.dict(os.environ, {"LENVM_VALUE_MODEL": "none"}):  # also if it is off
         from sglang.srt.plugins import load_plugins
         from sglang.srt.plugins.hook_registry import HookRegistry

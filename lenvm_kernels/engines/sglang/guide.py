@@ -302,7 +302,7 @@ class SGLangGuide:
         return self.step.predict(batch) if self.step.values.needs_tokens else None
 
     def agreed(self, tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
-        """The drawn tokens of the first rank, on every rank. If ``tokens`` is None, the step of this rank has failed."""
+        """The drawn tokens of the first rank, on every rank. If ``tokens`` is None, this rank's step has failed."""
         if tokens is None:
             tokens = torch.full((rows,), LOST, dtype=torch.int32, device=self.device)
         return tokens if self._ranks is None else self._ranks.broadcast(tokens.contiguous(), src=0)
@@ -324,7 +324,8 @@ class SGLangGuide:
                 after = drawn.batch._replace(tokens=tokens, lengths=drawn.batch.lengths + 1, new_lens=None)
                 lengths = self.step.predict(after)
                 prompts = 1 + lengths if drawn.is_prompt and drawn.prompt_lengths is None else drawn.prompt_lengths
-        self.append_report(logits_output, drawn, slice(None), lengths, prompts)
+        each = torch.arange(len(tokens), device=self.device)[:, None]
+        self.append_report(logits_output, drawn, each, None if lengths is None else lengths[:, None], prompts)
 
     def append_agreed(self, logits_output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
         """Append the tokens that all ranks have agreed on to the engine's output, if there are several ranks."""
@@ -341,13 +342,13 @@ class SGLangGuide:
         *,
         is_verified: bool = False,
     ) -> None:
-        """Append a report on the rows ``at`` of a step, ``[B]`` or ``[B, N]``, to the engine's output."""
+        """Append a report on the rows ``at [B, N]`` of a step, copies of them, to the engine's output."""
         if self.metrics is None and not drawn.wants_values:
             return
         # Copies, because the next step may overwrite the candidates before the engine has fetched the report.
         report = StepReport(
-            drawn.output.candidates.status[at].clone(),
-            drawn.output.candidates.lost_mass[at].clone(),
+            drawn.output.candidates.status[at],
+            drawn.output.candidates.lost_mass[at],
             drawn.broken,
             lengths,
             prompts,

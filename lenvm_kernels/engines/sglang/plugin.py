@@ -19,8 +19,9 @@ def plugin() -> None:
     Raises:
         SystemExit: the plugin cannot be imported or does not fit the engine, and a ``LENVM_*`` variable is set.
     """
-    if "sglang.srt.managers.scheduler" not in sys.modules:
-        return  # the detokenizer, which calls no hooked function
+    managers = "sglang.srt.managers"
+    if f"{managers}.detokenizer_manager" in sys.modules and f"{managers}.scheduler" not in sys.modules:
+        return  # the detokenizer's process calls no hooked function
     try:
         from lenvm_kernels.engines.sglang.hooks import register
 
