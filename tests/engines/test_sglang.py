@@ -16,7 +16,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 from sglang.srt.sampling.custom_logit_processor import ThinkingBudgetLogitProcessor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lenvm_kernels.engines.sglang.guide import MAX_WAITING
+from lenvm_kernels.engines.sglang.value_model import MAX_WAITING
 from lenvm_kernels.types import Status
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (

@@ -19,9 +19,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang import plugin as sglang_plugin
-from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, end_tokens
-from lenvm_kernels.engines.sglang.plugin import SGLangPlugin, guidance_of
+from lenvm_kernels.engines.sglang import hooks
+from lenvm_kernels.engines.sglang import options as sglang_options
+from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide
+from lenvm_kernels.engines.sglang.hooks import SGLangPlugin
+from lenvm_kernels.engines.sglang.requests import end_tokens, guidance_of
+from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, value_source, working_bytes
@@ -33,13 +36,13 @@ from tests.helpers.sglang_server import EOS, GENTLE, VOCAB
 def guide(folder):
     """The guidance of a process that has loaded the value model."""
     value_model = ValueModel.from_pretrained(folder / "value")
-    return SGLangGuide(Settings(folder / "value", chunk_tokens=64), value_model, torch.device("cpu"))
+    return ValueModelGuide(Settings(folder / "value", chunk_tokens=64), torch.device("cpu"), value_model)
 
 
 @pytest.mark.parametrize("cap", [None, 2000])
 def test_pool_leaves_memory_for_the_step(guide, cap):
     """The pool uses the memory that the step does not need, up to a few slots; a requested smaller pool is kept."""
-    cell, budget, plugin = 1000, 40_000_000, SGLangPlugin(guide)
+    cell, budget = 1000, 40_000_000
     configurator = SimpleNamespace(
         page_size=1,
         is_draft_worker=False,
@@ -51,7 +54,7 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
         tokens = pool_bytes // cell
         return SimpleNamespace(max_total_num_tokens=tokens if cap is None else min(tokens, cap))
 
-    tokens = plugin.leave_room(original, configurator, budget).max_total_num_tokens
+    tokens = guide.leave_room(original, configurator, budget).max_total_num_tokens
     sizes = dict(requests=configurator.resolve_max_num_reqs(tokens), max_len=512, vocab_size=VOCAB)
     working = working_bytes(guide.value_model, **sizes, max_candidates=8, max_delta=MAX_DELTA)
     working += working_bytes(guide.value_model, **sizes, tokens=64)
@@ -59,10 +62,12 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
     assert used <= budget
     assert tokens == cap if cap else used > 0.9 * budget
     with pytest.raises(ValueError, match="LENVM_VALUE_MODEL leaves no memory for the engine's pool"):
-        plugin.leave_room(original, configurator, 100_000)
+        guide.leave_room(original, configurator, 100_000)
     guide.settings = replace(guide.settings, memory_share=0.01)
     with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE is 0.01, but the guided step takes 0\.\d+ of"):
-        plugin.leave_room(original, configurator, budget)
+        guide.leave_room(original, configurator, budget)
+    guide.has_slots = True  # sized again after the capture of graphs, beside the value model's cache
+    assert guide.leave_room(original, configurator, budget, cap_tokens=cap).max_total_num_tokens == (cap or budget // cell)
 
 
 class Work(list):
@@ -83,7 +88,6 @@ class Work(list):
 def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_delayed, is_guided):
     """With the engine's own barrier, in the order of its overlapping scheduler; grammars delay sampling."""
     forward_stream, plugin = Work(), SGLangPlugin(guide)
-    guide.step = SimpleNamespace(values=SimpleNamespace(needs_tokens=True))
     monkeypatch.setattr(guide, "extend", lambda batch: forward_stream.append("the value model reads a prompt's slots"))
     monkeypatch.setattr(guide, "report", lambda *_: forward_stream.append("the value model reads a step's slots"))
     reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(GENTLE) if is_guided else None)]
@@ -109,20 +113,20 @@ def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_del
     result = SimpleNamespace(delay_sample_func=draw if is_delayed else None, future_indices=None, logits_output=None)
     forward_stream.append("the base model reads the table")
     runner.shared_read_done_event = len(forward_stream)
-    plugin.extend_prompts(None, runner, batch)
+    guide.extend_prompts(None, runner, batch)
     if not is_delayed:
         draw()
     scheduler._apply_war_barrier()
     if is_delayed:
         assert scheduler.schedule_stream.waits_for == len(forward_stream)  # results are processed in the meantime
-    plugin.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, result, scheduled)
+    guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, result, scheduled)
     assert len(forward_stream) == 1 + is_guided * (1 + mode.is_extend())
     assert scheduler.schedule_stream.waits_for == len(forward_stream)
 
 
-def test_idle_engine_draws_nothing():
+def test_idle_engine_draws_nothing(guide):
     scheduler = SimpleNamespace()  # any attempt to set up a barrier fails
-    SGLangPlugin().sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, None, None)
+    guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, None, None)
 
 
 UNSUPPORTED = [
@@ -172,11 +176,11 @@ def test_unsupported_options_are_rejected_at_start(monkeypatch, tmp_path, given,
 )
 def test_base_models_with_other_pools_are_rejected(monkeypatch, has_windows, has_states, kind):
     """A value model is rejected with such a base model, because it needs the engine's slots."""
-    monkeypatch.setattr(sglang_plugin, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
+    monkeypatch.setattr(sglang_options, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
     runner = SimpleNamespace(is_hybrid_swa=has_windows, model_config=None)
     message = f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}"
     with pytest.raises(ValueError, match=message) if kind else nullcontext():
-        sglang_plugin.check_pool(runner)
+        sglang_options.check_pool(runner)
 
 
 def save_tokenizer(folder, vocabulary):
@@ -221,8 +225,8 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
     kv = SimpleNamespace(cache_protected_len=protected)
     req = SimpleNamespace(lenvm_guidance=params, lenvm_prefilled=prefilled, kv=kv)
     req.origin_input_ids, req.output_ids = [3] * 30, list(output)
-    guide.step, guide.has_slots, given = SimpleNamespace(values=SimpleNamespace(needs_tokens=True)), True, []
-    SGLangPlugin(guide).checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
+    guide.has_slots, given = True, []
+    guide.checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
     assert given == [expected]
 
 

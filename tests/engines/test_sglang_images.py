@@ -271,7 +271,7 @@ def test_prefixes_shared_with_image_prompts(folder, engine):
 
 def test_second_turn_after_image_reuses_cached_tokens(folder, engine):
     """The second turn reuses the first prompt and its answer except the pending end from the radix cache."""
-    from lenvm_kernels.engines.sglang.guide import MAX_WAITING
+    from lenvm_kernels.engines.sglang.value_model import MAX_WAITING
 
     text, images = f"w20 {PICTURE} w21 w22", [picture(*C)]
     for seed in range(99):

@@ -12,7 +12,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lenvm_kernels.engines.sglang.guide import MAX_WAITING
+from lenvm_kernels.engines.sglang.value_model import MAX_WAITING
 from lenvm_kernels.types import Status
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (
