@@ -16,7 +16,7 @@ import torch
 
 from lenvm_kernels.engines.tokenizers import load_thoughts
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance
-from lenvm_kernels.guidance.params import check_with_probe
+from lenvm_kernels.guidance.params import check_with_probe, read_names
 from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.values.checkpoint import local_path, reads_images
@@ -79,8 +79,8 @@ class Settings:
     """Default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997."""
     dtype: Annotated[torch.dtype | None, _DTYPE] = None
     """Data type of the value model. If None, the base model's."""
-    max_candidates: Annotated[int, _POWER] = 8
-    """Candidates per row."""
+    max_candidates: Annotated[int | None, _POWER] = None
+    """Candidates per row. If None, 8 with a value model and 64 without."""
     chunk_tokens: Annotated[int, _COUNT] = 4096
     """Tokens of a prompt that are computed at a time."""
     memory_share: Annotated[float | None, SettingText(float, "a number > 0 and <= 1", lambda x: 0 < x <= 1)] = None
@@ -124,18 +124,21 @@ class Settings:
         return replace(settings, tokenizer=settings.tokenizer or tokenizer)
 
     @classmethod
-    def from_environment(cls, value_model: tuple[str, str] | None = None, max_candidates: int = 8) -> Settings:
+    def from_environment(
+        cls, value_model: tuple[str, str] | None = None, max_candidates: int | None = None
+    ) -> Settings:
         """The settings in the environment.
 
         Args:
             value_model: name and text of an engine's own option, which takes precedence over ``LENVM_VALUE_MODEL``.
-            max_candidates: the engine's own default.
+            max_candidates: the engine's own default, if any.
 
         Raises:
             ValueError: naming the variable or the file's key, what came and what is accepted; or ``lenvm_config.json``
                 is invalid.
         """
-        given = {"max_candidates": ("max_candidates", str(max_candidates))} | _given_texts()
+        given = {} if max_candidates is None else {"max_candidates": ("max_candidates", str(max_candidates))}
+        given |= _given_texts()
         if value_model is not None:
             given["value_model"] = value_model
         settings = cls(**{name: _TEXTS[name].read(*source) for name, source in given.items()})
@@ -175,15 +178,19 @@ class Settings:
     def parse_request(self, custom_params: Mapping[str, Any]) -> GuidanceParams:
         """:func:`parse_guidance` of a request to a server, with the defaults of the settings and the value model.
 
+        Parameters of other components are ignored (:func:`read_names`): without fields, the result guides nothing.
+
         Raises:
             ValueError: naming the field, what came and what is accepted; also if the request needs a value model and
                 there is none, or cannot be combined with a probe.
         """
-        has_words = any(isinstance(custom_params.get(name), str) for name in ("end_message", "landing"))
-        needs_thoughts = has_words or custom_params.get("thinking_budget") is not None
+        given = read_names(custom_params, is_shared=True)
+        needs_thoughts = "thinking_budget" in given or any(
+            isinstance(given.get(name), str) for name in ("end_message", "landing")
+        )
         defaults: dict[str, Any] = dict(gamma=self.gamma, strength=self.strength)
         defaults |= dict(thoughts=self.thoughts if needs_thoughts else None, has_values=self.value_model is not None)
-        params = parse_guidance(custom_params, **defaults)
+        params = parse_guidance(given, **defaults)
         if self.has_probe:
             check_with_probe(params)
         return params
@@ -209,15 +216,17 @@ class Settings:
         return ValueModel.from_pretrained(self.value_model, self.value_head, **options)
 
     def working_bytes(
-        self, value_model: ValueModel | None, *, max_delta: int, max_drafts: int = 0, **sizes: int
+        self, values: ValueModel | LengthProbe | None, *, max_delta: int, max_drafts: int = 0, **sizes: int
     ) -> int:
         """Bytes that an engine's steps and prompts take (:func:`working_bytes`), which share no memory.
 
         ``sizes`` are ``requests``, ``max_len`` and ``vocab_size``.
         """
         delta = dict(max_delta=max_delta, max_drafts=max_drafts)
-        step = working_bytes(value_model, **sizes, **delta, max_candidates=self.max_candidates)
-        return step if value_model is None else step + working_bytes(value_model, **sizes, tokens=self.chunk_tokens)
+        step = working_bytes(values, **sizes, **delta, max_candidates=self.max_candidates)
+        if not isinstance(values, ValueModel):
+            return step
+        return step + working_bytes(values, **sizes, tokens=self.chunk_tokens)
 
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
         """Configuration of a :class:`GuidedStep`; ``has_graphs`` states whether the engine itself uses CUDA graphs."""

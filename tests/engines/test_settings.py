@@ -51,9 +51,9 @@ def given(model, monkeypatch):
 SWITCHES = {
     "nothing": (None, {}, False, False, None),
     "blank": (None, {"value_model": " "}, False, False, None),
-    "another setting": (None, {"max_candidates": 8}, False, True, None),
+    "another setting": (None, {"chunk_tokens": 4096}, False, True, None),
     "none": (None, {"value_model": "none"}, False, True, None),
-    "a file without it": ({"max_candidates": 8}, {}, False, True, None),
+    "a file without it": ({"chunk_tokens": 4096}, {}, False, True, None),
     "a value model": (None, {"value_model": "{model}"}, False, True, "{model}"),
     "off": (None, {"value_model": "off"}, True, True, None),
     "off in a file": ({"value_model": "off"}, {}, True, True, None),
