@@ -3,8 +3,8 @@
     python -m bench.serve --model M --value-model W --out DIR [--engine vllm] [-- SERVER OPTIONS]
     python -m bench.serve --model NAME --base-url URL --guided-url URL --out DIR
 
-The first form starts two servers in turn: one without the plugin, one with ``LENVM_VALUE_MODEL`` set to W. The second
-uses running servers. A condition is a number of candidates (``--k``, the top-k of both servers) and a number of
+The first form starts two servers in turn: one with ``LENVM_VALUE_MODEL=off``, one with ``LENVM_VALUE_MODEL=W``. The
+second uses running servers. A condition is a number of candidates (``--k``, the top-k of both servers) and a number of
 concurrent requests (``--concurrency``). In each condition both servers get the same prompts, filters and seeds. Ends of
 sequence are ignored: every output has ``--max-tokens`` tokens. Each prompt begins with a head unique to its condition,
 so that no prefix is cached. Requests with few tokens warm up each condition.
@@ -211,7 +211,7 @@ def server(args: argparse.Namespace, name: str, about: dict[str, Any]) -> Iterat
             command = [part.format(**places) for part in shlex.split(args.command or COMMANDS[args.engine])]
             command += args.options
             environment = {key: text for key, text in os.environ.items() if name == "guided" or key[:6] != "LENVM_"}
-            environment |= {"LENVM_VALUE_MODEL": args.value_model} if name == "guided" else {}
+            environment["LENVM_VALUE_MODEL"] = args.value_model if name == "guided" else "off"
             # vLLM's processes share metrics by files in an empty folder.
             environment["PROMETHEUS_MULTIPROC_DIR"] = stack.enter_context(tempfile.TemporaryDirectory())
             about[name] = shlex.join(command)

@@ -91,8 +91,9 @@ def environment_of(args: argparse.Namespace, mode: str) -> dict[str, str]:
     env |= dict(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     env |= dict(VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_DEEP_GEMM="0", VLLM_WORKER_MULTIPROC_METHOD="spawn")
     env |= dict(VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", PYTHONUNBUFFERED="1")
-    if mode != "plain":
-        env["LENVM_VALUE_MODEL"] = "none" if mode != "probe" else args.probe or f"{args.out}/random-probe"
+    env["LENVM_VALUE_MODEL"] = "off" if mode == "plain" else "none"
+    if mode == "probe":
+        env["LENVM_VALUE_MODEL"] = args.probe or f"{args.out}/random-probe"
     return env
 
 

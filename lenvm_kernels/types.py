@@ -209,8 +209,10 @@ class StepRequests(NamedTuple):
             ends them.
         last_tokens: int32 ``[N (1 + D)]``; the token before the node, -1 if there is none.
         drawn: int32 ``[N (1 + D)]``; token drawn by the caller, negative if there is none.
-        top_k: int32 ``[N (1 + D)]``; sampling filter, as in :class:`Filters`.
-        top_p, min_p, temperature: fp32 ``[N (1 + D)]``; sampling filters.
+        top_k: int32 ``[N (1 + D)]``; sampling filter, as in :class:`Filters`. A greedy request keeps all tokens.
+        top_p, min_p, temperature: fp32 ``[N (1 + D)]``; sampling filters. A greedy request has temperature 1.
+        greedy: bool ``[N (1 + D)]``; the most probable candidate is drawn: the request's ``top_k`` is 1, or its
+            temperature is below 1e-6.
     """
 
     lengths: Annotated[Tensor, "int32 [N]"]
@@ -231,6 +233,7 @@ class StepRequests(NamedTuple):
     top_p: Annotated[Tensor, "float32 [N * (1 + D)]"]
     min_p: Annotated[Tensor, "float32 [N * (1 + D)]"]
     temperature: Annotated[Tensor, "float32 [N * (1 + D)]"]
+    greedy: Annotated[Tensor, "bool [N * (1 + D)]"]
 
     @property
     def drafts(self) -> Drafts:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.reference._common import tidy_drafts
+from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
 from lenvm_kernels.types import Drafts, Filters, GuidanceColumns, Mode, SpanNodes, StepHistory, StepRequests
 
 
@@ -85,8 +86,10 @@ def begin_step(
     write(out.due, due[:, None] & is_there, False)
     write(out.last_tokens, torch.cat([last_tokens, draft_ids[:count]], dim=1), -1)
     write(out.drawn, torch.full_like(depth, -1) if drawn is None else drawn.int().view(depth.shape), -1)
-    for name, padding in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("temperature", 1.0)):
-        write(getattr(out, name), getattr(filters, name)[:, None], padding)
+    greedy = ((filters.top_k == 1) | (filters.temperature < GREEDY_TEMPERATURE))[:, None]
+    write(out.greedy, greedy, False)
+    for name, nothing in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("temperature", 1.0)):
+        write(getattr(out, name), torch.where(greedy, nothing, getattr(filters, name)[:, None]), nothing)
     if addresses is not None:
         for i, x in ((0, scores), (2, vocab_mask)):
             addresses[i], addresses[i + 1] = (0, 0) if x is None else (x.data_ptr(), x.stride(0))

@@ -13,7 +13,6 @@ from torch.nn.functional import softplus
 
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter, target_logits
-from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
 from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, Status
 
 _WORD = 0xFFFFFFFF
@@ -30,7 +29,6 @@ def draw(
     drawing: GuidanceColumns,
     requests: Any,  # DrawRequests
     drawn: torch.Tensor | None,  # [B]
-    temperature: torch.Tensor | None,  # [B]
     text_breaks: torch.Tensor | None,  # [S]
     sample: bool,
 ) -> DrawnTokens:
@@ -40,7 +38,7 @@ def draw(
     guided_probs = reweight_scatter(candidates, value_logits, table, **options)
     tokens = torch.full_like(candidates.token_ids[:, 0], -1) if drawn is None else drawn
     if sample:
-        own = draw_tokens(candidates, guided_probs, drawing.seed[table_rows], requests.positions, temperature)
+        own = draw_tokens(candidates, guided_probs, drawing.seed[table_rows], requests.positions, requests.greedy)
         tokens = torch.where(own >= 0, own, tokens)
 
     column = torch.arange(guided_probs.shape[1], device=tokens.device)
@@ -59,7 +57,7 @@ def draw_tokens(
     guided_probs: torch.Tensor,  # [B, K]
     seeds: torch.Tensor,  # [B]
     positions: torch.Tensor,  # [B]
-    temperature: torch.Tensor | None = None,  # [B]
+    greedy: torch.Tensor | None = None,  # [B]
 ) -> torch.Tensor:
     """int32 ``[B]``: tokens drawn from the candidates with the weights ``guided_probs``; -1 for requests without one.
 
@@ -75,8 +73,8 @@ def draw_tokens(
     columns = torch.arange(p.shape[1], device=p.device)
     last = torch.where(p > 0, columns, -1).amax(dim=1)
     column = torch.where(beyond.any(dim=1), first_beyond, last)
-    if temperature is not None:
-        column = torch.where(temperature < GREEDY_TEMPERATURE, p.argmax(dim=1), column)
+    if greedy is not None:
+        column = torch.where(greedy, p.argmax(dim=1), column)
 
     status = candidates.status
     drawn = (last >= 0) & ((status == Status.GUIDE) | (status == Status.SINGLE))

@@ -17,7 +17,7 @@ from lenvm_kernels.types import ScoredCandidates
 
 CANDIDATE_BYTES = 5 * 4  # id, probability, value logit and scored id read, guided probability written
 ROW_BYTES = 120  # request, table row, drawn token and results
-EVERY = ("value_logits", "predicted", "drawn", "temperature", "text_breaks")
+EVERY = ("value_logits", "predicted", "drawn", "text_breaks")
 
 
 def make_call(*, B=64, K, V=256, modes=MODES, given=("value_logits", "predicted", "drawn")):
@@ -29,12 +29,12 @@ def make_call(*, B=64, K, V=256, modes=MODES, given=("value_logits", "predicted"
     requests.table_rows.copy_(torch.randperm(B))
     requests.generated.copy_(torch.arange(B))
     requests.wants_length.fill_(True)
+    requests.greedy.zero_()
     positions = torch.arange(B, dtype=torch.int32)
     scored = ScoredCandidates(candidates.token_ids, candidates.counts, positions, torch.zeros(B, dtype=torch.bool))
     options = dict(
         predicted=torch.randn(B, K),
         drawn=torch.full((B,), -1, dtype=torch.int32),
-        temperature=torch.ones(B),
         text_breaks=torch.zeros(V, dtype=torch.int8),
     )
     options = {name: x for name, x in options.items() if name in given}

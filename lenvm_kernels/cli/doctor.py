@@ -155,8 +155,7 @@ def check_sglang() -> list[Check]:
     if version_of("sglang") is None or is_fork():
         return [Check("sglang", MISSING, "not installed" if not is_fork() else "the LenVM fork")]
     adapter = importlib.import_module(SGLANG)
-    # Any value enables the plugin; no model is loaded here.
-    with mock.patch.dict(os.environ, {"LENVM_VALUE_MODEL": os.environ.get("LENVM_VALUE_MODEL") or os.curdir}):
+    with mock.patch.dict(os.environ, {"LENVM_VALUE_MODEL": "none"}):  # also if it is off
         from sglang.srt.plugins import load_plugins
         from sglang.srt.plugins.hook_registry import HookRegistry
 

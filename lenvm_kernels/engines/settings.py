@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CONFIG_VARIABLE = "LENVM_CONFIG"
 # Capacity of a request's row in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
-NONE = "none"  # the value model of guidance without one
+NONE, OFF = "none", "off"  # values of value_model: guidance without a value model, and no guidance
 
 
 class SettingText(NamedTuple):
@@ -51,7 +51,7 @@ class SettingText(NamedTuple):
 
 _MODEL = SettingText(
     lambda text: None if text == NONE else local_path(text),
-    f"an existing directory or .gguf file, a name in the Hugging Face cache, or {NONE}",
+    f"an existing directory or .gguf file, a name in the Hugging Face cache, {NONE} or {OFF}",
     lambda path: path is None or path.exists(),
 )
 _HEAD = SettingText(local_path, "an existing .safetensors or .bin file, or a directory or name with one", Path.exists)
@@ -71,8 +71,8 @@ class Settings:
     """
 
     value_model: Annotated[Path | None, _MODEL] = None
-    """Location of the value model (:meth:`ValueModel.from_pretrained`) or probe (:meth:`LengthProbe.from_pretrained`),
-    which enables the plugin. None stands for ``none``: only the end tokens meet targets (:class:`GuidedStep`)."""
+    """Location of the value model (:meth:`ValueModel.from_pretrained`) or probe (:meth:`LengthProbe.from_pretrained`).
+    None stands for ``none``, the default: only the end tokens meet targets (:class:`GuidedStep`)."""
     value_head: Annotated[Path | None, _HEAD] = None
     """Location of the head. If None, the head is with the model."""
     gamma: Annotated[float | None, SettingText(float, "a number > 0 and < 1", lambda x: 0 < x < 1)] = None
@@ -99,9 +99,19 @@ class Settings:
     """File to which every guided step appends a JSON line, for debugging: it makes a host-device sync."""
 
     @staticmethod
-    def are_given() -> bool:
-        """Whether the plugin is on; the settings may be invalid."""
-        return any(os.environ.get(name, "").strip() for name in ("LENVM_VALUE_MODEL", CONFIG_VARIABLE))
+    def is_off() -> bool:
+        """Whether ``value_model`` is ``off``: the plugin must do nothing. Other settings may be invalid.
+
+        Raises:
+            ValueError: ``LENVM_CONFIG`` names an invalid file.
+        """
+        _, text = _given_texts().get("value_model", ("", NONE))
+        return text == OFF
+
+    @staticmethod
+    def is_explicit() -> bool:
+        """Whether a ``LENVM_*`` variable is set. If not, failures of the plugin must not end a server."""
+        return any(name.startswith("LENVM_") and text.strip() for name, text in os.environ.items())
 
     @classmethod
     @functools.cache
@@ -122,21 +132,12 @@ class Settings:
             max_candidates: the engine's own default.
 
         Raises:
-            ValueError: naming the variable or the file's key, what came and what is accepted; no source names a value
-                model; or ``lenvm_config.json`` is invalid.
+            ValueError: naming the variable or the file's key, what came and what is accepted; or ``lenvm_config.json``
+                is invalid.
         """
-        config = os.environ.get(CONFIG_VARIABLE, "").strip()
-        given = {"max_candidates": ("max_candidates", str(max_candidates))}
-        given |= _read_file(Path(config)) if config else {}
-        for name in _TEXTS:
-            variable = f"LENVM_{name.upper()}"
-            if text := os.environ.get(variable, "").strip():
-                given[name] = variable, text
+        given = {"max_candidates": ("max_candidates", str(max_candidates))} | _given_texts()
         if value_model is not None:
             given["value_model"] = value_model
-        if "value_model" not in given:
-            file = config or f"the file of {CONFIG_VARIABLE}"
-            raise ValueError(f"value_model must be in {file} or in LENVM_VALUE_MODEL, got neither")
         settings = cls(**{name: _TEXTS[name].read(*source) for name, source in given.items()})
         if "value_head" in given and not settings.reads_tokens:
             name, text = given["value_head"]
@@ -232,6 +233,17 @@ class Settings:
 
 _HINTS = get_type_hints(Settings, include_extras=True)
 _TEXTS: dict[str, SettingText] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
+
+
+def _given_texts() -> dict[str, tuple[str, str]]:
+    """The source and the text of each setting in the environment and in the file of ``LENVM_CONFIG``."""
+    config = os.environ.get(CONFIG_VARIABLE, "").strip()
+    given = _read_file(Path(config)) if config else {}
+    for name in _TEXTS:
+        variable = f"LENVM_{name.upper()}"
+        if text := os.environ.get(variable, "").strip():
+            given[name] = variable, text
+    return given
 
 
 def _read_file(path: Path) -> dict[str, tuple[str, str]]:

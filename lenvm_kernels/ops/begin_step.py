@@ -25,12 +25,14 @@ from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, se
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.begin_step import begin_step as _reference
+from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
 from lenvm_kernels.types import Drafts, Filters, GuidanceColumns, Mode, SpanNodes, StepHistory, StepRequests
 
 # Nodes per program: one per thread of a warp.
 NODES = 32
 
 _UNGUIDED = tl.constexpr(int(Mode.UNGUIDED))
+_GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 
 
 class GatheredColumns(NamedTuple):
@@ -144,6 +146,10 @@ def _begin_step_kernel(
     top_p = tl.load(top_p_ptr + request * stride_top_p, mask=exists, other=1.0)
     min_p = tl.load(min_p_ptr + request * stride_min_p, mask=exists, other=0.0)
     temperature = tl.load(temperature_ptr + request * stride_temperature, mask=exists, other=1.0)
+    # Guidance chooses among all candidates, also if the request would take the most probable one.
+    greedy = exists & ((top_k == 1) | (temperature < _GREEDY_TEMPERATURE))
+    top_k, top_p = tl.where(greedy, 0, top_k), tl.where(greedy, 1.0, top_p)
+    min_p, temperature = tl.where(greedy, 0.0, min_p), tl.where(greedy, 1.0, temperature)
     has_mode = mode != _UNGUIDED
     may_begin = has_mode & (start_bits != 0)
     guided, due = active & has_mode & (span_ended == 0), exists
@@ -220,6 +226,7 @@ def _begin_step_kernel(
     tl.store(requests.top_p + row, top_p[:, None], mask=mask)
     tl.store(requests.min_p + row, min_p[:, None], mask=mask)
     tl.store(requests.temperature + row, temperature[:, None], mask=mask)
+    tl.store(requests.greedy + row, greedy[:, None], mask=mask)
     if addresses_ptr is not None:
         is_first = tl.program_id(0) == 0
         tl.store(addresses_ptr, scores_address, mask=is_first)
@@ -382,7 +389,9 @@ def begin_step(
         spans: result of :func:`limit_span` for the same requests and drafts. Required with drafts if a request has
             spans, because a draft may end a span or begin one. Without drafts the table has the same state.
         drawn: int32 or int64 ``[B * (1 + D)]``; tokens drawn by the caller's own sampler. If ``None``, -1.
-        filters: the sampling filters of each request. If ``None``, no filter and temperature 1.
+        filters: the sampling filters of each request. If ``None``, no filter and temperature 1. A request with
+            ``top_k`` 1 or a temperature below 1e-6 is greedy: its filters are replaced by none, at temperature 1, so
+            that guidance has candidates to choose from.
         addresses: int64 ``[4]``; set to the address and the row stride, in elements, of ``scores`` and of
             ``vocab_mask``; zeros for an argument that is ``None``.
         scores, vocab_mask: as in :func:`topk_candidates`, for ``addresses``. Their elements are not read.

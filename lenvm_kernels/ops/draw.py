@@ -29,10 +29,7 @@ from lenvm_kernels.ops.reweight_scatter.reweight import (
 )
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.draw import draw as _reference
-from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
 from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, ScoredCandidates, StepRequests
-
-_GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 
 
 class DrawColumns(NamedTuple):
@@ -49,6 +46,7 @@ class DrawRequests(NamedTuple):
     table_rows: Tensor
     generated: Tensor
     wants_length: Tensor
+    greedy: Tensor
     positions: Tensor
     scored_ids: Tensor
     scored_counts: Tensor
@@ -71,7 +69,7 @@ def _drawn_column(p, column, seed, position, K: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["sample", "S", "E", "EOS", "B"],  # a new batch size must not trigger a recompilation
-    do_not_specialize_on_alignment=["drawn_ptr", "temperature_ptr", "text_breaks_ptr"],
+    do_not_specialize_on_alignment=["drawn_ptr", "text_breaks_ptr"],
 )
 def _draw_kernel(
     out,  # DrawnTokens, written
@@ -86,7 +84,6 @@ def _draw_kernel(
     drawing_stride,  # its strides
     requests,  # DrawRequests
     drawn_ptr,  # [B] or None
-    temperature_ptr,  # [B] or None
     text_breaks_ptr,  # [S] or None
     sample,  # whether tokens are drawn from the candidates
     S,
@@ -107,10 +104,9 @@ def _draw_kernel(
     seed = tl.load(drawing.seed + table_row * drawing_stride.seed, mask=valid, other=0)
     position = tl.load(requests.positions + request, mask=valid, other=0).to(tl.int64)
     place = _drawn_column(probs, column, seed, position, K)
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + request, mask=valid, other=1.0)
-        most_probable = _request_min(tl.where(probs == _request_max(probs), column, K))
-        place = tl.where((temperature < _GREEDY_TEMPERATURE) & (place >= 0), most_probable, place)
+    greedy = tl.load(requests.greedy + request, mask=valid, other=0) != 0
+    most_probable = _request_min(tl.where(probs == _request_max(probs), column, K))
+    place = tl.where(greedy & (place >= 0), most_probable, place)
     status = tl.load(candidates.status + request, mask=valid, other=0)
     found = ((status == _GUIDE) | (status == _SINGLE)) & (place >= 0) & (sample != 0)
     token = _request_max(tl.where(found & (column == place), token_ids, -1))
@@ -144,7 +140,6 @@ def _launch(
     drawing: DrawColumns,
     requests: DrawRequests,
     drawn: Tensor | None,
-    temperature: Tensor | None,
     text_breaks: Tensor | None,
     sample: bool,
 ) -> None:
@@ -153,7 +148,7 @@ def _launch(
         return
     values = (*with_row_stride(value_logits), *with_row_stride(predicted))
     columns_of = (table, row_strides(table), drawing, row_strides(drawing))
-    inputs = (candidates, *values, *columns_of, requests, drawn, temperature, text_breaks, int(sample))
+    inputs = (candidates, *values, *columns_of, requests, drawn, text_breaks, int(sample))
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
     ends = (table.ending_token_ids.shape[1], drawing.eos_token_ids.shape[1])
     tile_requests = max(1, TILE // columns)
@@ -166,11 +161,10 @@ _SPEC = Spec(f"""
     candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
     value_logits?: single [B, K]
     table: GuidanceColumns ({", ".join((*ReweightColumns._fields, *DrawColumns._fields))}) strided single
-    requests: StepRequests of begin_step (table_rows, generated, wants_length) [B]
+    requests: StepRequests of begin_step (table_rows, generated, wants_length, greedy) [B]
     scored: ScoredCandidates of topk_candidates (token_ids, counts, positions) contiguous
     predicted?: single [B, K]
     drawn?: int32 [B]
-    temperature?: float32 [B]
     text_breaks?: int8 [S]
 """)
 
@@ -185,7 +179,6 @@ def draw(
     predicted: Tensor | None = None,  # [B, K]
     sample: bool = True,
     drawn: Tensor | None = None,  # int32 [B]
-    temperature: Tensor | None = None,  # fp32 [B]
     text_breaks: Tensor | None = None,  # int8 [S]
     backend: str = "auto",
     validate: bool = True,
@@ -208,13 +201,11 @@ def draw(
             marked in ``status`` (argument ``guided`` of :func:`topk_candidates`).
         value_logits: fp32 ``[B, K]``, see :func:`reweight_scatter`; arbitrary for candidates that are not scored.
         table: guidance parameters of ``R`` requests.
-        requests: result of :func:`begin_step`.
+        requests: result of :func:`begin_step`. A greedy request takes the most probable candidate, the first of a tie.
         scored: ``scored`` of :func:`topk_candidates`. Lengths are predicted after scored tokens only.
         predicted: fp32 ``[B, K]``; the value logits that predict lengths. If None, ``value_logits``.
         sample: whether requests of status ``GUIDE`` and ``SINGLE`` are drawn from their candidates.
         drawn: int32 ``[B]``; next tokens of the requests that are not drawn from their candidates. If None, -1.
-        temperature: fp32 ``[B]``. Requests below 1e-6 take the most probable candidate, the first one of a tie. The
-            probabilities already include the temperature. If None, no request is greedy.
         text_breaks: int8 ``[S]``, see :func:`reweight_scatter`.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
@@ -246,7 +237,6 @@ remaining_lengths=tensor([0.]))
             scored,
             predicted,
             drawn,
-            temperature,
             text_breaks,
         )
         backend, sizes = _SPEC.check(backend, *arguments)
@@ -255,10 +245,10 @@ remaining_lengths=tensor([0.]))
     guided_probs = torch.empty_like(candidates.probs, dtype=compute_dtype(candidates.probs, value_logits))
     row = guided_probs[:, 0]
     out = DrawnTokens(guided_probs, torch.empty_like(row, dtype=torch.int32), torch.empty_like(row))
-    of_requests = (requests.table_rows, requests.generated, requests.wants_length)
+    of_requests = (requests.table_rows, requests.generated, requests.wants_length, requests.greedy)
     inputs = DrawRequests(*of_requests, scored.positions, scored.token_ids, scored.counts)
     columns = (select_columns(ReweightColumns, table), select_columns(DrawColumns, table))
-    options = (drawn, temperature, text_breaks, sample)
+    options = (drawn, text_breaks, sample)
     predicted = value_logits if predicted is None else predicted
     _launch(backend, out, candidates, value_logits, predicted, *columns, inputs, *options)
     return out

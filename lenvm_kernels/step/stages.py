@@ -178,7 +178,6 @@ def draw_tokens(
         predicted=predicted,
         sample=call.sample,
         drawn=rows.requests.drawn,
-        temperature=rows.requests.temperature if call.is_logits else None,
         text_breaks=state.config.text_breaks,
         backend=call.backend,
         validate=False,

@@ -47,20 +47,35 @@ def given(model, monkeypatch):
     return write
 
 
-def test_plugin_is_off_without_value_model(model, given):
-    given(max_candidates=4)
-    assert not Settings.are_given()
-    with pytest.raises(ValueError, match="value_model must be in the file of LENVM_CONFIG or in LENVM_VALUE_MODEL"):
-        Settings.current()
-    given(value_model=model)
-    expected = Settings(model, max_candidates=4)
-    assert Settings.are_given() and Settings.from_environment() == Settings.current() == expected
+# Per case: the file, the variables, whether guidance is off, whether a variable is set, and the value model.
+SWITCHES = {
+    "nothing": (None, {}, False, False, None),
+    "blank": (None, {"value_model": " "}, False, False, None),
+    "another setting": (None, {"max_candidates": 8}, False, True, None),
+    "none": (None, {"value_model": "none"}, False, True, None),
+    "a file without it": ({"max_candidates": 8}, {}, False, True, None),
+    "a value model": (None, {"value_model": "{model}"}, False, True, "{model}"),
+    "off": (None, {"value_model": "off"}, True, True, None),
+    "off in a file": ({"value_model": "off"}, {}, True, True, None),
+    "off but in a file": ({"value_model": "none"}, {"value_model": "off"}, True, True, None),
+    "off in a file alone": ({"value_model": "off"}, {"value_model": "{model}"}, False, True, "{model}"),
+}
+
+
+@pytest.mark.parametrize("case", SWITCHES)
+def test_guidance_without_values_is_on_by_default(model, given, case):
+    file, variables, is_off, is_explicit, expected = SWITCHES[case]
+    given(file, **{name: str(text).format(model=model) for name, text in variables.items()})
+    assert (Settings.is_off(), Settings.is_explicit()) == (is_off, is_explicit)
+    if not is_off:
+        assert Settings.current() == Settings.from_environment() == Settings(expected and model)
 
 
 # Per setting: texts with their values, the accepted values in words, and rejected texts. "{model}" is an existing path.
+SOURCE = "an existing directory or .gguf file, a name in the Hugging Face cache, none or off"
 COUNT, SHARE, MODEL = "an integer of at least 1", "a number > 0 and ", {"{model}": "{model}"}
 EACH = {
-    "value_model": ({}, "an existing directory or .gguf file, a name in the Hugging Face cache, or none", ["nowhere"]),
+    "value_model": ({}, SOURCE, ["nowhere"]),
     "value_head": (MODEL, "an existing .safetensors or .bin file, or a directory or name with one", ["nowhere"]),
     "gamma": ({"0.5": 0.5}, f"{SHARE}< 1", ["1", "0", "nan", "x"]),
     "dtype": ({"bfloat16": torch.bfloat16}, "one of float32, bfloat16, float16", ["int8"]),
@@ -123,7 +138,7 @@ def test_precedence(model, given, name, values, first):
 def test_engine_option_takes_precedence(model, given):
     given({"value_model": "/nowhere", "gamma": None}, value_model="/nowhere")
     assert Settings.from_environment(("--value-model", str(model))) == Settings(model)
-    with pytest.raises(ValueError, match=r"--value-model must be an existing .* or none, got '/nowhere'$"):
+    with pytest.raises(ValueError, match=r"--value-model must be an existing .* none or off, got '/nowhere'$"):
         Settings.from_environment(("--value-model", "/nowhere"))
 
 
@@ -154,7 +169,6 @@ BAD_FILES = {
     "absent": (None, "LENVM_CONFIG must be a JSON file, got .*No such file"),
     "no JSON": ("{", "LENVM_CONFIG must be a JSON file, got .*lenvm.json"),
     "list": ([1], "LENVM_CONFIG must be a JSON object of settings, got list in .*lenvm.json"),
-    "no value model": ({"dtype": "float32"}, "value_model must be in .*lenvm.json or in LENVM_VALUE_MODEL"),
     "misspelled": ({"value_modell": "x"}, r"value_modell in .*lenvm.json is not a setting; did you mean value_model\?"),
     "unknown": ({"seed": 1}, "seed in .*lenvm.json is not a setting; accepted are value_model, value_head"),
 }
@@ -208,7 +222,7 @@ def test_sources_that_read_no_tokens(given, model, source):
         write_random_probe(model, random_pair("qwen2")[0])
     given(value_model=model if source == "a probe" else source, gamma="0.9")
     settings = Settings.from_environment()
-    assert settings == Settings(model if source == "a probe" else None, gamma=0.9) and Settings.are_given()
+    assert settings == Settings(model if source == "a probe" else None, gamma=0.9)
     assert settings.has_probe == (source == "a probe") and not settings.reads_tokens and not settings.reads_images
     assert settings.load_value_model(torch.float32, "cpu") is None
     params = settings.parse_request({"target_length": 9})

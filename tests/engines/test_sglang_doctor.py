@@ -21,6 +21,7 @@ TRIED = ", ".join(recorded("sglang"))
     ("before", "environment", "wrong"),
     [
         ("", {}, {}),
+        ("", {"LENVM_VALUE_MODEL": "off"}, {}),
         (REMOVE, {}, {TARGET: "hook not applied", "Sampler._preprocess_logits": "is not there"}),
         ("", {"SGLANG_PLUGINS": "other"}, {"plugin": "did not run"}),
         (FAIL, {}, {"plugin": "did not run"}),
@@ -31,7 +32,7 @@ def test_hooks_and_signatures(before, environment, wrong):
     code = (
         f"import contextlib, io, os, sys\nwith contextlib.redirect_stderr(io.StringIO()):\n    {before or 'pass'}\n"
         "from lenvm_kernels.cli import main\nstatus = main(['doctor', '--json'])\n"
-        "assert 'LENVM_VALUE_MODEL' not in os.environ\nsys.exit(status)"
+        f"assert os.environ.get('LENVM_VALUE_MODEL') == {environment.get('LENVM_VALUE_MODEL')!r}\nsys.exit(status)"
     )
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=300)

@@ -524,8 +524,8 @@ def test_value_model_uses_gamma_of_settings(value_model):
     assert Engine(value_model, gamma=0.95).guide.step.values.value_model.lenvm_config.gamma == 0.95
 
 
-def test_first_model_runner_is_rejected_only_with_a_value_model(value_model, monkeypatch):
-    monkeypatch.delenv("LENVM_VALUE_MODEL", raising=False)
+def test_first_model_runner_is_rejected_unless_guidance_is_off(value_model, monkeypatch):
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "off")
     for processor in (LenVMProcessor(None, None), LenVMProcessor(None, None, False)):
         logits = torch.randn(2, 5)
         assert processor.apply(logits) is logits and processor.is_argmax_invariant()

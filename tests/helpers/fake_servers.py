@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 SECONDS, STEP_MS = 0.05, 2.0
 FLAW = "".join(sys.argv[2:])
-has_plugin = "LENVM_VALUE_MODEL" in os.environ and FLAW != "without-plugin"
+has_plugin = os.environ.get("LENVM_VALUE_MODEL") != "off" and FLAW != "without-plugin"
 counted = {name: 0.0 for name in ("guided_steps", "value_model_milliseconds", "fallbacks")} if has_plugin else {}
 lock = threading.Lock()
 

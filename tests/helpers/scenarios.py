@@ -18,6 +18,7 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.reference.draw import draw_tokens
 from lenvm_kernels.step import StepBatch
+from lenvm_kernels.step.inputs import FILTER_DTYPES
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.types import Mode, Status
 from tests.helpers.drafted_steps import paths
@@ -349,9 +350,12 @@ class Driver:
         filters = {
             name: x.repeat_interleave(width) if isinstance(x, torch.Tensor) else x for name, x in filters.items()
         }
+        filters = {name: torch.as_tensor(x).expand(len(rows)) for name, x in filters.items()}
+        greedy = (filters["top_k"] == 1) | (filters["temperature"] < 1e-6)
+        without = dict(top_k=0, top_p=1.0, min_p=0.0, temperature=1.0)  # guidance chooses among all candidates
         candidates = topk_candidates(
             scores,
-            **filters,
+            **{name: torch.where(greedy, without[name], x).to(FILTER_DTYPES[name]) for name, x in filters.items()},
             max_candidates=output.probs.shape[1],
             is_logits=True,
             guided=torch.tensor(guided),
@@ -382,8 +386,7 @@ class Driver:
         if options.get("sample", True):
             seeds = torch.tensor([asked.seed for asked in asked_of])
             lengths = torch.tensor([len(sequence) for sequence in sequences])
-            temperature = torch.as_tensor(filters["temperature"]).expand(len(rows)).contiguous()
-            tokens = draw_tokens(candidates, output.probs, seeds, lengths, temperature)
+            tokens = draw_tokens(candidates, output.probs, seeds, lengths, greedy)
             if "drawn" in options:
                 tokens = torch.where(tokens >= 0, tokens, options["drawn"].int())
         assert (output.tokens is None) == (tokens is None)

@@ -114,8 +114,9 @@ def running_server(folder, name, *options, speculation=None, value_model=True, *
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{SITE}:{os.environ.get('PYTHONPATH', '')}"}
     (folder / f"{name}.metrics").mkdir()
     environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder / f"{name}.metrics")
+    environment["LENVM_VALUE_MODEL"] = str(folder / "value") if value_model else "off"
     if value_model:
-        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
+        environment["LENVM_TRACE"] = str(trace)
     environment |= variables
     # `vllm serve` reads the version of a package whose name differs from the CPU build's.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base")]

@@ -1,5 +1,7 @@
 """``begin_step``: the fields of each node, dummy requests, drafts, spans, and requests whose history lacks tokens."""
 
+import math
+
 import pytest
 import torch
 
@@ -212,6 +214,22 @@ def test_filters_are_copied_to_each_node(device, backend):
     assert nodes.top_p.tolist() == [0.25, 0.25, 0.75, 0.75, 1, 1]
     assert nodes.min_p.tolist() == [0] * 6
     assert nodes.temperature.tolist() == [0.5] * 4 + [1] * 2
+
+
+def test_greedy_requests_keep_all_tokens_at_temperature_1(device, backend):
+    """A request is greedy with top_k 1 or a temperature below 1e-6. A broken temperature stays."""
+    temperatures = torch.tensor([0.7, 0.0, 1e-6, 0.7, math.nan, 0.9])
+    temperatures[5] = temperatures[2].nextafter(temperatures[2] - 1)
+    table, ones = guidance_table(6, {}, device), torch.ones(6, device=device)
+    filters = Filters(i32(1, 5, 5, 2, 5, 5).to(device), ones * 0.5, ones * 0.25, temperatures.to(device))
+    requests = begin_step(table, *batch_of([1] * 6, device), filters=filters, backend=backend)
+    greedy = torch.tensor([True, True, False, False, False, True])
+    assert torch.equal(requests.greedy.cpu(), greedy)
+    assert requests.top_k.tolist() == [0, 0, 5, 2, 5, 0]
+    assert torch.equal(requests.top_p.cpu(), torch.where(greedy, 1.0, 0.5))
+    assert torch.equal(requests.min_p.cpu(), torch.where(greedy, 0.0, 0.25))
+    expected = torch.where(greedy, 1.0, temperatures)
+    torch.testing.assert_close(requests.temperature.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_addresses_of_scores_and_mask(device, backend):

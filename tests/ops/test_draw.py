@@ -58,8 +58,8 @@ def drawn_of(probs, device, backend, *, token_ids=None, status=GUIDE, seeds=0, p
     requests.generated.zero_()
     requests.wants_length.copy_(of_requests(options.pop("wants_length", True), torch.bool))
     value_logits = options.pop("value_logits", None)
-    tensors = {"temperature": torch.float32, "drawn": torch.int32}
-    options |= {name: of_requests(options[name], tensors[name]) for name in tensors.keys() & options.keys()}
+    requests.greedy.copy_(of_requests(options.pop("greedy", False), torch.bool))
+    options |= {"drawn": of_requests(options["drawn"], torch.int32)} if "drawn" in options else {}
     result = draw(candidates, value_logits, table, requests, scored, **options, backend=backend)
     assert result.tokens.dtype == torch.int32
     return type(result)(*(x.cpu() for x in result))
@@ -150,22 +150,21 @@ def test_draws_follow_the_probabilities_and_are_independent(device, varies):
 
 
 def test_greedy_requests_draw_the_most_probable_candidate(device, backend):
-    p, limit = torch.tensor([[0.2, 0.3, 0.1, 0.3]]).repeat(64, 1), torch.tensor(1e-6)
-    sampled = drawn_of(p, device, backend, seeds=3, positions=torch.arange(64)).tokens
+    p, greedy = torch.tensor([[0.2, 0.3, 0.1, 0.3]]).repeat(64, 1), torch.arange(64) % 3 == 0
+    options = dict(seeds=3, positions=torch.arange(64))
+    sampled = drawn_of(p, device, backend, **options).tokens
     assert len(sampled.unique()) == 4
-    for temperature, greedy in ((0.0, True), (limit.nextafter(limit - 1), True), (limit, False), (0.7, False)):
-        options = dict(seeds=3, positions=torch.arange(64), temperature=float(temperature))
-        drawn = drawn_of(p, device, backend, **options).tokens
-        assert torch.equal(drawn, torch.ones_like(drawn) if greedy else sampled)
+    drawn = drawn_of(p, device, backend, **options, greedy=greedy).tokens
+    assert torch.equal(drawn, torch.where(greedy, 1, sampled))
 
 
-@pytest.mark.parametrize("temperature", [{}, {"temperature": 0.0}])
-def test_status_and_sample_decide_between_candidates_and_passed_tokens(device, backend, temperature):
+@pytest.mark.parametrize("greedy", [False, True])
+def test_status_and_sample_decide_between_candidates_and_passed_tokens(device, backend, greedy):
     """A request with zero probabilities has no candidate to draw."""
     status = torch.tensor([*Status, GUIDE, SINGLE])
     p = torch.tensor([[0.5, 0.5]] * len(Status) + [[0.0, 0.0], [0.0, 1.0]])
     token_ids = torch.tensor([[7, 7]] * (len(Status) + 1) + [[7, 9]])
-    options = dict(token_ids=token_ids, status=status, seeds=1, positions=5, **temperature)
+    options = dict(token_ids=token_ids, status=status, seeds=1, positions=5, greedy=greedy)
     own = [7 if s in (GUIDE, SINGLE) else -1 for s in Status]
     passed = torch.arange(-2, len(status) - 2)
     for more, expected in (

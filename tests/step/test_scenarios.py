@@ -224,7 +224,7 @@ SCENARIOS = [
         "lengths of the prompt and of every token, guided or not, with a stride",
         requests(LENGTHS | TILT, LENGTHS, LENGTHS | TILT | {"entropy_threshold": 100.0}, TILT, LENGTHS | TILT | NEVER),
         [Start("abcde"), Predict("abcde", deltas=(0, 0, 0, 0, 0)), Step("abcde", "G-SGN", deltas=(1, 1, 1, 1, 1))],
-        [Step("abcde", "1-111", options={"top_k": 1}), Step("abcde", likely={"b": {EOS: 9.0}}, takes={"b": EOS})],
+        [Step("abcde", "1-111", options={"min_p": 1.0}), Step("abcde", likely={"b": {EOS: 9.0}}, takes={"b": EOS})],
         [Step("abcde", options={"sample": False}), Step("abcde", draws=False), Leave("a"), Leave("b"), Leave("c")],
         [Leave("e"), Step("d", "G")],
         max_delta=1,
@@ -249,7 +249,7 @@ SCENARIOS = [
             TILT | {"entropy_threshold": 100.0}, LENGTHS | TILT | {"entropy_threshold": 100.0}, LENGTHS, LENGTHS | TILT
         ),
         [Start("abcd"), Step("abcd", "SS-G", draws=False), Step("abcd", draws=False, options={"sample": False})],
-        [Step("abcd", "SS--", options={"active": "abc"}), Step("abcd", options={"sample": False, "top_k": 1})],
+        [Step("abcd", "SS--", options={"active": "abc"}), Step("abcd", options={"sample": False, "min_p": 1.0})],
     ),
     # Drafts.
     Scenario(

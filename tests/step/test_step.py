@@ -62,7 +62,7 @@ def test_score_all_includes_skipped_and_single_rows(models):
     guidance = [TILT | {"entropy_threshold": 100.0}, None, TILT]
     prompts, rows = [PROMPTS[0], PROMPTS[0], PROMPTS[2]], [6, 1, 4]
     engine, scores = Engine(*make_step(models.value, score_all=True)).start(rows, prompts, guidance), random_scores(3)
-    output = engine.decode(rows, prompts, scores, top_k=engine.tensor([6, 6, 1]))
+    output = engine.decode(rows, prompts, scores, min_p=torch.tensor([0.05, 0.05, 1.0]))
     assert output.candidates.status.tolist() == [Status.SKIP, Status.UNGUIDED, Status.SINGLE]
     assert output.candidates.counts.tolist()[::2] == [6, 1]
     expected = torch.zeros(3, 8)

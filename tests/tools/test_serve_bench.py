@@ -39,7 +39,8 @@ def test_both_servers_in_turn(bench, tmp_path, monkeypatch, engine, field):
     status, summary, logs = bench(f"--engine {engine} --value-model W --num-prompts 3 --k 1 3 --concurrency 1 2")
     assert (status, summary["failures"], summary["engine"]) == (0, [], f"{engine} 0.fake")
     (base_variables, *base), (guided_variables, *guided) = ([json.loads(line) for line in log] for log in logs)
-    assert (base_variables, guided_variables) == ({}, {"LENVM_GAMMA": "0.9", "LENVM_VALUE_MODEL": "W"})
+    assert base_variables == {"LENVM_VALUE_MODEL": "off"}
+    assert guided_variables == {"LENVM_GAMMA": "0.9", "LENVM_VALUE_MODEL": "W"}
     assert len({body["prompt"] for body in base}) == len(base) == 2 * (1 + 2 + 3 + 3)
     assert {body["prompt"]: body | {field: {"target_length": 3}} for body in base} == {x["prompt"]: x for x in guided}
     assert all(body["min_p"] == 0.01 and body["ignore_eos"] for body in base)

@@ -438,11 +438,11 @@ HOOKS = {
 
 
 def plugin() -> None:
-    """The entry point, called in each process of the engine: register the hooks if the plugin is enabled.
+    """The entry point, called in each process of the engine: register the hooks unless the plugin is off.
 
     The engine only logs exceptions of a plugin: invalid settings end its start later, when the model is loaded.
     """
-    if Settings.are_given():
+    if not Settings.is_off():
         hooks = SGLangPlugin()
         for target, (kind, method) in HOOKS.items():
             HookRegistry.register(target, getattr(hooks, method), HookType[kind])

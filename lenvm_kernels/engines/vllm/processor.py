@@ -1,7 +1,7 @@
 """LenVM in unforked vLLM, as a logits processor of its second model runner (entry point ``vllm.logits_processors``).
 
-It is enabled by ``LENVM_VALUE_MODEL`` (:class:`lenvm_kernels.engines.settings.Settings`). The engine's front end
-imports this module to check requests, so it must not need a device. The code of the workers is in
+It is on unless ``LENVM_VALUE_MODEL`` is ``off`` (:class:`lenvm_kernels.engines.settings.Settings`). The engine's front
+end imports this module to check requests, so it must not need a device. The code of the workers is in
 :mod:`lenvm_kernels.engines.vllm.guide`.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LenVMProcessor(LogitsProcessor):
     """Guides the requests with guidance in ``vllm_xargs``. vLLM creates one in each worker while it loads the model.
 
-    Without ``LENVM_VALUE_MODEL``, it does nothing.
+    With ``LENVM_VALUE_MODEL=off``, it does nothing.
 
     Args:
         vllm_config: configuration of the engine.
@@ -40,12 +40,11 @@ class LenVMProcessor(LogitsProcessor):
     _guide: Guide | None = None
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, *is_first_runner: Any) -> None:
-        if not Settings.are_given():
+        if Settings.is_off():
             return
         if is_first_runner:
             raise ValueError(
-                "LENVM_VALUE_MODEL needs vLLM's second model runner: set VLLM_USE_V2_MODEL_RUNNER=1, or unset "
-                "LENVM_VALUE_MODEL"
+                "guidance needs vLLM's second model runner: set VLLM_USE_V2_MODEL_RUNNER=1, or LENVM_VALUE_MODEL=off"
             )
         from lenvm_kernels.engines.vllm.guide import Guide
 
@@ -54,7 +53,7 @@ class LenVMProcessor(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Called in the front end when a request arrives; the engine answers a ValueError with status 400."""
-        if Settings.are_given():
+        if not Settings.is_off():
             guidance_of(sampling_params, Settings.current())
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:

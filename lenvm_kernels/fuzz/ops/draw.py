@@ -24,7 +24,7 @@ OPTIONS: dict[str, list[Any]] = {
     "predicted": [False, True],
     "drawn": [False, True],
     "sample": [True, False],
-    "temperature": [False, True],
+    "greedy": [False, True],
     "constants": ["shipped", "large tiles"],
 }
 CONSTANTS = {"large tiles": {"TILE": 8192 if INTERPRETED else 128}}
@@ -53,6 +53,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
 
     requests = empty_requests(len(rows), device)
     of_requests = dict(table_rows=table_rows, generated=given.arguments["generated"], wants_length=wants_length)
+    of_requests["greedy"] = draws.chance("greedy", rows, of=0.3) & options["greedy"]
     fill(requests, slice(None), of_requests)
     scored = ScoredCandidates(
         token_ids=torch.cat((first[:, None], candidates.token_ids[:, 1:]), dim=1),
@@ -69,8 +70,6 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["predicted"] = padded_rows((draws.normal("predicted", rows, k) * spread).float(), options["padding"])
     if options["drawn"]:
         arguments["drawn"] = drawn
-    if options["temperature"]:
-        arguments["temperature"] = draws.choose("temperature", rows, values=[1.0, 0.0, 1e-7, 1e-6, math.nan]).float()
     arguments |= {name: x for name, x in given.arguments.items() if name == "text_breaks"}
     return NamedInputs(arguments, len(rows))
 
@@ -95,7 +94,7 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     expected = passed
     if a["sample"]:
         requests = table.seed[table_rows], scored.positions
-        own = draw_tokens(candidates, guided_probs, *requests, a.get("temperature"))
+        own = draw_tokens(candidates, guided_probs, *requests, a["requests"].greedy)
         expected = torch.where(own >= 0, own, passed)
     found.append(differs("tokens", tokens, expected))
 
@@ -140,7 +139,7 @@ OPERATOR = named_operator(
     reads={
         "candidates": weights.READS,
         "table": (*ReweightColumns._fields, *DrawColumns._fields),
-        "requests": ("table_rows", "generated", "wants_length"),
+        "requests": ("table_rows", "generated", "wants_length", "greedy"),
         "scored": ("token_ids", "counts", "positions"),
     },
 )

@@ -202,12 +202,20 @@ def _filter_kernel(
         has_ends = least < float("inf")
         sought = tl.where(has_ends, V, limit)
         min_p = tl.maximum(min_p, tl.load(table.least_share + table_row * stride.least_share))
+    first = 1 / total if IS_LOGITS else best  # probability of the best token
+    # The best tiles in order, until no token of the next one passes min_p. At most E tokens that end the output precede
+    # the first token that continues it, which is always a candidate.
     keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
     chosen = tl.full([K], -1, tl.int32)
-    for k in range(tl.minimum(sought, K)):
+    most = tl.minimum(sought, K)
+    k = 0
+    while k < most:
         key = tl.max(keys, axis=0)
-        keys = tl.where(keys == key, _NO_KEY, keys)
-        chosen = tl.where((column == k) & (key != _NO_KEY), _key_token(key), chosen)
+        p = tl.exp2((_key_score(key) - best) * scale) / total if IS_LOGITS else _key_score(key)
+        is_wanted = (key != _NO_KEY) & ((p >= min_p * first) | (k <= E))
+        keys = tl.where(is_wanted & (keys == key), _NO_KEY, keys)
+        chosen = tl.where(is_wanted & (column == k), _key_token(key), chosen)
+        k = tl.where(is_wanted, k + 1, most)
     next_key = tl.max(keys, axis=0)
     next_score = tl.where(next_key != _NO_KEY, _key_score(next_key), nothing)  # best score of the other tiles
 
@@ -216,7 +224,6 @@ def _filter_kernel(
     scores = _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, ALIGNMENT)
     x = _load_scores(*scores, request, token, is_there, IS_LOGITS)
     keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
-    first = 1 / total if IS_LOGITS else best  # probability of the best token
     room = K  # columns for tokens that do not end the output
     is_alone = True  # whether all tokens taken so far end the output
     if table is not None:
@@ -248,7 +255,9 @@ def _filter_kernel(
     count, mass = 0, 0.0
     # The extra round after K checks whether the next token would have been kept, i.e. whether K cut the list.
     cut_by_columns = False
-    for k in range(tl.minimum(sought, K + 1)):
+    most = tl.minimum(sought, K + 1)
+    k = 0
+    while k < most:
         key = tl.max(keys, axis=0)
         keys = tl.where(keys == key, _NO_KEY, keys)
         score = tl.where(key != _NO_KEY, _key_score(key), nothing)
@@ -257,6 +266,7 @@ def _filter_kernel(
         p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
         keep = (k < limit) & (score > nothing) & (mass <= top_p) & (p >= min_p * first)
         keep = usable & (keep | (k == 0))
+        goes_on = keep  # the filters reject every token after the first one that they reject
         if k < K:
             taken = keep
             if table is not None:
@@ -265,6 +275,7 @@ def _filter_kernel(
                 keep = keep | (usable & has_ends & is_alone & (ends_output == 0) & (key != _NO_KEY))
                 taken = is_end | (keep & (room > 0))
                 is_alone = is_alone & ((taken == 0) | ends_output)
+                goes_on = goes_on | (usable & has_ends & is_alone & (key != _NO_KEY))
                 end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
                 room -= (taken & (is_end == 0)).to(tl.int32)
                 cut_by_columns = cut_by_columns | (keep & (taken == 0))
@@ -275,6 +286,7 @@ def _filter_kernel(
             mass += tl.where(taken, p, 0.0)
         else:
             cut_by_columns = cut_by_columns | keep
+        k = tl.where(goes_on, k + 1, most)
     if table is not None:
         for _ in range(E):
             key = tl.max(end_keys, axis=0)
