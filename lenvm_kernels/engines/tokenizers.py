@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,19 @@ from lenvm_kernels.guidance import Thoughts, text_breaks_of
 logger = logging.getLogger(__name__)
 
 
+_loaders: dict[str, Callable[[], Any]] = {}
+
+
+def load_with(path: str, loader: Callable[[], Any]) -> None:
+    """Load the tokenizer at a location with an engine's own function, which knows the engine's options."""
+    _loaders.setdefault(path, loader)
+
+
 @functools.cache
 def load_tokenizer(path: str) -> Any:
     """The tokenizer at a location. Loading takes seconds."""
+    if path in _loaders:
+        return _loaders[path]()
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
