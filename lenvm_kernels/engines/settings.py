@@ -16,7 +16,7 @@ import torch
 
 from lenvm_kernels.engines.tokenizers import load_thoughts
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance
-from lenvm_kernels.guidance.params import check_with_probe
+from lenvm_kernels.guidance.params import check_with_probe, read_names
 from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.values.checkpoint import local_path, reads_images
@@ -175,15 +175,19 @@ class Settings:
     def parse_request(self, custom_params: Mapping[str, Any]) -> GuidanceParams:
         """:func:`parse_guidance` of a request to a server, with the defaults of the settings and the value model.
 
+        Parameters of other components are ignored (:func:`read_names`): without fields, the result guides nothing.
+
         Raises:
             ValueError: naming the field, what came and what is accepted; also if the request needs a value model and
                 there is none, or cannot be combined with a probe.
         """
-        has_words = any(isinstance(custom_params.get(name), str) for name in ("end_message", "landing"))
-        needs_thoughts = has_words or custom_params.get("thinking_budget") is not None
+        given = read_names(custom_params, is_shared=True)
+        needs_thoughts = "thinking_budget" in given or any(
+            isinstance(given.get(name), str) for name in ("end_message", "landing")
+        )
         defaults: dict[str, Any] = dict(gamma=self.gamma, strength=self.strength)
         defaults |= dict(thoughts=self.thoughts if needs_thoughts else None, has_values=self.value_model is not None)
-        params = parse_guidance(custom_params, **defaults)
+        params = parse_guidance(given, **defaults)
         if self.has_probe:
             check_with_probe(params)
         return params

@@ -52,7 +52,7 @@ def plan_of(prompts: list[str], *, quick: bool, seed: int) -> Plan:
             Setting(BASE, None, False, targets=(None,)),
             Setting("shorter", {"value_mode": "centered_exp", "value_scale": -60.0}, True, targets=(None,)),
             Setting("longer", {"value_mode": "centered_exp", "value_scale": 20.0}, True, targets=(None,)),
-            Setting("eq", {"constraint": "eq"}, True, targets=(TARGET,)),
+            Setting("eq", {"value_constraint": "eq"}, True, targets=(TARGET,)),
             Setting(CONSTANT, {}, False),
             Setting(GUIDED, {}, True),
         ],

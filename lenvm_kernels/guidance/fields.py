@@ -4,6 +4,7 @@ Names and defaults follow the LenVM fork of SGLang (section Parameters of the sp
 no torch, so that the command line can read it without waiting.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +29,14 @@ class Field(ABC):
     """A field of a request.
 
     Attributes:
-        spellings: its name, and further names that the fork accepts.
+        spellings: its name, and short names in the fork. Servers accept short names in the namespace only.
         meaning: a sentence without its first capital and full stop.
         default: the value of requests without the field, or None.
         limits: the accepted values, in the fewest words; empty if the meaning states them.
         needs: if not empty, what the field needs, for the error, and then the fields of which one must be given.
         metavar: metavariable of the command-line flag. If None, the command line has no flag for the field.
+        elsewhere: names of the same parameter in other engines and APIs.
+        is_common: the name may be another component's; servers read it outside the namespace only beside other fields.
     """
 
     spellings: str
@@ -42,10 +45,12 @@ class Field(ABC):
     limits: str = ""
     needs: tuple[str, ...] = ()
     metavar: str | None = None
+    elsewhere: str = ""
+    is_common: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All accepted names, the canonical name first."""
+        """The canonical name, and the short names in the fork."""
         return tuple(self.spellings.split())
 
     @property
@@ -108,24 +113,25 @@ class Word(Field):
 
 @dataclass(frozen=True)
 class Switch(Field):
-    """True or false."""
+    """True or false, or 1 or 0, to which vLLM converts them."""
 
     def parse(self, given: Any) -> bool:
-        if not isinstance(given, bool):
+        if given not in (0, 1):
             raise self.rejected(given, "be true or false")
-        return given
+        return bool(given)
 
 
 @dataclass(frozen=True)
 class Sequences(Field):
-    """A list of token ids and of lists of token ids. A list of one token stands for that token."""
+    """A list of token ids and of lists of token ids, or its JSON text. A list of one token stands for that token."""
 
     default: Any = ()
     least: int = 1
 
     def parse(self, given: Any) -> tuple[int | tuple[int, ...], ...]:
+        given = read_json(given)
         if not _is_list(given) or not self.least <= len(given) <= MAX_SPAN_ENDS:
-            raise self.rejected(given, f"be a list of {self.least} to {MAX_SPAN_ENDS} token ids")
+            raise self.rejected(given, f"be a list of {self.least} to {MAX_SPAN_ENDS} token ids, or its JSON text")
         lists = [each if _is_list(each) else [each] for each in given]
         if not all(tokens and all(map(_is_token_id, tokens)) for tokens in lists):
             raise self.rejected(given, "hold token ids >= 0, or lists of them")
@@ -149,13 +155,14 @@ class Text(Field):
 
 @dataclass(frozen=True)
 class Divisors(Field):
-    """Token ids, each with the divisor of its temperature."""
+    """Token ids, each with the divisor of its temperature, or their JSON text."""
 
     metavar: str | None = "ID=D"
 
     def parse(self, given: Any) -> dict[int, float]:
+        given = read_json(given)
         if not isinstance(given, Mapping):
-            raise self.rejected(given, "be a mapping of token id to divisor")
+            raise self.rejected(given, "be a mapping of token id to divisor, or its JSON text")
         return {_digits(self, t): replace(_DIVISOR, spellings=f"{self.name}[{t}]").parse(x) for t, x in given.items()}
 
 
@@ -167,6 +174,14 @@ class TokenIds(Field):
         if not _is_list(given):
             raise self.rejected(given, "be a list of token ids")
         return tuple(_digits(self, token) for token in given)
+
+
+def read_json(given: Any) -> Any:
+    """The content of a JSON text: engines restrict the types of values. Anything else is returned unchanged."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 def _digits(field: Field, given: Any) -> int:
@@ -205,8 +220,11 @@ _ALL = (
         "discount that the value model was trained with; turns values into lengths; servers have their own default",
         DEFAULT_GAMMA,
         "> 0 and < 1",
+        is_common=True,
     ),
-    Number("target_length", "target in tokens; its constraint replaces the mode", limits=">= 0"),
+    Number(
+        "target_length", "target in tokens; its constraint replaces the mode", limits=">= 0", elsewhere="target_tokens"
+    ),
     Word(
         "target_length_mode length_mode",
         "total, the target counts all new tokens; remaining, at every step those still to come",
@@ -229,6 +247,7 @@ _ALL = (
         "without a value model 10; a value model may have its own default",
         5.0,
         ">= 0",
+        is_common=True,
     ),
     Number(
         "min_end_prob",
@@ -243,12 +262,15 @@ _ALL = (
         "share of the target within which near, ge_near and le_near treat all lengths alike",
         0.0,
         ">= 0 and < 1",
+        is_common=True,
     ),
     # The bound makes its hard_limit an int32.
     Number(
         "thinking_budget",
         "tokens that a thought may take on average: a target_length with le_near that holds until the thought ends",
         limits="> 0 and < 1e+09",
+        elsewhere="thinking_token_budget thinking_budget_tokens max_thinking_tokens reasoning_budget "
+        "reasoning_max_tokens budget_tokens",
     ),
     Sequences(
         "end_token_ids",
@@ -305,13 +327,15 @@ _ALL = (
     Switch("return_values", "predict lengths of the prompt and of each token, guided or not", False),
 )
 FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
+NAMESPACE = "lenvm"  # a dictionary of fields among parameters of other components
 
 
 def markdown() -> str:
     """The table of the docs (``docs/modes-and-parameters.md``)."""
     lines = ["| parameter | other names | meaning | default |", "| --- | --- | --- | --- |"]
     for field in FIELDS.values():
-        others = ", ".join(f"`{name}`" for name in field.names[1:])
+        short = [f"`{name}` in `{NAMESPACE}`" for name in field.names[1:]]
+        others = ", ".join([*short, *(f"`{name}`" for name in field.elsewhere.split())])
         meaning = "; ".join(filter(None, (field.meaning, field.limits)))
         default = "none" if field.default in (None, ()) else f"`{str(field.default).lower()}`"
         lines.append(f"| `{field.name}` | {others} | {meaning} | {default} |")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from lenvm_kernels.guidance.fields import DEFAULT_GAMMA, FIELDS, FP32_MAX
+from lenvm_kernels.guidance.fields import DEFAULT_GAMMA, FIELDS, FP32_MAX, NAMESPACE, read_json
 from lenvm_kernels.guidance.spans import (
     MAX_CLOSING_TOKENS,
     MAX_SPAN_TOKENS,
@@ -20,7 +20,22 @@ from lenvm_kernels.guidance.spans import (
 )
 from lenvm_kernels.types import Mode
 
-_NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
+
+def _key(name: Any) -> str:
+    """A name without case, hyphens and underscores."""
+    return str(name).replace("-", "").replace("_", "").lower()
+
+
+# Main names by key: of all fields, without short names, and without common words.
+_NAMES = {_key(name): each.name for each in FIELDS.values() for name in (*each.names, *each.elsewhere.split())}
+_SHORT = {_key(name) for each in FIELDS.values() for name in each.names[1:]}
+_SHARED = {key: name for key, name in _NAMES.items() if key not in _SHORT}
+_DISTINCTIVE = {key for key, name in _SHARED.items() if not FIELDS[name].is_common}
+# Limits of other engines, which guidance does not have.
+_LIMITS = {
+    "maxlength": "target_length with the value_constraint le_near, or the engine's limit of new tokens",
+    "minlength": "target_length with the value_constraint ge_near, or the engine's minimum of new tokens",
+}
 _LIMIT_OF_BUDGET = 1.25
 # An end less probable than this would cut a sentence in two.
 _MIN_END_PROB = 1e-4
@@ -109,10 +124,8 @@ def parse_guidance(
 ) -> GuidanceParams:
     """Validate a request's ``custom_params``.
 
-    Unknown keys are ignored, unless a key looks like a misspelt field. A field that is None counts as absent.
-
     Args:
-        custom_params: values by name.
+        custom_params: values by name (:func:`read_names`).
         thoughts: the tokenizer's marks of thoughts (:meth:`Thoughts.of`), for a ``thinking_budget`` without
             ``end_token_ids`` and for texts that are forced. If None, neither is accepted.
         gamma: default of the field; a server takes it from the value model (:class:`LenVMConfig`). If None, 0.997.
@@ -195,23 +208,67 @@ def check_with_probe(params: GuidanceParams) -> None:
         raise ValueError(f"value_min must be absent with {name} and a probe, got {params.value_min}")
 
 
-def _parsed(custom_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields by their main names, each parsed by itself and with the fields that it needs."""
+def read_names(custom_params: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
+    """The given fields of ``custom_params`` and its :data:`NAMESPACE` by their main names, with values as given.
+
+    Case, hyphens and underscores of names are ignored, and so is a field that is None. Names of other components are
+    ignored, except names that look like a misspelt field and names that other engines give to limits.
+
+    Args:
+        custom_params: values by name.
+        is_shared: other components of a server read ``custom_params``, too. Outside the namespace, short names of
+            fields and common words (``Field.is_common``) are then no fields if no other field is there. A
+            ``thinking_budget`` of 0 or -1 is the engine's own.
+
+    Raises:
+        TypeError: ``custom_params`` is not a mapping.
+        ValueError: a name or the namespace is not accepted, or a field is given twice.
+    """
     if not isinstance(custom_params, Mapping):
         raise TypeError(f"custom_params must be a mapping of field names to values, got {type(custom_params).__name__}")
+    flat = dict(custom_params)
+    space = {} if (inside := flat.pop(NAMESPACE, None)) is None else read_json(inside)
+    if not isinstance(space, Mapping):
+        raise ValueError(f"{NAMESPACE} must be an object of guidance parameters, or its JSON text, got {space!r}")
+    names = _NAMES
+    if is_shared:
+        flat = {name: x for name, x in flat.items() if _NAMES.get(_key(name)) != "thinking_budget" or x not in (0, -1)}
+        is_ours = any(x is not None and _key(name) in _DISTINCTIVE | _LIMITS.keys() for name, x in flat.items())
+        flat, names = flat if is_ours else {}, _SHARED
     given: dict[str, Any] = {}
-    for name, value in custom_params.items():
-        if value is None:
-            continue
-        if name not in _NAMES:
-            close = difflib.get_close_matches(str(name), _NAMES, n=1, cutoff=0.85)
-            if close:
-                raise ValueError(f"{name} is not a guidance parameter; did you mean {close[0]}?")
-            continue
-        field = FIELDS[_NAMES[name]]
-        if field.name in given:
-            raise ValueError(f"{field.name} is given twice: accepted is one of {', '.join(field.names)}")
-        given[field.name] = field.parse(value)
+    for values, accepted in ((flat, names), (space, _NAMES)):
+        for name, value in values.items():
+            main = None if value is None else _main_name(name, accepted, is_known=values is space)
+            if main in given:
+                every = ", ".join([*FIELDS[main].names, *FIELDS[main].elsewhere.split()])
+                raise ValueError(f"{main} is given twice: accepted is one of {every}")
+            if main is not None:
+                given[main] = value
+    return given
+
+
+def _main_name(name: Any, names: Mapping[str, str], *, is_known: bool) -> str | None:
+    """The main name of a field, by ``names`` that are accepted. If None, another component's name.
+
+    With ``is_known``, there are no other components.
+    """
+    key = _key(name)
+    if key in names:
+        return names[key]
+    if key in _LIMITS:
+        raise ValueError(f"{name} is not a guidance parameter: give {_LIMITS[key]}")
+    if key in _SHORT:
+        raise ValueError(f"{name} must be {_NAMES[key]}, or be inside {NAMESPACE}")
+    if close := difflib.get_close_matches(key, names, n=1, cutoff=0.85):
+        raise ValueError(f"{name} is not a guidance parameter; did you mean {names[close[0]]}?")
+    if is_known:
+        raise ValueError(f"{name} is not a guidance parameter; accepted are {', '.join(FIELDS)}")
+    return None
+
+
+def _parsed(custom_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The given fields by their main names, each parsed by itself and with the fields that it needs."""
+    given = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
     for name in given:
         if FIELDS[name].needs and given.keys().isdisjoint(FIELDS[name].needs[1:]):
             raise ValueError(f"{name} needs {FIELDS[name].needs[0]}")

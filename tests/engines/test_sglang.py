@@ -188,7 +188,7 @@ def test_earlier_of_two_budgets_ends_thought(folder, engine):
     options = dict(request=dict(custom_logit_processor=Budget.to_str()), logit_bias=never, max_new_tokens=20)
     places = []
     for limit in (15, 8, 3):  # the second limit is reached while the engine forces the line break
-        guidance = [budget | {"hard_limit": limit}, budget | {"hard_limit": limit, "op": "ge_soft"}] * 2
+        guidance = [budget | {"hard_limit": limit}, budget | {"hard_limit": limit, "value_constraint": "ge_soft"}] * 2
         results, steps = engine.generate(prompts, guidance, **options)
         places.append(results[0]["output_ids"].index(end))
         assert check_steps(folder, prompts, results, steps) > 4 * 3
@@ -201,9 +201,9 @@ def test_earlier_of_two_budgets_ends_thought(folder, engine):
 @pytest.mark.parametrize(
     ("custom_params", "message"),
     [
-        ({"mode": "loud"}, "value_mode must be one of"),
-        ({"gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
-        ({"target_lenght": 5}, "target_lenght is not a guidance parameter; did you mean target_length"),
+        ({"value_mode": "loud"}, "value_mode must be one of"),
+        ({"value_scale": 2, "gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
+        ({"lenvm": {"target_lenght": 5}}, "target_lenght is not a guidance parameter; did you mean target_length"),
         ({"thinking_budget": 5}, "thinking_budget needs end_token_ids: no token is known that ends a thought"),
         ("loud", "custom_params"),
     ],
@@ -228,7 +228,7 @@ def test_greedy_requests_are_greedy(engine):
 def test_predicted_lengths_are_returned(folder, engine, temperature):
     """Only for requests with ``return_values``: guided, unguided, skipped or greedy, with prompts of several chunks."""
     wants = {"return_values": True, "gamma": 0.9}
-    guidance = [wants | GENTLE, wants, wants | MODES[2] | {"entropy_threshold": 100.0}, GENTLE, None]
+    guidance = [wants | GENTLE, wants, wants | MODES[2] | {"value_entropy_threshold": 100.0}, GENTLE, None]
     prompts = prompts_of(9, 70, 12, 5, 7, seed=8)
     results, steps = engine.generate(prompts, guidance, temperature=temperature)
     assert len(steps) >= 16
@@ -238,7 +238,7 @@ def test_predicted_lengths_are_returned(folder, engine, temperature):
 def test_metrics(folder, engine):
     """Counted steps and rows equal the numbers in the trace. The model has the name that the engine's metrics have."""
     prompts, before = prompts_of(9, 12, 6, seed=10), engine.metrics()
-    _, steps = engine.generate(prompts, [MODES[0], MODES[4] | {"entropy_threshold": 100.0}, None])
+    _, steps = engine.generate(prompts, [MODES[0], MODES[4] | {"value_entropy_threshold": 100.0}, None])
     more = {name: value - before.get(name, 0.0) for name, value in engine.metrics().items()}
     assert more["guided_steps_total"] == len(steps)
     rows = Counter(Status(row["status"]).name.lower() for step in steps for row in step["rows"])

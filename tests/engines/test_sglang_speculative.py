@@ -43,7 +43,7 @@ GUIDANCE = [
     MODES[3],
     MODES[9],
     GENTLE | {"value_entropy_threshold": 0.5},
-    {"mode": "centered_exp", "value_scale": 2.0, "token_temperature_scale": {"7": 2.0}},
+    {"value_mode": "centered_exp", "value_scale": 2.0, "token_temperature_scale": {"7": 2.0}},
 ]
 PROMPTS = prompts_of(*range(4, 70, 12), seed=20)  # shorter and longer than a chunk
 TOKENS = dict(sampling_seed=5, max_new_tokens=24)

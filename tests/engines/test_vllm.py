@@ -121,7 +121,7 @@ def test_every_mode_in_batch_with_unguided_requests(folder, engine):
 def test_drawn_tokens_have_guided_probability(engine):
     """The engine's top-k, top-p and min-p select the candidates and remove none that guidance made likely."""
     prompts = prompts_of(9, 12, 5, seed=4)
-    far = {"mode": "centered_exp", "value_scale": 40.0}
+    far = {"value_mode": "centered_exp", "value_scale": 40.0}
     unlikely = 0
     for filters in ({"min_p": 0.05}, {"top_p": 0.8}, {"top_k": 8, "top_p": 0.95}, {"top_k": -1, "min_p": 0.2}):
         sequences, _, steps = generate(engine, prompts, [far, None, far], **filters, max_tokens=24)
@@ -152,7 +152,7 @@ def test_strides_thresholds_and_token_temperatures(folder, engine):
     prompts = prompts_of(9, 60, 5, 7, seed=12)
     guidance = [
         GENTLE | {"value_stride": 3},
-        MODES[1] | {"value_stride": 1, "entropy_threshold": 100.0},
+        MODES[1] | {"value_stride": 1, "value_entropy_threshold": 100.0},
         {"token_temperature_scale": json.dumps({i: 50.0 + i for i in range(40, 60)})},
         GENTLE | {"boosted_token_ids": [*range(80, 100), 600], "token_temp_divisor": 80.0},
     ]
@@ -167,12 +167,15 @@ def test_strides_thresholds_and_token_temperatures(folder, engine):
 def test_bad_parameters_are_rejected_without_side_effects(folder, engine):
     prompts = prompts_of(5, seed=2)
     for xargs, message in (
-        ({"mode": "loud"}, "value_mode must be one of"),
-        ({"gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
-        ({"target_lenght": 5}, "target_lenght is not a guidance parameter; did you mean target_length"),
+        ({"value_mode": "loud"}, "value_mode must be one of"),
+        ({"value_scale": 2, "gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
+        (
+            {"lenvm": json.dumps({"target_lenght": 5})},
+            "target_lenght is not a guidance parameter; did you mean target_length",
+        ),
         ({"return_values": 1}, "return_values must be false in vLLM without LENVM_PREDICTIONS"),
         ({"thinking_budget": 5}, "thinking_budget needs end_token_ids: no token is known that ends a thought"),
-        ({"token_temperature_scale": "13=0.5"}, "token_temperature_scale must be a JSON object in a text"),
+        ({"token_temperature_scale": "13=0.5"}, "token_temperature_scale must be a mapping of token id to divisor"),
         ({"token_temperature_scale": str({i: 2.0 for i in range(40)}).replace(" ", "").replace("{", '{"')}, "token_te"),
     ):
         response = engine.post(prompt=prompts[0], vllm_xargs=xargs)
@@ -346,7 +349,7 @@ def test_without_a_value_model(folder):
             check_targets([s[len(p) :] for s, p in zip(sequences, prompts, strict=True)])
             assert rows_of(steps, Status.GUIDE)
             assert (speculation is not None) == any(row["node"] for row in rows_of(steps, Status.GUIDE))
-            response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "constraint": "eq"})
+            response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "value_constraint": "eq"})
             assert response.status_code == 400 and "value_constraint must be one of near" in response.text
             span = {"end_token_ids": [7, 9], "thinking_budget": 6}
             sequences, _, _ = generate(server, prompts, [span] * 5, max_tokens=24)

@@ -229,7 +229,7 @@ SCENARIOS = {
     "mixed batch": [
         Add(2, PROMPT[:9], TILT, params={"temperature": 0.5, "top_k": 4}),
         Add(5, PROMPT[:6], None),
-        Add(0, PROMPT[:12], TILT | {"entropy_threshold": 50.0}),
+        Add(0, PROMPT[:12], TILT | {"value_entropy_threshold": 50.0}),
         Add(3, PROMPT[:50], TILT),
         Add(1, PROMPT[:4], TILT, params={"top_p": 1e-6}),
         Step({2: ON, 5: ON, 0: ON, 3: 20, 1: ON}, [G, NONE, "SKIP", CHUNK, "SINGLE"]),
@@ -529,13 +529,13 @@ def test_first_model_runner_is_rejected_unless_guidance_is_off(value_model, monk
     for processor in (LenVMProcessor(None, None), LenVMProcessor(None, None, False)):
         logits = torch.randn(2, 5)
         assert processor.apply(logits) is logits and processor.is_argmax_invariant()
-        assert not processor.add_request(0, SamplingParams(extra_args={"mode": "loud"}))
-    LenVMProcessor.validate_params(SamplingParams(extra_args={"mode": "loud"}))
+        assert not processor.add_request(0, SamplingParams(extra_args={"value_mode": "loud"}))
+    LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
     monkeypatch.setenv("LENVM_VALUE_MODEL", value_model)
     with pytest.raises(ValueError, match="needs vLLM's second model runner: set VLLM_USE_V2_MODEL_RUNNER=1"):
         LenVMProcessor(None, None, False)
     with pytest.raises(ValueError, match="value_mode must be one of"):
-        LenVMProcessor.validate_params(SamplingParams(extra_args={"mode": "loud"}))
+        LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
 
 
 @pytest.fixture(scope="module")

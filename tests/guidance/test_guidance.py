@@ -10,6 +10,7 @@ from hypothesis import given
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Thoughts, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
+from lenvm_kernels.guidance.params import read_names
 from lenvm_kernels.types import Mode
 
 INF, NAN, LARGEST = math.inf, math.nan, (2 - 2**-23) * 2.0**127
@@ -31,7 +32,11 @@ def lands(target, **changed):
 # Requests, and their parameters that differ from an empty request's.
 ACCEPTED = [
     ({}, {}),
-    ({"value_scale": None, "budget_of_tools": 5}, {}),  # absent; a field of another consumer
+    ({"value_scale": None, "budget_of_tools": 5, "lenvm": None}, {}),  # absent; a field of another consumer
+    ({"Value-Scale": 0.5, "lengthGamma": 0.9}, dict(mode=Mode.MUL, scale=0.5, gamma=0.9)),
+    ({"lenvm": {"scale": 0.5, "mode": None}, "gamma": 0.9}, dict(mode=Mode.MUL, scale=0.5, gamma=0.9)),
+    ({"lenvm": '{"scale": 0.5}'}, dict(mode=Mode.MUL, scale=0.5)),
+    ({"target_tokens": 60}, near(60.0)),
     ({"thinking_budget": None, "hard_limit": None, "end_token_ids": None, "allow_eos": None}, {}),
     ({"value_scale": 0.5}, dict(mode=Mode.MUL, scale=0.5)),
     ({"scale": "0.5", "mode": " MUL "}, dict(mode=Mode.MUL, scale=0.5)),
@@ -68,6 +73,8 @@ ACCEPTED = [
     ({"end_token_ids": [7, 3, 7]}, dict(end_token_ids=(7, 3))),
     ({"end_token_ids": [[7, 3], 9, [4], (7, 3)], "start_token_ids": [[5, 5]]},
      dict(end_token_ids=((7, 3), 9, 4), start_token_ids=((5, 5),))),
+    ({"end_token_ids": "[[7, 3], 9]", "allow_eos": 1}, dict(end_token_ids=((7, 3), 9), allow_eos=True)),
+    ({"token_temperature_scale": '{"7": 0.5}'}, dict(token_temperature_scale={7: 0.5})),
     ({"end_token_ids": [7], "hard_limit": 9, "hard_limit_grace": 4, "end_message": [1, 0]},
      dict(end_token_ids=(7,), hard_limit=9, hard_limit_grace=4, end_message=(1, 0))),
     ({"scale": 0.5, "end_token_ids": (2**31 - 1, 0, 1, 2), "allow_eos": True, "hard_limit": 1},
@@ -168,18 +175,18 @@ REJECTED_ALONE = [
     ("value_min", "be a finite number", ["low"]),
     ("value_entropy_threshold", "be a finite number >= 0", [-0.1]),
     ("value_stride", "be an integer >= 1 and < 1e+06", [0, 1e6, 1.5]),
-    ("return_values", "be true or false", [1]),
-    ("allow_eos", "be true or false", [1]),
+    ("return_values", "be true or false", [2, "true"]),
+    ("allow_eos", "be true or false", [-1]),
     ("answer_length", "be a finite number >= 0", [-1]),
     ("hard_limit", "be an integer >= 1 and < 2147483647", [0, 2.5, 2**31 - 1]),
     ("hard_limit_grace", "be an integer >= 0 and < 1e+06", [-1]),
     ("landing_tokens", "be an integer >= 1 and < 1e+06", [2.5]),
-    ("end_token_ids", "be a list of 1 to 4 token ids", [5, "57", [], [1, 2, 3, 4, 5]]),
+    ("end_token_ids", "be a list of 1 to 4 token ids, or its JSON text", [5, "x", [], [1, 2, 3, 4, 5]]),
     ("end_token_ids", "hold token ids >= 0, or lists of them", [[-1], [2**31], [1.0], [True], [[]], [[3, [4]]]]),
-    ("start_token_ids", "be a list of 0 to 4 token ids", [5]),
+    ("start_token_ids", "be a list of 0 to 4 token ids, or its JSON text", [5]),
     ("end_message", "be a text, or a list of token ids >= 0", [[-3], 3]),
     ("landing", "be a text, or a list of token ids >= 0", [[-1]]),
-    ("token_temperature_scale", "be a mapping of token id to divisor", [[1]]),
+    ("token_temperature_scale", "be a mapping of token id to divisor, or its JSON text", [[1]]),
     ("boosted_token_ids", "be a list of token ids", [1, "12"]),
     ("token_temp_divisor", "be a finite number > 0 and < 1e+06", [0]),
 ]
@@ -218,6 +225,14 @@ REJECTED_TOGETHER = [
     ({"value_scal": 2}, r"value_scal is not a guidance parameter; did you mean value_scale\?"),
     ({"end_token_id": [1]}, r"end_token_id is not a guidance parameter; did you mean end_token_ids\?"),
     ({"thinking_budgets": 4}, r"thinking_budgets is not a guidance parameter; did you mean thinking_budget\?"),
+    ({"lenvm": {"value_scal": 2}}, r"value_scal is not a guidance parameter; did you mean value_scale\?"),
+    ({"lenvm": {"loudness": 2}}, "loudness is not a guidance parameter; accepted are value_mode, value_scale, .*"),
+    ({"lenvm": {"scale": 2}, "value_scale": 3}, "value_scale is given twice: accepted is one of value_scale, scale"),
+    ({"target_tokens": 2, "target_length": 3}, "target_length is given twice: accepted is one of target_length, .*"),
+    ({"lenvm": 5}, "lenvm must be an object of guidance parameters, or its JSON text, got 5"),
+    ({"lenvm": "{"}, "lenvm must be an object of guidance parameters, or its JSON text, got '{'"),
+    ({"max_length": 9}, "max_length is not a guidance parameter: give target_length with .* le_near, .*"),
+    ({"Min-Length": 9}, "Min-Length is not a guidance parameter: give target_length with .* ge_near, .*"),
     ({"token_temperature_scale": {"x": 1}}, "token_temperature_scale must hold token ids >= 0, got 'x'"),
     ({"token_temperature_scale": {-1: 1}}, "token_temperature_scale must hold token ids >= 0, got -1"),
     ({"token_temperature_scale": {True: 2}}, "token_temperature_scale must hold token ids >= 0, got True"),
@@ -296,17 +311,54 @@ def test_defaults_of_a_server(request_, defaults, expected):
     assert {name: getattr(params, name) for name in expected} == expected
 
 
-NAMES = [name for field in FIELDS.values() for name in field.names]
+# Parameters that a server's other components share, and the fields among them.
+SHARED = [
+    *((other, {}) for other in ({"scale": 2}, {"mode": "x"}, {"op": 1}, {"cmp": 1}, {"constraint": "y"})),
+    *((other, {}) for other in ({"gamma": 5}, {"strength": "high"}, {"tolerance": 7}, {"entropy_threshold": 1})),
+    ({"target_lenght": 5, "mode": "x", "target_length": None}, {}),
+    ({"target_length": 5, "models": "x", "gamma": 0.5}, {"target_length": 5, "gamma": 0.5}),
+    ({"lenvm": {"target_length": 5, "op": "ge"}, "mode": "x", "strength": "high", "target_lenght": 6},
+     {"target_length": 5, "value_constraint": "ge"}),
+    ({"lenvm": {"strength": 5}}, {"strength": 5}),
+    *(({name: budget, "mode": "x"}, {}) for name in ("thinking_budget", "max_thinking_tokens") for budget in (0, -1)),
+    *(({name: 5}, {"thinking_budget": 5}) for name in (
+        "thinking_token_budget", "thinking_budget_tokens", "max_thinking_tokens", "MAX_THINKING_TOKENS",
+        "maxThinkingTokens", "reasoning_budget", "reasoning_max_tokens", "budget_tokens", "thinkingBudget")),
+    *(({name: 5}, {"target_length": 5}) for name in ("target_tokens", "Target-Tokens", "targetLength")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("request_", "fields"), SHARED, ids=lambda x: str(x))
+def test_fields_among_parameters_of_other_components(request_, fields):
+    assert read_names(request_, is_shared=True) == fields
+
+
+SHARED_REJECTED = [
+    ({"target_length": 5, "op": "ge"}, "op must be value_constraint, or be inside lenvm"),
+    ({"target_length": 5, "value_scal": 2}, r"value_scal is not a guidance parameter; did you mean value_scale\?"),
+    ({"max_length": 5}, "max_length is not a guidance parameter: give target_length with .* le_near, .*"),
+    ({"minLength": 5}, "minLength is not a guidance parameter: give target_length with .* ge_near, .*"),
+    ({"lenvm": {"thinking_budget": 0}}, r"thinking_budget must be a finite number > 0 and < 1e\+09, got 0"),
+]
+
+
+@pytest.mark.parametrize(("request_", "message"), SHARED_REJECTED)
+def test_shared_parameters_that_are_rejected(request_, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        parse_guidance(read_names(request_, is_shared=True))
+
+
+NAMES = ["lenvm", *(name for field in FIELDS.values() for name in (*field.names, *field.elsewhere.split()))]
 ANYTHING = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
 )
 
 
-@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), ANYTHING, max_size=5))
-def test_anything_is_parsed_or_rejected(params):
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), ANYTHING, max_size=5), st.booleans())
+def test_anything_is_parsed_or_rejected(params, is_shared):
     """Any input gives usable parameters or a ValueError, and accepted parameters fit the device table."""
     try:
-        parsed = parse_guidance(params)
+        parsed = parse_guidance(read_names(params, is_shared=is_shared))
     except ValueError:
         return
     columns = GuidanceTable.from_params([parsed], [set()], "cpu").columns

@@ -23,16 +23,16 @@ TINY |= dict(bos_token_id=0, eos_token_id=EOS)
 ATOL = 1e-4  # on value logits of O(1), fp32
 SAMPLING = {"temperature": 1.0, "top_k": 6, "min_p": 0.01, "max_new_tokens": 16, "ignore_eos": True}
 MODES = [
-    {"mode": "centered_exp", "value_scale": -20.0},
-    {"mode": "value_bias", "value_scale": 2.0},
+    {"value_mode": "centered_exp", "value_scale": -20.0},
+    {"value_mode": "value_bias", "value_scale": 2.0},
     {"value_scale": 0.7},
-    {"mode": "linear", "value_scale": 0.5},
-    {"mode": "exp", "value_scale": 2.0},
-    {"mode": "length_mul", "value_scale": 0.5},
+    {"value_mode": "linear", "value_scale": 0.5},
+    {"value_mode": "exp", "value_scale": 2.0},
+    {"value_mode": "length_mul", "value_scale": 0.5},
     {"target_length": 12},
-    {"target_length": 12, "op": "ge"},
-    {"target_length": 12, "op": "le"},
-    {"target_length": 12, "op": "eq_soft"},
+    {"target_length": 12, "value_constraint": "ge"},
+    {"target_length": 12, "value_constraint": "le"},
+    {"target_length": 12, "value_constraint": "eq_soft"},
 ]
 # Two ranks with one core each, without the engine's compilation, which takes most of the start.
 TWO_RANKS = {
@@ -41,7 +41,7 @@ TWO_RANKS = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches",
 }
 CHAIN = {"steps": 3, "topk": 1, "tokens": 4}  # three drafts and the last token
-GENTLE = {"mode": "centered_exp", "value_scale": -2.0}  # several candidates stay probable
+GENTLE = {"value_mode": "centered_exp", "value_scale": -2.0}  # several candidates stay probable
 
 
 def write_checkpoints(folder):
