@@ -6,6 +6,7 @@ Importable with any version of vLLM, and without Triton.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels.engines import signatures
@@ -82,12 +83,12 @@ def reason_against(vllm_config: VllmConfig) -> str | None:
     return None
 
 
-def names_guidance(extra_args: dict[str, Any] | None) -> bool:
+def names_guidance(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether the ``vllm_xargs`` of a request contain guidance, also if it cannot be used here."""
-    from lenvm_kernels.guidance import parse_guidance
+    from lenvm_kernels.guidance.params import parse_guidance, read_names
 
     try:
-        params = parse_guidance(extra_args or {})
+        params = parse_guidance(read_names(extra_args or {}, is_shared=True))
     except ValueError:
         return True
     return params.needs_step or bool(params.token_temperature_scale)
