@@ -170,18 +170,26 @@ def trace_drafts(file: Path, batch: ScheduleBatch, output: StepOutput, verified:
 # --- SGLang's auxiliary output ---
 
 
-def trace_nodes(file: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output: StepOutput, at: Any) -> None:
-    """A line for a batch of vLLM, a row per node: ``tokens`` are the sequence before the draw, drafts included."""
+def trace_nodes(
+    file: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output: StepOutput, at: torch.Tensor
+) -> None:
+    """A line for a batch of vLLM, a row per node: ``tokens`` are the sequence before the draw, drafts included.
+
+    ``at [rows]`` are the nodes of the engine's rows; other rows have no node.
+    """
+    rows = (at < len(output.probs)).nonzero().flatten()
     tokens: list[list[int]] = []
     for slot, position, node, last in zip(
-        ctx.expanded_idx_mapping.tolist(),
-        ctx.pos.tolist(),
-        ctx.expanded_local_pos.tolist(),
-        ctx.input_ids.tolist(),
+        ctx.expanded_idx_mapping[rows].tolist(),
+        ctx.pos[rows].tolist(),
+        ctx.expanded_local_pos[rows].tolist(),
+        ctx.input_ids[rows].tolist(),
         strict=True,
     ):
         tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
-    write_line(file, dict(tokens=tokens, node=ctx.expanded_local_pos.tolist(), **columns_of(output, at)))
+    assert output.tokens is not None  # they are sampled
+    columns = dict(tokens=tokens, node=ctx.expanded_local_pos[rows].tolist(), **columns_of(output, at[rows]))
+    write_line(file, columns | dict(token=output.tokens[at[rows]].tolist()))
 
 
 @dataclass(frozen=True)

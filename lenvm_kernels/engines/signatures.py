@@ -64,14 +64,16 @@ USED: dict[str, tuple[str, ...]] = {
         f"{_SGLANG}.utils.common:get_available_gpu_memory",
     ),
     "vllm": (
+        "vllm.distributed.parallel_state:GroupCoordinator.broadcast",
         "vllm.distributed.parallel_state:get_tp_group",
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
         "vllm.model_executor.models.interfaces:supports_eagle3",
+        f"{_VLLM}.buffer_utils:StagedWriteTensor.stage_write",
+        f"{_VLLM}.model_runner:GPUModelRunner.load_model",
         f"{_VLLM}.model_runner:GPUModelRunner.sample_tokens",
         f"{_VLLM}.sample.logits_processor.interface:LogitsContext",
         f"{_VLLM}.sample.logits_processor.interface:LogitsProcRequestState",
-        f"{_VLLM}.sample.states:SamplingStates.apply_min_p",
-        f"{_VLLM}.sample.states:SamplingStates.get_top_k_top_p",
-        f"{_VLLM}.spec_decode.rejection_sampler:get_max_chunk_logits",
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.reset_lora_state",
     ),
 }
 

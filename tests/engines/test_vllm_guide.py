@@ -8,32 +8,33 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm.model_executor.layers.logits_processor import LogitsProcessor as LogitsLayer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
-from vllm.v1.worker.gpu.sample.states import SamplingStates
-from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
-from lenvm_kernels.engines.vllm import options as vllm_options
-from lenvm_kernels.engines.vllm.guide import Guide
-from lenvm_kernels.engines.vllm.processor import LenVMProcessor
+from lenvm_kernels.engines.vllm import model_guide
+from lenvm_kernels.engines.vllm.guide import new_guide
 from lenvm_kernels.engines.vllm.report import StepCounter
-from lenvm_kernels.engines.vllm.requests import guidance_of
 from lenvm_kernels.engines.vllm.states import show_layers
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Status
 from tests.helpers import models
 from tests.helpers.models import ARCHITECTURES, EOS, HIDDEN, TINY, VOCAB
 from tests.helpers.oracle import PlainStep
@@ -72,14 +73,32 @@ class Head(ParallelLMHead):
     __init__ = Embedding.__init__
 
 
+class LogitsOf(LogitsLayer):
+    """The layer that computes logits, called with the states of a step's rows."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+
+    def forward(self, lm_head, hidden_states):
+        return hidden_states
+
+
 class Runner(GPUModelRunner):
     """The attributes of the engine's model runner that a probe needs."""
 
-    def __init__(self, req_states, model):
-        self.req_states, self.model, self.speculator = req_states, model, None
+    def __init__(self, config, req_states, model):
+        self.vllm_config, self.model_config, self.req_states = config, config.model_config, req_states
+        self.model, self.speculator = model, None
+
+    def load_model(self, settings):
+        return new_guide(settings, self.vllm_config, self.req_states)
 
     def sample_tokens(self, draw):
+        self.execute_model_state = None
         return draw()
+
+    def reset_lora_state(self):
+        pass
 
 
 class Add(NamedTuple):
@@ -100,13 +119,19 @@ class Step(NamedTuple):
             the length of the sequence.
         kinds: what decides each row: a word of the oracle, or one of :data:`UNCHANGED`.
         likely: tokens whose logits are raised.
-        fails: whether the guided step fails on this rank, or on another one.
+        fails: whether the guided step fails.
     """
 
     rows: dict
     kinds: list
     likely: tuple = ()
-    fails: str = ""
+    fails: bool = False
+
+
+def part(**options):
+    """The engine's configuration of parallelism."""
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_rank": 0}
+    return SimpleNamespace(**sizes | options)
 
 
 class Engine:
@@ -115,45 +140,62 @@ class Engine:
     def __init__(self, value_model, *, drafts=0, base=None, gamma=None, **changes):
         self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale tokens are arbitrary
         self.requests, self.lengths = {}, {}
-        self.staged = [], [], []  # slots, ends and tokens that are not copied to the device yet
-        names = ("_staged_write_indices", "_staged_write_cu_lens", "_staged_write_contents")
-        lens = [SimpleNamespace(np=np.zeros(SLOTS, dtype=np.int32)) for _ in range(2)]
+        numbers = [np.zeros(SLOTS, dtype=np.int32) for _ in range(2)]
+        lens = [SimpleNamespace(np=array, gpu=torch.from_numpy(array)) for array in numbers]
         self.req_states = SimpleNamespace(
             device=torch.device("cpu"),
             max_num_reqs=SLOTS,
             vocab_size=VOCAB,
-            all_token_ids=SimpleNamespace(gpu=self.tokens, **dict(zip(names, self.staged, strict=True))),
+            all_token_ids=SimpleNamespace(gpu=self.tokens, stage_write=self.write),
             prompt_len=lens[0],
             prefill_len=lens[1],
+            index_to_req_id={slot: f"request {slot}" for slot in range(SLOTS)},
         )
         sizes = dict(get_vocab_size=lambda: VOCAB, get_total_num_hidden_layers=lambda: TINY["num_hidden_layers"])
         model = dict(dtype=torch.float32, max_model_len=MAX_LEN, enforce_eager=True, tokenizer="") | sizes
-        config = dict(num_speculative_tokens=drafts, speculative_config=None, model_config=SimpleNamespace(**model))
-        config["parallel_config"] = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+        model |= dict(seed=0, enable_sleep_mode=False, served_model_name="base")
+        config = dict(num_speculative_tokens=drafts, model_config=SimpleNamespace(**model))
+        config["parallel_config"] = part()
         config["cache_config"] = SimpleNamespace(kv_cache_memory_bytes=None)
-        self.runner = Runner(self.req_states, base)
-        self.guide = Guide(Settings(value_model, gamma=gamma), SimpleNamespace(**config | changes), self.req_states)
+        config["additional_config"] = {}
+        predictions = changes.pop("predictions", None)
+        for name, attributes in changes.items():
+            vars(config[name]).update(attributes)
+        self.runner = Runner(SimpleNamespace(**config), self.req_states, base)
+        self.guide = self.runner.load_model(Settings(value_model, gamma=gamma, predictions=predictions))
+        self.outputs, step = [], self.guide.step.step
+
+        def recorded(*args, **options):
+            self.outputs.append(step(*args, **options))
+            return self.outputs[-1]
+
+        self.guide.step.step = recorded
+
+    def write(self, slot, start, tokens):
+        """What the engine's request states do with the tokens of a new request."""
+        self.tokens[slot] = 10**9
+        self.tokens[slot, start : len(tokens)] = torch.tensor(tokens)
 
     def add(self, slot, tokens, guidance, prompt_len=None, params=None):
         """Admit a request; no token of its prompt, or of its output before a preemption, is computed yet."""
-        defaults = dict(temperature=0.7, top_k=5, stop_token_ids=[EOS], ignore_eos=True, extra_args=guidance)
+        defaults = dict(temperature=0.7, top_k=5, stop_token_ids=[EOS], ignore_eos=True, extra_args=guidance, seed=1)
         params = SamplingParams(**defaults | (params or {}))
         self.requests[slot] = Add(slot, tokens, guidance, prompt_len or len(tokens), params)
         self.lengths[slot] = len(tokens)
-        self.tokens[slot] = 10**9
-        self.tokens[slot, : len(tokens)] = torch.tensor(tokens)
         self.req_states.prompt_len.np[slot] = self.requests[slot].prompt_len
         self.req_states.prefill_len.np[slot] = len(tokens)
-        slots, ends, contents = self.staged
-        slots.append(slot)
-        contents.extend(tokens)
-        ends.append(len(contents))
-        return self.guide.add_request(slot, params, guidance_of(params, self.guide.settings))
+        self.req_states.all_token_ids.stage_write(slot, 0, tokens)
+        return self.guide.add_request(slot, params)
 
-    def step(self, rows, logits=None, likely=()):
-        """Take a step with :attr:`Step.rows`; returns logits before and after, sequences by row, and the context."""
-        for staged in self.staged:
-            staged.clear()
+    def step(self, rows, logits=None, likely=(), of_step=None):
+        """Take a step with :attr:`Step.rows`.
+
+        ``of_step``: number of rows of the whole step before these and in all, if the engine verifies it in parts.
+
+        Returns:
+            logits before and after, sequences by row, the context, and a row of the step's output for each row: its
+            guided probabilities by token and the drawn token. None without guided requests.
+        """
         nodes, sequences, first = [], [], {}
         for slot, row in rows.items():
             new, drafts = ([], []) if isinstance(row, int) else row
@@ -165,13 +207,16 @@ class Engine:
             tokens = self.tokens[slot, : first[slot]].tolist()
             sequences += [tokens + drafts[:node] for node in range(1 + len(drafts))]
         slots, bounds = np.array(list(rows)), [first[slot] + sum(s == slot for s, _ in nodes) - 1 for slot in rows]
+        before, total = of_step or (0, len(nodes))
+        pos = torch.zeros(total, dtype=torch.int64)
+        pos[before : before + len(nodes)] = torch.tensor([len(tokens) - 1 for tokens in sequences])
         context = LogitsContext(
             expanded_idx_mapping=torch.tensor([slot for slot, _ in nodes]),
             idx_mapping=torch.from_numpy(slots),
             idx_mapping_np=slots,
             expanded_local_pos=torch.tensor([node for _, node in nodes], dtype=torch.int32),
             input_ids=torch.tensor([tokens[-1] for tokens in sequences], dtype=torch.int32),
-            pos=torch.tensor([len(tokens) - 1 for tokens in sequences]),
+            pos=pos[before : before + len(nodes)],
             seq_lens_upper_bound_np=np.array([*bounds, 0, 0]),
         )
         if logits is None:
@@ -180,8 +225,24 @@ class Engine:
             logits[:, 50:60] = -torch.inf  # masked by a grammar
             logits[:, list(likely)] += 6
         changed = logits.clone()
+        self.outputs.clear()
         assert self.guide.apply(changed, context) is changed
-        return logits, changed, sequences, context
+        return logits, changed, sequences, context, self.drawn(nodes)
+
+    def drawn(self, nodes):
+        """By row: guided probabilities by token, and the drawn token."""
+        if not self.outputs:
+            return [None] * len(nodes)
+        has_drafts, found = len(nodes) > len({slot for slot, _ in nodes}), {}
+        slots = [slot for slot, node in nodes if not node and (not has_drafts or self.requests[slot].guidance)]
+        candidates = torch.cat([output.candidates.token_ids for output in self.outputs])
+        probs = torch.cat([output.probs for output in self.outputs])
+        tokens = torch.cat([output.tokens for output in self.outputs])
+        width = len(tokens) // len(slots)
+        for row, (ids, weights, token) in enumerate(zip(candidates, probs, tokens.tolist(), strict=True)):
+            of_vocab = torch.zeros(VOCAB, dtype=torch.float64).index_add_(0, ids[ids >= 0], weights[ids >= 0].double())
+            found[slots[row // width], row % width] = of_vocab, token
+        return [found.get(node) for node in nodes]
 
 
 def run(engine, oracle, events):
@@ -192,8 +253,8 @@ def run(engine, oracle, events):
             continue
         with pytest.MonkeyPatch.context() as patch:
             if event.fails:
-                patch.setattr(engine.guide, *FAILURES[event.fails])
-            before, after, sequences, context = engine.step(event.rows, likely=event.likely)
+                patch.setattr(engine.guide.own, "reserve", fail)
+            before, after, sequences, context, drawn = engine.step(event.rows, likely=event.likely)
         slots = context.expanded_idx_mapping.tolist()
         for row, (slot, tokens, kind) in enumerate(zip(slots, sequences, event.kinds, strict=True)):
             where, request = f"event {number}, slot {slot}, {len(tokens)} tokens, {kind}", engine.requests[slot]
@@ -204,9 +265,10 @@ def run(engine, oracle, events):
                 expected, _, found = oracle.row(before[row].double(), *operands)
             assert found == kind, where
             if kind in ("GUIDE", "SINGLE", "hard limit"):
-                probs = torch.softmax(after[row].double() / params.temperature, 0)
+                probs, token = drawn[row]
                 assert (probs - expected).abs().max() < 1e-4, where
                 assert ((probs == 0) == (expected == 0)).all(), where
+                assert expected[token] > 0 and after[row].isfinite().nonzero().flatten().tolist() == [token], where
             else:
                 assert torch.equal(after[row], before[row]), where
 
@@ -215,11 +277,6 @@ def fail(*args, **options):
     raise RuntimeError("on purpose")
 
 
-# Attributes of the guide that fail a step: here, and on another rank, whose failure the reduction returns.
-FAILURES = {
-    "here": ("own", SimpleNamespace(reserve=fail, release=lambda slot: None)),
-    "elsewhere": ("reduce", lambda number, operation: 1),
-}
 G, AFTER, ON = "GUIDE", "after span", ([], [])
 # Rows without guidance in this step, which the oracle does not compute.
 UNCHANGED = CHUNK, LOST, NONE, NOT_DUE = "chunk", "lost", "unguided", "not due"
@@ -306,27 +363,26 @@ SCENARIOS = {
         Add(3, PROMPT[5:9], TILT),
         Step({3: ON}, [G]),
     ],
-    **{
-        f"failure {where}": [
-            Add(1, PROMPT[:9], TILT),
-            Add(3, PROMPT[:9], TILT),
-            Step({3: ON}, [G]),
-            Step({1: ON}, [G if where == "elsewhere" else LOST], fails=where),
-            Step({1: ([8], []), 3: ([8], [])}, [LOST, G]),
-        ]
-        for where in FAILURES
-    },
+    "failure": [
+        Add(1, PROMPT[:9], TILT),
+        Add(3, PROMPT[:9], TILT),
+        Step({3: ON}, [G]),
+        Step({1: ON}, [LOST], fails=True),
+        Step({1: ([8], []), 3: ([8], [])}, [LOST, G]),
+        Add(1, PROMPT[:7], TILT),
+        Step({1: ON, 3: ([9], [])}, [G, G]),
+    ],
 }
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_rows_match_plain_steps(value_model, oracle, monkeypatch, name):
     if "slots" in name:
-        monkeypatch.setattr(vllm_guide, "pages_for", lambda *args: 12)
+        monkeypatch.setattr(model_guide, "pages_for", lambda *args: 12)
     engine = Engine(value_model, drafts=3)
     run(engine, oracle, SCENARIOS[name])
     assert engine.guide.without_room == (name == "refused slots")
-    assert engine.guide.fallbacks == ("failure" in name) and not engine.guide.step.table.columns.faults.any()
+    assert engine.guide.fallbacks == (name == "failure") and not engine.guide.step.table.columns.faults.any()
 
 
 def test_steps_read_back_nothing(value_model, oracle, monkeypatch):
@@ -345,87 +401,110 @@ def test_steps_read_back_nothing(value_model, oracle, monkeypatch):
     assert not engine.guide.fallbacks
 
 
-@pytest.mark.parametrize("use_block_verification", [False, True])
-def test_drafts_keep_the_distribution(value_model, oracle, use_block_verification):
-    """vLLM's rejection sampler on guided rows of drafts, against plain steps: chi-square test at each node."""
-    requests, temperature, drafts, expected = 1000, 0.7, [], []
-    guidance, sampling = {"value_mode": "centered_exp", "value_scale": -2}, dict(temperature=temperature, top_k=3)
-    scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(8))
-    for node in range(4):
-        filters = sampling | dict(top_p=1.0, min_p=0.0)
-        probs, _, _ = oracle.row(scores[node].double(), [*PROMPT[:9], *drafts], node, guidance, filters)
-        expected.append(probs)
-        drafts.append(int(probs.argmax()))
-    engine = Engine(value_model, drafts=3)
-    engine.add(4, PROMPT[:9], guidance, params=sampling)
-    _, changed, _, context = engine.step({4: ([], drafts[:3])}, logits=scores)
-    sampled, num_sampled = rejection_sample(
-        (changed / temperature).repeat(requests, 1),
-        None,
-        context.input_ids.repeat(requests),
-        torch.arange(0, 4 * requests + 1, 4, dtype=torch.int32),
-        context.pos.repeat(requests),
-        torch.arange(requests),
-        torch.arange(requests).repeat_interleave(4),
-        context.expanded_local_pos.repeat(requests),
-        torch.full((requests,), temperature),
-        torch.arange(requests) + 1000,
-        num_speculative_steps=3,
-        use_block_verification=use_block_verification,
+def test_draws_follow_the_distribution_and_not_the_drafts(value_model, oracle):
+    """Draws of 400 seeds at a draft: a chi-square test; and without drafts, each seed draws the same token."""
+    guidance, sampling = {"value_mode": "centered_exp", "value_scale": -2}, dict(temperature=0.7, top_k=3)
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8))
+    expected, _, _ = oracle.row(
+        scores[1].double(), [*PROMPT[:9], 7], 1, guidance, sampling | dict(top_p=1.0, min_p=0.0)
     )
-    for node in range(4):
-        reached = (sampled[:, :node] == torch.tensor(drafts[:node])).all(1) & (num_sampled > node)
-        counts = sampled[reached, node].bincount(minlength=VOCAB).double()
-        assert counts.sum() > 50 and not counts[expected[node] == 0].any()
-        assert p_value(counts, expected[node] * counts.sum()) > 0.001
+    drafting, plain, counts = Engine(value_model, drafts=1), Engine(value_model), torch.zeros(VOCAB, dtype=torch.double)
+    for first in range(0, 400, SLOTS):
+        for engine in (drafting, plain):
+            for slot in range(SLOTS):
+                engine.add(slot, PROMPT[:9], guidance, params=sampling | {"seed": first + slot})
+        *_, drawn = drafting.step({slot: ([], [7]) for slot in range(SLOTS)}, logits=scores.repeat(SLOTS, 1))
+        plain.step({slot: ON for slot in range(SLOTS)}, logits=scores[:1].repeat(SLOTS, 1))
+        *_, alone = plain.step({slot: ([7], []) for slot in range(SLOTS)}, logits=scores[1:].repeat(SLOTS, 1))
+        tokens = [token for _, token in drawn[1::2]]
+        assert tokens == [token for _, token in alone]
+        counts += torch.bincount(torch.tensor(tokens), minlength=VOCAB)
+    assert not counts[expected == 0].any() and p_value(counts, expected * counts.sum()) > 0.001
 
 
-FILTERS = torch.tensor([3, 2]), torch.tensor([0.5, 0.1])
+@pytest.mark.parametrize("is_probabilistic", [False, True])
+@pytest.mark.parametrize("use_block_verification", [False, True])
+def test_engine_accepts_exactly_the_drafts_that_were_drawn(
+    value_model, monkeypatch, is_probabilistic, use_block_verification
+):
+    """vLLM's rejection sampler, top-k, top-p and a temperature on rows with one finite logit."""
+    # Triton's interpreter has no log1p.
+    monkeypatch.setattr(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=lambda x: tl.log(1 + x)))
+    engine, temperature = Engine(value_model, drafts=2), 0.7
+    engine.add(4, PROMPT[:9], TILT, params={"seed": 5})
+    scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(8))
+    *_, drawn = engine.step({4: ([], [1, 1])}, logits=scores)
+    first = drawn[0][1]
+    for drafts, accepted in (([first, 1], 1), ([first + 1, 1], 0)):
+        engine.add(4, PROMPT[:9], TILT, params={"seed": 5})
+        _, changed, _, context, drawn = engine.step({4: ([], drafts)}, logits=scores)
+        tokens = [token for _, token in drawn]
+        accepted += accepted and tokens[1] == drafts[1]
+        for k, p in ((1, 0.1), (VOCAB, 1.0)):
+            filters = torch.full((3,), k), torch.full((3,), p)
+            logits = apply_top_k_top_p(changed / temperature, *filters)
+            sampled, num_sampled = rejection_sample(
+                logits.repeat(50, 1),
+                torch.zeros(50, 2, VOCAB) if is_probabilistic else None,
+                context.input_ids.repeat(50),
+                torch.arange(0, 151, 3, dtype=torch.int32),
+                context.pos.repeat(50),
+                torch.arange(50),
+                torch.arange(50).repeat_interleave(3),
+                context.expanded_local_pos.repeat(50),
+                torch.full((50,), temperature),
+                torch.arange(50) + 1000,
+                num_speculative_steps=2,
+                use_block_verification=use_block_verification,
+            )
+            assert num_sampled.tolist() == [accepted + 1] * 50
+            assert (sampled[:, : accepted + 1] == torch.tensor(tokens[: accepted + 1])).all()
 
 
-def filters_of_0_32(self, expanded_idx_mapping, idx_mapping_np):
-    return FILTERS
+def test_requests_without_a_seed_draw_differently_and_alike_on_all_ranks(value_model):
+    """Another rank of a data-parallel engine draws other tokens."""
+    drawn = []
+    for rank in (0, 0, 1):
+        engine = Engine(None, parallel_config={"data_parallel_rank": rank})
+        for slot in range(SLOTS):
+            engine.add(slot, PROMPT[:9], {"target_length": 30}, params={"seed": None, "top_k": 0, "temperature": 2.0})
+        *_, rows = engine.step({slot: ON for slot in range(SLOTS)}, logits=torch.zeros(SLOTS, VOCAB))
+        drawn.append([token for _, token in rows])
+    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) > 2
 
 
-def filters_of_0_33(self, expanded_idx_mapping, idx_mapping_np, vocab_size):
-    return *FILTERS, (self, vocab_size)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 1}])
+def test_greedy_requests_get_the_most_probable_candidate(value_model, sampling):
+    """By the guided weights: past its target, an end that is not the engine's own choice."""
+    engine = Engine(None)
+    for slot, guidance in ((4, {"target_length": 4, "strength": 9}), (1, None)):
+        engine.add(slot, PROMPT[:9], guidance, params=sampling)
+    for number in range(12):
+        logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(number))
+        logits[:, EOS] = logits.max() - 0.5
+        before, after, *_, drawn = engine.step({4: ([9] * bool(number), []), 1: ([9] * bool(number), [])}, logits)
+        probs, token = drawn[0]
+        assert token == probs.argmax() and torch.equal(before[1], after[1])
+        if token == EOS:
+            break
+    assert number in range(3, 8)
 
 
-def no_filters(self, expanded_idx_mapping, idx_mapping_np):
-    return None, None
-
-
-def mask_all(self, logits, expanded_idx_mapping, idx_mapping_np):
-    logits[:] = -torch.inf
-
-
-# A version's function, its further arguments, and its results for an unguided row, then a guided one.
-OF_VERSIONS = [
-    (filters_of_0_32, (), [[3, VOCAB], [0.5, 1.0]]),
-    (filters_of_0_33, (VOCAB,), [[3, VOCAB], [0.5, 1.0], ("states", VOCAB)]),
-    (no_filters, (), [None, None]),
-]
-
-
-@pytest.mark.parametrize(("get_top_k_top_p", "sizes", "expected"), OF_VERSIONS)
-def test_engine_filters_do_not_apply_to_guided_rows(value_model, monkeypatch, get_top_k_top_p, sizes, expected):
-    """Top-k and top-p are disabled in guided rows of the current step only; tokens removed by min-p are restored."""
-    monkeypatch.setattr(SamplingStates, "get_top_k_top_p", get_top_k_top_p)
-    monkeypatch.setattr(SamplingStates, "apply_min_p", mask_all)
-    engine = Engine(value_model)
-    engine.add(2, PROMPT[:9], TILT)
-    engine.add(5, PROMPT[:6], None)
-    _, logits, _, context = engine.step({5: ON, 2: ON})
-    of_rows, found = context.expanded_idx_mapping, []
-    for rows in (of_rows, of_rows.clone()):
-        results = SamplingStates.get_top_k_top_p("states", rows, context.idx_mapping_np, *sizes)
-        found.append([x.tolist() if isinstance(x, torch.Tensor) else x for x in results])
-        changed = logits.clone()
-        SamplingStates.apply_min_p("states", changed, rows, context.idx_mapping_np)
-        assert changed[0].isinf().all() and torch.equal(changed[1], logits[1]) == (rows is of_rows)
-        assert changed.isinf().all() or rows is of_rows
-    unchanged = [x.tolist() for x in FILTERS] if expected[0] else [None, None]
-    assert found == [expected, [*unchanged, *expected[2:]]]
+@pytest.mark.parametrize(("ignores", "stops", "ends"), [(False, [], True), (True, [], False), (True, [EOS], True)])
+def test_ends_are_those_of_the_engine(ignores, stops, ends):
+    """With ``ignore_eos``, the end of sequence is an ordinary token, and ``stop_token_ids`` still end the output."""
+    params = SamplingParams(extra_args={"target_length": 2}, ignore_eos=ignores, stop_token_ids=stops, seed=1, top_k=5)
+    params.update_from_generation_config({"eos_token_id": [EOS]}, EOS)
+    engine = Engine(None)
+    engine.add(2, PROMPT[:9], {"target_length": 2})
+    engine.guide.add_request(2, params)
+    for number in range(12):
+        logits = torch.zeros(1, VOCAB)
+        logits[:, EOS] = 3.0
+        *_, drawn = engine.step({2: ([9] * bool(number), [])}, logits)
+    probs, _ = drawn[0]
+    plain = torch.softmax(logits[0].topk(5)[0], 0)[0]
+    assert (probs[EOS] > 0.99) == ends and (abs(probs[EOS] - plain) < 1e-4) != ends
 
 
 def test_signatures_of_wrapped_functions(value_model):
@@ -469,73 +548,159 @@ def test_failing_metrics_do_not_fail_the_step(value_model, oracle, caplog):
     assert engine.guide.report is None and "could not be counted" in caplog.text
 
 
-def test_failures_are_reduced_over_ranks(value_model, monkeypatch):
-    """Over the group of the ranks that draw the same tokens; a failure of another rank ends guidance here."""
-    engine, calls = Engine(value_model), []
+class Group:
+    """A tensor-parallel group of two ranks, in which this process is ``rank``."""
 
-    def all_reduce(number, *args):
-        calls.append((number.item(), *args))
-        number.fill_(1)
+    def __init__(self, rank, first=None):
+        self.rank_in_group, self.first, self.sent = rank, first, []
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    engine.add(1, PROMPT[:9], TILT)
-    engine.step({1: ON})
-    assert not calls and not engine.guide.fallbacks
-    engine.guide.ranks = "ranks"
-    engine.step({1: ([8], [])})
-    assert calls == [(0, torch.distributed.ReduceOp.MAX, "ranks")] and engine.guide.fallbacks == 1
+    def broadcast(self, tokens):
+        self.sent.append(tokens.clone())
+        if self.first is not None:
+            tokens.copy_(self.first.sent[len(self.sent) - 1])
+        return tokens
+
+
+def test_ranks_leave_the_tokens_of_the_first_one(monkeypatch):
+    """Also if guidance fails on one of them; every rank takes part in each broadcast."""
+    groups = [Group(0), None]
+    groups[1] = Group(1, groups[0])
+    engines = []
+    for group in groups:
+        monkeypatch.setattr(vllm_guide, "get_tp_group", lambda group=group: group)
+        engines.append(Engine(None, parallel_config={"tensor_parallel_size": 2}))
+
+    def step(rows, fails=None):
+        changed = []
+        for rank, engine in enumerate(engines):
+            with pytest.MonkeyPatch.context() as patch:
+                if fails == rank:
+                    patch.setattr(engine.guide.step, "step", fail)
+                _, after, *_ = engine.step(rows, logits=torch.full((len(rows), VOCAB), float(rank)))
+            changed.append([row.isfinite().nonzero().flatten().tolist() for row in after])
+            assert all(len(row) in (1, VOCAB) for row in changed[-1])
+        assert changed[0] == changed[1] and len(groups[0].sent) == len(groups[1].sent)
+        return [len(row) == 1 for row in changed[0]]
+
+    for slot in (0, 1, 2):
+        for engine in engines:  # the second rank would draw other tokens
+            guidance = {"target_length": 9} if slot < 2 else None
+            engine.add(slot, PROMPT[:9], guidance, params={"seed": engines.index(engine), "top_k": 0})
+    assert step({2: ON}) == [False] and not groups[0].sent
+    assert step({0: ON, 1: ON, 2: ([8], [])}) == [True, True, False]
+    assert step({0: ([5], []), 1: ([5], [])}, fails=1) == [True, True]
+    assert step({1: ([6], [])}, fails=0) == [False]
+    assert step({0: ([6], []), 1: ([5], [])}) == [True, False]
+    assert [engine.guide.fallbacks for engine in engines] == [1, 1]
+
+
+class Count:
+    """A counter of ``prometheus_client``."""
+
+    value = 0.0
+
+    def inc(self, number=1):
+        self.value += number
+
+
+class Counts:
+    """:class:`Metrics` without a registry."""
+
+    def __init__(self):
+        self.guided_steps, self.fallbacks, self.without_room = Count(), Count(), Count()
+        self.lost_mass, self.value_model_milliseconds = Count(), Count()
+        self.rows = {name: Count() for name in (*(status.name.lower() for status in Status), "broken")}
+        self.verifications, self.verified_tokens = ({"yes": Count(), "no": Count()} for _ in range(2))
 
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_accepted_drafts_are_counted(value_model, has_model):
     """Tokens since the step with drafts, without tokens of a slot's last request and of unguided requests."""
-    engine, metrics = Engine(value_model if has_model else None, drafts=2), MagicMock()
+    engine, metrics = Engine(value_model if has_model else None, drafts=2), Counts()
     engine.guide.report = StepCounter(metrics, torch.device("cpu"), SLOTS)
+    counted = [0, 0]
 
     def step(rows):
-        """The tokens of each verification that a step counts."""
-        metrics.count_verified.reset_mock()
+        """The number of verifications that a step counts, and of their tokens."""
         engine.step(rows)
-        assert all(call.kwargs == {"is_guided": True} for call in metrics.count_verified.call_args_list)
-        return [call.args[0] for call in metrics.count_verified.call_args_list]
+        assert metrics.verifications["no"].value == 0
+        found = [metrics.verifications["yes"].value, metrics.verified_tokens["yes"].value]
+        new = [x - y for x, y in zip(found, counted, strict=True)]
+        counted[:] = found
+        return new
 
     engine.add(4, [5, 6, 7], {"target_length": 9})
     engine.add(1, [9, 8, 7, 6], {"target_length": 9})
-    assert step({4: ON, 1: ON}) == step({4: ([5], [3, 4]), 1: ([6], [8, 9])}) == []
-    assert step({1: ([8], [8, 9]), 4: ([3, 4, 5], [3])}) == [1, 3]
+    assert step({4: ON, 1: ON}) == step({4: ([5], [3, 4]), 1: ([6], [8, 9])}) == [0, 0]
+    assert step({1: ([8], [8, 9]), 4: ([3, 4, 5], [3])}) == [2, 4]
     engine.add(4, [5, 6, 7, 8, 9], {"target_length": 12})
-    assert step({4: ON, 1: ([8, 7], [])}) == [2]
+    assert step({4: ON, 1: ([8, 7], [])}) == [1, 2]
     engine.add(5, PROMPT, None)
-    assert step({1: ([5], [8, 9]), 5: ([], [3, 4])}) == []
+    assert step({1: ([5], [8, 9]), 5: ([], [3, 4])}) == [0, 0]
     engine.add(5, [4, 4], None)
-    assert step({5: ([3], [3]), 1: ([8, 5], [8, 9])}) == [2]
-    assert not engine.guide.fallbacks
+    assert step({5: ([3], [3]), 1: ([8, 5], [8, 9])}) == [1, 2]
+    assert metrics.guided_steps.value == 6 and not engine.guide.fallbacks
 
 
-def test_memory_is_reserved_for_scores_of_drafts(value_model):
-    """The engine's logits have rows for actual drafts, but a step's scores have rows for the maximum."""
-    guide = Engine(value_model, drafts=3).guide
-    sizes = dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB, max_delta=MAX_DELTA + 3, max_drafts=3)
-    of_step = guide.settings.working_bytes(guide.step.values.value_model, **sizes)
-    assert guide.kept_free.numel() - of_step == SLOTS * (1 + 3) * VOCAB * 4
+def test_rows_are_counted_by_status(value_model):
+    """Rows of guided requests, and in steps without drafts of all; rows whose token the engine discards are not."""
+    engine, metrics = Engine(value_model), Counts()
+    engine.guide.report = StepCounter(metrics, torch.device("cpu"), SLOTS)
+    engine.add(2, PROMPT[:9], TILT, params={"top_k": VOCAB - 1, "temperature": 2.0})
+    engine.add(0, PROMPT[:12], TILT | {"value_entropy_threshold": 50.0})
+    engine.add(1, PROMPT[:4], TILT, params={"top_p": 1e-6})
+    engine.add(5, PROMPT[:6], None)
+    engine.add(3, PROMPT, TILT)
+    engine.add(4, PROMPT[:5], TILT)
+    scores = torch.zeros(6, VOCAB)
+    scores[5] = torch.nan
+    engine.step({2: ON, 0: ON, 1: ON, 5: ON, 3: 20, 4: ON}, logits=scores)
+    assert {name: count.value for name, count in metrics.rows.items()} == dict(
+        unguided=1, guide=1, single=1, skip=1, not_due=0, broken=1
+    )
+    engine.step({2: ([3], [])})
+    assert metrics.rows["guide"].value == 2 and metrics.value_model_milliseconds.value > 0
+    assert 1 - 8.1 / VOCAB < metrics.lost_mass.value < 4
+    engine.guide.step.restart_request(2)
+    engine.step({2: ([3], [])})
+    assert metrics.rows["broken"].value == 2
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_memory_is_kept_until_the_first_guided_request(value_model, drafts):
+    """Also for the scores of requests with different numbers of drafts, which are copied; not in steps of a warm-up."""
+    engine = Engine(value_model, drafts=drafts)
+    guide, sizes = engine.guide, dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB)
+    of_step = guide.settings.working_bytes(
+        guide.step.values.value_model, **sizes, max_delta=MAX_DELTA + drafts, max_drafts=drafts
+    )
+    assert guide.kept_free.numel() - of_step == (drafts > 0) * SLOTS * (1 + drafts) * VOCAB * 4
+    engine.add(1, PROMPT[:9], None)
+    engine.step({1: ON})
+    assert guide.kept_free is not None
+    engine.add(1, PROMPT[:9], TILT)
+    assert guide.kept_free is None
+
+
+@pytest.mark.parametrize("part_bytes", [2**28, 2 * 4 * VOCAB * 4])
+def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_bytes):
+    """Only those of guided requests; a stride counts the parts as one step."""
+    monkeypatch.setattr(vllm_guide, "PART_BYTES", part_bytes)
+    engine, stride = Engine(value_model, drafts=3), {"value_stride": 2}
+    for slot in range(5):
+        engine.add(slot, PROMPT[slot : slot + 9], None if slot == 2 else TILT | stride)
+    before, after, *_ = engine.step({slot: ON for slot in range(5)})
+    assert torch.equal(before, after)
+    for number in range(4):
+        rows = {slot: ([7], [3, 4, 5][:slot]) for slot in range(5)}
+        before, after, _, context, _ = engine.step(rows)
+        is_one_left = (after.isfinite().sum(1) == 1).tolist()
+        assert is_one_left == [number % 2 == 0 and slot != 2 for slot in context.expanded_idx_mapping.tolist()]
+        assert len(engine.outputs) == (1 if part_bytes == 2**28 else 2)
 
 
 def test_value_model_uses_gamma_of_settings(value_model):
     assert Engine(value_model, gamma=0.95).guide.step.values.value_model.lenvm_config.gamma == 0.95
-
-
-def test_first_model_runner_is_rejected_unless_guidance_is_off(value_model, monkeypatch):
-    monkeypatch.setenv("LENVM_VALUE_MODEL", "off")
-    for processor in (LenVMProcessor(None, None), LenVMProcessor(None, None, False)):
-        logits = torch.randn(2, 5)
-        assert processor.apply(logits) is logits and processor.is_argmax_invariant()
-        assert not processor.add_request(0, SamplingParams(extra_args={"value_mode": "loud"}))
-    LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
-    monkeypatch.setenv("LENVM_VALUE_MODEL", value_model)
-    with pytest.raises(ValueError, match="needs vLLM's second model runner: set VLLM_USE_V2_MODEL_RUNNER=1"):
-        LenVMProcessor(None, None, False)
-    with pytest.raises(ValueError, match="value_mode must be one of"):
-        LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
 
 
 @pytest.fixture(scope="module")
@@ -544,7 +709,7 @@ def probe(tmp_path_factory):
     base, folder = models.random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
     write_random_probe(folder, base)
     weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
-    return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight)])
+    return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight), LogitsOf()])
 
 
 def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
@@ -553,7 +718,7 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
     The token before each row is known without the tokens of its sequence.
     """
     folder, base = probe
-    engine, seen, step = Engine(folder, drafts=3, base=base), [], GuidedStep.step
+    seen, step = [], GuidedStep.step
 
     def recorded(self, prepared, *args, **options):
         tokens, new_lens = prepared.batch.grown_by()
@@ -562,61 +727,64 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
         return step(self, prepared, *args, **options)
 
     monkeypatch.setattr(GuidedStep, "step", recorded)
+    engine = Engine(folder, drafts=3, base=base)
     for slot, prompt in ((4, PROMPT), (1, PROMPT[3:9]), (2, PROMPT[:5])):
         engine.add(slot, prompt, None if slot == 2 else TILT)
 
     def take_step(*parts):
         """Take a step that is verified in ``parts``; returns the states of its rows and whether they are guided."""
-        rows = {slot: 1 + len(drafts) for part in parts for slot, (_, drafts) in part.items()}
-        count = sum(rows.values())
-        generator = torch.Generator().manual_seed(count)
-        at, hidden = torch.randperm(40, generator=generator)[:count], torch.randn(40, HIDDEN, generator=generator)
-        batch = SimpleNamespace(
-            idx_mapping_np=np.array([*rows]), cu_num_logits_np=np.cumsum([0, *rows.values()]), logits_indices=at
-        )
-        engine.runner.execute_model_state = SimpleNamespace(
-            input_batch=batch, hidden_states=hidden, aux_hidden_states=None
-        )
+        counts = [sum(1 + len(drafts) for _, drafts in part.values()) for part in parts]
+        total = sum(counts)
+        hidden = torch.randn(total, HIDDEN, generator=torch.Generator().manual_seed(total))
+        base[2](None, hidden)
         seen.clear()
-        changed = engine.runner.sample_tokens(lambda: [engine.step(part)[1] for part in parts])
-        return hidden[at], [(logits.isinf().sum(1) >= VOCAB - 8).tolist() for logits in changed]
+        changed = []
+        for number, rows in enumerate(parts):
+            changed.append(engine.step(rows, of_step=(sum(counts[:number]), total))[1])
+        base[2](None, torch.randn(50, HIDDEN))  # the engine also computes logits of prompts, after it has drawn
+        return hidden, [(logits.isfinite().sum(1) == 1).tolist() for logits in changed]
 
     none = [], []
     states, guided = take_step({4: none, 2: none, 1: none})
     assert torch.equal(seen[0][0], states) and guided == [[True, False, True]]
     states, guided = take_step({1: ([9], [3, 4, 5])}, {2: ([6], []), 4: ([8], [6])})
-    of_absent = torch.zeros(3, HIDDEN)
     assert torch.equal(seen[0][0], states[:4]) and seen[0][1] == [9]
-    assert torch.equal(seen[1][0], torch.cat([states[4:5], of_absent, states[5:], of_absent[1:]]))
-    assert seen[1][1][1] == 8
+    assert torch.equal(seen[1][0][:2], states[5:]) and len(seen[1][0]) == 4 and seen[1][1] == [8]
     assert guided == [[True] * 4, [False, True, True]]
     # Only the second part has a guided request.
     states, guided = take_step({2: ([6], [])}, {1: ([3, 4, 5, 6], [3, 4, 5])})
     assert torch.equal(seen[0][0], states[1:]) and guided == [[False], [True] * 4] and not engine.guide.fallbacks
 
 
-def part(**options):
-    return SimpleNamespace(**{"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | options)
+def test_probe_follows_new_weights(probe):
+    """The embedding is projected again, and checked."""
+    folder, base = probe
+    base = torch.nn.ModuleList([Embedding(base[1].weight.detach().clone()), LogitsOf()])
+    engine = Engine(folder, base=base)
+    before = engine.guide.step.values.probe
+    engine.runner.reset_lora_state()
+    assert engine.guide.step.values.probe is not before
+    base[0].weight.data.copy_(base[0].weight.flip(0))
+    with pytest.raises(ValueError, match="must be 'tiny', got one with another embedding"):
+        engine.runner.reset_lora_state()
 
 
-# What guides, changes to the engine's configuration and the error.
-OF_MODEL = "must be {} together with LENVM_VALUE_MODEL, got {}: {}"
+@pytest.mark.parametrize("is_probe", [False, True])
+def test_steps_are_rebuilt_after_sleep(probe, is_probe):
+    """Sleeping discards tensors; without sleep mode only a probe follows the weights."""
+    folder, base = probe
+    for sleeps in (False, True):
+        engine = Engine(folder if is_probe else None, model_config={"enable_sleep_mode": sleeps}, base=base)
+        before = engine.guide.step
+        engine.runner.reset_lora_state()
+        assert (engine.guide.step is before) != sleeps
+
+
 REFUSED = [
-    ("value", {"parallel_config": part(prefill_context_parallel_size=2)}, OF_MODEL.format(1, 2, "not tried")),
-    ("value", {"speculative_config": part(enable_adaptive_verification=True)}, OF_MODEL.format(False, True, "not tr")),
-    ("value", {"watermark_config": "some"}, OF_MODEL.format(None, "some", "its sampler")),
-    (
-        "value",
-        {"cache_config": part(kv_cache_memory_bytes=2**20)},
-        r"LENVM_MEMORY_SHARE must be above \d+\.\d+",
-    ),
-    ("probe", {"parallel_config": part(pipeline_parallel_size=2)}, "must be 1 together with a probe, got 2"),
-    (
-        "probe",
-        {"base": lambda base: [Embedding(base[1].weight.detach().flip(0))]},
-        "must be 'tiny', got one with",
-    ),
+    ("value", {"cache_config": {"kv_cache_memory_bytes": 2**20}}, r"LENVM_MEMORY_SHARE must be above \d+\.\d+"),
+    ("probe", {"base": lambda base: [Embedding(base[1].weight.detach().flip(0))]}, "must be 'tiny', got one with"),
     ("probe", {"base": lambda base: base[:1]}, "a probe with this base model: ModuleList has no input embedding"),
+    ("probe", {"base": lambda base: base[:2]}, "ModuleList computes its logits without vLLM's LogitsProcessor"),
     ("inner", {}, r"got one of layers \[1\], too: ModuleList shows no others"),
 ]
 
@@ -629,17 +797,6 @@ def test_unsupported_configurations_are_rejected(value_model, probe, tmp_path, s
     base = torch.nn.ModuleList(changes.get("base", lambda base: base)(base))
     with pytest.raises(ValueError, match=message):
         Engine(value_model if source == "value" else folder, **changes | {"base": base})
-
-
-def test_batches_verified_in_parts_are_rejected(value_model, monkeypatch):
-    """vLLM's parts have at most 1 GiB of scores: 353 requests with four drafts and a vocabulary of 151,936."""
-    vllm_options.check_one_part(353, 4, 151_936)
-    vllm_options.check_one_part(9999, 0, 151_936)
-    with pytest.raises(ValueError, match=r"max_num_seqs must be at most 353 .* and 4 drafted tokens, got 354: vLLM"):
-        vllm_options.check_one_part(354, 4, 151_936)
-    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 3 * (SLOTS - 1) * VOCAB * 4)
-    with pytest.raises(ValueError, match=f"max_num_seqs must be at most {SLOTS - 1} .*, got {SLOTS}"):
-        Engine(value_model, drafts=2)
 
 
 def test_probe_of_inner_layers_is_rejected_with_a_draft_model(probe):

@@ -13,41 +13,56 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """Rows of a step. The *nodes* of a request are its last token and its drafts.
+    """Rows of ``B`` requests of a step. The *nodes* of a request are its last token and its drafts.
 
     Attributes:
-        nodes: nodes per request: 1, or ``1 + D`` with at most ``D`` drafts.
-        at: int64 ``[rows]``; the node of each row, counted over all requests.
-        first_rows: int64 ``[B]``; the row of each request's first node.
+        slots: int64 ``[B]``; slots of the requests.
+        rows: int64 ``[B, N]``; the engine's row of each node, arbitrary for nodes that a request does not have.
+        at: int64 ``[rows]``; the node of each row, counted over all requests; ``B N`` for rows of other requests.
+        is_whole: node ``i`` is row ``i``: the step has no other rows, and no request lacks a node.
     """
 
-    nodes: int
+    slots: torch.Tensor
+    rows: torch.Tensor
     at: torch.Tensor
-    first_rows: torch.Tensor
+    is_whole: bool
 
     @classmethod
-    def of_step(cls, ctx: LogitsContext, max_drafts: int, places: torch.Tensor) -> Layout:
-        """The layout of a step's rows.
+    def of_step(cls, ctx: LogitsContext) -> Layout:
+        """The layout of all requests of a step without drafts."""
+        at = torch.arange(len(ctx.pos), device=ctx.pos.device)
+        return cls(ctx.idx_mapping.long(), at[:, None], at, True)
+
+    @classmethod
+    def of_requests(cls, ctx: LogitsContext, places: torch.Tensor, nodes: int, requests: torch.Tensor) -> Layout:
+        """The layout of some requests of a step with drafts.
 
         Args:
             ctx: the engine's description of the step.
-            max_drafts: D.
-            places: int64 ``[slots]``; scratch memory.
+            places: int64 ``[B]``; places of the requests in the batch.
+            nodes: N.
+            requests: int64 ``[slots]``; scratch memory.
         """
-        rows, requests = len(ctx.pos), len(ctx.idx_mapping)
+        slots, count, rows = ctx.idx_mapping.long()[places], len(places), len(ctx.pos)
         row = torch.arange(rows, device=places.device)
-        if rows == requests:
-            return cls(1, row, row)
-        nodes = 1 + max_drafts
-        places[ctx.idx_mapping.long()] = row[:requests]
-        request = places[ctx.expanded_idx_mapping.long()]
-        first_rows = torch.full((requests,), rows, device=places.device).scatter_reduce_(0, request, row, "amin")
-        return cls(nodes, request * nodes + ctx.expanded_local_pos, first_rows)
+        requests.fill_(count)
+        requests[slots] = torch.arange(count, device=places.device)
+        request = requests[ctx.expanded_idx_mapping.long()]
+        first = torch.full((count + 1,), rows, device=places.device).scatter_reduce_(0, request, row, "amin")[:count]
+        of_nodes = (first[:, None] + torch.arange(nodes, device=places.device)).clamp(max=rows - 1)
+        at = torch.where(request < count, request * nodes + ctx.expanded_local_pos, count * nodes)
+        return cls(slots, of_nodes, at, rows == count * nodes and count == len(ctx.idx_mapping))
 
-    def of_nodes(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows [rows, N]`` by node, 0 for nodes without a row."""
-        nodes = len(self.first_rows) * self.nodes
-        return rows if len(rows) == nodes else rows.new_zeros(nodes, rows.shape[1]).index_copy_(0, self.at, rows)
+    def by_node(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows [rows, X]`` by node: ``[B N, X]``."""
+        return rows if self.is_whole else rows[self.rows.flatten()]
+
+    def by_row(self, nodes: torch.Tensor, otherwise: torch.Tensor | int) -> torch.Tensor:
+        """``nodes [B N, ...]`` by row; rows of other requests are ``otherwise``."""
+        if self.is_whole:
+            return nodes
+        is_ours = (self.at < len(nodes)).view(-1, *[1] * (nodes.dim() - 1))
+        return torch.where(is_ours, nodes[self.at.clamp(max=len(nodes) - 1)], otherwise)
 
     def drafts(self, input_ids: torch.Tensor) -> Drafts | None:
         """The drafts of the requests as chains; None if the step has none.
@@ -55,10 +70,10 @@ class Layout(NamedTuple):
         Args:
             input_ids: int ``[rows]``; the token of each row.
         """
-        if self.nodes == 1:
+        requests, nodes = self.rows.shape
+        if nodes == 1:
             return None
-        requests, device = len(self.first_rows), input_ids.device
-        token_ids = torch.full((requests * self.nodes,), -1, device=device)
+        token_ids = torch.full((requests * nodes + 1,), -1, device=input_ids.device)
         token_ids[self.at] = input_ids.long()
-        chain = torch.arange(-1, self.nodes - 2, dtype=torch.int32, device=device).repeat(requests, 1)
-        return Drafts(token_ids.view(requests, -1)[:, 1:], chain)
+        chain = torch.arange(-1, nodes - 2, dtype=torch.int32, device=input_ids.device).repeat(requests, 1)
+        return Drafts(token_ids[:-1].view(requests, -1)[:, 1:], chain)

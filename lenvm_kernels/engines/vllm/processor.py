@@ -1,69 +1,147 @@
 """LenVM in unforked vLLM, as a logits processor of its second model runner (entry point ``vllm.logits_processors``).
 
-It is on unless ``LENVM_VALUE_MODEL`` is ``off`` (:class:`lenvm_kernels.engines.settings.Settings`). The engine's front
-end imports this module to check requests, so it must not need a device. The code of the workers is in
-:mod:`lenvm_kernels.engines.vllm.guide`.
+vLLM loads this module in the front end and in the workers of every server in this environment. It is importable with
+any version of vLLM and without Triton. The code of the workers is in :mod:`lenvm_kernels.engines.vllm.guide`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+from lenvm_kernels.engines.vllm.options import is_off, names_guidance, reason_against, take_variables, variables
 
-from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.vllm.requests import guidance_of
+try:
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+except ImportError:  # a version of vLLM without the second model runner, which calls the same methods
+    LogitsProcessor = object
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
+    from lenvm_kernels.engines.settings import Settings
     from lenvm_kernels.engines.vllm.guide import Guide
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
 
 
 class LenVMProcessor(LogitsProcessor):
     """Guides the requests with guidance in ``vllm_xargs``. vLLM creates one in each worker while it loads the model.
-
-    With ``LENVM_VALUE_MODEL=off``, it does nothing.
 
     Args:
         vllm_config: configuration of the engine.
         req_states: the engine's state of its requests.
         *is_first_runner: passed only by vLLM's first model runner, which is not supported.
 
+    Attributes:
+        model_config: configuration of the base model. If None, its tokenizer is not known in this process.
+        reason: why the engine of this front end cannot guide requests. If None, it can.
+
     Raises:
-        ValueError: naming a setting or an option of the engine, what came and what is accepted.
+        ValueError: naming a setting or an option of the engine, what came and what is accepted. Without any
+            ``LENVM_*`` variable, it is logged.
     """
 
+    model_config: ClassVar[ModelConfig | None] = None
+    reason: ClassVar[str | None] = None
     _guide: Guide | None = None
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, *is_first_runner: Any) -> None:
-        if Settings.is_off():
-            return
+        take_variables(vllm_config)
+        LenVMProcessor.model_config = vllm_config.model_config
         if is_first_runner:
-            raise ValueError(
-                "guidance needs vLLM's second model runner: set VLLM_USE_V2_MODEL_RUNNER=1, or LENVM_VALUE_MODEL=off"
-            )
-        from lenvm_kernels.engines.vllm.guide import Guide
+            if variables() and not is_off():
+                raise ValueError(reason_against(vllm_config))
+            return
+        from vllm.distributed.parallel_state import get_pp_group
 
-        self._guide = Guide(Settings.current(), vllm_config, req_states)
+        if get_pp_group().is_last_rank:  # the only one that draws tokens
+            self._guide = self._new_guide(vllm_config, req_states)
+
+    @classmethod
+    def _new_guide(cls, vllm_config: VllmConfig, req_states: Any) -> Guide | None:
+        """The guidance of this worker. If None, it is off on all tensor-parallel ranks."""
+        cls._check_equal(cls._settings_by_name())
+        if is_off():
+            return None
+        try:
+            if (reason := reason_against(vllm_config)) is not None:
+                raise ValueError(reason)
+            from lenvm_kernels.engines.vllm.guide import new_guide
+
+            guide = new_guide(cls.settings(), vllm_config, req_states)
+        except Exception as error:
+            if variables():
+                raise
+            logger.warning("LenVM: requests cannot be guided: %s", error)
+            guide = None
+        cls._check_equal({"guidance": "off" if guide is None else "on"})
+        return guide
+
+    @classmethod
+    def _settings_by_name(cls) -> dict[str, str]:
+        """The settings that must be equal on all ranks."""
+        try:
+            settings = {} if is_off() else vars(cls.settings())
+        except ImportError:
+            settings = {}
+        of_ranks = {"trace", "predictions", "tokenizer"}
+        texts = {name: str(value) for name, value in settings.items() if name not in of_ranks}
+        return {"guidance": "on" if settings else "off"} | texts
+
+    @staticmethod
+    def _check_equal(mine: dict[str, str]) -> None:
+        """Raise ValueError unless all tensor-parallel ranks, which must draw the same tokens, have the same settings."""
+        import torch
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        if group.world_size == 1:
+            return
+        of_ranks: list[dict[str, str]] = [{}] * group.world_size
+        torch.distributed.all_gather_object(of_ranks, mine, group=group.cpu_group)
+        for theirs in of_ranks:
+            for name in mine:
+                if (other := theirs.get(name, "")) != mine[name]:
+                    raise ValueError(
+                        f"{name} of LenVM must be the same on all tensor-parallel ranks, got {mine[name]} and {other}"
+                    )
+
+    @classmethod
+    def settings(cls) -> Settings:
+        """The settings of this process, with the engine's tokenizer."""
+        from lenvm_kernels.engines.vllm.requests import settings_of
+
+        return settings_of(cls.model_config)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Called in the front end when a request arrives; the engine answers a ValueError with status 400."""
-        if not Settings.is_off():
-            guidance_of(sampling_params, Settings.current())
+        if not sampling_params.extra_args or is_off():
+            return
+        if cls.reason is not None:
+            if names_guidance(sampling_params.extra_args):
+                names = ", ".join(sampling_params.extra_args)
+                raise ValueError(f"guidance ({names}) must be absent from this server's requests: {cls.reason}")
+            return
+        from lenvm_kernels.engines.vllm.requests import guidance_of
+
+        guidance_of(sampling_params, cls.settings())
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Admit a request into a slot of the engine. Returns whether its logits may change."""
-        if self._guide is None:
-            return False
-        return self._guide.add_request(req_idx, sampling_params, guidance_of(sampling_params, self._guide.settings))
+        return self._guide is not None and self._guide.add_request(req_idx, sampling_params)
+
+    def apply_staged_writes(self) -> None:
+        """Called once per step, before its logits exist."""
+        if self._guide is not None:
+            self._guide.begin_step()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
-        """Guide the rows of a step."""
+        """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
         return logits if self._guide is None or ctx is None else self._guide.apply(logits, ctx)
 
     # Also called by the first model runner, where this processor is disabled.

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lenvm_kernels.engines.report import Metrics, Stopwatch
-from lenvm_kernels.engines.vllm.layout import Layout
 from lenvm_kernels.step import StepOutput
+from lenvm_kernels.types import Status
 
 
 class _Copies:
@@ -68,6 +68,8 @@ class Predictions(_Copies):
 class StepCounter(_Copies):
     """Counts the steps of one worker without a host-device sync: a step is counted during a later one.
 
+    Rows are summed on the device.
+
     Args:
         metrics: the counters.
         device: device of the steps.
@@ -80,6 +82,7 @@ class StepCounter(_Copies):
         self._stopwatch = Stopwatch(device)
         # By slot: the length of the sequence at its last step; 0 if that step had no drafts, -1 without guidance.
         self._drafted_at = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        self._statuses = torch.arange(len(metrics.rows), dtype=torch.int8, device=device)
 
     def admit(self, slot: int, is_guided: bool) -> None:
         """Record that a request has entered a slot, or has lost its guidance."""
@@ -92,44 +95,44 @@ class StepCounter(_Copies):
     def note(
         self,
         output: StepOutput,
-        layout: Layout,
         broken: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
-        is_drawn: torch.Tensor | None,
+        is_counted: torch.Tensor,
     ) -> None:
-        """Record a step of B requests that has been launched.
+        """Record a step of B requests, with N nodes each, that has been launched.
 
         Args:
             output: result of the step.
-            layout: rows of the step.
             broken: bool ``[B]``; requests that lost guidance in this step.
             slots: int64 ``[B]``; slots of the requests.
             lengths: int32 ``[B]``; lengths of the sequences.
-            is_drawn: bool ``[B]``; requests for which a token is drawn, which are counted. If None, all.
+            is_counted: bool ``[B]``; requests for which a token is drawn.
         """
-        drafted_at, first = self._drafted_at[slots], layout.at[layout.first_rows]
-        rows = (
-            output.candidates.status[first],
-            output.candidates.lost_mass[first],
-            broken,
-            torch.ones_like(broken) if is_drawn is None else is_drawn,
-            drafted_at > 0,
-            lengths - drafted_at,
+        status, lost_mass = (x.view(len(slots), -1) for x in output.candidates[-2:])
+        nodes, status, lost_mass = status.shape[1], status[:, 0], lost_mass[:, 0]
+        drafted_at = self._drafted_at[slots]
+        new_lens = torch.where(is_counted & (drafted_at > 0), lengths - drafted_at, 0)
+        rows = torch.where(broken, len(self._statuses) - 1, status)[:, None] == self._statuses
+        sums = (
+            *(rows & is_counted[:, None]).sum(0),
+            torch.where(is_counted & (status != Status.UNGUIDED), lost_mass, 0.0).sum(),
+            (new_lens > 0).sum(),
+            new_lens.sum(),
         )
-        self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths if layout.nodes > 1 else 0)
-        self.add(torch.stack([x.float() for x in rows]), partial(self._count, self._stopwatch.take()))
+        self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths if nodes > 1 else 0)
+        self.add(torch.stack([x.float() for x in sums]), partial(self._count, self._stopwatch.take()))
 
-    def _count(self, milliseconds: Callable[[], float], numbers: torch.Tensor) -> None:
-        """Count a step.
-
-        ``numbers``, fp32 ``[6, B]``: status, lost mass, whether the request lost guidance, whether to count it, whether
-        the step before had drafts, and tokens since that step.
-        """
-        self.metrics.guided_steps.inc()
-        self.metrics.value_model_milliseconds.inc(milliseconds())
-        rows = [row for row in numbers.T.tolist() if row[3]]
-        self.metrics.count_rows(row[:3] for row in rows)
-        for *_, had_drafts, new_lens in rows:
-            if had_drafts and new_lens:
-                self.metrics.count_verified(new_lens, is_guided=True)
+    def _count(self, milliseconds: Callable[[], float], sums: torch.Tensor) -> None:
+        """Count a step: its rows by status and of broken requests, their lost mass, verifications and their tokens."""
+        metrics = self.metrics
+        metrics.guided_steps.inc()
+        metrics.value_model_milliseconds.inc(milliseconds())
+        counters = (
+            *metrics.rows.values(),
+            metrics.lost_mass,
+            metrics.verifications["yes"],
+            metrics.verified_tokens["yes"],
+        )
+        for counter, number in zip(counters, sums.tolist(), strict=True):
+            counter.inc(number)

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lenvm_kernels.engines.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, Settings
+from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, MAX_STOP_TOKENS, Settings
+from lenvm_kernels.engines.tokenizers import load_with
 from lenvm_kernels.guidance import GuidanceParams
-from lenvm_kernels.types import Mode
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
+
+
+def settings_of(model_config: ModelConfig | None) -> Settings:
+    """The settings of this process, with the tokenizer of the engine, loaded as the engine does."""
+    if model_config is None:
+        return Settings.current()
+
+    def load() -> object:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return cached_tokenizer_from_config(model_config)
+
+    load_with(model_config.tokenizer, load)
+    return Settings.current(model_config.tokenizer)
 
 
 def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | None:
     """The guidance in a request's ``extra_args`` (``vllm_xargs``), or None without.
-
-    A greedy request is not guided: it has one candidate.
 
     Raises:
         ValueError: naming the field, what came and what is accepted.
@@ -27,8 +38,6 @@ def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | 
     guidance = settings.parse_request(params.extra_args)
     if guidance.return_values and settings.predictions is None:
         raise ValueError("return_values must be false in vLLM without LENVM_PREDICTIONS, a file for them, got true")
-    if params.temperature == 0 or params.top_k == 1:
-        guidance = replace(guidance, mode=Mode.UNGUIDED)
     if not guidance.needs_step and not guidance.token_temperature_scale:
         return None
     for name, given, most in (
@@ -40,11 +49,10 @@ def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | 
     return guidance
 
 
-def staged_tokens(req_states: LogitsProcRequestState, slot: int) -> list[int]:
-    """Tokens of a request that the engine has just added and not copied to the device yet; empty if not found."""
-    tokens = req_states.all_token_ids
-    for i, row in enumerate(getattr(tokens, "_staged_write_indices", ())):
-        if row == slot:
-            start = tokens._staged_write_cu_lens[i - 1] if i else 0
-            return tokens._staged_write_contents[start : tokens._staged_write_cu_lens[i]]
-    return []
+def end_tokens(params: SamplingParams) -> set[int]:
+    """The tokens at which the engine ends a request's output.
+
+    With ``ignore_eos`` these are ``stop_token_ids`` alone: ``all_stop_token_ids`` contains the end of sequence even then.
+    """
+    tokens = (params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids
+    return set(sorted(tokens)[:MAX_END_TOKENS])

@@ -5,12 +5,14 @@ The engine passes neither to a logits processor, so they are taken from its mode
 
 from __future__ import annotations
 
-import gc
+import inspect
+from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -20,24 +22,26 @@ from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.values import LengthProbe
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 
-def runner_of(req_states: LogitsProcRequestState) -> GPUModelRunner:
-    """The model runner that has these requests. No object that is passed to a processor refers to it."""
-    for found in gc.get_objects():
-        if issubclass(type(found), GPUModelRunner) and found.req_states.all_token_ids is req_states.all_token_ids:
+def calling_runner() -> GPUModelRunner:
+    """The model runner that is creating its processors. It passes them no reference to itself."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), GPUModelRunner):
             return found
-    raise RuntimeError("LENVM_VALUE_MODEL must not be a probe here: no model runner of vLLM has these requests")
+        frame = frame.f_back
+    raise RuntimeError("no model runner of vLLM is creating its processors")
 
 
-def load_probe(settings: Settings, config: ModelConfig, model: torch.nn.Module) -> LengthProbe:
+def load_probe(settings: Settings, runner: GPUModelRunner) -> LengthProbe:
     """The probe of the settings, for the engine's base model.
 
     Raises:
         ValueError: as :meth:`Settings.load_probe`, or the base model's input embedding is not available.
     """
+    model = runner.get_model()
     tables = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
     embedding = next((m for m in tables if not isinstance(m, ParallelLMHead)), None)
     weight = getattr(embedding, "weight", None)  # quantized weights may have other names
@@ -52,7 +56,7 @@ def load_probe(settings: Settings, config: ModelConfig, model: torch.nn.Module) 
         if added := embedding.num_added_embeddings:
             raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
         weight = get_tp_group().all_gather(weight, dim=0)[: embedding.org_vocab_size]
-    return settings.load_probe(config.get_total_num_hidden_layers(), weight)
+    return settings.load_probe(runner.model_config.get_total_num_hidden_layers(), weight)
 
 
 def show_layers(runner: GPUModelRunner, layers: list[int]) -> None:
@@ -79,39 +83,63 @@ def show_layers(runner: GPUModelRunner, layers: list[int]) -> None:
 class BaseStates:
     """The states of the base model that a probe reads in a step.
 
+    The last states are the input of the base model's layer that computes logits. Only for inner layers, the runner's
+    ``sample_tokens`` is wrapped, which holds their states.
+
     Args:
-        runner: the engine's runner. Its ``sample_tokens``, which computes logits from the states, is wrapped.
+        runner: the engine's runner.
         probe: the probe that reads the states.
 
     Raises:
-        ValueError: as :func:`show_layers`.
+        ValueError: the base model has no such layer; or as :func:`show_layers`.
     """
 
     def __init__(self, runner: GPUModelRunner, probe: LengthProbe) -> None:
         layers, last = probe.config.layers, probe.config.num_layers
         inner = sorted({*layers} - {last})
+        self._places = [[*inner, last].index(layer) for layer in layers]
+        self._last, self._inner = torch.empty(0), list[torch.Tensor]()
+        modules = [m for m in runner.get_model().modules() if isinstance(m, LogitsProcessor)]
+        if not modules:
+            raise ValueError(
+                f"LENVM_VALUE_MODEL must not be a probe with this base model: {type(runner.model).__name__} computes "
+                "its logits without vLLM's LogitsProcessor"
+            )
+        for module in modules:
+            module.register_forward_pre_hook(self._keep_last, with_kwargs=True)
         if inner:
             show_layers(runner, inner)
-        self._places = [[*inner, last].index(layer) for layer in layers]
-        self._step: Any = None
+            self._keep_inner(runner)
+
+    def _keep_last(self, module: LogitsProcessor, args: Any, kwargs: Any) -> None:
+        self._last = args[1] if len(args) > 1 else kwargs["hidden_states"]
+
+    def _keep_inner(self, runner: GPUModelRunner) -> None:
         sample_tokens = runner.sample_tokens
 
         @wraps(sample_tokens)
         def keeping(*args: Any, **kwargs: Any) -> Any:
-            self._step = runner.execute_model_state
-            try:
-                return sample_tokens(*args, **kwargs)
-            finally:
-                self._step = None
+            if (step := runner.execute_model_state) is not None:
+                self._inner = [states[step.input_batch.logits_indices] for states in step.aux_hidden_states or ()]
+            return sample_tokens(*args, **kwargs)
 
         runner.sample_tokens = keeping
 
     def of_rows(self, ctx: LogitsContext) -> torch.Tensor:
         """``[rows, L H]``; states of the rows of a processor's step."""
-        step, batch = self._step, self._step.input_batch
-        # Drafts may be verified for some requests at a time, which are adjacent and in the order of the batch.
-        place = batch.idx_mapping_np.tolist().index(ctx.idx_mapping_np[0])
-        first = int(batch.cu_num_logits_np[place])
-        at = batch.logits_indices[first : first + len(ctx.pos)]
-        states = [*(step.aux_hidden_states or ()), step.hidden_states]
-        return torch.cat([states[place][at] for place in self._places], dim=1)
+        # The engine may verify drafts for some requests at a time, in views of the step's rows.
+        first = ctx.pos.storage_offset()
+        states = [x[first : first + len(ctx.pos)] for x in (*self._inner, self._last)]
+        return torch.cat([states[place] for place in self._places], dim=1)
+
+
+def after_reload(runner: GPUModelRunner, call: Callable[[], None]) -> None:
+    """Call a function whenever the base model's weights have been replaced: the engine then resets its adapters."""
+    reset_lora_state = runner.reset_lora_state
+
+    @wraps(reset_lora_state)
+    def reset() -> None:
+        reset_lora_state()
+        call()
+
+    runner.reset_lora_state = reset

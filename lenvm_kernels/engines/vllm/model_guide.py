@@ -1,0 +1,162 @@
+"""Guidance in a vLLM worker by a value model, which has a cache of its own (:class:`OwnSlots`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, OwnSlots, PromptPart, pages_for
+from lenvm_kernels.engines.tokenizers import check_vocabulary
+from lenvm_kernels.engines.vllm.guide import Guide, logger
+from lenvm_kernels.step import ModelValues, PreparedStep, Sampling, ValueSource
+from lenvm_kernels.step.inputs import SlotTable
+from lenvm_kernels.values import KVCache
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+
+# Default of LENVM_MEMORY_SHARE, a share of the memory that the engine leaves for caches.
+MEMORY_SHARE = 0.2
+
+
+class ModelGuide(Guide):
+    """Guidance by a value model; for arguments and errors, see :class:`Guide`.
+
+    Attributes:
+        own: slots of the value model.
+        without_room: number of requests that lost their guidance because the value model's cache was full.
+    """
+
+    max_delta = MAX_DELTA
+
+    def _values(self, vllm_config: VllmConfig) -> tuple[ValueSource, SlotTable, str]:
+        settings, engine, rows = self.settings, vllm_config.model_config, self.req_states.max_num_reqs
+        value_model = settings.load_value_model(engine.dtype, self.device)
+        assert value_model is not None
+        check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
+        values = ModelValues(value_model)
+        pages = self._num_pages(vllm_config, values)
+        self.own = OwnSlots(rows, engine.max_model_len, num_pages=pages, device=self.device)
+        self.without_room = 0
+        # Per slot: prompt tokens passed to the value model, and whether all tokens since then are passed to the step.
+        self._computed, self._is_running = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=bool)
+        gib = KVCache.num_bytes(value_model, self.own.slots.num_slots) / 2**30
+        source = f"the value model {settings.value_model} in {value_model.dtype}, whose cache of {pages * PAGE_SIZE}"
+        return values, self.own.slots, f"{source} tokens takes {gib:.2f} GiB"
+
+    def _num_pages(self, vllm_config: VllmConfig, values: ModelValues) -> int:
+        """Pages of the cache, which shares its part of the memory with the steps."""
+        working = self._working_bytes(vllm_config, values)
+        total = vllm_config.cache_config.kv_cache_memory_bytes
+        if total is None and self.device.type == "cuda":
+            free, device_bytes = torch.cuda.mem_get_info(self.device)
+            total = int(free - (1 - vllm_config.cache_config.gpu_memory_utilization) * device_bytes)
+        share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
+        room = None if total is None else share * total - working
+        max_len = vllm_config.model_config.max_model_len
+        pages = pages_for(values.value_model, self.req_states.max_num_reqs, max_len, room)
+        if self._group is not None:
+            of_ranks = torch.tensor([pages])
+            torch.distributed.all_reduce(of_ranks, torch.distributed.ReduceOp.MIN, self._group.cpu_group)
+            pages = int(of_ranks)
+        if pages < 1:
+            raise ValueError(
+                f"LENVM_MEMORY_SHARE must be above {working / total:.3f}: it is {share:g} of the {total / 2**30:.2f} "
+                f"GiB that are left for caches, and a guided step takes {working / 2**30:.2f} GiB; "
+                "lower max_num_seqs, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
+            )
+        return pages
+
+    def _report_to(self, vllm_config: VllmConfig) -> None:
+        super()._report_to(vllm_config)
+        if self.report is not None:
+            cache = self.step.values.cache
+            self.report.metrics.cache_bytes.set(KVCache.num_bytes(cache.value_model, self.own.slots.num_slots))
+
+    # --- requests ---
+
+    def _admit(self, slot: int, tokens: Sequence[int]) -> None:
+        self._computed[slot], self._is_running[slot] = self.own.admit(slot, tokens), False
+
+    def _remove(self, slot: int) -> None:
+        super()._remove(slot)
+        self.own.release(slot)
+
+    def _lose(self, slots: Sequence[int] | np.ndarray) -> None:
+        super()._lose(slots)
+        for slot in slots:
+            self.own.release(int(slot))
+
+    # --- a step ---
+
+    def _is_inactive(
+        self, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray, lengths: torch.Tensor
+    ) -> np.ndarray:
+        """bool ``[B]``; requests that lost their guidance, or whose prompt a later step continues."""
+        known_lens = ctx.seq_lens_upper_bound_np[places]
+        is_guided = self._needs_step[slots] & ~self._is_lost[slots]
+        self._make_room({int(slot): int(n) for slot, n in zip(slots[is_guided], known_lens[is_guided], strict=True)})
+        is_guided &= ~self._is_lost[slots]
+        is_whole = known_lens >= self.req_states.prefill_len.np[slots]
+        self._extend(slots, np.flatnonzero(is_guided & ~self._is_running[slots]), known_lens, is_whole, lengths)
+        return ~(is_guided & is_whole)
+
+    def _make_room(self, lengths: dict[int, int]) -> None:
+        """Reserve slots for the requests of a step; requests without room lose their guidance."""
+        room = self.own.reserve(lengths)
+        for slot in room.reclaimed:
+            self._computed[slot], self._is_running[slot] = 0, False
+            self.step.restart_request(slot)
+        if not room.refused:
+            return
+        if not self.without_room:
+            logger.warning(
+                "LenVM: the value model's cache is full; requests go on without guidance. Raise LENVM_MEMORY_SHARE."
+            )
+        self.without_room += len(room.refused)
+        if self.report is not None:
+            self.report.metrics.without_room.inc(len(room.refused))
+        self._lose(room.refused)
+
+    def _extend(
+        self, slots: np.ndarray, places: np.ndarray, known_lens: np.ndarray, is_whole: np.ndarray, lengths: torch.Tensor
+    ) -> None:
+        """Compute the prompts of requests: all tokens but the last, and all tokens of chunks that a later step continues.
+
+        Args:
+            slots: slots of the step's requests.
+            places: places of the requests among them whose prompts are not computed yet.
+            known_lens: number of tokens of each request; with drafts, an upper bound for requests that lost their slots.
+            is_whole: whether the prompt ends with this step.
+            lengths: int32 ``[B]``; number of tokens of each request, on the device.
+        """
+        if not len(places):
+            return
+        parts = []
+        for place in places:
+            slot, start = int(slots[place]), int(self._computed[slots[place]])
+            parts.append(PromptPart(slot, start, max(int(known_lens[place]) - int(is_whole[place]), start)))
+        starts = np.array([part.start for part in parts])
+        place, kept, start = self.to_device(np.stack((places, is_whole[places], starts)))
+        self.own.extend(
+            self.step,
+            parts,
+            lambda rows, positions: self.req_states.all_token_ids.gpu[rows, positions],
+            lens=(lengths[place] - kept - start).clamp(min=0).int(),
+        )
+        for part in parts:
+            self._computed[part.table_row] = part.end
+        self._is_running[slots[places]] = is_whole[places]
+
+    def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
+        """fp32 ``[B]``; lengths predicted after the last token of each prompt."""
+        batch = prepared.batch
+        if self.drafts:
+            new_lens = (batch.lengths - self.step.told_lens(batch.table_rows)).clamp(0, 1 + self.drafts)
+            tokens = self.new_tokens(batch.table_rows, batch.lengths, new_lens)
+            batch = batch._replace(tokens=tokens, new_lens=new_lens)
+        return self.step.predict(batch).view(len(batch.lengths), -1)[:, 0]
