@@ -1,5 +1,6 @@
 """The hooks of the SGLang plugin without a server. Skipped without SGLang."""
 
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.sglang import guide as guide_module
 from lenvm_kernels.engines.sglang import hooks
 from lenvm_kernels.engines.sglang import options as sglang_options
 from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide
@@ -131,7 +133,7 @@ def test_idle_engine_draws_nothing(guide):
 
 UNSUPPORTED = [
     *(
-        ({option: 2}, f"{option} must be .* together with LENVM_VALUE_MODEL, got 2")
+        ({option: 2}, f"{option} must be .* together with (a value model|guidance, .* turns off), got 2")
         for option in (
             "dllm_algorithm",
             "pp_size",
@@ -162,12 +164,32 @@ UNSUPPORTED = [
 def test_unsupported_options_are_rejected_at_start(monkeypatch, tmp_path, given, message):
     settings = Settings(tmp_path)
     monkeypatch.setattr(Settings, "current", lambda tokenizer: settings)
-    monkeypatch.setattr(sglang_plugin.HookRegistry, "_patched", set(sglang_plugin.HOOKS))
+    monkeypatch.setattr(hooks.HookRegistry, "_patched", set(hooks.HOOKS))
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "some/model")
     options = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
     assert given.keys() <= options.keys()
-    runner = SimpleNamespace(is_draft_worker=False, server_args=SimpleNamespace(**options | given))
+    runner = SimpleNamespace(is_draft_worker=False, device="cpu", server_args=SimpleNamespace(**options | given))
     with pytest.raises(ValueError, match=message):
-        SGLangPlugin().load_value_model(None, runner)
+        SGLangPlugin().load(None, runner)
+
+
+def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch):
+    """With no variable set, requests with guidance are rejected, and all others are served."""
+    for name in [name for name in os.environ if name.startswith("LENVM_")]:
+        monkeypatch.delenv(name)
+    plugin = SGLangPlugin()
+    plugin.load(None, SimpleNamespace(is_draft_worker=False))  # no hook was applied
+    assert plugin.guide is None and plugin.off.startswith("LenVM does not fit this SGLang: it could not hook")
+    errors = []
+    for custom_params in (None, {"thinking_budget": 5}, {"other": [1]}, {"lenvm": {"target_length": 9}}):
+        sampling = SimpleNamespace(custom_params=custom_params)
+        req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=errors.append, input_embeds=None)
+        plugin.note_guidance(None, req)
+        assert req.lenvm_guidance is None
+    assert errors == [f"guidance in custom_params must be absent: {plugin.off}"]
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
+    with pytest.raises(RuntimeError, match="could not hook"):
+        plugin.load(None, SimpleNamespace(is_draft_worker=False))
 
 
 @pytest.mark.parametrize(
@@ -230,80 +252,198 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
     assert given == [expected]
 
 
-@pytest.mark.parametrize("changes_logits", [False, True])
-def test_failing_step_ends_guidance_but_not_the_engine(guide, caplog, changes_logits):
-    cleared = []
-    guide.step = SimpleNamespace(remove_request=cleared.append)  # no other method, so every step fails
-    info = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None, is_all_greedy=False)
-    drawn = torch.tensor([7, 8])
-    for failures in (1, 2):
-        reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)) for row in (3, 5)]
-        for req in reqs:
-            req.lenvm_guidance, req.skip_radix_cache_insert = parse_guidance(GENTLE), False
-        batch = SimpleNamespace(lenvm_reqs=reqs, forward_mode=ForwardMode.DECODE)
-        with guide.sampling(batch):
-            if changes_logits:
-                guide.change_logits(torch.ones(2, VOCAB))
-            for _ in range(2):  # at the second draw no request is guided any more
-                assert guide.draw(torch.ones(2, VOCAB), info, drawn) is drawn
-            assert guide.report(torch.ones(2, VOCAB), info, drawn) is None
-        assert guide.fallbacks == failures
-        assert all(req.lenvm_guidance is None and req.skip_radix_cache_insert for req in reqs)
-    assert cleared == [3, 5, 3, 5]
-    assert caplog.text.count("a step failed") == 1
-
-
 NEAR = {"target_length": 9}
+LENGTHS, ROWS, LOST_TOKENS = (9, 12, 30), (4, 1, 3), [-2] * 3
+
+
+def greedy_half(logits, info):
+    """In place of the engine's preprocessing: a custom processor that is not idempotent."""
+    if info.has_custom_logit_processor:
+        logits.mul_(0.5)
+    return logits
+
+
+class Sampled:
+    """A batch of three requests after the same forward, sampled by the hooks in place of the engine.
+
+    Args:
+        guide: the guidance of the process.
+        guidance: parameters of each request, or None.
+        engine: tokens that the engine's sampler draws; None if by argmax.
+        info: further fields of the engine's ``SamplingBatchInfo``.
+    """
+
+    def __init__(self, guide, guidance, *, engine=None, return_logprob=False, **info):
+        self.guide, self.reqs = guide, []
+        self.logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+        for row, asked in zip(ROWS, guidance, strict=True):
+            params = None if asked is None else parse_guidance(asked)
+            req = SimpleNamespace(lenvm_guidance=params, kv=SimpleNamespace(req_pool_idx=row))
+            self.reqs.append(req)
+        rows, lengths = torch.tensor(ROWS), torch.tensor(LENGTHS)
+        batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, input_ids=rows, req_pool_indices=rows, seq_lens=lengths)
+        batch.lenvm_reqs = [req for req in self.reqs if req.lenvm_guidance is not None]
+        batch.lenvm_failed = False
+        filters = dict(top_ks=torch.full([3], 6, dtype=torch.int32), top_ps=torch.ones(3), min_ps=torch.zeros(3))
+        filters |= dict(temperatures=torch.full([3, 1], 0.5), has_custom_logit_processor=False)
+        self.info = SimpleNamespace(**filters | info)
+        self.output = SimpleNamespace(next_token_logits=self.logits.clone(), auxiliary_device_output=None)
+        self.calls, plugin = [], SGLangPlugin(guide)
+
+        def sampler(sampler, logits_output, info, return_logprob, *args, logprob_logits=None):
+            greedy_half(logits_output.next_token_logits, info)
+            self.calls.append((logits_output.next_token_logits.clone(), logprob_logits))
+            return logits_output.next_token_logits.argmax(1) if engine is None else torch.tensor(engine)
+
+        def runner_sample(runner, logits_output, batch):
+            of_engine = SimpleNamespace(_preprocess_logits=greedy_half)
+            return plugin.draw(sampler, of_engine, logits_output, self.info, return_logprob, None)
+
+        self.tokens = plugin.sample(runner_sample, None, self.output, batch)
+
+    def consume(self):
+        """Let the host read the report of the step."""
+        copied = self.output.auxiliary_device_output.copy_to_host(torch.clone)
+        copied.consume(SimpleNamespace(reqs=self.reqs), [None] * 3)
+
+
+def guide_of(guidance, **config):
+    """The guidance of a process without a value model, with three requests."""
+    guide = SGLangGuide(Settings(), torch.device("cpu"))
+    slots = EngineSlots(torch.arange(320, dtype=torch.int32).view(5, 64), 320)
+    guide.step = GuidedStep(value_source(None), slots, StepConfig(vocab_size=VOCAB, **config))
+    for row, length, asked in zip(ROWS, LENGTHS, guidance, strict=True):
+        if asked is not None:
+            guide.step.add_request(row, parse_guidance(asked), {EOS}, prompt_len=length - 2, seed=row)
+    return guide
 
 
 @pytest.mark.parametrize(
-    ("guidance", "value_model", "is_captured", "engine_draws"),
+    ("guidance", "is_drawn"),
     [
-        ([NEAR, NEAR, NEAR], False, False, False),
-        ([NEAR, None, NEAR], False, False, True),
-        ([NEAR, NEAR, {}], False, False, True),
-        ([NEAR, {"thinking_budget": 5, "end_token_ids": [3]}, NEAR], False, False, True),
-        ([NEAR, NEAR, NEAR | {"value_entropy_threshold": 100.0}], False, False, True),
-        ([NEAR, NEAR, NEAR], False, True, True),
-        ([NEAR, NEAR, NEAR], True, False, True),
+        ([NEAR, NEAR, NEAR], [True] * 3),
+        ([NEAR, None, NEAR], [True, False, True]),
+        ([NEAR, NEAR, {}], [True, True, False]),
+        ([NEAR, NEAR, NEAR | {"value_entropy_threshold": 100.0}], [True, True, False]),
+        ([{"token_temperature_scale": {5: 2.0}}, None, None], [False] * 3),
+        ([None] * 3, [False] * 3),
     ],
 )
-def test_engine_draws_rows_that_guidance_may_not(guide, guidance, value_model, is_captured, engine_draws):
-    """If guidance draws all rows, the engine's sampler is skipped. Guided requests get the same tokens either way."""
-    rows, lengths = torch.tensor([4, 1, 3]), torch.tensor([9, 12, 30])
-    scores = torch.rand(3, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(1)
-    if not value_model:
-        guide.value_model = None
-    slots = EngineSlots(torch.arange(320, dtype=torch.int32).view(5, 64), 320)
-    guide.step = GuidedStep(value_source(guide.value_model), slots, StepConfig(vocab_size=VOCAB))
-    for row, length, asked in zip(rows.tolist(), lengths.tolist(), guidance, strict=True):
-        if asked is not None:
-            guide.step.add_request(row, parse_guidance(asked), {EOS}, prompt_len=length - 2, seed=row)
-    info = SimpleNamespace(
-        top_ks=torch.full([3], 6, dtype=torch.int32),
-        top_ps=torch.ones(3),
-        min_ps=torch.zeros(3),
-        sampling_mask_batch_indices=torch.tensor([1]) if is_captured else None,
-    )
-    batch = SimpleNamespace(
-        forward_mode=ForwardMode.DECODE, input_ids=torch.tensor([7, 8, 9]), req_pool_indices=rows, seq_lens=lengths
-    )
-    batch.lenvm_reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(x)) for x in guidance if x is not None]
-    calls, drawn = [], torch.tensor([500, 501, 502], dtype=torch.int32)
+def test_sampler_gets_one_token_of_drawn_rows(guidance, is_drawn):
+    """Whatever the sampler does, it returns these tokens. All other rows are untouched, and so are the
+    log-probabilities of all rows."""
+    guide = guide_of(guidance)
+    sampled = Sampled(guide, guidance, return_logprob=True)
+    ((left, unmasked),) = sampled.calls
+    for row, drawn in enumerate(is_drawn):
+        finite = left[row].isfinite()
+        assert finite.sum() == (1 if drawn else VOCAB)
+        scaled = guidance[row] is not None and "token_temperature_scale" in guidance[row]
+        assert drawn or scaled or torch.equal(left[row], sampled.logits[row])
+        assert not drawn or finite.nonzero().item() in (*sampled.logits[row].topk(6).indices, EOS)
+    if any(is_drawn):
+        assert torch.equal(unmasked, sampled.logits)
+        assert Sampled(guide, guidance).calls[0][1] is None  # no log-probabilities, no copy
 
-    def original(sampler, probs, info):
-        calls.append(probs)
-        return drawn, "capture"
 
-    with guide.sampling(batch):
-        tokens, capture = SGLangPlugin(guide).sample_from_probs(original, None, scores.clone(), info)
-    assert bool(calls) == engine_draws and capture == ("capture" if engine_draws else None)
-    with guide.sampling(batch):
-        assert torch.equal(tokens, guide.draw(scores, info, drawn))
-    for token, likely, of_engine, asked in zip(tokens, scores.topk(6).indices, drawn, guidance, strict=True):
-        # The value model has computed no tokens of the requests.
-        is_guided = asked and not value_model and "value_entropy_threshold" not in asked
-        assert token in (*likely, EOS) if is_guided else token == of_engine  # the end is also a candidate
+def test_temperatures_and_filters_are_those_of_the_request():
+    """A guided request with a temperature near 0 or a top_k of 1 takes the most probable candidate."""
+    guidance = [NEAR] * 3
+    for info in ({"temperatures": torch.full([3, 1], 1e-9)}, {"top_ks": torch.ones(3, dtype=torch.int32)}):
+        found = {tuple(Sampled(guide_of(guidance), guidance, **info).tokens.tolist()) for _ in range(2)}
+        assert len(found) == 1
+    likely = Sampled(guide_of([NEAR] * 3), [NEAR] * 3, temperatures=torch.full([3, 1], 100.0)).tokens
+    assert {tuple(likely.tolist())} != found
+
+
+def test_custom_logit_processors_run_once(guide):
+    guidance = [NEAR, None, NEAR]
+    sampled = Sampled(guide_of(guidance), guidance, return_logprob=True, has_custom_logit_processor=True)
+    ((left, unmasked),) = sampled.calls
+    assert torch.equal(left[1], sampled.logits[1] * 0.5) and torch.equal(unmasked, sampled.logits * 0.5)
+    assert sampled.info.has_custom_logit_processor
+
+
+@pytest.mark.parametrize("guidance", [[NEAR, None, NEAR], [{"token_temperature_scale": {5: 2.0}}, None, None]])
+def test_failing_step_ends_guidance_but_not_the_engine(caplog, guidance):
+    cleared = []
+    guide = SGLangGuide(Settings(), torch.device("cpu"))
+    guide.step = SimpleNamespace(remove_request=cleared.append)  # no other method, so every step fails
+    for failures in (1, 2):
+        sampled = Sampled(guide, guidance, engine=[7, 8, 9])
+        assert sampled.tokens.tolist() == [7, 8, 9] and torch.equal(sampled.calls[0][0], sampled.logits)
+        assert guide.fallbacks == failures
+        for req, asked in zip(sampled.reqs, guidance, strict=True):
+            assert req.lenvm_guidance is None and (asked is None or req.skip_radix_cache_insert)
+    rows = [row for row, asked in zip(ROWS, guidance, strict=True) if asked is not None]
+    assert cleared == rows * 2
+    assert caplog.text.count("a step failed") == 1
+
+
+class Ranks:
+    """Two tensor-parallel ranks in one process: the first sends its tokens, the other receives them."""
+
+    cpu_group = None
+
+    def __init__(self):
+        self.sent = None
+
+    def broadcast(self, tokens, src):
+        if self.sent is None:
+            self.sent = tokens.clone()
+        return tokens.copy_(self.sent)
+
+
+def fail_steps(guide):
+    def step(*args, **kwargs):
+        raise RuntimeError("a requested failure")
+
+    guide.step.step = step
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_ranks_take_the_tokens_of_the_first(monkeypatch, failing):
+    """Also if their own step gives others or fails. If it fails on the first rank, all ranks end the guidance."""
+    guidance, group, found = [NEAR, None, NEAR], Ranks(), []
+    parallel = SimpleNamespace(attn_tp_size=2, attn_tp_rank=1, attn_tp_group=group)
+    monkeypatch.setattr(guide_module, "get_parallel", lambda: parallel)
+    for rank in (0, 1):
+        guide = guide_of(guidance)
+        guide.join_ranks()
+        guide.step.add_request(4, parse_guidance(NEAR), {EOS}, prompt_len=7, seed=rank)  # would draw other tokens
+        if rank == failing:
+            fail_steps(guide)
+        sampled = Sampled(guide, guidance, engine=None)
+        found.append(sampled)
+        assert all(req.lenvm_guidance is not None for req in sampled.reqs[::2])  # until the host has read the tokens
+        sampled.consume()
+        assert [req.lenvm_guidance is None for req in sampled.reqs[::2]] == [failing == 0] * 2
+        assert guide.fallbacks == (rank == failing)
+    assert torch.equal(found[0].tokens, found[1].tokens)
+    assert (group.sent.tolist() == LOST_TOKENS) == (failing == 0)
+    is_masked = [sampled.calls[0][0].isfinite().sum(1).tolist() for sampled in found]
+    assert is_masked == [[VOCAB] * 3 if failing == 0 else [1, VOCAB, 1]] * 2
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_requests_are_admitted_once(is_prefill):
+    """In each prefill batch, and in the first decode batch if another server has computed the prompt."""
+    guide, given = guide_of([None] * 3), []
+    guide.step.add_request = lambda row, params, *args, **kwargs: given.append((row, params is not None))
+    sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None)
+    reqs = []
+    for row, asked in zip(ROWS, (NEAR, None, NEAR), strict=True):
+        params = None if asked is None else parse_guidance(asked)
+        req = dict(kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=params, lenvm_row=None, sampling_params=sampling)
+        reqs.append(SimpleNamespace(**req, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None))
+    batch = SimpleNamespace(lenvm_reqs=[reqs[0], reqs[2]], lenvm_failed=False)
+    for _ in range(2):
+        guide.admit(batch, reqs, is_prefill=is_prefill)
+    assert given == [(4, True), (3, True)] * (1 + is_prefill)
+    given.clear()
+    reqs[0].lenvm_guidance, reqs[0].lenvm_row = None, None  # an unguided request takes the row of a guided one
+    guide.admit(batch, reqs[:1], is_prefill=is_prefill)
+    assert given == [(4, False)]
 
 
 @pytest.mark.parametrize(
@@ -318,6 +458,10 @@ def test_engine_draws_rows_that_guidance_may_not(guide, guidance, value_model, i
             "token_temperature_scale must be of at most 32 tokens together with .*, got 33",
         ),
         ({"beam_width": 2}, "beam_width cannot be combined with guidance in custom_params"),
+        ({"watermark": {"key": 3}}, "watermark cannot be combined with guidance"),
+        ({"return_sampling_mask": True}, "return_sampling_mask cannot be combined with guidance"),
+        ({"return_sampling_mask": True, "custom_params": None}, None),
+        ({"top_k": 1}, None),  # greedy
         ({"input_embeds": [0.5]}, "input_embeds cannot be combined with"),
         ({"positional_embed_overrides": [0.5]}, "positional_embed_overrides cannot be combined with"),
         ({"mm_inputs": [0.5]}, "images, videos and audio cannot be combined with"),
@@ -327,7 +471,8 @@ def test_engine_draws_rows_that_guidance_may_not(guide, guidance, value_model, i
     ],
 )
 def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
-    sampling = dict(top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None, custom_params=GENTLE)
+    sampling = dict(top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None, watermark=None)
+    sampling |= dict(custom_params=GENTLE)
     request = dict(positional_embed_overrides=None) | {x: y for x, y in changes.items() if x not in sampling}
     sampling |= {name: value for name, value in changes.items() if name in sampling}
     request = SimpleNamespace(sampling_params=SimpleNamespace(**sampling), **request)

@@ -158,9 +158,8 @@ class SGLangGuide:
             table_rows = runner.req_to_token_pool.req_to_token.shape[0]
             grown_by = torch.zeros(table_rows, 2 + self.drafts, dtype=torch.int32, device=self.device)
             self.grown_by = grown_by[:, 1:], grown_by[:, 0]
+        self.join_ranks()
         parallel = get_parallel()
-        if parallel.attn_tp_size > 1:
-            self._ranks = parallel.attn_tp_group
         if options.enable_metrics and parallel.attn_tp_rank == 0:
             self.metrics = Metrics(
                 model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
@@ -173,6 +172,12 @@ class SGLangGuide:
             self.num_bytes(runner.model_config, self.step.max_requests, slots) / 2**30,
             "with" if self.step.config.graphs else "without",
         )
+
+    def join_ranks(self) -> None:
+        """Find the tensor-parallel ranks that draw the same tokens."""
+        parallel = get_parallel()
+        if parallel.attn_tp_size > 1:
+            self._ranks = parallel.attn_tp_group
 
     def discard_read_done(self, runner: ModelRunner) -> None:
         """Before the engine overwrites its slot table: nothing, because the step does not read it."""

@@ -188,7 +188,9 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
     """
     check_hooked(HOOKS)
     options = resolved_view(runner.server_args)  # with the engine's defaults
-    check_options(options, OPTIONS, "guidance (LENVM_VALUE_MODEL=off turns it off)")
+    check_options(options, OPTIONS, "guidance, which LENVM_VALUE_MODEL=off turns off")
+    if options.speculative_algorithm:
+        check_options(options, DRAFT_OPTIONS, "guidance and speculative decoding")
     settings = settings_of(options)
     settings.thoughts  # noqa: B018, loads the tokenizer before the first request
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
@@ -200,7 +202,6 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
     guide = kind.load(settings, runner, options, device, drafts_a_step(options))
     hooks = guide.hooks
     if options.speculative_algorithm:
-        check_options(options, DRAFT_OPTIONS, "guidance and speculative decoding")
         from lenvm_kernels.engines.sglang.drafts import hooks_of
 
         hooks |= hooks_of(guide)
