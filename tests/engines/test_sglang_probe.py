@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
+from safetensors.torch import load_file
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -18,8 +20,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import SGLangGuide
-from lenvm_kernels.engines.sglang.plugin import SGLangPlugin, load_probe
-from lenvm_kernels.engines.sglang.states import SampledStates, input_embedding
+from lenvm_kernels.engines.sglang.hooks import SGLangPlugin
+from lenvm_kernels.engines.sglang.requests import guidance_of
+from lenvm_kernels.engines.sglang.states import ProbeGuide, SampledStates, input_embedding
+from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import LengthProbe
@@ -254,10 +258,11 @@ class Hooked:
     """The hooks of a process that has loaded the probe of several layers, and the base model's processor."""
 
     def __init__(self, folder, weight):
-        base = DeepBase(weight)
+        self.base = base = DeepBase(weight)
+        self.tensors = load_file(folder / "deep" / "probe.safetensors")
         self.states = SampledStates(base, LengthProbe.from_pretrained(folder / "deep", LAYERS, weight))
-        self.guide = SGLangGuide(Settings(folder / "deep"), None, torch.device("cpu"), drafts=2, states=self.states)
-        self.processor, self.plugin = base.logits_processor, SGLangPlugin(self.guide)
+        self.guide = ProbeGuide(Settings(folder / "deep"), torch.device("cpu"), self.states, drafts=2)
+        self.processor = base.logits_processor
 
     def prune(self, states, metadata, processor=None):
         """Prune states as in the engine's forward; returns the pruned states, and the inner states passed to the
@@ -267,11 +272,11 @@ class Hooked:
         def original(processor, input_ids, hidden_states, lm_head, metadata, aux_hidden_states):
             found.append(aux_hidden_states)
             arguments = processor, hidden_states, None, aux_hidden_states, metadata
-            return self.plugin.keep_states(LogitsProcessor._get_pruned_states, *arguments)
+            return self.guide.keep_states(LogitsProcessor._get_pruned_states, *arguments)
 
         first, second, last = states
         arguments = processor, None, last, None, metadata, [first, second]
-        return self.plugin.hide_inner_states(original, *arguments), found[0]
+        return self.guide.hide_inner_states(original, *arguments), found[0]
 
 
 @pytest.fixture
@@ -317,8 +322,8 @@ def test_states_of_sampled_rows(hooked, metadata, sampled):
 
 def test_memory_of_states(hooked):
     """Memory beside the step's, for each node of each request."""
-    without = SGLangGuide(hooked.guide.settings, None, torch.device("cpu"), drafts=2)
-    sizes = SimpleNamespace(context_len=512, vocab_size=VOCAB), 5, 99
+    without = SGLangGuide(hooked.guide.settings, torch.device("cpu"), drafts=2)
+    sizes = SimpleNamespace(context_len=512, vocab_size=VOCAB), 5
     assert hooked.guide.num_bytes(*sizes) - without.num_bytes(*sizes) == 15 * 3 * HIDDEN * 4
 
 
@@ -336,7 +341,7 @@ def test_replayed_graph_keeps_states_without_hook(hooked):
     graphs = {
         size: make_fx(lambda *states: hooked.prune(states, metadata)[0][0])(*rows_of_states(size)) for size in (8, 4, 2)
     }
-    kept, hooked.plugin.guide = hooked.states.of(6), None
+    kept = hooked.states.of(6)
     for size, rows in ((4, 3), (8, 6), (2, 2), (4, 4)):
         first, second, last = states = rows_of_states(size, seed=size + rows)
         graphs[size](*states)
@@ -386,23 +391,48 @@ def test_input_embedding_of_base_model():
 def test_options_unsupported_by_probes_are_rejected_at_start(folder, weight, probe, base, given, message):
     layers = given.pop("layers", LAYERS)
     runner = SimpleNamespace(model=base(weight), model_config=SimpleNamespace(num_hidden_layers=layers))
-    options = dict(enable_torch_compile=False, speculative_algorithm=None)
+    options = dict(enable_torch_compile=False, speculative_algorithm=None, pp_size=1, max_running_requests=None)
     options = SimpleNamespace(**options | {"enable_return_aux_hidden_states": False} | given)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        load_probe(Settings(folder / probe), runner, options)
+        ProbeGuide.load(Settings(folder / probe), runner, options, torch.device("cpu"), 0)
 
 
 @pytest.mark.parametrize("reads_tokens", [False, True])
-def test_probes_accept_requests_that_value_models_reject(folder, monkeypatch, reads_tokens):
+def test_probes_accept_requests_that_value_models_reject(folder, reads_tokens):
     """A value model needs the tokens and cached values of a request; a probe does not."""
-    monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder / ("value" if reads_tokens else "last")))
-    Settings.current.cache_clear()
-    sampling = SimpleNamespace(custom_params=GENTLE, top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None)
+    kind, name = (partial(ValueModelGuide, value_model=None), "value") if reads_tokens else (SGLangGuide, "last")
+    guide = kind(Settings(folder / name), torch.device("cpu"))
+    sampling = dict(custom_params=GENTLE, top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None)
+    sampling = SimpleNamespace(**sampling, watermark=None)
     req = dict(sampling_params=sampling, input_embeds=[0.5], positional_embed_overrides=None, extra_key="mine")
     req = SimpleNamespace(**req, set_finish_with_abort=lambda message: errors.append(message))
     errors = []
-    SGLangPlugin().note_guidance(None, req)
-    Settings.current.cache_clear()
+    SGLangPlugin(guide).note_guidance(None, req)
     assert errors == ["input_embeds cannot be combined with guidance in custom_params"] * reads_tokens
     assert req.extra_key == "mine"
     assert (req.lenvm_guidance is None) == reads_tokens
+
+
+def test_probe_follows_updated_weights(hooked, weight, caplog):
+    """Values are those of a probe on the new embedding. If it is another base model's, requests are rejected."""
+    guide, states = hooked.guide, torch.randn(2, 3 * HIDDEN)
+    hooked.base.embed_tokens = SimpleNamespace(weight=weight.clone())
+    guide.runner = SimpleNamespace(model=hooked.base)
+
+    def values(probe):
+        table = GuidanceTable.from_params([parse_guidance({"target_length": 9})] * 2, [set()] * 2, "cpu").columns
+        rows = dict(table_rows=torch.arange(2), generated=torch.zeros(2, dtype=torch.int32))
+        return probe.value_logits(states, torch.tensor([[3, 4], [5, 6]], dtype=torch.int32), table, **rows)[0]
+
+    before = values(guide.source)
+    hooked.base.embed_tokens.weight.mul_(1.01)
+    guide.update_probe(None, None, "version")
+    expected = LengthProbe(guide.source.config, hooked.tensors, weight * 1.01, lenvm_config=guide.source.lenvm_config)
+    assert torch.equal(values(guide.source), values(expected)) and not torch.equal(values(guide.source), before)
+    assert guide.failure is None
+    hooked.base.embed_tokens.weight.neg_()
+    guide.update_probe(None, None, "version")
+    assert "got one with another embedding" in guide.failure and "requests with guidance are rejected" in caplog.text
+    sampling = SimpleNamespace(custom_params=GENTLE)
+    with pytest.raises(ValueError, match="guidance in custom_params must be absent: .* another embedding"):
+        guidance_of(SimpleNamespace(sampling_params=sampling), guide.settings, guide.failure)
