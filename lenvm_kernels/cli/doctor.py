@@ -151,11 +151,12 @@ def is_fork() -> bool:
 
 
 def check_sglang() -> list[Check]:
-    """Load the plugins as SGLang does, with this one enabled, and check its hooks and the signatures that it uses."""
+    """Load the plugins as SGLang does, with the default settings, and check the hooks and signatures of this one."""
     if version_of("sglang") is None or is_fork():
         return [Check("sglang", MISSING, "not installed" if not is_fork() else "the LenVM fork")]
     hooks = importlib.import_module("lenvm_kernels.engines.sglang.hooks").HOOKS
-    with mock.patch.dict(os.environ, {"LENVM_VALUE_MODEL": "none"}):  # also if it is off
+    others = {name: value for name, value in os.environ.items() if not name.startswith("LENVM_")}
+    with mock.patch.dict(os.environ, others, clear=True):  # with a variable, a failure would end this process
         from sglang.srt.plugins import load_plugins
         from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -163,7 +164,7 @@ def check_sglang() -> list[Check]:
     if not all(target in HookRegistry._hooks for target in hooks):
         only = os.environ.get("SGLANG_PLUGINS")
         hint = f"SGLANG_PLUGINS={only} excludes it" if only else "SGLang's log has the reason"
-        return [Check("plugin", WRONG, "did not run", hint)]
+        return [Check("plugin", WRONG, "did not run", hint), *_signatures("sglang")]
     lost = [target for target in hooks if target not in HookRegistry._patched]
     return [*(Check(target, WRONG, "hook not applied") for target in lost), *_signatures("sglang")]
 

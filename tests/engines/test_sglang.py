@@ -92,7 +92,6 @@ def test_guided_requests_share_only_prefixes_with_values(folder, engine):
         ),
         # Tokens between spans are computed.
         (GENTLE | SEVERAL[1], dict(max_new_tokens=60, logit_bias=LIKELY), lambda output: 89 - MAX_WAITING),
-        (GENTLE, dict(temperature=0.0), lambda output: 0),  # a greedy request is never guided
     ],
 )
 def test_second_turn_reuses_computed_tokens(folder, engine, guidance, options, count):
@@ -213,15 +212,23 @@ def test_bad_parameters_are_rejected(engine, custom_params, message):
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
-def test_greedy_requests_are_greedy(engine):
-    """With and without guidance, alone and in a batch with sampled requests."""
-    prompts = prompts_of(9, 9, seed=3)
-    plain, _ = engine.generate(prompts[:1], [None], temperature=0.0)
-    guided, steps = engine.generate(prompts[:1], [MODES[0]], temperature=0.0)
-    assert steps == []
+def test_greedy_requests(folder, engine):
+    """A greedy request with guidance takes the most probable candidate by the guided weights, alone and in a batch;
+    without guidance, the base model's."""
+    prompts, guidance = prompts_of(9, 9, seed=3), [MODES[0], MODES[0]]
+    plain, no_steps = engine.generate(prompts[:1], [None], temperature=0.0)
+    found = []
+    for greedy in (dict(temperature=0.0), dict(top_k=1)):
+        results, steps = engine.generate(prompts[:1], guidance[:1], request=dict(return_logprob=True), **greedy)
+        assert check_steps(folder, prompts[:1], results, steps)
+        for row in rows_of(results[0], steps):
+            assert row["token"] == row["token_ids"][row["probs"].index(max(row["probs"]))]
+        found.append(results[0]["output_ids"])
     params = [{**SAMPLING, "temperature": t, "custom_params": MODES[0]} for t in (0.0, 1.0)]
-    mixed = engine.post(input_ids=prompts, sampling_params=params).json()
-    assert plain[0]["output_ids"] == guided[0]["output_ids"] == mixed[0]["output_ids"]
+    found.append(engine.post(input_ids=prompts, sampling_params=params).json()[0]["output_ids"])
+    assert found[1:] == found[:1] * 2 and found[0] != plain[0]["output_ids"] and no_steps == []
+    logprobs = [logprob for logprob, _, _ in results[0]["meta_info"]["output_token_logprobs"]]
+    assert min(logprobs) < -1  # of the base model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -261,7 +268,13 @@ def test_seeds(engine):
     assert alone[0]["output_ids"] == again[0]["output_ids"] != other[0]["output_ids"]
 
 
-def test_several_samples_of_a_prompt_differ(engine):
-    params = {**SAMPLING, "n": 3, "custom_params": GENTLE}
-    results = engine.post(input_ids=prompts_of(9, seed=5)[0], sampling_params=params).json()
-    assert len({tuple(result["output_ids"]) for result in results}) == 3
+def test_samples_of_a_prompt_differ(engine):
+    """Without a seed, and with one, where the same samples are returned again. The first is that of ``n = 1``."""
+    params, found = {**SAMPLING, "n": 3, "custom_params": GENTLE}, []
+    for seed in (None, 5, 5):
+        body = dict(input_ids=prompts_of(9, seed=5)[0], sampling_params=params | {"sampling_seed": seed})
+        results = engine.post(**body).json()
+        found.append([result["output_ids"] for result in results])
+        assert len(set(map(tuple, found[-1]))) == 3
+    alone, _ = engine.generate(prompts_of(9, seed=5), [GENTLE], sampling_seed=5)
+    assert found[1] == found[2] and found[1][0] == alone[0]["output_ids"]

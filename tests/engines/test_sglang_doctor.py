@@ -1,7 +1,9 @@
-"""``lenvm doctor`` with SGLang, in separate processes because the hooks cannot be removed."""
+"""Failures of the plugin in SGLang's plugin loader and in ``lenvm doctor``, in separate processes because the hooks
+cannot be removed."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,10 +13,16 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 from lenvm_kernels.engines.signatures import recorded
 
-TARGET = "sglang.srt.layers.sampler.Sampler._preprocess_logits"
 REMOVE = "from sglang.srt.layers.sampler import Sampler; del Sampler._preprocess_logits"
+NO_IMPORT = "import sys; sys.modules['lenvm_kernels.engines.sglang.hooks'] = None"
 FAIL = "import lenvm_kernels.engines.sglang.plugin as adapter; adapter.plugin = lambda: {}['x']"
 TRIED = ", ".join(recorded("sglang"))
+
+
+def run(code, environment):
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("LENVM_", "SGLANG_"))}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -22,23 +30,50 @@ TRIED = ", ".join(recorded("sglang"))
     [
         ("", {}, {}),
         ("", {"LENVM_VALUE_MODEL": "off"}, {}),
-        (REMOVE, {}, {TARGET: "hook not applied", "Sampler._preprocess_logits": "is not there"}),
+        (REMOVE, {}, {"plugin": "did not run", "Sampler._preprocess_logits": "is not there"}),
         ("", {"SGLANG_PLUGINS": "other"}, {"plugin": "did not run"}),
         (FAIL, {}, {"plugin": "did not run"}),
     ],
 )
 def test_hooks_and_signatures(before, environment, wrong):
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("LENVM_", "SGLANG_"))}
     code = (
         f"import contextlib, io, os, sys\nwith contextlib.redirect_stderr(io.StringIO()):\n    {before or 'pass'}\n"
         "from lenvm_kernels.cli import main\nstatus = main(['doctor', '--json'])\n"
         f"assert os.environ.get('LENVM_VALUE_MODEL') == {environment.get('LENVM_VALUE_MODEL')!r}\nsys.exit(status)"
     )
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=300)
+    result = run(code, environment)
     assert result.stderr == ""
     checks = json.loads(result.stdout)["sglang"]
     assert {check["name"]: check["found"] for check in checks if check["mark"] == "wrong"} == wrong
     assert result.returncode == bool(wrong)
     if not wrong:
         assert [check["name"] for check in checks] == ["signatures"] and checks[0]["found"].endswith(TRIED)
+
+
+LOAD = """
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+print("served", *sorted(target.rpartition(".")[2] for target in HookRegistry._patched))
+"""
+ALL = "served __init__ _send_one_request alloc_memory_pool forward init_new load_model sample update_request_meta_info"
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "printed", "logged"),
+    [
+        ("", {}, ALL, ""),
+        ("", {"LENVM_VALUE_MODEL": "off"}, "served __init__ _send_one_request", ""),
+        ("import sglang.srt.managers.detokenizer_manager", {"LENVM_VALUE_MODEL": "none"}, "served", ""),
+        (REMOVE, {}, "served", "guidance is off, because .* Sampler._preprocess_logits is not there"),
+        (REMOVE, {"LENVM_TRACE": "t"}, "", "the plugin of SGLang cannot be used: .* Sampler._preprocess_logits is not"),
+        (NO_IMPORT, {"LENVM_VALUE_MODEL": "none"}, "", "the plugin of SGLang cannot be used: import of .*hooks halted"),
+        ("", {"LENVM_VALUE_MODEL": "/nowhere"}, "", "cannot be used: LENVM_VALUE_MODEL must be an existing directory"),
+    ],
+)
+def test_engine_does_not_start_without_the_guidance_that_was_requested(before, environment, printed, logged):
+    """The engine's loader ignores exceptions of a plugin. With nothing set, the engine starts without guidance."""
+    result = run(f"import logging; logging.basicConfig()\n{before}\n{LOAD}", environment)
+    assert result.stdout.strip() == printed, result.stderr
+    assert result.returncode == (not printed)
+    assert re.search(logged, result.stderr)

@@ -8,8 +8,9 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
-from lenvm_kernels.engines.sglang.drafts import changed_once, drafts_of, leave_only, parents_of
-from lenvm_kernels.engines.sglang.plugin import drafts_a_step
+from lenvm_kernels.engines.one_token import leave_only
+from lenvm_kernels.engines.sglang.drafts import changed_once, drafts_of, parents_of
+from lenvm_kernels.engines.sglang.options import drafts_a_step
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.types import Drafts
 

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +15,14 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 import msgspec
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from tokenizers import Tokenizer, models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.engines.settings import Settings
@@ -69,7 +75,38 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
     with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE is 0.01, but the guided step takes 0\.\d+ of"):
         guide.leave_room(original, configurator, budget)
     guide.has_slots = True  # sized again after the capture of graphs, beside the value model's cache
-    assert guide.leave_room(original, configurator, budget, cap_tokens=cap).max_total_num_tokens == (cap or budget // cell)
+    assert guide.leave_room(original, configurator, budget, cap_tokens=cap).max_total_num_tokens == (
+        cap or budget // cell
+    )
+
+
+class Allocated(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is allocated inside."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for x in tree_leaves(output):
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return output
+
+
+@pytest.mark.parametrize("source", ["none", "value model"])
+def test_memory_does_not_grow_with_the_limit_of_requests(guide, source):
+    """The engine's default is 4,096 running requests. A step computes 512 at once, and no warm-up allocates more."""
+    rows = 4096
+    if source == "none":
+        guide = SGLangGuide(Settings(), torch.device("cpu"))
+    engine = SimpleNamespace(context_len=512, vocab_size=VOCAB)
+    assert guide.num_bytes(engine, rows) <= 1.02 * guide.num_bytes(engine, 512)
+    slots = EngineSlots(torch.zeros(rows, 1, dtype=torch.int32), 64)
+    sizes = dict(vocab_size=VOCAB, max_requests=rows, max_candidates=4, chunk_tokens=64, backend="reference")
+    guide.step = GuidedStep(value_source(guide.value_model), slots, StepConfig(**sizes))
+    with Allocated() as allocated:
+        guide.step.warm_up(progress=False)
+    assert 512 * VOCAB <= allocated.largest < rows * VOCAB * 4
 
 
 class Work(list):
@@ -281,7 +318,9 @@ class Sampled:
             req = SimpleNamespace(lenvm_guidance=params, kv=SimpleNamespace(req_pool_idx=row))
             self.reqs.append(req)
         rows, lengths = torch.tensor(ROWS), torch.tensor(LENGTHS)
-        batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, input_ids=rows, req_pool_indices=rows, seq_lens=lengths)
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE, input_ids=rows, req_pool_indices=rows, seq_lens=lengths
+        )
         batch.lenvm_reqs = [req for req in self.reqs if req.lenvm_guidance is not None]
         batch.lenvm_failed = False
         filters = dict(top_ks=torch.full([3], 6, dtype=torch.int32), top_ps=torch.ones(3), min_ps=torch.zeros(3))
@@ -434,7 +473,9 @@ def test_requests_are_admitted_once(is_prefill):
     reqs = []
     for row, asked in zip(ROWS, (NEAR, None, NEAR), strict=True):
         params = None if asked is None else parse_guidance(asked)
-        req = dict(kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=params, lenvm_row=None, sampling_params=sampling)
+        req = dict(
+            kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=params, lenvm_row=None, sampling_params=sampling
+        )
         reqs.append(SimpleNamespace(**req, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None))
     batch = SimpleNamespace(lenvm_reqs=[reqs[0], reqs[2]], lenvm_failed=False)
     for _ in range(2):
@@ -444,6 +485,45 @@ def test_requests_are_admitted_once(is_prefill):
     reqs[0].lenvm_guidance, reqs[0].lenvm_row = None, None  # an unguided request takes the row of a guided one
     guide.admit(batch, reqs[:1], is_prefill=is_prefill)
     assert given == [(4, False)]
+
+
+def test_lora_requests_are_counted(guide):
+    """A value model does not know the adapter; without one there is nothing to know."""
+    for values, lora_id in ((guide, "adapter"), (guide, None), (guide_of([None] * 3), "adapter")):
+        values.metrics = SimpleNamespace(lora_requests=Counter())
+        values.metrics.lora_requests.inc = partial(values.metrics.lora_requests.update, ["inc"])
+        values.step = SimpleNamespace(add_request=lambda *args, **kwargs: None)
+        sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None)
+        req = dict(kv=SimpleNamespace(req_pool_idx=3), lenvm_guidance=parse_guidance(NEAR), lenvm_row=None)
+        req |= dict(sampling_params=sampling, origin_input_ids=[5], output_ids=[], lora_id=lora_id, tokenizer=None)
+        req = SimpleNamespace(**req, lenvm_images=None, extend_end=1)
+        batch = SimpleNamespace(lenvm_reqs=[req], lenvm_failed=False)
+        values.admit(batch, [req], is_prefill=True)
+        assert values.fallbacks == 0
+        assert values.metrics.lora_requests["inc"] == (values is guide and lora_id is not None)
+
+
+@pytest.mark.parametrize("uses_pickle", [True, False])
+def test_samples_are_sent_with_parameters_of_their_own(uses_pickle):
+    """Each sample of a prompt has another seed, and nested parameters pass the engine's msgpack."""
+    custom_params = NEAR | {"end_token_ids": [[7, 3], 9], "token_temperature_scale": {"5": 2.0}, "other": [1, 2]}
+    shared = SamplingParams(custom_params=custom_params, sampling_seed=5)
+    manager = SimpleNamespace(server_args=ServerArgs(model_path="x", device="cpu"))
+    plugin, sent = SGLangPlugin(), []
+    with envs.SGLANG_USE_PICKLE_IPC.override(uses_pickle):
+        for _ in range(3):
+            request = SimpleNamespace(sampling_params=shared)
+            plugin.check_request(manager, request)
+            sent.append(request.sampling_params)
+    assert len({params.sampling_seed for params in sent}) == 3 and sent[0].sampling_seed == 5
+    assert shared.custom_params is custom_params and custom_params["end_token_ids"] == [[7, 3], 9]
+    if uses_pickle:
+        assert sent[2].custom_params == custom_params
+    else:
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent[2]), type=SamplingParams)
+        assert received.custom_params["other"] == [1, 2]
+        expected = Settings().parse_request(custom_params)
+        assert Settings().parse_request(received.custom_params) == expected
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tests.helpers.sglang_server import (
     cached_tokens,
     check_steps,
     prompts_of,
+    rows_of,
     running_server,
     write_checkpoints,
 )
@@ -82,18 +83,33 @@ def test_tensor_parallel_ranks_agree(folder, ranks):
     assert ranks.metrics()["guided_steps_total"] == len(agreed(ranks))
 
 
-@pytest.mark.parametrize("method", ["extend", "step"])
-def test_failure_on_one_rank_ends_guidance_on_both(folder, ranks, method):
-    prompts, fallbacks = prompts_of(20, 20, seed=len(method)), ranks.metrics()["fallbacks_total"]
-    (folder / "fail").write_text(method)
+@pytest.mark.parametrize(
+    ("method", "rank", "is_lost"), [("extend", 0, True), ("extend", 1, True), ("step", 0, True), ("step", 1, False)]
+)
+def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
+    """It ends the guidance on both ranks, except that of a step whose draws are unused, on the second."""
+    prompts, fallbacks = prompts_of(20, 20, seed=10 * len(method) + rank), ranks.metrics()["fallbacks_total"]
+    (folder / "fail").write_text(f"{method} {rank}")
     results = ask(folder, ranks, prompts, [GENTLE, None])
-    assert not (folder / "fail").exists(), "the second rank did not fail"
-    assert steps_of(agreed(ranks), results) == []
-    assert ranks.metrics()["fallbacks_total"] == fallbacks + 1
-    for cached in (0, 19):  # guided requests must not reuse what the failed request left in the radix cache
+    assert not (folder / "fail").exists(), "the rank did not fail"
+    assert ranks.metrics()["fallbacks_total"] == fallbacks + is_lost
+    time.sleep(2)  # the second rank reaches its last step after the first has answered
+    steps = steps_of(ranks.lines(), results)
+    drawn = [row["token"] for row in rows_of(results[0], steps) if row["length"] >= 20]
+    if not is_lost:
+        assert check_steps(folder, prompts, results, steps) > 16 and min(drawn) >= 0
+    elif method == "extend":
+        assert drawn == []
+    else:
+        assert drawn and max(drawn) < 0
+    for cached in (
+        0 if method == "extend" else 19,
+        19,
+    ):  # what the failed request left in the radix cache is not reused
         results = ask(folder, ranks, prompts[:1], [GENTLE])
         assert cached_tokens(results) == [cached]
-        assert check_steps(folder, prompts[:1], results, steps_of(agreed(ranks), results))
+        steps = [json.loads(line) for line in ranks.lines()[-34:]]
+        assert check_steps(folder, prompts[:1], results, steps_of(map(json.dumps, steps), results))
 
 
 def test_data_parallel_attention(tmp_path):
@@ -143,6 +159,7 @@ def test_requests_that_cannot_be_guided_are_rejected(folder):
             (prompt, unguided | beams, None),
             (in_session, guided, "a streaming session"),
             (prompt, guided | beams, "beam_width"),
+            (prompt | {"return_sampling_mask": True}, guided, "return_sampling_mask"),
             ({"input_embeds": torch.zeros(5, HIDDEN).tolist()}, guided, "input_embeds"),
             (in_session, unguided, None),
             (prompt, guided | {"max_new_tokens": 0}, None),

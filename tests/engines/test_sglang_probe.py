@@ -434,5 +434,5 @@ def test_probe_follows_updated_weights(hooked, weight, caplog):
     guide.update_probe(None, None, "version")
     assert "got one with another embedding" in guide.failure and "requests with guidance are rejected" in caplog.text
     sampling = SimpleNamespace(custom_params=GENTLE)
-    with pytest.raises(ValueError, match="guidance in custom_params must be absent: .* another embedding"):
+    with pytest.raises(ValueError, match=r"guidance in custom_params must be absent: .* another embedding"):
         guidance_of(SimpleNamespace(sampling_params=sampling), guide.settings, guide.failure)

@@ -384,15 +384,18 @@ class SGLangGuide:
         except Exception:
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-            self.fallbacks += 1
-            if self.metrics is not None:
-                self.metrics.fallbacks.inc()
+            self._count_failure()
             if self._ranks is None:
                 for req in batch.lenvm_reqs:
                     self.lose(req)
                 batch.lenvm_reqs = []
             else:
                 batch.lenvm_failed = True
+
+    def _count_failure(self) -> None:
+        self.fallbacks += 1
+        if self.metrics is not None:
+            self.metrics.fallbacks.inc()
 
 
 @dataclass(frozen=True)

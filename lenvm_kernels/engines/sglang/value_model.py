@@ -246,6 +246,8 @@ class ValueModelGuide(SGLangGuide):
         flag = torch.tensor([batch.lenvm_failed], dtype=torch.uint8, device="cpu")
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._ranks.cpu_group)
         if flag:
+            if not batch.lenvm_failed:
+                self._count_failure()
             for req in batch.lenvm_reqs:
                 self.lose(req)
             batch.lenvm_reqs = []

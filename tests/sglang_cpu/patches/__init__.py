@@ -13,11 +13,11 @@ TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
 
 
 def fail_on_request(method):
-    """Let a method of the guided step fail on the second rank, once, when the file LENVM_TEST_FAIL names it."""
+    """Let a method of the guided step fail on a rank, once, when the file LENVM_TEST_FAIL names both."""
     original, file = getattr(GuidedStep, method), Path(os.environ["LENVM_TEST_FAIL"])
 
     def failing(*args, **kwargs):
-        if get_parallel().tp_rank == 1 and file.exists() and file.read_text() == method:
+        if file.exists() and file.read_text() == f"{method} {get_parallel().tp_rank}":
             file.unlink()
             raise RuntimeError("a requested failure")
         return original(*args, **kwargs)
