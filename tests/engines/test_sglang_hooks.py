@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,6 +32,7 @@ from lenvm_kernels.engines.sglang import hooks
 from lenvm_kernels.engines.sglang import options as sglang_options
 from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide
 from lenvm_kernels.engines.sglang.hooks import SGLangPlugin
+from lenvm_kernels.engines.sglang.plugin import plugin
 from lenvm_kernels.engines.sglang.requests import end_tokens, guidance_of
 from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.engines.tokenizers import check_vocabulary
@@ -210,23 +212,59 @@ def test_unsupported_options_are_rejected_at_start(monkeypatch, tmp_path, given,
         SGLangPlugin().load(None, runner)
 
 
+HOOKS_MODULE, MANAGERS = "lenvm_kernels.engines.sglang.hooks", "sglang.srt.managers"
+
+
+@pytest.mark.parametrize(
+    ("environment", "failing", "message"),
+    [
+        ({}, None, None),
+        ({"LENVM_VALUE_MODEL": "/nowhere"}, None, "cannot be used: LENVM_VALUE_MODEL must be an existing directory"),
+        ({"LENVM_VALUE_MODEL": "none"}, "import", f"the plugin of SGLang cannot be used: import of {HOOKS_MODULE} halted"),
+        ({"LENVM_TRACE": "file"}, "signatures", "cannot be used: LenVM does not fit this sglang"),
+        ({"LENVM_TRACE": " "}, "signatures", None),
+        ({}, "import", None),
+        ({"LENVM_VALUE_MODEL": "/nowhere"}, "detokenizer", None),
+    ],
+)
+def test_failures_of_the_entry_point(monkeypatch, caplog, environment, failing, message):
+    """The engine's loader ignores exceptions. They end the process by name if any variable is set."""
+    for name in [name for name in os.environ if name.startswith("LENVM_")]:
+        monkeypatch.delenv(name)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    registered = []
+    monkeypatch.setattr(hooks.HookRegistry, "register", lambda target, hook, kind: registered.append(target))
+    if failing == "import":
+        monkeypatch.setitem(sys.modules, HOOKS_MODULE, None)
+    if failing == "signatures":
+        monkeypatch.setattr(hooks.signatures, "differences", lambda engine: {"sampler:Sampler.forward": "is not there"})
+    if failing == "detokenizer":
+        monkeypatch.setitem(sys.modules, f"{MANAGERS}.detokenizer_manager", None)
+        monkeypatch.delitem(sys.modules, f"{MANAGERS}.scheduler")
+    with nullcontext() if message is None else pytest.raises(SystemExit, match=message):
+        plugin()
+    assert registered == ([] if failing or message else [*hooks.HOOKS])
+    assert ("guidance is off, because" in caplog.text) == (message is None and failing in ("import", "signatures"))
+
+
 def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch):
     """With no variable set, requests with guidance are rejected, and all others are served."""
     for name in [name for name in os.environ if name.startswith("LENVM_")]:
         monkeypatch.delenv(name)
-    plugin = SGLangPlugin()
-    plugin.load(None, SimpleNamespace(is_draft_worker=False))  # no hook was applied
-    assert plugin.guide is None and plugin.off.startswith("LenVM does not fit this SGLang: it could not hook")
+    process = SGLangPlugin()
+    process.load(None, SimpleNamespace(is_draft_worker=False))  # no hook was applied
+    assert process.guide is None and process.off.startswith("LenVM does not fit this SGLang: it could not hook")
     errors = []
     for custom_params in (None, {"thinking_budget": 5}, {"other": [1]}, {"lenvm": {"target_length": 9}}):
         sampling = SimpleNamespace(custom_params=custom_params)
         req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=errors.append, input_embeds=None)
-        plugin.note_guidance(None, req)
+        process.note_guidance(None, req)
         assert req.lenvm_guidance is None
-    assert errors == [f"guidance in custom_params must be absent: {plugin.off}"]
+    assert errors == [f"guidance in custom_params must be absent: {process.off}"]
     monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
     with pytest.raises(RuntimeError, match="could not hook"):
-        plugin.load(None, SimpleNamespace(is_draft_worker=False))
+        process.load(None, SimpleNamespace(is_draft_worker=False))
 
 
 @pytest.mark.parametrize(
