@@ -15,6 +15,7 @@ from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
 from lenvm_kernels.values.probe import CONFIG_FILE, TENSORS_FILE, ProbeConfig, embedding_signs
@@ -106,6 +107,8 @@ def test_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
     length = F.softplus(mean[2, place]) / -math.log(0.99) * (int(output.tokens[3]) != EOS)
     torch.testing.assert_close(output.remaining_lengths[3], length, rtol=1e-3, atol=1e-3)
     assert output.remaining_lengths[:3].isnan().all() and (expected[2] - mean[2]).abs().max() > 0.1
+    after = StepBatch(output.tokens, rows, lengths + 1, states=states)
+    torch.testing.assert_close(step.predict(after), output.remaining_lengths, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_every_node_of_drafts_has_states(probe):
