@@ -130,7 +130,9 @@ def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_del
     """With the engine's own barrier, in the order of its overlapping scheduler; grammars delay sampling."""
     forward_stream, plugin = Work(), SGLangPlugin(guide)
     monkeypatch.setattr(guide, "extend", lambda batch: forward_stream.append("the value model reads a prompt's slots"))
-    monkeypatch.setattr(guide, "report", lambda *_: forward_stream.append("the value model reads a step's slots"))
+    monkeypatch.setattr(
+        guide, "report_sampled", lambda *_: forward_stream.append("the value model reads a step's slots")
+    )
     reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(GENTLE) if is_guided else None)]
     scheduled = SimpleNamespace(reqs=reqs)
     batch = SimpleNamespace(forward_mode=mode, lenvm_reqs=reqs if is_guided else [], sampling_info=None)
@@ -220,7 +222,7 @@ HOOKS_MODULE, MANAGERS = "lenvm_kernels.engines.sglang.hooks", "sglang.srt.manag
     [
         ({}, None, None),
         ({"LENVM_VALUE_MODEL": "/nowhere"}, None, "cannot be used: LENVM_VALUE_MODEL must be an existing directory"),
-        ({"LENVM_VALUE_MODEL": "none"}, "import", f"the plugin of SGLang cannot be used: import of {HOOKS_MODULE} halted"),
+        ({"LENVM_VALUE_MODEL": "none"}, "import", f"plugin of SGLang cannot be used: import of {HOOKS_MODULE} halted"),
         ({"LENVM_TRACE": "file"}, "signatures", "cannot be used: LenVM does not fit this sglang"),
         ({"LENVM_TRACE": " "}, "signatures", None),
         ({}, "import", None),

@@ -424,11 +424,12 @@ def test_probe_follows_updated_weights(hooked, weight, caplog):
         rows = dict(table_rows=torch.arange(2), generated=torch.zeros(2, dtype=torch.int32))
         return probe.value_logits(states, torch.tensor([[3, 4], [5, 6]], dtype=torch.int32), table, **rows)[0]
 
-    before = values(guide.source)
+    probe = guide.states.probe
+    before = values(probe)
     hooked.base.embed_tokens.weight.mul_(1.01)
     guide.update_probe(None, None, "version")
-    expected = LengthProbe(guide.source.config, hooked.tensors, weight * 1.01, lenvm_config=guide.source.lenvm_config)
-    assert torch.equal(values(guide.source), values(expected)) and not torch.equal(values(guide.source), before)
+    expected = values(LengthProbe(probe.config, hooked.tensors, weight * 1.01, lenvm_config=probe.lenvm_config))
+    assert torch.equal(values(probe), expected) and not torch.equal(values(probe), before)
     assert guide.failure is None
     hooked.base.embed_tokens.weight.neg_()
     guide.update_probe(None, None, "version")

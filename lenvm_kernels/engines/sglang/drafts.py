@@ -21,7 +21,7 @@ from lenvm_kernels.engines.one_token import leave_only
 from lenvm_kernels.engines.report import trace_drafts
 from lenvm_kernels.engines.sglang.guide import SGLangGuide, needs_step
 from lenvm_kernels.step import StepBatch
-from lenvm_kernels.types import Drafts
+from lenvm_kernels.types import Drafts, VerifiedTokens
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -65,33 +65,19 @@ def verify(
             rows = StepBatch(grown[table_rows], table_rows, lengths, count[table_rows], states=guide.states_of(logits))
             prepared = guide.step.prepare(logits, rows, drafts_of(verify_input))
             if needs_step(batch):
-                drawn = guide.run(batch, prepared, info)
+                drawn = guide.run(batch, prepared, info, is_prompt=False)
         if needs_step(batch):
-            tokens = guide.agreed(None if drawn is None else drawn.tokens, len(logits))
+            tokens = guide.agreed(drawn, len(logits))
             if batch.return_logprob:  # of the unmasked logits
                 logits_output.next_token_logits = logits.clone()
             leave_only(logits_output.next_token_logits, tokens)
         verified = original(verify_input, batch, logits_output, None, *args, **kwargs)
         logits_output.next_token_logits = logits
-    if tokens is None:
-        return verified
-    guide.append_agreed(logits_output, tokens)
     predict, lens, index = verified
-    path = index.clamp(min=0).long()
-    accepted, remaining = predict[path], None
-    with guide.failing_softly(batch):
-        grown[table_rows, : accepted.shape[1]] = accepted
-        count[table_rows] = lens
-        if drawn is not None and drawn.wants_values:
-            if guide.step.values.needs_tokens:
-                with guide.timed():
-                    remaining = guide.step.predict(StepBatch(accepted, table_rows, lengths + lens, lens))
-            elif drawn.output.remaining_lengths is not None:
-                remaining = drawn.output.remaining_lengths[path]
-    if drawn is not None and batch.lenvm_reqs:
-        guide.append_report(logits_output, drawn, path, remaining, is_verified=True)
-        if guide.settings.trace is not None:
-            trace_drafts(guide.settings.trace, batch, drawn.output, verified)
+    nodes = index.clamp(min=0).long()
+    guide.report(batch, logits_output, drawn, VerifiedTokens(predict[nodes], lens, nodes), tokens)
+    if drawn is not None and batch.lenvm_reqs and guide.settings.trace is not None:
+        trace_drafts(guide.settings.trace, batch, drawn.output, verified)
     return verified
 
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -23,11 +23,12 @@ from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.engines.one_token import leave_only
 from lenvm_kernels.engines.report import Metrics, StepReport, Stopwatch, trace_batch
-from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.settings import NONE, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.sglang.requests import end_tokens, seed_of
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
+from lenvm_kernels.types import VerifiedTokens
 from lenvm_kernels.values import LengthProbe, ValueModel
 
 if TYPE_CHECKING:
@@ -53,14 +54,19 @@ LOST = -2
 class SGLangGuide:
     """The guidance of one scheduler process: with ``none``, and the part that all sources of values share.
 
-    Attributes:
+    Args:
         settings: settings of the plugin.
         device: device of the base model.
         drafts: draft tokens per request and step.
-        value_model: the value model; None without one or with a probe.
+        model: what computes values. If None, nothing does.
+
+    Attributes:
+        settings, device, drafts, model: as above.
+        value_model: the ``model``, if it is a value model, else None.
         step: the guided step, set by :meth:`take_slots`.
         runner: model runner of the base model, set by :meth:`take_slots`.
         has_slots: whether :meth:`take_slots` was called.
+        grown_by: with drafts, the new tokens since the last step and their number, per table row. None without.
         metrics: metrics of this process; None without ``--enable-metrics``.
         fallbacks: number of failures of steps and prompts.
         failure: why requests with guidance are rejected. If None, they are accepted.
@@ -68,11 +74,18 @@ class SGLangGuide:
 
     step: GuidedStep
     runner: ModelRunner
-    value_model: ValueModel | None = None
 
-    def __init__(self, settings: Settings, device: torch.device, drafts: int = 0) -> None:
-        self.settings, self.device, self.drafts = settings, device, drafts
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        drafts: int = 0,
+        model: LengthProbe | ValueModel | None = None,
+    ) -> None:
+        self.settings, self.device, self.drafts, self.model = settings, device, drafts, model
+        self.value_model = model if isinstance(model, ValueModel) else None
         self.has_slots = False
+        self.grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
         self.metrics: Metrics | None = None
         self.fallbacks = 0
         self.failure: str | None = None
@@ -84,8 +97,6 @@ class SGLangGuide:
         self._batch: ForwardBatch | None = None
         self._drawn: Drawn | None = None
         self._agreed: torch.Tensor | None = None
-        # With speculative decoding, per table row: the new tokens since the last step, and their number.
-        self.grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def load(cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int) -> Any:
@@ -104,14 +115,6 @@ class SGLangGuide:
     def hooks(self) -> dict[str, tuple[str, Callable]]:
         """Kind and function of further hooks, by target."""
         return {}
-
-    @property
-    def source(self) -> LengthProbe | ValueModel | None:
-        """What gives values; None with ``none``."""
-        return self.value_model
-
-    def __str__(self) -> str:
-        return "no value model: targets are met by the end tokens alone"
 
     # --- memory ---
 
@@ -138,7 +141,7 @@ class SGLangGuide:
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         self.runner, self._reserved = runner, None
         self.step = GuidedStep(
-            value_source(self.source),
+            value_source(self.model),
             EngineSlots(runner.req_to_token_pool.req_to_token, slots),
             settings.step_config(
                 has_graphs=not cuda_graph_fully_disabled(),
@@ -165,8 +168,8 @@ class SGLangGuide:
                 model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
             )
         logger.info(
-            "LenVM: guidance is on, %s; %d rows, %d candidates, %.2f GiB, %s CUDA graphs",
-            self,
+            "LenVM: guidance is on with values of %s; %d rows, %d candidates, %.2f GiB, %s CUDA graphs",
+            settings.value_model or NONE,
             self.step.max_requests,
             self.step.config.max_candidates,
             self.num_bytes(runner.model_config, self.step.max_requests, slots) / 2**30,
@@ -214,7 +217,7 @@ class SGLangGuide:
             span=params.span_state(req.origin_input_ids, req.output_ids),
         )
         self._table_rows.add(table_row)
-        if self.metrics is not None and self.source is not None and req.lora_id is not None:
+        if self.metrics is not None and self.model is not None and req.lora_id is not None:
             self.metrics.lora_requests.inc()
 
     def clear(self, table_row: int) -> None:
@@ -275,93 +278,80 @@ class SGLangGuide:
                 self._drawn = self.run(batch, prepared, info, is_prompt=not batch.forward_mode.is_decode())
         if not needs_step(batch):
             return None
-        self._agreed = tokens = self.agreed(None if self._drawn is None else self._drawn.tokens, len(logits))
+        self._agreed = tokens = self.agreed(self._drawn, len(logits))
         if self._drawn is not None and self.settings.trace is not None:
             trace_batch(self.settings.trace, batch, replace(self._drawn.output, tokens=tokens))
         return tokens
 
     def run(
-        self,
-        batch: ForwardBatch | ScheduleBatch,
-        prepared: PreparedStep,
-        info: SamplingBatchInfo,
-        *,
-        is_prompt: bool = False,
+        self, batch: ForwardBatch | ScheduleBatch, prepared: PreparedStep, info: SamplingBatchInfo, *, is_prompt: bool
     ) -> Drawn:
-        """The guided step of a batch."""
-        rows = prepared.batch.table_rows
-        faults = self.step.table.columns.faults[rows] if self.metrics is not None else None
-        temperature = info.temperatures.flatten()
-        sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, temperature, is_logits=True, sample=True)
+        """The guided step of a batch; ``is_prompt`` if first tokens after prompts are drawn."""
+        rows, columns = prepared.batch, self.step.table.columns
+        faults = columns.faults[rows.table_rows]
         wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
+        temperature, prompt_lengths = info.temperatures.flatten(), None
+        sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, temperature, is_logits=True, sample=True)
         with self.timed():
-            prompts = self._prompt_lengths(prepared.batch) if wants_values and is_prompt else None
+            if wants_values and is_prompt and self.step.values.needs_tokens:
+                prompt_lengths = self.step.predict(rows)
             output = self.step.step(prepared, sampling)
-        broken = None if faults is None else self.step.table.columns.faults[rows] > faults
         if self.metrics is not None:
             self.metrics.guided_steps.inc()
-        return Drawn(prepared.batch, output, broken, prompts, wants_values, is_prompt)
+        broken = columns.faults[rows.table_rows] > faults
+        return Drawn(rows, output, broken, wants_values, is_prompt, prompt_lengths)
 
-    def _prompt_lengths(self, batch: StepBatch) -> torch.Tensor | None:
-        """fp32 ``[B]``; lengths predicted from prompts alone. None if the source has values of drawn tokens only."""
-        return self.step.predict(batch) if self.step.values.needs_tokens else None
-
-    def agreed(self, tokens: torch.Tensor | None, rows: int) -> torch.Tensor:
-        """The drawn tokens of the first rank, on every rank. If ``tokens`` is None, this rank's step has failed."""
+    def agreed(self, drawn: Drawn | None, rows: int) -> torch.Tensor:
+        """int32 ``[rows]``; the drawn tokens of the first rank, on every rank. ``LOST`` if its step has failed."""
+        tokens = None if drawn is None else drawn.output.tokens
         if tokens is None:
             tokens = torch.full((rows,), LOST, dtype=torch.int32, device=self.device)
         return tokens if self._ranks is None else self._ranks.broadcast(tokens.contiguous(), src=0)
 
-    def report(self, batch: ForwardBatch, logits_output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
-        """After the engine has sampled the ``tokens`` of a batch: report on its step to the host."""
-        if self.grown_by is not None:  # speculative decoding passes the first token to the next step
-            rows, (grown, count) = batch.req_pool_indices[: len(tokens)], self.grown_by
-            grown[rows, 0] = tokens.int()
-            count[rows] = 1
-        drawn = self._drawn
-        if self._agreed is not None:
-            self.append_agreed(logits_output, self._agreed)
+    def report(
+        self,
+        batch: ForwardBatch | ScheduleBatch,
+        logits_output: LogitsProcessorOutput,
+        drawn: Drawn | None,
+        chosen: VerifiedTokens,
+        agreed: torch.Tensor | None,
+    ) -> None:
+        """After the engine has chosen tokens: append a report on the step to its output, which the host reads later.
+
+        Args:
+            batch, logits_output: the engine's batch and its output.
+            drawn: the step. If None, it has failed.
+            chosen: the tokens ``[B, N]``, and how many of them each sequence grows by; ``nodes``, int64 ``[B, N]``, are
+                rows of the step, and not negative.
+            agreed: the tokens of all ranks. If None, no request needs a step.
+        """
+        if agreed is not None and self._ranks is not None:
+            append(logits_output, LostGuidance(agreed, self))
         if drawn is None or not batch.lenvm_reqs:
             return
-        lengths = prompts = None
-        if drawn.wants_values:
-            with self.failing_softly(batch), self.timed():
-                after = drawn.batch._replace(tokens=tokens, lengths=drawn.batch.lengths + 1, new_lens=None)
-                lengths = self.step.predict(after)
-                prompts = 1 + lengths if drawn.is_prompt and drawn.prompt_lengths is None else drawn.prompt_lengths
-        each = torch.arange(len(tokens), device=self.device)[:, None]
-        self.append_report(logits_output, drawn, each, None if lengths is None else lengths[:, None], prompts)
+        (tokens, lens, nodes), rows, lengths, prompt_lengths = chosen, drawn.batch, None, drawn.prompt_lengths
+        is_verified = nodes.shape[1] > 1
+        with self.failing_softly(batch), self.timed():
+            if self.grown_by is not None:
+                grown, count = self.grown_by
+                grown[rows.table_rows, : tokens.shape[1]] = tokens.int()
+                count[rows.table_rows] = lens
+            if drawn.wants_values and (self.step.values.needs_tokens or not is_verified):
+                lengths = self.step.predict(rows._replace(tokens=tokens, lengths=rows.lengths + lens, new_lens=lens))
+            elif drawn.wants_values and drawn.output.remaining_lengths is not None:
+                lengths = drawn.output.remaining_lengths[nodes]
+            if lengths is not None and drawn.is_prompt and prompt_lengths is None:
+                prompt_lengths = 1 + lengths[:, 0]
+        if batch.lenvm_reqs and (drawn.wants_values or self.metrics is not None):
+            status, lost_mass = drawn.output.candidates.status[nodes], drawn.output.candidates.lost_mass[nodes]
+            numbers = status, lost_mass, drawn.broken, lengths, prompt_lengths
+            append(logits_output, StepReport(*numbers, self.metrics, self._stopwatch.take(), is_verified=is_verified))
 
-    def append_agreed(self, logits_output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
-        """Append the tokens that all ranks have agreed on to the engine's output, if there are several ranks."""
-        if self._ranks is not None:
-            append(logits_output, LostGuidance(tokens, self))
-
-    def append_report(
-        self,
-        logits_output: LogitsProcessorOutput,
-        drawn: Drawn,
-        at: Any,
-        lengths: torch.Tensor | None,
-        prompts: torch.Tensor | None = None,
-        *,
-        is_verified: bool = False,
-    ) -> None:
-        """Append a report on the rows ``at [B, N]`` of a step, copies of them, to the engine's output."""
-        if self.metrics is None and not drawn.wants_values:
-            return
-        # Copies, because the next step may overwrite the candidates before the engine has fetched the report.
-        report = StepReport(
-            drawn.output.candidates.status[at],
-            drawn.output.candidates.lost_mass[at],
-            drawn.broken,
-            lengths,
-            prompts,
-            self.metrics,
-            self._stopwatch.take(),
-            is_verified=is_verified,
-        )
-        append(logits_output, report)
+    def report_sampled(self, batch: ForwardBatch, logits_output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
+        """:meth:`report` after the engine has sampled ``tokens [B]``."""
+        rows, ones = torch.arange(len(tokens), device=self.device), torch.ones_like(tokens, dtype=torch.int32)
+        chosen = VerifiedTokens(tokens[:, None], ones, rows[:, None])
+        self.report(batch, logits_output, self._drawn, chosen, self._agreed)
 
     def states_of(self, logits: torch.Tensor) -> torch.Tensor | None:
         """The base model's states in the rows of the logits. None if the source reads none."""
@@ -398,30 +388,23 @@ class SGLangGuide:
             self.metrics.fallbacks.inc()
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A guided step of a batch.
 
     Attributes:
         batch, output: the batch and the result of the step.
-        broken: bool ``[B]``; requests that lost guidance in the step. None without metrics.
-        prompt_lengths: fp32 ``[B]``; lengths predicted from prompts. None if not requested or not known yet.
+        broken: bool ``[B]``; requests that lost guidance in the step.
         wants_values: whether any request has ``return_values``.
         is_prompt: whether the first tokens after prompts are drawn.
+        prompt_lengths: fp32 ``[B]``; lengths predicted from prompts. None if not requested, or with a probe.
     """
 
     batch: StepBatch
     output: StepOutput
-    broken: torch.Tensor | None
-    prompt_lengths: torch.Tensor | None
+    broken: torch.Tensor
     wants_values: bool
     is_prompt: bool
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """int32 ``[B]``; the drawn tokens."""
-        assert self.output.tokens is not None  # the step draws
-        return self.output.tokens
+    prompt_lengths: torch.Tensor | None
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class SGLangPlugin:
             return original(runner, logits_output, batch)
         with self.guide.sampling(batch):
             tokens = original(runner, logits_output, batch)
-        self.guide.report(batch, logits_output, tokens)
+        self.guide.report_sampled(batch, logits_output, tokens)
         self.guide.discard_read_done(runner)
         return tokens
 

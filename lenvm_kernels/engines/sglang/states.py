@@ -42,7 +42,7 @@ class ProbeGuide(SGLangGuide):
     """
 
     def __init__(self, settings: Settings, device: torch.device, states: SampledStates, drafts: int = 0) -> None:
-        super().__init__(settings, device, drafts)
+        super().__init__(settings, device, drafts, states.probe)
         self.states = states
 
     @classmethod
@@ -71,14 +71,6 @@ class ProbeGuide(SGLangGuide):
         if self.states.has_inner:
             hooks[f"{_PROCESSOR}.forward"] = "AROUND", self.hide_inner_states
         return hooks
-
-    @property
-    def source(self) -> LengthProbe:
-        """The probe."""
-        return self.states.probe
-
-    def __str__(self) -> str:
-        return f"probe {self.settings.value_model} in {self.source.dtype}"
 
     def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
         """As in :class:`SGLangGuide`, with the states of each node."""
@@ -111,7 +103,7 @@ class ProbeGuide(SGLangGuide):
         If the model is not the probe's any more, further requests with guidance are rejected.
         """
         try:
-            self.source.update(input_embedding(self.runner.model))
+            self.states.probe.update(input_embedding(self.runner.model))
             self.failure = None
         except ValueError as error:
             self.failure = str(error)

@@ -49,8 +49,7 @@ class ValueModelGuide(SGLangGuide):
     value_model: ValueModel
 
     def __init__(self, settings: Settings, device: torch.device, value_model: ValueModel, drafts: int = 0) -> None:
-        super().__init__(settings, device, drafts)
-        self.value_model = value_model
+        super().__init__(settings, device, drafts, value_model)
 
     @classmethod
     def load(cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int) -> Any:
@@ -80,9 +79,6 @@ class ValueModelGuide(SGLangGuide):
             "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("AFTER", self.extend_prompts),
             "sglang.srt.managers.scheduler.Scheduler.launch_batch_sample_if_needed": ("AROUND", self.sample_delayed),
         }
-
-    def __str__(self) -> str:
-        return f"value model {self.settings.value_model} in {self.value_model.dtype}"
 
     # --- memory ---
 
