@@ -306,9 +306,9 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
     settings.parse_request({"target_length": 9, "thinking_budget": None})
     assert "thoughts" not in vars(settings)
     if end is not None:
-        assert settings.parse_request({"thinking_budget": 9}).end_token_ids == (end,)
+        assert settings.parse_request({"thinking_budget": 9}).end_token_ids == ((end,),)
     else:
         with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
             settings.parse_request({"thinking_budget": 9})
-    assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == (3, 4)
+    assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == ((3,), (4,))
     assert not settings.parse_request({"target_length": 9}).end_token_ids
