@@ -51,7 +51,7 @@ class SettingText(NamedTuple):
 
 _MODEL = SettingText(
     lambda text: None if text == NONE else local_path(text),
-    f"an existing directory or .gguf file, a name in the Hugging Face cache, {NONE} or {OFF}",
+    f"an existing directory or .gguf file, a name on Hugging Face, {NONE} or {OFF}",
     lambda path: path is None or path.exists(),
 )
 _HEAD = SettingText(local_path, "an existing .safetensors or .bin file, or a directory or name with one", Path.exists)
@@ -124,23 +124,17 @@ class Settings:
         return replace(settings, tokenizer=settings.tokenizer or tokenizer)
 
     @classmethod
-    def from_environment(
-        cls, value_model: tuple[str, str] | None = None, max_candidates: int | None = None
-    ) -> Settings:
+    def from_environment(cls, value_model: tuple[str, str] | None = None) -> Settings:
         """The settings in the environment.
 
         Args:
             value_model: name and text of an engine's own option, which takes precedence over ``LENVM_VALUE_MODEL``.
-            max_candidates: the engine's own default, if any.
 
         Raises:
             ValueError: naming the variable or the file's key, what came and what is accepted; or ``lenvm_config.json``
                 is invalid.
         """
-        given = {} if max_candidates is None else {"max_candidates": ("max_candidates", str(max_candidates))}
-        given |= _given_texts()
-        if value_model is not None:
-            given["value_model"] = value_model
+        given = _given_texts() | ({} if value_model is None else {"value_model": value_model})
         settings = cls(**{name: _TEXTS[name].read(*source) for name, source in given.items()})
         if "value_head" in given and not settings.reads_tokens:
             name, text = given["value_head"]
@@ -241,7 +235,9 @@ class Settings:
 
 
 _HINTS = get_type_hints(Settings, include_extras=True)
-_TEXTS: dict[str, SettingText] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
+_TEXTS: dict[str, SettingText] = {
+    name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")
+}
 
 
 def _given_texts() -> dict[str, tuple[str, str]]:

@@ -34,7 +34,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_thoughts(tokenizer: str | None) -> Thoughts | None:
-    """The marks of thoughts of the tokenizer at a location. None without one, or if it cannot be loaded."""
+    """The marks of thoughts of :func:`load_tokenizer`. None without a tokenizer, or if it cannot be loaded."""
     try:
         return None if tokenizer is None else Thoughts.of(load_tokenizer(tokenizer))
     except Exception as error:
@@ -43,7 +43,7 @@ def load_thoughts(tokenizer: str | None) -> Thoughts | None:
 
 
 def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | None:
-    """:func:`text_breaks_of` the tokenizer at a location. None without one, or, with a warning, if loading fails."""
+    """:func:`text_breaks_of` :func:`load_tokenizer`. None without a tokenizer, or, with a warning, if loading fails."""
     try:
         return None if tokenizer is None else text_breaks_of(load_tokenizer(tokenizer), vocab_size)
     except Exception as error:
@@ -57,13 +57,21 @@ def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, 
     Args:
         value_model: directory of the value model, with its tokenizer.
         value_size, base_size: sizes of the models' vocabularies.
-        base_tokenizer: location of the base model's tokenizer.
+        base_tokenizer: location of the base model's tokenizer (:func:`load_tokenizer`).
     """
     if value_size == base_size:
         return
     from transformers import AutoTokenizer
 
-    check_same_tokens("LENVM_VALUE_MODEL", *map(AutoTokenizer.from_pretrained, (base_tokenizer, value_model)))
+    base = load_tokenizer(base_tokenizer)
+    try:
+        value = AutoTokenizer.from_pretrained(value_model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"LENVM_VALUE_MODEL must have a tokenizer beside its weights if its vocabulary has {value_size} tokens and "
+            f"the base model's {base_size}, got none in {value_model}"
+        ) from error
+    check_same_tokens("LENVM_VALUE_MODEL", base, value)
 
 
 def check_same_tokens(name: str, base_tokenizer: Any, value_tokenizer: Any) -> None:

@@ -185,7 +185,7 @@ class LengthProbe:
 
         Args:
             path: a directory with ``probe_config.json``, ``probe.safetensors`` and ``lenvm_config.json``, or
-                ``owner/name`` of one in the Hugging Face cache.
+                ``owner/name`` of one on Hugging Face.
             num_layers, embedding: layers and input embedding of the base model that the probe was trained for.
             dtype: as above.
             gamma: replaces the gamma of ``lenvm_config.json``. If None, the file's is kept.
