@@ -27,7 +27,8 @@ class ModelGuide(Guide):
     """Guidance by a value model; for arguments and errors, see :class:`Guide`.
 
     Attributes:
-        own: slots of the value model.
+        value_model: the value model.
+        own: its slots.
         without_room: number of requests that lost their guidance because the value model's cache was full.
     """
 
@@ -38,7 +39,7 @@ class ModelGuide(Guide):
         value_model = settings.load_value_model(engine.dtype, self.device)
         assert value_model is not None
         check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
-        values = ModelValues(value_model)
+        values, self.value_model = ModelValues(value_model), value_model
         pages = self._num_pages(vllm_config, values)
         self.own = OwnSlots(rows, engine.max_model_len, num_pages=pages, device=self.device)
         self.without_room = 0
@@ -74,8 +75,7 @@ class ModelGuide(Guide):
     def _report_to(self, vllm_config: VllmConfig) -> None:
         super()._report_to(vllm_config)
         if self.report is not None:
-            cache = self.step.values.cache
-            self.report.metrics.cache_bytes.set(KVCache.num_bytes(cache.value_model, self.own.slots.num_slots))
+            self.report.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, self.own.slots.num_slots))
 
     # --- requests ---
 
