@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+import vllm
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from lenvm_kernels.engines.settings import Settings
@@ -108,15 +108,15 @@ def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch,
     engine = config(**changes)
     params = SamplingParams(extra_args=ASKS | {"session_id": "of another consumer"})
     if reason is None:
-        front_end.configure(engine)
+        front_end.configure(None, engine)
         LenVMProcessor.validate_params(params)
         with pytest.raises(ValueError, match="value_mode must be one of"):
             LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
     elif source:
         with pytest.raises(ValueError, match=reason):
-            front_end.configure(engine)
+            front_end.configure(None, engine)
     else:
-        front_end.configure(engine)
+        front_end.configure(None, engine)
         with pytest.raises(ValueError, match=rf"guidance \(target_length, session_id\) must be absent.*{reason}"):
             LenVMProcessor.validate_params(params)
         with pytest.raises(ValueError, match=reason):
@@ -157,16 +157,16 @@ class Request:
         self.lora_request, self.mm_features, self.prompt_embeds = lora, images, embeds
 
 
-TEXT = "prompts must be text together with guidance by a value model, which reads tokens only, got"
-ADAPTER = "must be absent with a LoRA adapter"
+TEXT = "guidance by a value model, which reads tokens only, needs a prompt of text, got"
+ADAPTER = "guidance by a value model or probe, which are for the base model, needs it without LoRA"
 REQUESTS = [
     ("none", dict(lora="adapter", images=[1]), None),
     ("none", dict(embeds=torch.zeros(2, 3)), None),
     ("none", dict(watermarking=True), "watermarking must be false together with guidance, got true"),
     ("probe", dict(images=[1]), None),
-    ("probe", dict(lora="adapter"), f"guidance by a probe {ADAPTER}"),
+    ("probe", dict(lora="adapter"), ADAPTER),
     ("model", {}, None),
-    ("model", dict(lora="adapter"), f"guidance by a value model {ADAPTER}"),
+    ("model", dict(lora="adapter"), ADAPTER),
     ("model", dict(images=[1]), f"{TEXT} images or audio"),
     ("model", dict(embeds=torch.zeros(2, 3)), f"{TEXT} prompt_embeds"),
 ]
@@ -177,24 +177,24 @@ def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, sourc
     """And only if they ask for guidance."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
     monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
-    front_end.configure(config())
+    front_end.configure(None, config())
     unguided = Request({"session_id": 5}, **options)
     assert InputProcessor.process_inputs(None, unguided) is unguided
     if message is None:
         InputProcessor.process_inputs(None, Request(ASKS, **options))
     else:
-        with pytest.raises(VLLMValidationError, match=message):
+        with pytest.raises(ValueError, match=message):
             InputProcessor.process_inputs(None, Request(ASKS, **options))
 
 
 @pytest.mark.parametrize("request_class", [ChatCompletionRequest, CompletionRequest])
 def test_beams_with_guidance_are_rejected(request_class):
-    front_end.configure(config())
+    front_end.configure(None, config())
     prompt = {"messages": [{"role": "user", "content": "w1"}]} if request_class is ChatCompletionRequest else {}
     for xargs in (None, {"session_id": "of another consumer"}, ASKS):
         request = request_class(model="base", prompt="w1", use_beam_search=True, n=2, vllm_xargs=xargs, **prompt)
         if xargs is ASKS:
-            with pytest.raises(VLLMValidationError, match="use_beam_search must be false together with guidance"):
+            with pytest.raises(ValueError, match="use_beam_search must be false together with guidance"):
                 request.to_beam_search_params(5, {})
         else:
             assert request.to_beam_search_params(5, {}).beam_width == 2
@@ -211,25 +211,26 @@ def test_first_model_runner_without_a_front_end(folders, monkeypatch):
         LenVMProcessor(config(is_second=False), None, False)
 
 
-@pytest.mark.parametrize(("name", "mine", "theirs"), [("gamma", "0.9", "0.99"), ("guidance", "on", "off")])
-def test_ranks_with_different_settings_are_rejected(monkeypatch, name, mine, theirs):
-    """They would draw different tokens. Equal settings are accepted."""
+@pytest.mark.parametrize("theirs", ["gamma=0.99", "off"])
+def test_ranks_with_different_settings_are_rejected(monkeypatch, theirs):
+    """They would draw different tokens. Equal settings are accepted, and files of a rank may differ."""
     group = SimpleNamespace(world_size=2, cpu_group="ranks")
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
-    made, others = [], {}
+    made, of_others = [], []
 
-    def all_gather_object(found, settings, group):
-        assert group == "ranks"
-        found[:] = settings, settings | others
+    def all_gather_object(found, mine, group):
+        assert group == "ranks" and "trace.jsonl" not in mine
+        found[:] = mine, of_others.pop() if of_others else mine
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    monkeypatch.setattr(front_end.LenVMProcessor, "settings", classmethod(lambda cls: Settings(gamma=0.9)))
     monkeypatch.setattr("lenvm_kernels.engines.vllm.guide.new_guide", lambda *args: made.append(args) or "guide")
+    monkeypatch.setenv("LENVM_GAMMA", "0.9")
+    monkeypatch.setenv("LENVM_TRACE", "trace.jsonl")
     LenVMProcessor(config(), "states")
     assert len(made) == 1
-    others[name] = theirs
-    with pytest.raises(ValueError, match=f"{name} of LenVM must be the same on all tensor-parallel ranks, got {mine}"):
+    of_others.append(theirs)
+    with pytest.raises(ValueError, match=rf"alike on all tensor-parallel ranks, got Settings.*gamma=0.9, .*{theirs}"):
         LenVMProcessor(config(), "states")
     assert len(made) == 1
 
@@ -260,7 +261,7 @@ from types import SimpleNamespace
 from lenvm_kernels.engines.vllm.front_end import configure, install
 from lenvm_kernels.engines.vllm.processor import LenVMProcessor
 install()
-configure(SimpleNamespace(use_v2_model_runner={is_second}, model_config=None, additional_config={{}}))
+configure(None, SimpleNamespace(use_v2_model_runner={is_second}, model_config=None, additional_config={{}}))
 LenVMProcessor(SimpleNamespace(model_config=None, additional_config={{}}), None, False)
 LenVMProcessor.validate_params(SimpleNamespace(extra_args=None))
 try:

@@ -125,12 +125,12 @@ class ModelGuide(Guide):
     def _extend(
         self, slots: np.ndarray, places: np.ndarray, known_lens: np.ndarray, is_whole: np.ndarray, lengths: torch.Tensor
     ) -> None:
-        """Compute the prompts of requests: all tokens but the last, and all tokens of chunks that a later step continues.
+        """Compute the prompts of requests: all tokens but the last, or all tokens if a later step continues one.
 
         Args:
             slots: slots of the step's requests.
             places: places of the requests among them whose prompts are not computed yet.
-            known_lens: number of tokens of each request; with drafts, an upper bound for requests that lost their slots.
+            known_lens: number of tokens of each request; with drafts, an upper bound for those that lost their slots.
             is_whole: whether the prompt ends with this step.
             lengths: int32 ``[B]``; number of tokens of each request, on the device.
         """

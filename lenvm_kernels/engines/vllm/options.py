@@ -69,8 +69,8 @@ def reason_against(vllm_config: VllmConfig) -> str | None:
         return f"guidance fits vLLM {', '.join(tried)}, got {vllm.__version__}; LENVM_VALUE_MODEL=none tries it"
     if not getattr(vllm_config, "use_v2_model_runner", False):
         return (
-            "guidance needs vLLM's second model runner, which VLLM_USE_V2_MODEL_RUNNER=0, a missing Triton or an option "
-            "of the server turns off (vLLM's log names the option)"
+            "guidance needs vLLM's second model runner, which VLLM_USE_V2_MODEL_RUNNER=0, a missing Triton or an "
+            "option of the server turns off (vLLM's log names the option)"
         )
     try:
         from lenvm_kernels.engines.settings import Settings
