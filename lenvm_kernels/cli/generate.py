@@ -84,8 +84,7 @@ def add(commands: Any) -> None:
         "--max-candidates",
         type=int,
         choices=(2, 4, 8, 16, 32, 64),
-        default=8,
-        help="tokens that the value model looks at in a step (default: %(default)s)",
+        help="tokens that a step chooses from (default: 8 with a value model, 64 without)",
     )
     add_seed(sampling)
 

@@ -79,8 +79,8 @@ class Settings:
     """Default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997."""
     dtype: Annotated[torch.dtype | None, _DTYPE] = None
     """Data type of the value model. If None, the base model's."""
-    max_candidates: Annotated[int, _POWER] = 8
-    """Candidates per row."""
+    max_candidates: Annotated[int | None, _POWER] = None
+    """Candidates per row. If None, 8 with a value model and 64 without."""
     chunk_tokens: Annotated[int, _COUNT] = 4096
     """Tokens of a prompt that are computed at a time."""
     memory_share: Annotated[float | None, SettingText(float, "a number > 0 and <= 1", lambda x: 0 < x <= 1)] = None
@@ -124,18 +124,21 @@ class Settings:
         return replace(settings, tokenizer=settings.tokenizer or tokenizer)
 
     @classmethod
-    def from_environment(cls, value_model: tuple[str, str] | None = None, max_candidates: int = 8) -> Settings:
+    def from_environment(
+        cls, value_model: tuple[str, str] | None = None, max_candidates: int | None = None
+    ) -> Settings:
         """The settings in the environment.
 
         Args:
             value_model: name and text of an engine's own option, which takes precedence over ``LENVM_VALUE_MODEL``.
-            max_candidates: the engine's own default.
+            max_candidates: the engine's own default, if any.
 
         Raises:
             ValueError: naming the variable or the file's key, what came and what is accepted; or ``lenvm_config.json``
                 is invalid.
         """
-        given = {"max_candidates": ("max_candidates", str(max_candidates))} | _given_texts()
+        given = {} if max_candidates is None else {"max_candidates": ("max_candidates", str(max_candidates))}
+        given |= _given_texts()
         if value_model is not None:
             given["value_model"] = value_model
         settings = cls(**{name: _TEXTS[name].read(*source) for name, source in given.items()})
@@ -213,15 +216,17 @@ class Settings:
         return ValueModel.from_pretrained(self.value_model, self.value_head, **options)
 
     def working_bytes(
-        self, value_model: ValueModel | None, *, max_delta: int, max_drafts: int = 0, **sizes: int
+        self, values: ValueModel | LengthProbe | None, *, max_delta: int, max_drafts: int = 0, **sizes: int
     ) -> int:
         """Bytes that an engine's steps and prompts take (:func:`working_bytes`), which share no memory.
 
         ``sizes`` are ``requests``, ``max_len`` and ``vocab_size``.
         """
         delta = dict(max_delta=max_delta, max_drafts=max_drafts)
-        step = working_bytes(value_model, **sizes, **delta, max_candidates=self.max_candidates)
-        return step if value_model is None else step + working_bytes(value_model, **sizes, tokens=self.chunk_tokens)
+        step = working_bytes(values, **sizes, **delta, max_candidates=self.max_candidates)
+        if not isinstance(values, ValueModel):
+            return step
+        return step + working_bytes(values, **sizes, tokens=self.chunk_tokens)
 
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
         """Configuration of a :class:`GuidedStep`; ``has_graphs`` states whether the engine itself uses CUDA graphs."""

@@ -87,13 +87,14 @@ def check_predict(tokens: torch.Tensor, config: StepConfig) -> None:
 
 
 def completed(
-    config: StepConfig, slots: SlotTable, device: torch.device | None, graphs_class: type[Graphs]
+    config: StepConfig, slots: SlotTable, device: torch.device | None, candidates: int, graphs_class: type[Graphs]
 ) -> StepConfig:
-    """The configuration with ``max_requests`` and ``graphs`` resolved, and its tensors on the step's device.
+    """The configuration with its defaults resolved, and its tensors on the step's device.
 
     Args:
         config, slots: arguments of the step, which are checked.
         device: device of the value source. If None, the slots' device.
+        candidates: default of ``max_candidates``.
         graphs_class: runs the step if it has graphs.
     """
     if not isinstance(config, StepConfig):
@@ -110,6 +111,7 @@ def completed(
     return replace(
         config,
         max_requests=config.max_requests or slots.table.shape[0],
+        max_candidates=config.max_candidates or candidates,
         text_breaks=None if config.text_breaks is None else config.text_breaks.to(device),
         graphs=can_have_graphs if config.graphs is None else config.graphs,
     )

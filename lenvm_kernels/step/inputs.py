@@ -13,6 +13,8 @@ from lenvm_kernels.types import Drafts, Filters, SpanNodes
 
 # Most requests that a step computes at once. Engines admit thousands, and reserve the memory of the largest batch.
 MAX_ROWS = 512
+# Default candidates per request, with a value model and without.
+CANDIDATES_OF_MODEL, CANDIDATES = 8, 64
 FILTER_DTYPES = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32, temperature=torch.float32)
 MAX_NUMBERS = 64
 
@@ -25,7 +27,8 @@ class StepConfig:
         vocab_size: vocabulary size of the base model, whose scores are guided.
         max_requests: the largest batch of :meth:`GuidedStep.step`. If None, the number of rows of the slot table. More
             than 512 requests are computed in parts.
-        max_candidates: K, candidates per request: a power of two up to 64.
+        max_candidates: K, candidates per request: a power of two up to 64. If None, 8 with a value model, which
+            computes each of them, and 64 without.
         max_eos, max_scaled_tokens: maximum end-of-sequence ids, and tokens with a separate temperature, per request.
         chunk_tokens: tokens that :meth:`GuidedStep.extend` computes at a time; bounds its memory.
         max_delta: M, maximum tokens per request that a step computes. A request that needs no values in a step (one
@@ -46,7 +49,7 @@ class StepConfig:
 
     vocab_size: int
     max_requests: int | None = None
-    max_candidates: int = 8
+    max_candidates: int | None = None
     max_eos: int = 8
     max_scaled_tokens: int = 32
     chunk_tokens: int = 4096
@@ -68,7 +71,7 @@ class StepConfig:
             raise ValueError(f"max_drafts must be {accepted}, got {self.max_drafts}")
         if not 1 <= self.vocab_size <= MAX_VOCAB:
             raise ValueError(f"vocab_size must be from 1 to {MAX_VOCAB}, got {self.vocab_size}")
-        if self.max_candidates not in COLUMNS:
+        if self.max_candidates not in (None, *COLUMNS):
             raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {self.max_candidates}")
         if self.text_breaks is not None:
             check_tensor("text_breaks", self.text_breaks, dtypes=torch.int8, shape=(None,))

@@ -11,6 +11,7 @@ import torch
 
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
 from lenvm_kernels.step import checks
+from lenvm_kernels.step.inputs import CANDIDATES, CANDIDATES_OF_MODEL
 from lenvm_kernels.step.tensors import StepRows, StepState
 from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
@@ -31,6 +32,7 @@ class ValueSource(ABC):
         needs_states: number of columns and dtype of the base model's states that each step must be given; None if the
             source reads none.
         device: device of the source, which must be the slot table's device. If None, any.
+        candidates: default of :attr:`StepConfig.max_candidates`.
         early: tokens past the target at which outputs end that wait for the end of a sentence.
         cache: keys and values of the tokens; None if the source caches none.
     """
@@ -38,6 +40,7 @@ class ValueSource(ABC):
     needs_tokens = False
     needs_states: tuple[int, torch.dtype] | None = None
     device: torch.device | None = None
+    candidates = CANDIDATES
     early = EARLY_WITH_VALUES
     cache: KVCache | None = None
 
@@ -150,6 +153,7 @@ class ModelValues(ValueSource):
     """
 
     needs_tokens = True
+    candidates = CANDIDATES_OF_MODEL
 
     def __init__(self, value_model: ValueModel) -> None:
         self.value_model, self.device = value_model, value_model.device

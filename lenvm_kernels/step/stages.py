@@ -134,7 +134,7 @@ def choose(state: StepState, rows: StepRows, call: StepCall) -> Candidates:
         top_k=requests.top_k,
         top_p=requests.top_p,
         min_p=requests.min_p,
-        max_candidates=config.max_candidates,
+        max_candidates=rows.scored.token_ids.shape[1],
         temperature=requests.temperature if call.is_logits else None,
         is_logits=call.is_logits,
         guided=requests.guided,

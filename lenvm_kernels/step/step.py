@@ -62,7 +62,7 @@ class GuidedStep:
         config: :class:`StepConfig`.
 
     Attributes:
-        config: the configuration, with ``max_requests`` and ``graphs`` resolved.
+        config: the configuration, with its defaults resolved.
         table: :class:`GuidanceTable` of the requests.
         values: the :class:`ValueSource`.
         graphs_class: runs the launches of a step if ``config.graphs``.
@@ -82,7 +82,7 @@ class GuidedStep:
         if not isinstance(values, ValueSource):
             accepted = "a ValueSource: ModelValues(value_model), ProbeValues(probe) or ConstantValues()"
             raise TypeError(f"values must be {accepted}, got {type(values).__name__}")
-        self.config = config = checks.completed(config, slots, values.device, self.graphs_class)
+        self.config = config = checks.completed(config, slots, values.device, values.candidates, self.graphs_class)
         self.device, self.values = slots.table.device, values
         table_rows = slots.table.shape[0]
         self.max_requests = config.max_requests or table_rows
@@ -97,7 +97,7 @@ class GuidedStep:
         # Kept on the host to skip launches that no request needs.
         self._scaled_rows, self._value_rows, self._span_rows = set[int](), set[int](), set[int]()
         self._max_rows = min(self.max_requests, MAX_ROWS)
-        sizes = self._max_rows, config.max_drafts, config.max_candidates
+        sizes = self._max_rows, config.max_drafts, config.max_candidates or values.candidates
         tensors = StepTensors(*sizes, self.device, trees=values.needs_tokens, states=values.needs_states)
         history = History(table_rows + 1, config.max_delta, self.device, reads_tokens=values.needs_tokens)
         self._state = StepState(config, slots, self.table, tensors, history)

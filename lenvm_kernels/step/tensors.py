@@ -123,7 +123,7 @@ class StepState(NamedTuple):
     """The state that a guided step shares with its source of values.
 
     Attributes:
-        config: configuration of the step, with ``max_requests`` and ``graphs`` resolved.
+        config: configuration of the step, with its defaults resolved.
         slots: slot table of the requests.
         table: guidance of the requests.
         tensors: tensors that the operators of a step write.

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.ops.candidate_values import MAX_BINS, candidate_values
-from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
+from lenvm_kernels.ops.ragged_linear import num_splits, ragged_linear, rows_of_every_tile
 from lenvm_kernels.types import GuidanceColumns
 from lenvm_kernels.values.checkpoint import local_path
 from lenvm_kernels.values.config import LenVMConfig, read_fields
@@ -194,6 +194,13 @@ class LengthProbe:
         scale, shift = ragged_linear(states, weight, bias, backend=backend).chunk(2, dim=1)
         operands: Any = token_ids, scale, shift, self._embedding, *self._head, self._bin_edges, table
         return candidate_values(*operands, table_rows=table_rows, generated=generated, backend=backend)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that :meth:`value_logits` allocates per row for the projection: its result and the partial sums."""
+        weight, _ = self._projection
+        parts = num_splits(*weight.shape)
+        return len(weight) * (weight.element_size() + (4 * parts if parts > 1 else 0))
 
     def rows_of_every_tile(self, most: int) -> list[int]:
         """Numbers of requests, up to ``most``, that compile every kernel variant."""

@@ -378,7 +378,9 @@ def test_installed_plugin_guides_without_any_setting(folder):
     """By end tokens alone. A thinking budget ends where the engine's own tokenizer has an end of thoughts."""
     with running_server(folder, "default", value_model=False) as server:
         log = server.log.read_text()
-        assert re.search(r"LenVM: guidance by end tokens alone.*; 16 requests, 64 candidates each; .* without CUDA", log)
+        assert re.search(
+            r"LenVM: guidance by end tokens alone.*; 16 requests, 64 candidates each; .* without CUDA", log
+        )
         prompts = repeating(24, 14, 3, 25, 2, 5)
         guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
         sequences, _, steps = generate(server, prompts, guidance, stop_token_ids=STOPS, max_tokens=80)

@@ -51,6 +51,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         max_new_tokens: maximum number of new tokens; sizes the value model's cache.
         temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 disables that filter.
         max_candidates: candidates per step, a power of two up to 64. Guided tokens are drawn from the candidates only.
+            If None, 8 with a value model and 64 without.
         tokenizers: tokenizers of the base model and the value model; without a value model, the base model's twice.
             With tokenizers, outputs end where sentences do. They are required if the models' ``vocab_size`` differ by
             padding of the embedding, to check that the tokens are the same; for a ``thinking_budget``, to look up the
@@ -89,7 +90,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        max_candidates: int = 8,
+        max_candidates: int | None = None,
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
