@@ -6,7 +6,7 @@ import torch
 
 from lenvm_kernels.types import Candidates, Status
 from lenvm_kernels.values import ValueModel, ValueModelConfig
-from lenvm_kernels.values.probe import ProbeConfig
+from lenvm_kernels.values.probe import SIGNS, ProbeConfig
 
 VOCAB = 151_936  # of Qwen2.5
 
@@ -62,7 +62,7 @@ def random_probe(
 ) -> tuple[ProbeConfig, dict[str, torch.Tensor]]:
     """The configuration and tensors of a probe with random weights, which reads the states of ``layers``."""
     edges = tuple(range(1, PROBE_BINS + 2))
-    config = ProbeConfig("random", layers, num_layers, hidden_size, vocab_size, "", edges)
+    config = ProbeConfig("random", layers, num_layers, hidden_size, vocab_size, "0" * (SIGNS // 4), edges)
     weights = {
         "projection": (2 * PROBE_SIZE, config.state_size),
         "embedding": (PROBE_SIZE, hidden_size),

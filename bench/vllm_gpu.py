@@ -81,7 +81,7 @@ def write_random_probe(config: dict[str, Any], folder: Path) -> None:
     count, hidden, vocab = (config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
     torch.manual_seed(0)
     write_probe(*random_probe((count // 2, count * 3 // 4, count), count, hidden, vocab), 0.997, folder)
-    # The hash of the embedding cannot match: it is not known before the engine has the weights.
+    # The signs of the embedding cannot match: they are not known before the engine has the weights.
     ProbeConfig.check_base = lambda *_: None
 
 

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -51,7 +51,7 @@ class SettingText(NamedTuple):
 
 _MODEL = SettingText(
     lambda text: None if text == NONE else local_path(text),
-    f"an existing directory or .gguf file, a name in the Hugging Face cache, {NONE} or {OFF}",
+    f"an existing directory or .gguf file, a name on Hugging Face, {NONE} or {OFF}",
     lambda path: path is None or path.exists(),
 )
 _HEAD = SettingText(local_path, "an existing .safetensors or .bin file, or a directory or name with one", Path.exists)
@@ -98,6 +98,9 @@ class Settings:
     trace: Annotated[Path | None, SettingText(Path, "a file")] = None
     """File to which every guided step appends a JSON line, for debugging: it makes a host-device sync."""
 
+    tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the engine's tokenizer (:func:`load_tokenizer`); no setting."""
+
     @staticmethod
     def is_off() -> bool:
         """Whether ``value_model`` is ``off``: the plugin must do nothing. Other settings may be invalid.
@@ -115,13 +118,13 @@ class Settings:
 
     @classmethod
     @functools.cache
-    def current(cls, tokenizer: str | None = None) -> Settings:
+    def current(cls, tokenizer: str | None = None, **options: Any) -> Settings:
         """The settings of this process, read once (:meth:`from_environment`).
 
-        ``tokenizer`` is the location of the engine's tokenizer, for settings that name none.
+        ``tokenizer`` and ``options`` are the engine's tokenizer (:func:`load_tokenizer`), for settings that name none.
         """
         settings = cls.from_environment()
-        return replace(settings, tokenizer=settings.tokenizer or tokenizer)
+        return settings if settings.tokenizer else replace(settings, tokenizer=tokenizer, tokenizer_options=options)
 
     @classmethod
     def from_environment(
@@ -173,7 +176,9 @@ class Settings:
     @cached_property
     def thoughts(self) -> Thoughts | None:
         """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
-        return load_thoughts(self.tokenizer or (None if self.value_model is None else str(self.value_model)))
+        if self.tokenizer is not None:
+            return load_thoughts(self.tokenizer, **self.tokenizer_options)
+        return load_thoughts(None if self.value_model is None else str(self.value_model))
 
     def parse_request(self, custom_params: Mapping[str, Any]) -> GuidanceParams:
         """:func:`parse_guidance` of a request to a server, with the defaults of the settings and the value model.
@@ -241,7 +246,9 @@ class Settings:
 
 
 _HINTS = get_type_hints(Settings, include_extras=True)
-_TEXTS: dict[str, SettingText] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
+_TEXTS: dict[str, SettingText] = {
+    name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")
+}
 
 
 def _given_texts() -> dict[str, tuple[str, str]]:

@@ -24,46 +24,60 @@ def load_with(path: str, loader: Callable[[], Any]) -> None:
 
 
 @functools.cache
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer at a location. Loading takes seconds."""
+def load_tokenizer(path: str, **options: Any) -> Any:
+    """The tokenizer at a location. Loading takes seconds.
+
+    ``options`` are arguments of ``AutoTokenizer.from_pretrained``, such as the engine's own ``revision`` and
+    ``trust_remote_code``.
+    """
     if path in _loaders:
         return _loaders[path]()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, **options)
 
 
-def load_thoughts(tokenizer: str | None) -> Thoughts | None:
-    """The marks of thoughts of the tokenizer at a location. None without one, or if it cannot be loaded."""
+def load_thoughts(tokenizer: str | None, **options: Any) -> Thoughts | None:
+    """The marks of thoughts of :func:`load_tokenizer`. None without a tokenizer, or if it cannot be loaded."""
     try:
-        return None if tokenizer is None else Thoughts.of(load_tokenizer(tokenizer))
+        return None if tokenizer is None else Thoughts.of(load_tokenizer(tokenizer, **options))
     except Exception as error:
         logger.info("the marks of thoughts are not known: the tokenizer %s cannot be loaded (%s)", tokenizer, error)
         return None
 
 
-def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | None:
-    """:func:`text_breaks_of` the tokenizer at a location. None without one, or, with a warning, if loading fails."""
+def load_text_breaks(tokenizer: str | None, vocab_size: int, **options: Any) -> torch.Tensor | None:
+    """:func:`text_breaks_of` :func:`load_tokenizer`. None without a tokenizer, or, with a warning, if loading fails."""
     try:
-        return None if tokenizer is None else text_breaks_of(load_tokenizer(tokenizer), vocab_size)
+        return None if tokenizer is None else text_breaks_of(load_tokenizer(tokenizer, **options), vocab_size)
     except Exception as error:
         logger.warning("outputs may end within sentences: the tokenizer %s cannot be loaded (%s)", tokenizer, error)
         return None
 
 
-def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, base_tokenizer: str) -> None:
+def check_vocabulary(
+    value_model: Path | None, value_size: int, base_size: int, base_tokenizer: str, **options: Any
+) -> None:
     """Raise ValueError unless both models have the same tokens; their embeddings may be padded differently.
 
     Args:
         value_model: directory of the value model, with its tokenizer.
         value_size, base_size: sizes of the models' vocabularies.
-        base_tokenizer: location of the base model's tokenizer.
+        base_tokenizer, options: the base model's tokenizer (:func:`load_tokenizer`).
     """
     if value_size == base_size:
         return
     from transformers import AutoTokenizer
 
-    check_same_tokens("LENVM_VALUE_MODEL", *map(AutoTokenizer.from_pretrained, (base_tokenizer, value_model)))
+    base = load_tokenizer(base_tokenizer, **options)
+    try:
+        value = AutoTokenizer.from_pretrained(value_model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"LENVM_VALUE_MODEL must have a tokenizer beside its weights if its vocabulary has {value_size} tokens and "
+            f"the base model's {base_size}, got none in {value_model}"
+        ) from error
+    check_same_tokens("LENVM_VALUE_MODEL", base, value)
 
 
 def check_same_tokens(name: str, base_tokenizer: Any, value_tokenizer: Any) -> None:

@@ -12,6 +12,8 @@ from functools import partial
 from operator import ge, gt, lt
 from typing import Any
 
+from lenvm_kernels.guidance.spans import TokenSequences
+
 DEFAULT_GAMMA = 0.997  # as in the fork
 MAX_DIVISOR = 1e6  # so that no logit becomes infinite
 MAX_SPAN_ENDS = 4  # sequences that end a span, and also that begin one
@@ -123,19 +125,19 @@ class Switch(Field):
 
 @dataclass(frozen=True)
 class Sequences(Field):
-    """A list of token ids and of lists of token ids, or its JSON text. A list of one token stands for that token."""
+    """A list of token ids and of lists of token ids, or its JSON text. A token id stands for a list of that token."""
 
     default: Any = ()
     least: int = 1
 
-    def parse(self, given: Any) -> tuple[int | tuple[int, ...], ...]:
+    def parse(self, given: Any) -> TokenSequences:
         given = read_json(given)
         if not _is_list(given) or not self.least <= len(given) <= MAX_SPAN_ENDS:
             raise self.rejected(given, f"be a list of {self.least} to {MAX_SPAN_ENDS} token ids, or its JSON text")
         lists = [each if _is_list(each) else [each] for each in given]
         if not all(tokens and all(map(_is_token_id, tokens)) for tokens in lists):
             raise self.rejected(given, "hold token ids >= 0, or lists of them")
-        return tuple(dict.fromkeys(tokens[0] if len(tokens) == 1 else tuple(tokens) for tokens in lists))
+        return tuple(dict.fromkeys(map(tuple, lists)))
 
 
 @dataclass(frozen=True)

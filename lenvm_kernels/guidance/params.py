@@ -79,8 +79,8 @@ class GuidanceParams:
     token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
     return_values: bool = False
     value_stride: int | None = None
-    end_token_ids: tuple[int | tuple[int, ...], ...] = ()
-    start_token_ids: tuple[int | tuple[int, ...], ...] = ()
+    end_token_ids: TokenSequences = ()
+    start_token_ids: TokenSequences = ()
     allow_eos: bool = False
     answer_length: float = 0.0
     hard_limit: int | None = None
@@ -100,12 +100,12 @@ class GuidanceParams:
     @cached_property
     def span_patterns(self) -> SpanPatterns:
         """The sequences that begin and end a span."""
-        return SpanPatterns.of(_sequences(self.end_token_ids), _sequences(self.start_token_ids))
+        return SpanPatterns.of(self.end_token_ids, self.start_token_ids)
 
     @property
     def closing_token_ids(self) -> tuple[int, ...]:
         """The tokens that a hard limit forces, in order: ``end_message``, and the first end."""
-        return (*self.end_message, *(token for end in _sequences(self.end_token_ids[:1]) for token in end))
+        return self.end_message + (self.end_token_ids[0] if self.end_token_ids else ())
 
     def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
         """The state of the request's span, see :meth:`SpanState.of`."""
@@ -286,8 +286,7 @@ def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, An
         return implied
     if not thoughts.ends:
         raise ValueError("thinking_budget needs end_token_ids: no token is known that ends a thought")
-    ends, starts = (FIELDS["end_token_ids"].parse(thoughts.ends), FIELDS["start_token_ids"].parse(thoughts.starts))
-    return implied | dict(end_token_ids=ends, start_token_ids=starts)
+    return implied | dict(end_token_ids=thoughts.ends, start_token_ids=thoughts.starts)
 
 
 def _landing_fields(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,8 +308,8 @@ def _landing_fields(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict
 
 def _check_span(values: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the field, unless the device table has room for a span."""
-    ends, message = _sequences(values["end_token_ids"]), values["end_message"]
-    total = sum(map(len, ends + _sequences(values["start_token_ids"])))
+    ends, message = values["end_token_ids"], values["end_message"]
+    total = sum(map(len, ends + values["start_token_ids"]))
     if total > MAX_SPAN_TOKENS:
         raise ValueError(
             f"end_token_ids and start_token_ids must be of at most {MAX_SPAN_TOKENS} tokens together, got {total}"
@@ -333,11 +332,6 @@ def _token_ids(name: str, given: str | tuple[int, ...], thoughts: Thoughts | Non
     if thoughts is None or thoughts.encode is None:
         raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {given!r}")
     return tuple(thoughts.encode(given))
-
-
-def _sequences(ids: tuple[int | tuple[int, ...], ...]) -> TokenSequences:
-    """Each entry as a tuple of tokens."""
-    return tuple((i,) if isinstance(i, int) else i for i in ids)
 
 
 def _token_divisors(given: Mapping[str, Any]) -> dict[int, float]:

@@ -150,7 +150,7 @@ class GuidanceTable:
             "scaled_token_ids": [token for token, _ in scales],
             "token_scales": [scale for _, scale in scales],
             "eos_token_ids": sorted(eos_token_ids),
-            "span_end_token_ids": [*dict.fromkeys(i if isinstance(i, int) else i[0] for i in params.end_token_ids)],
+            "span_end_token_ids": [*dict.fromkeys(first for first, *_ in params.end_token_ids)],
             "span_token_ids": patterns.token_ids,
             "span_first_bits": patterns.first_bits,
             "span_end_bits": patterns.end_bits,

@@ -25,7 +25,7 @@ from lenvm_kernels.train.answers import SampledAnswer
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.train.standardized import StandardizedLinear
 from lenvm_kernels.train.targets import Example
-from lenvm_kernels.values.probe import ProbeConfig, embedding_hash, write_probe
+from lenvm_kernels.values.probe import ProbeConfig, embedding_signs, write_probe
 
 # Ratio of neighboring bin edges, and of the last edge to the longest answer: the last bin holds tails of cut answers.
 GROWTH, BEYOND = 1.18, 1.5
@@ -199,7 +199,7 @@ def fit_probe(
         num_layers=num_layers,
         hidden_size=embedding.shape[1],
         vocab_size=len(embedding),
-        embedding_hash=embedding_hash(embedding),
+        embedding_signs=embedding_signs(embedding),
         bin_edges=edges,
     )
     rows = rows_of(models, config.layers, training, how.states)

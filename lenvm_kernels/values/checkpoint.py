@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -147,25 +148,25 @@ class ValueModelConfig:
 
 
 def local_path(name: str | os.PathLike) -> Path:
-    """The path of a checkpoint on this machine. Nothing is downloaded.
+    """The path of a checkpoint on this machine.
 
     Args:
-        name: a path, or ``owner/name`` of a repository if no such path exists, for the directory of its ``main``
-            revision in the Hugging Face cache.
+        name: a path, or ``owner/name`` of a repository on Hugging Face if no such path exists, for the directory of its
+            ``main`` revision in the cache. Missing files are downloaded unless ``HF_HUB_OFFLINE`` is set.
 
     Raises:
-        FileNotFoundError: the name has the form of a repository name, and the cache does not have it.
+        FileNotFoundError: the name has the form of a repository name, and there is no such repository.
     """
     path, text = Path(name), os.fspath(name)
     if path.exists() or not _REPOSITORY.fullmatch(text):
         return path
-    for file in ("config.json", ADAPTER_CONFIG, "probe_config.json", *HEAD_FILES):  # each has one of these
-        if isinstance(found := try_to_load_from_cache(text, file), str):
-            return Path(found).parent
-    raise FileNotFoundError(
-        f"{text} is no existing path, and the Hugging Face cache, {constants.HF_HUB_CACHE}, has no model of that name; "
-        f"`hf download {text}` puts it there"
-    )
+    try:
+        return Path(huggingface_hub.snapshot_download(text))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{text} is no existing path, and no model of that name is in the Hugging Face cache, "
+            f"{constants.HF_HUB_CACHE}, or could be downloaded: {error}"
+        ) from error
 
 
 def backbone_of(path: Path) -> Path:
@@ -175,7 +176,7 @@ def backbone_of(path: Path) -> Path:
     file = path / ADAPTER_CONFIG
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base or not ((found := local_path(base)) / "config.json").is_file():
-        accepted = "a directory with config.json or a name in the Hugging Face cache"
+        accepted = "a directory with config.json or a name on Hugging Face"
         raise FileNotFoundError(f"base_model_name_or_path in {file} must be {accepted}, got {base!r}")
     return found
 

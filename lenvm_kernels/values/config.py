@@ -78,7 +78,7 @@ class LenVMConfig:
         """The configuration in the directory of the value model at ``path``. If there is no file, the defaults.
 
         Args:
-            path: a directory, ``owner/name`` in the Hugging Face cache, or a ``.gguf`` file in the directory.
+            path: a directory, ``owner/name`` on Hugging Face, or a ``.gguf`` file in the directory.
             gamma: replaces the file's. If None, the file's is kept.
 
         Raises:

@@ -112,7 +112,7 @@ class ValueModel:
 
         Args:
             path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, or a
-                ``.gguf`` file (dequantised to float32); or ``owner/name`` in the Hugging Face cache
+                ``.gguf`` file (dequantised to float32); or ``owner/name`` on Hugging Face
                 (:func:`local_path`). If a directory only has an adapter, the backbone is its
                 ``base_model_name_or_path``. Pickled weights are read for a head only.
             head: the value head, if it is stored apart from the backbone: a ``.safetensors`` or ``.bin`` file, a

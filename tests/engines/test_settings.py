@@ -8,11 +8,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.tokenizers import load_text_breaks
+from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks
 from lenvm_kernels.engines.vllm.requests import guidance_of
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
@@ -51,9 +51,9 @@ def given(model, monkeypatch):
 SWITCHES = {
     "nothing": (None, {}, False, False, None),
     "blank": (None, {"value_model": " "}, False, False, None),
-    "another setting": (None, {"max_candidates": 8}, False, True, None),
+    "another setting": (None, {"chunk_tokens": 4096}, False, True, None),
     "none": (None, {"value_model": "none"}, False, True, None),
-    "a file without it": ({"max_candidates": 8}, {}, False, True, None),
+    "a file without it": ({"chunk_tokens": 4096}, {}, False, True, None),
     "a value model": (None, {"value_model": "{model}"}, False, True, "{model}"),
     "off": (None, {"value_model": "off"}, True, True, None),
     "off in a file": ({"value_model": "off"}, {}, True, True, None),
@@ -72,7 +72,7 @@ def test_guidance_without_values_is_on_by_default(model, given, case):
 
 
 # Per setting: texts with their values, the accepted values in words, and rejected texts. "{model}" is an existing path.
-SOURCE = "an existing directory or .gguf file, a name in the Hugging Face cache, none or off"
+SOURCE = "an existing directory or .gguf file, a name on Hugging Face, none or off"
 COUNT, SHARE, MODEL = "an integer of at least 1", "a number > 0 and ", {"{model}": "{model}"}
 EACH = {
     "value_model": ({}, SOURCE, ["nowhere"]),
@@ -150,7 +150,7 @@ def test_hugging_face_names_are_found_in_cache(model, given, put_into_cache):
     settings = Settings.from_environment()
     assert settings == Settings(snapshot, snapshot, gamma=0.75) and settings.reads_images
     given(value_model="namezz/lvm-y")
-    with pytest.raises(ValueError, match=r"^LENVM_VALUE_MODEL must be .*: namezz/lvm-y is no .*/hub, .*`hf download "):
+    with pytest.raises(ValueError, match=r"^LENVM_VALUE_MODEL must be .*: namezz/lvm-y is no .*/hub, or could"):
         Settings.from_environment()
 
 
@@ -258,6 +258,30 @@ def test_vllm_flags_may_be_numbers(model, switch, allows):
     assert guidance_of(params, Settings(model)).allow_eos is allows
 
 
+def test_engine_tokenizer_is_loaded_with_its_own_options(model, given, tmp_path, monkeypatch):
+    """Other tokenizers are loaded without them."""
+    words = AutoTokenizer.from_pretrained(save_checkpoint(tmp_path / "words", seed=0, words=["<think>", "</think>"]))
+    loaded, options = [], dict(trust_remote_code=True, revision="ab12")
+
+    def from_pretrained(path, **options):
+        loaded.append((str(path), options))
+        if path == model:
+            raise OSError("no tokenizer")
+        return words
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    assert Settings.current("engine/1", **options).thoughts.ends == ((1,),)
+    assert load_text_breaks("engine/2", 2, **options) is None
+    check_vocabulary(tmp_path / "value", 2, 3, "engine/3", **options)
+    with pytest.raises(ValueError, match=r"LENVM_VALUE_MODEL must have a tokenizer .* has 2 tokens .* 3, got none in"):
+        check_vocabulary(model, 2, 3, "engine/3", **options)
+    Settings.current.cache_clear()
+    given(tokenizer="other")
+    assert Settings.current("engine/1", **options).thoughts.ends == ((1,),)
+    of_engine = [(f"engine/{i}", options) for i in (1, 2, 3)]
+    assert loaded == [*of_engine, (str(tmp_path / "value"), {}), (str(model), {}), ("other", {})]
+
+
 # Tokenizers of the setting, the engine and the value model, named by the id of their end of a thought, and the one
 # that is read. "none" marks no thoughts.
 TOKENIZERS = [("7", "8", "9", 7), (None, "8", "9", 8), (None, None, "9", 9), (None, None, "none", None)]
@@ -282,9 +306,9 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
     settings.parse_request({"target_length": 9, "thinking_budget": None})
     assert "thoughts" not in vars(settings)
     if end is not None:
-        assert settings.parse_request({"thinking_budget": 9}).end_token_ids == (end,)
+        assert settings.parse_request({"thinking_budget": 9}).end_token_ids == ((end,),)
     else:
         with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
             settings.parse_request({"thinking_budget": 9})
-    assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == (3, 4)
+    assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == ((3,), (4,))
     assert not settings.parse_request({"target_length": 9}).end_token_ids

@@ -5,7 +5,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bench import ways
@@ -97,6 +108,7 @@ class Case(NamedTuple):
     steps: int = 8
     sampling: dict = FILTERS
     closed: tuple = ()  # prompts that end with an end token of their span and one more token
+    greedy: dict | None = None  # arguments that select the most probable token
 
 
 SPANS = [
@@ -116,6 +128,8 @@ CASES = {
     "own parameters": Case(
         [{"target_length": 6, "op": "eq_soft", "gamma": 0.9}, SHORTER, {"target_length": 3, "gamma": 0.8}], {"GUIDE": 9}
     ),
+    "greedy": Case(SHORTER, GUIDED, greedy={"do_sample": False}),
+    "greedy by top_k": Case({"target_length": 9, "constraint": "eq_soft"}, GUIDED, greedy={"top_k": 1}),
     # Later steps have every token of the skipped ones.
     "skipped steps": Case(SHORTER | {"entropy_threshold": 1.9}, {"SKIP": 3, "GUIDE": 6}, 12, NEUTRAL),
     "spans": Case(SPANS, {"GUIDE": 8, "hard limit": 2, "after span": 12, "unguided": 3}, 16, HOT),
@@ -140,7 +154,7 @@ def test_rows_of_generate_match_plain_steps(base, values, value_model, prompts, 
         sizes = dict(moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, head_dim=8, mlp_only_layers=[0])
         model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **sizes), seed=4)
     oracle = PlainStep(values, EOS)
-    options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling)
+    options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling | (case.greedy or {}))
     processor = LenVMLogitsProcessor(model, value_model, case.guidance, inputs["attention_mask"], **options)
     torch.manual_seed(3)
     output, found = model.generate(**inputs, **processor.generation_kwargs, **KEEP_SCORES), Counter()
@@ -148,8 +162,10 @@ def test_rows_of_generate_match_plain_steps(base, values, value_model, prompts, 
         guidance = case.guidance if isinstance(case.guidance, dict) else case.guidance[row]
         with torch.no_grad():
             logits = model(torch.tensor([prefix])).logits[0, -1].double()
-        expected, of_tokens, kind = oracle.row(logits, prefix, step, guidance, case.sampling)
+        sampling = NEUTRAL if case.greedy else case.sampling
+        expected, of_tokens, kind = oracle.row(logits, prefix, step, guidance, sampling)
         where = f"row {row}, step {step}, {kind}"
+        assert not case.greedy or expected[token] > expected.max() - 1e-4, where
         assert (scores.exp() - expected).abs().max() < 1e-4 and expected[token] > 0, where
         found[kind] += 1
         if processor.records:
@@ -193,7 +209,6 @@ def test_unguided_rows_are_unchanged_by_the_processor(base, make, prompts):
 # Filters of unguided rows, and the condition on a probability and the row's probabilities, largest first.
 ALONE = {
     "none": ({}, lambda p, by_rank: p > 0),
-    "top_k 1": ({"top_k": 1}, lambda p, by_rank: p == by_rank[:, :1]),
     "top_k 5": ({"top_k": 5}, lambda p, by_rank: p >= by_rank[:, 4:5]),
     "min_p": ({"min_p": 0.2}, lambda p, by_rank: p >= 0.2 * by_rank[:, :1]),
     "min_p 1": ({"min_p": 1.0}, lambda p, by_rank: p == by_rank[:, :1]),
@@ -326,8 +341,10 @@ OF_PROCESSOR = [
 IMAGE = dict(pixel_values=torch.ones(1), image_grid_thw=torch.ones(1))
 OF_GENERATE = [
     ({"num_return_sequences": 0}, "num_return_sequences must be at least 1, got 0"),
-    ({"do_sample": False}, "do_sample must be True: guided tokens are sampled, got False"),
-    ({"num_beams": 4}, "num_beams must be 1: guided tokens are sampled, got 4"),
+    ({"num_beams": 4}, "num_beams must be 1 with guidance, got 4"),
+    ({"generation_config": GenerationConfig(num_beams=4)}, "num_beams must be 1 with guidance, got 4"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens must be None with guidance, got 3"),
+    ({"decoder_input_ids": 7}, "decoder_input_ids must be None with guidance, got 7"),
     ({"guidance": [None]}, "target_length must be None unless guidance is a mapping or None, got 5"),
     ({"target_length": None, "guidance": [None]}, "guidance must be one for all or one for each of the 3 prompts"),
     ({"guidance": {"op": "eq"}}, "value_constraint must be one of near, ge_near, le_near without a value model"),
@@ -427,6 +444,80 @@ def test_generate_meets_target_without_value_model(base, prompts):
         assert len(found) == 24 and (found - target).abs().mean() < 0.25 * target, (target, found)
     weak = lengths_of(26, guidance={"strength": 0})
     assert weak.min() < 10 and weak.max() == 40
+
+
+# Arguments of ``generate`` with other ends than the model's, and these ends.
+ENDS = {
+    "argument": (dict(eos_token_id=7), {7}),
+    "list": (dict(eos_token_id=[7, 9]), {7, 9}),
+    "configuration": (dict(generation_config=GenerationConfig(eos_token_id=[7])), {7}),
+    "argument before configuration": (dict(generation_config=GenerationConfig(eos_token_id=7), eos_token_id=9), {9}),
+    "configuration without ends": (dict(generation_config=GenerationConfig(temperature=0.9)), {EOS}),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_end_tokens_of_generate_are_the_ends(base, prompts, name):
+    """They meet the target, and the model's own end is a token like any other."""
+    options, ends = ENDS[name]
+
+    def likely_ends(ids, scores):
+        scores = scores.clone()
+        scores[:, list({EOS, *ends})] = scores.max(dim=1, keepdim=True).values - 3
+        return scores
+
+    torch.manual_seed(2)
+    options |= dict(max_new_tokens=60, logits_processor=[likely_ends], pad_token_id=PAD)
+    output = generate(base, **prompts, target_length=20, num_return_sequences=8, **options)
+    lengths = [next((i for i, x in enumerate(row) if x in ends), 60) for row in output[:, 6:].tolist()]
+    assert abs(sum(lengths) / len(lengths) - 20) < 5, lengths
+    assert (output[:, 6:] == EOS).any()
+
+
+GREEDY = [dict(do_sample=False), dict(top_k=1), dict(generation_config=GenerationConfig(do_sample=False))]
+
+
+@pytest.mark.parametrize("greedy", GREEDY)
+def test_greedy_generate_is_guided(base, prompts, value_model, greedy):
+    """Unguided rows take the most probable token of the base model. Filters and seeds change nothing."""
+    options, outputs = dict(max_new_tokens=8, pad_token_id=PAD), []
+    for filters in (FILTERS | {"top_k": 0}, NEUTRAL):
+        guided = options | dict(value_model=value_model, guidance=[SHORTER, None, SHORTER])
+        outputs.append(generate(base, **prompts, **guided | filters | greedy))
+    plain = base.generate(**prompts, do_sample=False, **options)
+    assert torch.equal(*outputs) and torch.equal(outputs[0][1], plain[1]) and not torch.equal(outputs[0], plain)
+
+
+@pytest.fixture(scope="module", params=[T5ForConditionalGeneration, BartForConditionalGeneration])
+def encoder_decoder(request):
+    sizes = dict(vocab_size=VOCAB, d_model=32, pad_token_id=PAD, eos_token_id=EOS)
+    if request.param is T5ForConditionalGeneration:
+        config = T5Config(**sizes, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=PAD)
+    else:
+        layers = dict(encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48, decoder_ffn_dim=48)
+        heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, forced_eos_token_id=None)
+        config = BartConfig(**sizes, **layers, **heads, bos_token_id=1, decoder_start_token_id=EOS)
+    return random_model(request.param, config, seed=3)
+
+
+def test_encoder_decoder_models_are_guided_without_values(encoder_decoder, value_model):
+    """Inputs of the encoder are padded on the right; an output begins with the decoder's start token."""
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, PAD, PAD]])
+
+    def likely_end(tokens, scores):
+        scores = scores.clone()
+        scores[:, EOS] = scores.max(dim=1).values - 3
+        return scores
+
+    options = dict(attention_mask=(ids != PAD).long(), max_new_tokens=40, logits_processor=[likely_end])
+    for target in (5, 20):
+        torch.manual_seed(1)
+        output = generate(encoder_decoder, ids, target_length=target, num_return_sequences=8, **options)
+        lengths = [row.index(EOS) if EOS in row else 40 for row in output[:, 1:].tolist()]
+        assert len(lengths) == 16 and abs(sum(lengths) / 16 - target) < 0.25 * target, lengths
+    message = "value_model must be None with an encoder-decoder base model, got a ValueModel"
+    with pytest.raises(ValueError, match=message):
+        generate(encoder_decoder, ids, target_length=5, value_model=value_model, **options)
 
 
 def test_published_way_as_processor(base, value_model, make, prompts):

@@ -22,7 +22,7 @@ def near(target, **changed):
 
 
 def budget(target, **changed):
-    return near(target, mode=Mode.LE_NEAR, end_token_ids=(7,)) | changed
+    return near(target, mode=Mode.LE_NEAR, end_token_ids=((7,),)) | changed
 
 
 def lands(target, **changed):
@@ -70,17 +70,17 @@ ACCEPTED = [
      dict(mode=Mode.EQ, gamma=0.5, target_length=1.0)),
     ({"target_value": 0.75, "gamma": 0.5}, near(2.0, gamma=0.5, counts_down=False)),
     # Spans.
-    ({"end_token_ids": [7, 3, 7]}, dict(end_token_ids=(7, 3))),
+    ({"end_token_ids": [7, 3, 7]}, dict(end_token_ids=((7,), (3,)))),
     ({"end_token_ids": [[7, 3], 9, [4], (7, 3)], "start_token_ids": [[5, 5]]},
-     dict(end_token_ids=((7, 3), 9, 4), start_token_ids=((5, 5),))),
-    ({"end_token_ids": "[[7, 3], 9]", "allow_eos": 1}, dict(end_token_ids=((7, 3), 9), allow_eos=True)),
+     dict(end_token_ids=((7, 3), (9,), (4,)), start_token_ids=((5, 5),))),
+    ({"end_token_ids": "[[7, 3], 9]", "allow_eos": 1}, dict(end_token_ids=((7, 3), (9,)), allow_eos=True)),
     ({"token_temperature_scale": '{"7": 0.5}'}, dict(token_temperature_scale={7: 0.5})),
     ({"end_token_ids": [7], "hard_limit": 9, "hard_limit_grace": 4, "end_message": [1, 0]},
-     dict(end_token_ids=(7,), hard_limit=9, hard_limit_grace=4, end_message=(1, 0))),
+     dict(end_token_ids=((7,),), hard_limit=9, hard_limit_grace=4, end_message=(1, 0))),
     ({"scale": 0.5, "end_token_ids": (2**31 - 1, 0, 1, 2), "allow_eos": True, "hard_limit": 1},
-     dict(mode=Mode.MUL, scale=0.5, end_token_ids=(2**31 - 1, 0, 1, 2), allow_eos=True, hard_limit=1)),
+     dict(mode=Mode.MUL, scale=0.5, end_token_ids=((2**31 - 1,), (0,), (1,), (2,)), allow_eos=True, hard_limit=1)),
     ({"end_token_ids": [7], "hard_limit": "30", "answer_length": 12.5, "allow_eos": False},
-     dict(end_token_ids=(7,), hard_limit=30, answer_length=12.5)),
+     dict(end_token_ids=((7,),), hard_limit=30, answer_length=12.5)),
     ({"thinking_budget": 10, "end_token_ids": [7]}, budget(10.0, hard_limit=13)),
     ({"thinking_budget": 8, "end_token_ids": [7], "op": "le_near", "strength": 3e38},
      budget(8.0, scale=3e38, hard_limit=10)),
@@ -88,7 +88,7 @@ ACCEPTED = [
     ({"thinking_budget": 8, "end_token_ids": [7], "hard_limit": 5, "answer_length": 3, "allow_eos": True},
      budget(8.0, hard_limit=5, answer_length=3.0, allow_eos=True)),
     ({"thinking_budget": 0.5, "end_token_ids": [7], "op": "eq", "length_mode": "total", "gamma": 0.9},
-     dict(mode=Mode.EQ, gamma=0.9, target_length=0.5, counts_down=True, end_token_ids=(7,), hard_limit=1)),
+     dict(mode=Mode.EQ, gamma=0.9, target_length=0.5, counts_down=True, end_token_ids=((7,),), hard_limit=1)),
     ({"target_length": 80.5, "landing": [5, 6]}, lands(80.5, hard_limit=57, hard_limit_grace=14)),
     ({"target_length": 80, "tolerance": 0.25, "landing": [5, 6]},
      lands(80.0, tolerance=20.0, hard_limit=76, hard_limit_grace=14)),
@@ -146,11 +146,16 @@ THOUGHT = Thoughts(ends=((9, 4),), starts=((8,),))
 @pytest.mark.parametrize(
     "request_, thoughts, ends, starts",
     [
-        ({"thinking_budget": 100}, Thoughts(ends=((9,), (4,))), (9, 4), ()),
-        ({"thinking_budget": 100}, THOUGHT, ((9, 4),), (8,)),
+        ({"thinking_budget": 100}, Thoughts(ends=((9,), (4,))), ((9,), (4,)), ()),
+        ({"thinking_budget": 100}, THOUGHT, ((9, 4),), ((8,),)),
         ({"thinking_budget": 100, "start_token_ids": []}, THOUGHT, ((9, 4),), ()),
-        ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, ((9, 4),), (3,)),
-        ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, (3,), ()),  # the tokenizer's start belongs to its end
+        ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, ((9, 4),), ((3,),)),
+        (
+            {"thinking_budget": 100, "end_token_ids": [3]},
+            THOUGHT,
+            ((3,),),
+            (),
+        ),  # the tokenizer's start belongs to its end
         ({"target_length": 100}, THOUGHT, (), ()),
     ],
 )

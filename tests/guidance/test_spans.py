@@ -47,7 +47,9 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
     ],
 )
 def test_begin_and_end_of_span(prompt, output, starts, expected):
-    params = GuidanceParams(end_token_ids=(7, END_OF_THINK, (END, END)), start_token_ids=starts)
+    params = GuidanceParams(
+        end_token_ids=((7,), (END_OF_THINK,), (END, END)), start_token_ids=tuple((start,) for start in starts)
+    )
     state = params.span_state(prompt, output)
     assert (state.begin, state.end) == expected and state.seen == len(prompt) + len(output)
     assert GuidanceParams().span_state(prompt, output) == SpanState(state.seen, len(prompt))
@@ -74,7 +76,7 @@ def test_progress_of_forced_end(output, expected):
 
 
 def test_progress_of_forced_end_counts_from_the_span():
-    params = GuidanceParams(end_token_ids=(9,), start_token_ids=(8,), hard_limit=2, end_message=(5,))
+    params = GuidanceParams(end_token_ids=((9,),), start_token_ids=((8,),), hard_limit=2, end_message=(5,))
     assert params.span_state([3], [1, 1, 5, 8, 1, 1, 5]).closing_from == 7
 
 
@@ -169,5 +171,5 @@ def test_thought_markers_of_tokenizers():
     params = parse_guidance({"thinking_budget": 8, "end_message": "So", "hard_limit": 5}, thoughts=of_several)
     assert params.closing_token_ids == (83, 111, *text, ord(">")) and len(params.span_patterns.token_ids) == 25
     assert parse_guidance({"thinking_budget": 8}, thoughts=of_one) == replace(
-        parse_guidance({"thinking_budget": 8, "end_token_ids": [4]}), start_token_ids=(3,)
+        parse_guidance({"thinking_budget": 8, "end_token_ids": [4]}), start_token_ids=((3,),)
     )

@@ -32,11 +32,11 @@ class PlainStep:
         logits, params = logits[None].clone(), parse_guidance(guidance)
         probs = torch.softmax(logits / sampling["temperature"], 1)
         if params.has_span:
-            if not set(params.end_token_ids).isdisjoint(prefix):
+            if any(end in prefix for (end,) in params.end_token_ids):
                 return probs[0], {}, "after span"
             if generated == params.hard_limit:
                 forced = torch.zeros_like(probs[0])
-                forced[params.end_token_ids[0]] = 1
+                forced[params.closing_token_ids[0]] = 1
                 return forced, {}, "hard limit"
             if not params.allow_eos:
                 logits[:, self.eos] = -torch.inf

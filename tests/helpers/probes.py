@@ -7,7 +7,7 @@ from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.values import LengthProbe
-from lenvm_kernels.values.probe import ProbeConfig, embedding_hash, write_probe
+from lenvm_kernels.values.probe import ProbeConfig, embedding_signs, write_probe
 
 BIN_EDGES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -22,7 +22,7 @@ def write_random_probe(folder, base, layers=None, seed=5, gamma=0.99):
         num_layers=count,
         hidden_size=embedding.shape[1],
         vocab_size=len(embedding),
-        embedding_hash=embedding_hash(embedding),
+        embedding_signs=embedding_signs(embedding),
         bin_edges=BIN_EDGES,
     )
     generator = torch.Generator().manual_seed(seed)

@@ -42,7 +42,7 @@ def test_guidance_without_value_model_by_end_tokens_only(monkeypatch):
             kept = output.candidates.token_ids[i] >= 0
             tokens, q = output.candidates.token_ids[i][kept].tolist(), output.candidates.probs[i][kept].double()
             left = max(0, p.target_length - generated) if p.counts_down else p.target_length
-            far = [0.0 if t in (EOS, *p.end_token_ids) else p.target_length for t in tokens]
+            far = [0.0 if t in (EOS, *(end for (end,) in p.end_token_ids)) else p.target_length for t in tokens]
             d = torch.tensor([math.log((length + 2) / (left + 2)) for length in far], dtype=torch.float64)
             d = {Mode.LE_NEAR: d.clamp(min=0), Mode.GE_NEAR: d.clamp(max=0)}.get(p.mode, d).abs()
             expected = q * torch.exp(-p.scale * d)

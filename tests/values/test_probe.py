@@ -2,6 +2,7 @@
 
 import gc
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
-from lenvm_kernels.values.probe import CONFIG_FILE, TENSORS_FILE
+from lenvm_kernels.values.probe import CONFIG_FILE, TENSORS_FILE, ProbeConfig, embedding_signs
 from tests.helpers.engine import make_step, random_scores, take_step
 from tests.helpers.models import EOS, TINY, VOCAB, change_checkpoint, random_model
 from tests.helpers.probes import model_sizes, probe_values, write_random_probe
@@ -275,7 +276,8 @@ def test_hooks_are_removed_with_their_states():
         ({"num_layers": 5}, "the base model must be 'tiny' with 5 layers, got one with 3"),
         ({"hidden_size": 24}, r"projection.weight must be \[32, 24\], got \[32, 48\]"),
         ({"vocab_size": 500}, "the base model must be 'tiny' with 500 tokens, got one with"),
-        ({"embedding_hash": "0"}, "the base model must be 'tiny', got one with another embedding"),
+        ({"embedding_signs": "0f" * 128}, "the base model must be 'tiny', got one with another embedding"),
+        ({"embedding_signs": "0"}, "embedding_signs must be 256 hexadecimal digits, got '0'"),
         (
             lambda tensors: {n: x for n, x in tensors.items() if n != "fc.bias"},
             "tensors must be projection.weight, .*, got",
@@ -292,6 +294,40 @@ def test_probe_that_does_not_fit_is_rejected(base, tmp_path, change, message):
     change_checkpoint(tmp_path / CONFIG_FILE, tmp_path / TENSORS_FILE, change)
     with pytest.raises(ValueError, match=message):
         LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
+
+
+def quantized(x, levels, group):
+    """``x`` rounded to integers up to ``levels`` of the largest magnitude in each group."""
+    groups = x.float().view(-1, group)
+    step = groups.abs().amax(1, keepdim=True) / levels
+    return ((groups / step).round() * step).view_as(x)
+
+
+# Embeddings of the base model by name, from that of its bfloat16 checkpoint, and whether they are accepted.
+COPIES = {
+    "float16": (lambda x: x.half(), True),
+    "float32": (lambda x: x.float(), True),
+    "float8": (lambda x: (x / x.abs().max() * 448).to(torch.float8_e4m3fn).float(), True),
+    "int8": (lambda x: quantized(x, 127, 3584), True),
+    "int4": (lambda x: quantized(x, 7, 128), True),
+    "int4 beside outliers": (lambda x: quantized(x, 3, 128), True),
+    "padded": (lambda x: torch.cat([x, x[:64]]), True),
+    "of another seed": (lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)), False),
+    "of other tokens": (lambda x: x.roll(1, 0), False),
+    "of other columns": (lambda x: x.roll(1, 1), False),
+    "positive": (lambda x: x.abs(), False),
+    "two thirds replaced": (lambda x: torch.cat([x[: len(x) // 3], x[len(x) // 3 :].flip(1)]), False),
+}
+
+
+def test_copies_of_the_base_model_in_other_dtypes_are_accepted():
+    """Normal values, as in a checkpoint: float16 has no numbers as small as the smallest of them."""
+    embedding = (torch.randn(4096, 3584, generator=torch.Generator().manual_seed(0)) * 0.01).bfloat16()
+    assert ((embedding < 0) != (embedding.half() < 0)).any()
+    config = ProbeConfig("base", (2,), 2, 3584, 4096, embedding_signs(embedding), (1, 2, 4))
+    for copy, is_accepted in COPIES.values():
+        with nullcontext() if is_accepted else pytest.raises(ValueError, match="another embedding"):
+            config.check_base(2, copy(embedding))
 
 
 def test_base_model_and_dtype_of_a_probe_are_checked(probe, folder):

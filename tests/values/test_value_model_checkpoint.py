@@ -151,6 +151,11 @@ def test_names_of_tensors(tmp_path, naming, kept):
     check_checkpoint(tmp_path, model, random_head(), random_head())
 
 
+def test_hugging_face_names_are_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: tmp_path / "hub" / name)
+    assert local_path("owner/lvm-3") == tmp_path / "hub" / "owner/lvm-3"
+
+
 def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_cache):
     """A model, its adapter and its head in separate repositories; an existing path takes precedence over a name."""
     (model, head), adapted = random_pair("qwen2"), tmp_path / "adapted"
@@ -177,7 +182,7 @@ def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_c
     assert local_path("owner/model-1.5B") == Path("owner/model-1.5B")
     for path in ("owner/model.gguf", "a/b/c", "model-2", "../owner/model", tmp_path / "nowhere"):
         assert local_path(path) == Path(path)
-    with pytest.raises(FileNotFoundError, match=rf"^owner/lvm-2 is no .*{tmp_path}/hub, .*`hf download owner/lvm-2`"):
+    with pytest.raises(FileNotFoundError, match=rf"^owner/lvm-2 is no .*{tmp_path}/hub, or could be downloaded: "):
         ValueModel.from_pretrained("owner/lvm-2")
     with pytest.raises(FileNotFoundError, match=r"an adapter must have adapter_config\.json"):
         ValueModel.from_pretrained(tmp_path / "model", adapter=tmp_path / "nowhere")

@@ -11,6 +11,9 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from lenvm_kernels.engines.transformers.processor import NEUTRAL, Guidance, LenVMLogitsProcessor, vocab_size_of
 from lenvm_kernels.values import LengthProbe, ValueModel
 
+# Arguments of ``model.generate`` that steps are not guided with, and their only accepted values.
+UNGUIDED = {"num_beams": 1, "assistant_model": None, "prompt_lookup_num_tokens": None, "decoder_input_ids": None}
+
 
 def generate(
     model: PreTrainedModel,
@@ -28,12 +31,13 @@ def generate(
 ) -> Any:
     """``model.generate`` with a target for the length of each output.
 
-    Tokens are sampled. ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are passed as to ``model.generate``, and
-    default to the model's ``generation_config``.
+    Tokens are sampled unless ``do_sample`` is False. ``temperature``, ``top_k``, ``top_p``, ``min_p`` and
+    ``eos_token_id`` are passed as to ``model.generate``, also in a ``generation_config``, and default to those of the
+    model.
 
     Args:
         model: the base model, of any architecture.
-        input_ids: int64 ``[B, S]``; prompts, padded on the left.
+        input_ids: int64 ``[B, S]``; prompts, padded on the left, or inputs of the encoder.
         attention_mask: int64 ``[B, S]``; 0 for padding. If None, there is no padding.
         max_new_tokens: maximum number of new tokens.
         target_length: target number of new tokens, without the end-of-sequence token.
@@ -59,9 +63,12 @@ def generate(
     """
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
-    for name, accepted in (("do_sample", True), ("num_beams", 1), ("assistant_model", None)):
-        if kwargs.get(name, accepted) not in (accepted, None):
-            raise ValueError(f"{name} must be {accepted}: guided tokens are sampled, got {kwargs[name]!r}")
+    config = kwargs.get("generation_config")
+    given = ({} if config is None else _without_none(vars(config))) | _without_none(kwargs)
+    settings = _without_none(vars(model.generation_config)) | given
+    for name, accepted in UNGUIDED.items():
+        if settings.get(name, accepted) != accepted:
+            raise ValueError(f"{name} must be {accepted} with guidance, got {settings[name]!r}")
     images = {name: kwargs[name] for name in ("pixel_values", "image_grid_thw") if kwargs.get(name) is not None}
     if images and num_return_sequences > 1:
         raise ValueError(f"num_return_sequences must be 1 with {next(iter(images))}, got {num_return_sequences}")
@@ -72,11 +79,9 @@ def generate(
         guidance = {"target_length": target_length} | dict(guidance or {})
     if isinstance(guidance, Sequence):
         guidance = [g for g in guidance for _ in range(num_return_sequences)]
-    config = kwargs.get("generation_config") or model.generation_config
-    sampling: dict[str, Any] = {}
-    for name, value in NEUTRAL.items():
-        sources = kwargs.pop(name, None), getattr(config, name, None), value
-        sampling[name] = next(x for x in sources if x is not None)
+    sampling = {name: settings.get(name, value) for name, value in NEUTRAL.items()}
+    # A model is sampled from by default, although its own default is the most probable token.
+    sampling |= dict(do_sample=given.get("do_sample", True), eos_token_id=settings.get("eos_token_id"))
     options = dict(processor_options or {})
     # Not passed as the value model's tokenizer if the vocabularies must be compared.
     is_other = isinstance(value_model, ValueModel) and vocab_size_of(model) != value_model.config.vocab_size
@@ -98,3 +103,7 @@ def generate(
         kwargs["tokenizer"] = tokenizer
     kwargs |= dict(input_ids=input_ids, attention_mask=attention_mask, num_return_sequences=num_return_sequences)
     return model.generate(**kwargs)  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+
+
+def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}

@@ -41,15 +41,18 @@ class LenVMLogitsProcessor(LogitsProcessor):
     of ``generate`` must be neutral.
 
     Args:
-        model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
+        model: the base model, of any architecture. With an encoder and a decoder, ``value_model`` must be None.
         value_model: a value model with the base model's vocabulary, or a :class:`LengthProbe` of the base model, whose
             layers have hooks while the processor exists. If None, only ``near``, ``ge_near`` and ``le_near`` guide
             (:class:`GuidedStep`).
         guidance: parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed), or a sequence
             with one entry per prompt. None leaves a prompt unguided.
-        attention_mask: ``[B, S]``; the tokenizer's mask of the prompts, padded on the left.
+        attention_mask: ``[B, S]``; the tokenizer's mask of the prompts, padded on the left, or of the encoder's inputs.
         max_new_tokens: maximum number of new tokens; sizes the value model's cache.
         temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 disables that filter.
+        do_sample: whether tokens are sampled. If not, or if ``top_k`` is 1, each is the most probable after guidance,
+            and there are no filters.
+        eos_token_id: tokens that end an output. If None, those of the model's ``generation_config``.
         max_candidates: candidates per step, a power of two up to 64. Guided tokens are drawn from the candidates only.
             If None, 8 with a value model and 64 without.
         tokenizers: tokenizers of the base model and the value model; without a value model, the base model's twice.
@@ -66,9 +69,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
         records: results of the steps, one row per prompt. Empty without ``record``.
 
     Raises:
-        ValueError: different vocabularies, right padding, a wrong number of ``guidance``, bad parameters, or images
-            that the value model cannot read. The first step raises it for images that do not match the prompts, and
-            for videos.
+        ValueError: different vocabularies, a value model beside an encoder, right padding, a wrong number of
+            ``guidance``, bad parameters, or images that the value model cannot read. The first step raises it for
+            images that do not match the prompts, and for videos.
 
     Example:
         >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
@@ -90,6 +93,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        do_sample: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
         max_candidates: int | None = None,
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
         pixel_values: torch.Tensor | None = None,
@@ -99,6 +104,11 @@ class LenVMLogitsProcessor(LogitsProcessor):
     ) -> None:
         self._states: ProbeStates | None = None
         self._probe = value_model if isinstance(value_model, LengthProbe) else None
+        if model.config.is_encoder_decoder:
+            if value_model is not None:
+                came = type(value_model).__name__
+                raise ValueError(f"value_model must be None with an encoder-decoder base model, got a {came}")
+            attention_mask = attention_mask.new_ones(len(attention_mask), 1)  # the decoder's start token
         if isinstance(value_model, LengthProbe):
             self._states = ProbeStates(model, value_model.config.layers, last=True)
         elif value_model is not None:
@@ -131,9 +141,12 @@ class LenVMLogitsProcessor(LogitsProcessor):
             self._image_sizes = image_sizes(image_grid_thw, value_model.config.vision.spatial_merge_size)
 
         device = model.device if value_model is None else value_model.device
-        eos = set(eos_token_ids(model))
+        eos = set(eos_token_ids(model, eos_token_id))
         self._eos_on_device = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
         self._max_new_tokens, self._prompt_width = max_new_tokens, prompt_width
+        self._do_sample = do_sample and top_k != 1
+        if not self._do_sample:
+            temperature, top_k, top_p, min_p = NEUTRAL.values()
         self._slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
         self._value_model = value_model
         self._step = GuidedStep(
@@ -173,9 +186,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
-        """Arguments for ``model.generate``: this processor, and neutral sampling parameters."""
-        processors = LogitsProcessorList([self])
-        return dict(logits_processor=processors, max_new_tokens=self._max_new_tokens, do_sample=True, **NEUTRAL)
+        """Arguments for ``model.generate``: this processor, its end tokens, and neutral sampling parameters."""
+        kwargs = dict(logits_processor=LogitsProcessorList([self]), max_new_tokens=self._max_new_tokens)
+        kwargs |= dict(do_sample=self._do_sample, eos_token_id=self._eos_on_device.tolist() or None)
+        return kwargs | (NEUTRAL if self._do_sample else {})
 
     @property
     def faults(self) -> list[int]:
@@ -335,9 +349,9 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) 
             raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
-def eos_token_ids(model: PreTrainedModel) -> list[int]:
-    """The tokens that end an output of a model."""
-    ids = model.generation_config.eos_token_id
+def eos_token_ids(model: PreTrainedModel, given: int | Sequence[int] | None = None) -> list[int]:
+    """The tokens that end an output. If ``given`` is None, those of the model's ``generation_config``."""
+    ids = model.generation_config.eos_token_id if given is None else given
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
