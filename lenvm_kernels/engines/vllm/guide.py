@@ -93,22 +93,19 @@ class Guide:
         # Per slot, on the host: whether its request has guidance, takes part in steps, has lost its guidance, and is to
         # have its length predicted.
         self._is_known, self._needs_step, self._is_lost, self._wants_length = np.zeros((4, rows), dtype=bool)
-        # temperature, top_p, min_p and top_k per slot
-        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(rows, 1)
-        self._requests = torch.zeros(rows, dtype=torch.int64, device=self.device)  # scratch of Layout
         self._part = max(1, PART_BYTES // self._node_bytes)
         # Requests without a seed: the same draws on all tensor-parallel ranks, others in data-parallel engines.
         self._seeds = random.Random(f"{engine.seed} {vllm_config.parallel_config.data_parallel_rank}")
         self._prompt: tuple[int, Sequence[int]] = -1, ()
         self._keep_prompts()
+        self.report: StepCounter | None = None
+        self.predictions: Predictions | None = None
         source, slots, name = self._load(vllm_config)
         is_first_rank = self._group is None or self._group.rank_in_group == 0
         self._build_step(vllm_config, source, slots, progress=is_first_rank)
         # The engine sizes its own cache by the free memory, after this and before the first guided request.
         working = self._working_bytes(vllm_config, source)
         self.kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
-        self.report: StepCounter | None = None
-        self.predictions: Predictions | None = None
         if is_first_rank:
             self._report_to(vllm_config)
             logger.info(
@@ -170,7 +167,13 @@ class Guide:
         *,
         progress: bool = False,
     ) -> None:
-        engine, vocab_size = vllm_config.model_config, self.req_states.vocab_size
+        """Create the step, and all other tensors on the device."""
+        engine, rows, vocab_size = vllm_config.model_config, self.req_states.max_num_reqs, self.req_states.vocab_size
+        # temperature, top_p, min_p and top_k per slot
+        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(rows, 1)
+        self._requests = torch.zeros(rows, dtype=torch.int64, device=self.device)  # scratch of Layout
+        if self.report is not None:
+            self.report = StepCounter(self.report.metrics, self.device, rows)
         config = self.settings.step_config(
             has_graphs=not engine.enforce_eager,
             vocab_size=vocab_size,
@@ -261,11 +264,11 @@ class Guide:
         """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
         batch_slots = ctx.idx_mapping_np
         places = np.flatnonzero(self._is_known[batch_slots])
+        # vLLM may verify drafts for some requests at a time, in views of the step's rows.
+        is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
         if len(places) and len(ctx.pos) == len(batch_slots):
-            self._guide(logits, ctx, Layout.of_step(ctx), np.arange(len(batch_slots)), is_last=True)
+            self._guide(logits, ctx, Layout.of_step(ctx), np.arange(len(batch_slots)), is_last=is_last)
         elif len(places):
-            # vLLM may verify drafts for some requests at a time, in views of the step's rows.
-            is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
             for first in range(0, len(places), self._part):
                 part = places[first : first + self._part]
                 layout = Layout.of_requests(ctx, self.to_device(part), 1 + self.drafts, self._requests)
