@@ -26,8 +26,12 @@ import lenvm_kernels
 
 PACKAGE = "lenvm-kernels"
 SGLANG, VLLM = "lenvm_kernels.engines.sglang.plugin", "lenvm_kernels.engines.vllm.processor"
-# Group and module of the entry point that each engine loads.
-ENTRY_POINTS = {"sglang": ("sglang.srt.plugins", SGLANG), "vllm": ("vllm.logits_processors", VLLM)}
+VLLM_FRONT_END = "lenvm_kernels.engines.vllm.front_end"
+# Group and module of the entry points that each engine loads.
+ENTRY_POINTS = {
+    "sglang": (("sglang.srt.plugins", SGLANG),),
+    "vllm": (("vllm.logits_processors", VLLM), ("vllm.general_plugins", VLLM_FRONT_END)),
+}
 FORK = "lenvm_kernels.engines.sglang_fork.drop_in.install()"
 MIN_CAPABILITY = (8, 0)
 GPU_FILES = "/dev/nvidia[0-9]*"
@@ -115,13 +119,13 @@ def check_installed() -> list[Check]:
             checks.append(Check(engine, OK, "the LenVM fork", f"it has no plugins: use {FORK}"))
         elif engine is not None:
             checks.append(_version_check(requirement, version_of(engine), absent=MISSING))
-    for engine, (group, module) in ENTRY_POINTS.items():
+    for engine, group, module in ((engine, *point) for engine, points in ENTRY_POINTS.items() for point in points):
         points = [point for point in metadata.entry_points(group=group) if point.value.partition(":")[0] == module]
         names = ", ".join(f"{point.name} of {point.dist.name if point.dist else '?'}" for point in points) or "none"
         hint = (
             "" if len(points) == 1 else f"exactly one must be in {group}: pip install {PACKAGE} again, or uninstall one"
         )
-        checks.append(Check(f"entry point of {engine}", WRONG if hint else OK, names, hint))
+        checks.append(Check(f"entry point of {engine} in {group}", WRONG if hint else OK, names, hint))
     return checks
 
 

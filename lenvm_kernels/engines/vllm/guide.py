@@ -29,17 +29,16 @@ from lenvm_kernels.engines.vllm.report import Predictions, StepCounter
 from lenvm_kernels.engines.vllm.requests import end_tokens, guidance_of
 from lenvm_kernels.engines.vllm.states import BaseStates, after_reload, calling_runner, load_probe
 from lenvm_kernels.step import (
-    ConstantValues,
     EngineSlots,
     GuidedStep,
     PreparedStep,
     ProbeValues,
     Sampling,
     StepBatch,
-    ValueSource,
+    value_source,
 )
 from lenvm_kernels.step.inputs import SlotTable
-from lenvm_kernels.values import ValueModel
+from lenvm_kernels.values import LengthProbe, ValueModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,55 +93,52 @@ class Guide:
         # Per slot, on the host: whether its request has guidance, takes part in steps, has lost its guidance, and is to
         # have its length predicted.
         self._is_known, self._needs_step, self._is_lost, self._wants_length = np.zeros((4, rows), dtype=bool)
-        # temperature, top_p, min_p and top_k per slot
-        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(rows, 1)
-        self._requests = torch.zeros(rows, dtype=torch.int64, device=self.device)  # scratch of Layout
         self._part = max(1, PART_BYTES // self._node_bytes)
         # Requests without a seed: the same draws on all tensor-parallel ranks, others in data-parallel engines.
         self._seeds = random.Random(f"{engine.seed} {vllm_config.parallel_config.data_parallel_rank}")
         self._prompt: tuple[int, Sequence[int]] = -1, ()
         self._keep_prompts()
-        values, slots, source = self._values(vllm_config)
-        is_first_rank = self._group is None or self._group.rank_in_group == 0
-        self._build_step(vllm_config, values, slots, progress=is_first_rank)
-        # The engine sizes its own cache by the free memory, after this and before the first guided request.
-        self.kept_free: torch.Tensor | None = torch.empty(
-            self._working_bytes(vllm_config, values), dtype=torch.uint8, device=self.device
-        )
         self.report: StepCounter | None = None
         self.predictions: Predictions | None = None
+        source, slots, name = self._load(vllm_config)
+        is_first_rank = self._group is None or self._group.rank_in_group == 0
+        self._build_step(vllm_config, source, slots, progress=is_first_rank)
+        # The engine sizes its own cache by the free memory, after this and before the first guided request.
+        working = self._working_bytes(vllm_config, source)
+        self.kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
         if is_first_rank:
             self._report_to(vllm_config)
             logger.info(
                 "LenVM: guidance by %s; %d requests, %d candidates each; steps take %.2f GiB, %s CUDA graphs",
-                source,
+                name,
                 rows,
                 self.step.config.max_candidates,
-                self.kept_free.numel() / 2**30,
+                working / 2**30,
                 "with" if self.step.config.graphs else "without",
             )
 
-    def _values(self, vllm_config: VllmConfig) -> tuple[ValueSource, SlotTable, str]:
-        """The source of values, its slots, and its name."""
+    def _load(self, vllm_config: VllmConfig) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
+        """The value model or probe, None without one; its slots, and its name."""
         no_slots = EngineSlots(torch.zeros(self.req_states.max_num_reqs, 1, dtype=torch.int32, device=self.device), 1)
-        sleeps = vllm_config.model_config.enable_sleep_mode
-        runner = calling_runner() if self.settings.has_probe or sleeps else None
-        if not self.settings.has_probe:
-            if runner is not None:  # sleeping discards the step's tensors with the base model's weights
-                after_reload(runner, lambda: self._build_step(vllm_config, ConstantValues(), no_slots))
-            return ConstantValues(), no_slots, "end tokens alone, without a value model"
-        assert runner is not None
-        probe = load_probe(self.settings, runner)
-        self._states = BaseStates(runner, probe)
-        values = ProbeValues(probe)
+        has_probe, sleeps = self.settings.has_probe, vllm_config.model_config.enable_sleep_mode
+        name = f"the probe {self.settings.value_model}" if has_probe else "end tokens alone, without a value model"
+        if not has_probe and not sleeps:
+            return None, no_slots, name
+        runner = calling_runner()
+        probe = load_probe(self.settings, runner) if has_probe else None
+        if probe is not None:
+            self._states = BaseStates(runner, probe)
 
         def reload() -> None:
-            values.probe = load_probe(self.settings, runner)
-            if sleeps:
-                self._build_step(vllm_config, ProbeValues(values.probe), no_slots)
+            probe = load_probe(self.settings, runner) if has_probe else None
+            if sleeps:  # sleeping discards the step's tensors, too, and no request is running
+                self._build_step(vllm_config, probe, no_slots)
+            elif probe is not None:
+                assert isinstance(self.step.values, ProbeValues)
+                self.step.values.probe = probe
 
         after_reload(runner, reload)
-        return values, no_slots, f"the probe {self.settings.value_model}"
+        return probe, no_slots, name
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -154,19 +150,30 @@ class Guide:
         """Bytes of the scores of a request with drafts."""
         return (1 + self.drafts) * self.req_states.vocab_size * torch.float32.itemsize
 
-    def _working_bytes(self, vllm_config: VllmConfig, values: ValueSource | ValueModel) -> int:
+    def _working_bytes(self, vllm_config: VllmConfig, source: ValueModel | LengthProbe | None) -> int:
         """Bytes that the steps take."""
-        rows, value_model = self.req_states.max_num_reqs, getattr(values, "value_model", None)
+        rows, vocab_size = self.req_states.max_num_reqs, self.req_states.vocab_size
         max_len = vllm_config.model_config.max_model_len
         working = self.settings.working_bytes(
-            value_model, requests=rows, max_len=max_len, vocab_size=self.req_states.vocab_size, **self._sizes
+            source, requests=rows, max_len=max_len, vocab_size=vocab_size, **self._sizes
         )
         return working + (min(rows, self._part) * self._node_bytes if self.drafts else 0)
 
     def _build_step(
-        self, vllm_config: VllmConfig, values: ValueSource, slots: SlotTable, *, progress: bool = False
+        self,
+        vllm_config: VllmConfig,
+        source: ValueModel | LengthProbe | None,
+        slots: SlotTable,
+        *,
+        progress: bool = False,
     ) -> None:
-        engine, vocab_size = vllm_config.model_config, self.req_states.vocab_size
+        """Create the step, and all other tensors on the device."""
+        engine, rows, vocab_size = vllm_config.model_config, self.req_states.max_num_reqs, self.req_states.vocab_size
+        # temperature, top_p, min_p and top_k per slot
+        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(rows, 1)
+        self._requests = torch.zeros(rows, dtype=torch.int64, device=self.device)  # scratch of Layout
+        if self.report is not None:
+            self.report = StepCounter(self.report.metrics, self.device, rows)
         config = self.settings.step_config(
             has_graphs=not engine.enforce_eager,
             vocab_size=vocab_size,
@@ -174,7 +181,7 @@ class Guide:
             text_breaks=load_text_breaks(engine.tokenizer, vocab_size),
             **self._sizes,
         )
-        self.step = GuidedStep(values, slots, config)
+        self.step = GuidedStep(value_source(source), slots, config)
         if self.device.type == "cuda":
             self.step.warm_up(progress=progress)
             if self.settings.predictions is not None:
@@ -257,11 +264,11 @@ class Guide:
         """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
         batch_slots = ctx.idx_mapping_np
         places = np.flatnonzero(self._is_known[batch_slots])
+        # vLLM may verify drafts for some requests at a time, in views of the step's rows.
+        is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
         if len(places) and len(ctx.pos) == len(batch_slots):
-            self._guide(logits, ctx, Layout.of_step(ctx), np.arange(len(batch_slots)), is_last=True)
+            self._guide(logits, ctx, Layout.of_step(ctx), np.arange(len(batch_slots)), is_last=is_last)
         elif len(places):
-            # vLLM may verify drafts for some requests at a time, in views of the step's rows.
-            is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
             for first in range(0, len(places), self._part):
                 part = places[first : first + self._part]
                 layout = Layout.of_requests(ctx, self.to_device(part), 1 + self.drafts, self._requests)

@@ -11,9 +11,9 @@ import torch
 from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, OwnSlots, PromptPart, pages_for
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.vllm.guide import Guide, logger
-from lenvm_kernels.step import ModelValues, PreparedStep, Sampling, ValueSource
+from lenvm_kernels.step import PreparedStep, Sampling
 from lenvm_kernels.step.inputs import SlotTable
-from lenvm_kernels.values import KVCache
+from lenvm_kernels.values import KVCache, LengthProbe, ValueModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,30 +27,31 @@ class ModelGuide(Guide):
     """Guidance by a value model; for arguments and errors, see :class:`Guide`.
 
     Attributes:
-        own: slots of the value model.
+        value_model: the value model.
+        own: its slots.
         without_room: number of requests that lost their guidance because the value model's cache was full.
     """
 
     max_delta = MAX_DELTA
 
-    def _values(self, vllm_config: VllmConfig) -> tuple[ValueSource, SlotTable, str]:
+    def _load(self, vllm_config: VllmConfig) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
         settings, engine, rows = self.settings, vllm_config.model_config, self.req_states.max_num_reqs
         value_model = settings.load_value_model(engine.dtype, self.device)
         assert value_model is not None
         check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
-        values = ModelValues(value_model)
-        pages = self._num_pages(vllm_config, values)
+        self.value_model = value_model
+        pages = self._num_pages(vllm_config)
         self.own = OwnSlots(rows, engine.max_model_len, num_pages=pages, device=self.device)
         self.without_room = 0
         # Per slot: prompt tokens passed to the value model, and whether all tokens since then are passed to the step.
         self._computed, self._is_running = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=bool)
         gib = KVCache.num_bytes(value_model, self.own.slots.num_slots) / 2**30
         source = f"the value model {settings.value_model} in {value_model.dtype}, whose cache of {pages * PAGE_SIZE}"
-        return values, self.own.slots, f"{source} tokens takes {gib:.2f} GiB"
+        return value_model, self.own.slots, f"{source} tokens takes {gib:.2f} GiB"
 
-    def _num_pages(self, vllm_config: VllmConfig, values: ModelValues) -> int:
+    def _num_pages(self, vllm_config: VllmConfig) -> int:
         """Pages of the cache, which shares its part of the memory with the steps."""
-        working = self._working_bytes(vllm_config, values)
+        working = self._working_bytes(vllm_config, self.value_model)
         total = vllm_config.cache_config.kv_cache_memory_bytes
         if total is None and self.device.type == "cuda":
             free, device_bytes = torch.cuda.mem_get_info(self.device)
@@ -58,7 +59,7 @@ class ModelGuide(Guide):
         share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
         room = None if total is None else share * total - working
         max_len = vllm_config.model_config.max_model_len
-        pages = pages_for(values.value_model, self.req_states.max_num_reqs, max_len, room)
+        pages = pages_for(self.value_model, self.req_states.max_num_reqs, max_len, room)
         if self._group is not None:
             of_ranks = torch.tensor([pages])
             torch.distributed.all_reduce(of_ranks, torch.distributed.ReduceOp.MIN, self._group.cpu_group)
@@ -74,8 +75,7 @@ class ModelGuide(Guide):
     def _report_to(self, vllm_config: VllmConfig) -> None:
         super()._report_to(vllm_config)
         if self.report is not None:
-            cache = self.step.values.cache
-            self.report.metrics.cache_bytes.set(KVCache.num_bytes(cache.value_model, self.own.slots.num_slots))
+            self.report.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, self.own.slots.num_slots))
 
     # --- requests ---
 
@@ -125,12 +125,12 @@ class ModelGuide(Guide):
     def _extend(
         self, slots: np.ndarray, places: np.ndarray, known_lens: np.ndarray, is_whole: np.ndarray, lengths: torch.Tensor
     ) -> None:
-        """Compute the prompts of requests: all tokens but the last, and all tokens of chunks that a later step continues.
+        """Compute the prompts of requests: all tokens but the last, or all tokens if a later step continues one.
 
         Args:
             slots: slots of the step's requests.
             places: places of the requests among them whose prompts are not computed yet.
-            known_lens: number of tokens of each request; with drafts, an upper bound for requests that lost their slots.
+            known_lens: number of tokens of each request; with drafts, an upper bound for those that lost their slots.
             is_whole: whether the prompt ends with this step.
             lengths: int32 ``[B]``; number of tokens of each request, on the device.
         """

@@ -15,19 +15,21 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _NOT_TRIED = "not tried"
-# Options by part of the engine's configuration, each with the accepted value and the reason.
-OPTIONS: dict[tuple[str, str], tuple[Any, str]] = {
-    ("parallel_config", "prefill_context_parallel_size"): (1, _NOT_TRIED),
-    ("parallel_config", "decode_context_parallel_size"): (1, _NOT_TRIED),
-    ("parallel_config", "enable_batch_sharded_sampling"): (False, _NOT_TRIED),
-    ("speculative_config", "enable_adaptive_verification"): (False, _NOT_TRIED),
-    ("model_config", "is_diffusion"): (False, "tokens are not drawn one after another"),
-    ("model_config", "return_sampling_mask"): (False, "guided tokens are not drawn from the mask"),
+# Options by part of the engine's configuration, each with the accepted values and the reason.
+OPTIONS: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
+    ("parallel_config", "prefill_context_parallel_size"): ((1,), _NOT_TRIED),
+    ("parallel_config", "decode_context_parallel_size"): ((1,), _NOT_TRIED),
+    ("parallel_config", "enable_batch_sharded_sampling"): ((False,), _NOT_TRIED),
+    ("speculative_config", "enable_adaptive_verification"): ((False,), _NOT_TRIED),
+    ("speculative_config", "rejection_sample_method"): (
+        ("standard", "block"),
+        "others accept drafts that guidance has not drawn",
+    ),
+    ("model_config", "is_diffusion"): ((False,), "tokens are not drawn one after another"),
+    ("model_config", "return_sampling_mask"): ((False,), "guided tokens are not drawn from the mask"),
 }
-OPTIONS_OF_VALUE_MODEL = {("model_config", "enable_sleep_mode"): (False, "the value model would not wake up")}
-OPTIONS_OF_PROBE = {
-    ("parallel_config", "pipeline_parallel_size"): (1, "the last rank does not have the states of all layers")
-}
+OPTIONS_OF_VALUE_MODEL = {("model_config", "enable_sleep_mode"): ((False,), "the value model would not wake up")}
+OPTIONS_OF_PROBE = {("parallel_config", "pipeline_parallel_size"): ((1,), "the last rank has no input embedding")}
 # Key of the front end's LENVM_* variables in the engine's additional_config, which reaches every worker.
 VARIABLES = "lenvm"
 
@@ -67,8 +69,8 @@ def reason_against(vllm_config: VllmConfig) -> str | None:
         return f"guidance fits vLLM {', '.join(tried)}, got {vllm.__version__}; LENVM_VALUE_MODEL=none tries it"
     if not getattr(vllm_config, "use_v2_model_runner", False):
         return (
-            "guidance needs vLLM's second model runner, which VLLM_USE_V2_MODEL_RUNNER=0, a missing Triton or an option "
-            "of the server turns off (vLLM's log names the option)"
+            "guidance needs vLLM's second model runner, which VLLM_USE_V2_MODEL_RUNNER=0, a missing Triton or an "
+            "option of the server turns off (vLLM's log names the option)"
         )
     try:
         from lenvm_kernels.engines.settings import Settings
@@ -77,9 +79,10 @@ def reason_against(vllm_config: VllmConfig) -> str | None:
     settings = Settings.current()
     options = OPTIONS | (OPTIONS_OF_VALUE_MODEL if settings.reads_tokens else {})
     for (part, option), (accepted, reason) in (options | (OPTIONS_OF_PROBE if settings.has_probe else {})).items():
-        given = getattr(getattr(vllm_config, part), option, accepted)
-        if given != accepted:
-            return f"{option} must be {accepted} together with guidance, got {given}: {reason}"
+        given = getattr(getattr(vllm_config, part), option, accepted[0])
+        if given not in accepted:
+            names = " or ".join(map(str, accepted))
+            return f"{option} must be {names} together with guidance, got {given}: {reason}"
     return None
 
 

@@ -7,6 +7,7 @@ any version of vLLM and without Triton. The code of the workers is in :mod:`lenv
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lenvm_kernels.engines.vllm.options import is_off, names_guidance, reason_against, take_variables, variables
@@ -64,11 +65,12 @@ class LenVMProcessor(LogitsProcessor):
     @classmethod
     def _new_guide(cls, vllm_config: VllmConfig, req_states: Any) -> Guide | None:
         """The guidance of this worker. If None, it is off on all tensor-parallel ranks."""
-        cls._check_equal(cls._settings_by_name())
+        reason = "off" if is_off() else reason_against(vllm_config)
+        check_equal(reason or str(replace(cls.settings(), trace=None, predictions=None)))
         if is_off():
             return None
         try:
-            if (reason := reason_against(vllm_config)) is not None:
+            if reason is not None:
                 raise ValueError(reason)
             from lenvm_kernels.engines.vllm.guide import new_guide
 
@@ -78,37 +80,8 @@ class LenVMProcessor(LogitsProcessor):
                 raise
             logger.warning("LenVM: requests cannot be guided: %s", error)
             guide = None
-        cls._check_equal({"guidance": "off" if guide is None else "on"})
+        check_equal("off" if guide is None else "on")
         return guide
-
-    @classmethod
-    def _settings_by_name(cls) -> dict[str, str]:
-        """The settings that must be equal on all ranks."""
-        try:
-            settings = {} if is_off() else vars(cls.settings())
-        except ImportError:
-            settings = {}
-        of_ranks = {"trace", "predictions", "tokenizer"}
-        texts = {name: str(value) for name, value in settings.items() if name not in of_ranks}
-        return {"guidance": "on" if settings else "off"} | texts
-
-    @staticmethod
-    def _check_equal(mine: dict[str, str]) -> None:
-        """Raise ValueError unless all tensor-parallel ranks, which must draw the same tokens, have the same settings."""
-        import torch
-        from vllm.distributed.parallel_state import get_tp_group
-
-        group = get_tp_group()
-        if group.world_size == 1:
-            return
-        of_ranks: list[dict[str, str]] = [{}] * group.world_size
-        torch.distributed.all_gather_object(of_ranks, mine, group=group.cpu_group)
-        for theirs in of_ranks:
-            for name in mine:
-                if (other := theirs.get(name, "")) != mine[name]:
-                    raise ValueError(
-                        f"{name} of LenVM must be the same on all tensor-parallel ranks, got {mine[name]} and {other}"
-                    )
 
     @classmethod
     def settings(cls) -> Settings:
@@ -135,11 +108,6 @@ class LenVMProcessor(LogitsProcessor):
         """Admit a request into a slot of the engine. Returns whether its logits may change."""
         return self._guide is not None and self._guide.add_request(req_idx, sampling_params)
 
-    def apply_staged_writes(self) -> None:
-        """Called once per step, before its logits exist."""
-        if self._guide is not None:
-            self._guide.begin_step()
-
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
         return logits if self._guide is None or ctx is None else self._guide.apply(logits, ctx)
@@ -151,3 +119,17 @@ class LenVMProcessor(LogitsProcessor):
 
     def update_state(self, batch_update: Any) -> None:
         pass
+
+
+def check_equal(mine: str) -> None:
+    """Raise ValueError unless all tensor-parallel ranks pass the same text: they must draw the same tokens."""
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return
+    of_ranks = [mine] * group.world_size
+    torch.distributed.all_gather_object(of_ranks, mine, group=group.cpu_group)
+    if theirs := set(of_ranks) - {mine}:
+        raise ValueError(f"LenVM must be set alike on all tensor-parallel ranks, got {mine} and {theirs.pop()}")

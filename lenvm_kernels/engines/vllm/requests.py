@@ -52,7 +52,7 @@ def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | 
 def end_tokens(params: SamplingParams) -> set[int]:
     """The tokens at which the engine ends a request's output.
 
-    With ``ignore_eos`` these are ``stop_token_ids`` alone: ``all_stop_token_ids`` contains the end of sequence even then.
+    With ``ignore_eos`` these are ``stop_token_ids`` alone, although ``all_stop_token_ids`` has the end of sequence.
     """
     tokens = (params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids
     return set(sorted(tokens)[:MAX_END_TOKENS])

@@ -194,6 +194,7 @@ def _filter_kernel(
     limit = tl.where((top_k <= 0) | (top_k >= V), V, top_k)
     limit = tl.where(greedy, 1, limit)
     sought = limit  # number of tokens to extract
+    num_ends = 0  # tokens that end the output
     if table is not None:
         table_row = request
         if table_rows_ptr is not None:
@@ -202,9 +203,13 @@ def _filter_kernel(
         has_ends = least < float("inf")
         sought = tl.where(has_ends, V, limit)
         min_p = tl.maximum(min_p, tl.load(table.least_share + table_row * stride.least_share))
+        slot = tl.arange(0, ENDS)
+        end = tl.load(table.ending_token_ids + table_row * stride.ending_token_ids + slot, mask=slot < E, other=-1)
+        is_token = (end >= 0) & (end < V)
+        num_ends = tl.sum(is_token.to(tl.int32), axis=0)
     first = 1 / total if IS_LOGITS else best  # probability of the best token
-    # The best tiles in order, until no token of the next one passes min_p. At most E tokens that end the output precede
-    # the first token that continues it, which is always a candidate.
+    # The best tiles in order, until no token of the next one passes min_p. Only tokens that end the output can
+    # precede the first token that continues it, which is always a candidate.
     keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
     chosen = tl.full([K], -1, tl.int32)
     most = tl.minimum(sought, K)
@@ -212,7 +217,7 @@ def _filter_kernel(
     while k < most:
         key = tl.max(keys, axis=0)
         p = tl.exp2((_key_score(key) - best) * scale) / total if IS_LOGITS else _key_score(key)
-        is_wanted = (key != _NO_KEY) & ((p >= min_p * first) | (k <= E))
+        is_wanted = (key != _NO_KEY) & ((p >= min_p * first) | (k <= num_ends))
         keys = tl.where(is_wanted & (keys == key), _NO_KEY, keys)
         chosen = tl.where(is_wanted & (column == k), _key_token(key), chosen)
         k = tl.where(is_wanted, k + 1, most)
@@ -228,9 +233,6 @@ def _filter_kernel(
     is_alone = True  # whether all tokens taken so far end the output
     if table is not None:
         # End tokens that are candidates regardless of the filters. They take at most all columns but one.
-        slot = tl.arange(0, ENDS)
-        end = tl.load(table.ending_token_ids + table_row * stride.ending_token_ids + slot, mask=slot < E, other=-1)
-        is_token = (end >= 0) & (end < V)
         end_score = _load_scores(*scores, request, end, is_token, IS_LOGITS)
         end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
         if text_breaks_ptr is not None:

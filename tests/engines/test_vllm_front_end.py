@@ -1,0 +1,297 @@
+"""Servers of vLLM that cannot guide requests, and requests that cannot be guided: named, and harmless to others."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import vllm
+from vllm import SamplingParams
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.v1.engine.input_processor import InputProcessor
+
+from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.vllm import front_end
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor
+from tests.helpers import models
+from tests.helpers.probes import write_random_probe
+
+SECOND = "guidance needs vLLM's second model runner"
+ASKS = {"target_length": 5}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A value model and a probe."""
+    folder = tmp_path_factory.mktemp("sources")
+    words = [f"w{i}" for i in range(models.VOCAB)]
+    value_model = models.save_checkpoint(folder / "value", seed=1, words=words, value_head=True)
+    write_random_probe(folder / "probe", models.random_model(*models.ARCHITECTURES["qwen2"]))
+    return {"model": value_model, "probe": folder / "probe", "none": "none", "off": "off"}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """Restores the methods that front ends wrap, and removes the settings."""
+    for name in [name for name in os.environ if name.startswith("LENVM_")]:
+        monkeypatch.delenv(name)
+    for owner, name in (
+        (EngineArgs, "create_engine_config"),
+        (InputProcessor, "process_inputs"),
+        (ChatCompletionRequest, "to_beam_search_params"),
+        (CompletionRequest, "to_beam_search_params"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    for name in ("reason", "model_config"):
+        monkeypatch.setattr(LenVMProcessor, name, None)
+    Settings.current.cache_clear()
+    yield
+    Settings.current.cache_clear()
+
+
+def config(is_second=True, **changes):
+    """A configuration of the engine."""
+    parts = dict(
+        model_config=dict(tokenizer="", enable_sleep_mode=False, return_sampling_mask=False, is_diffusion=False),
+        parallel_config=dict(pipeline_parallel_size=1),
+        speculative_config={},
+    )
+    for name, attributes in changes.items():
+        parts[name] |= attributes
+    parts = {name: SimpleNamespace(**attributes) for name, attributes in parts.items()}
+    return SimpleNamespace(use_v2_model_runner=is_second, additional_config={}, **parts)
+
+
+# What guides, the configuration, the version of vLLM, and the reason against guidance.
+SERVERS = [
+    ("", {}, "0.32.0", None),
+    ("", {}, "0.33.1+cu130", None),
+    ("", {}, "0.34.0", "guidance fits vLLM 0.32, 0.33, got 0.34.0; LENVM_VALUE_MODEL=none tries it"),
+    ("none", {}, "0.34.0", None),
+    ("", dict(is_second=False), "0.32.0", SECOND),
+    ("model", dict(is_second=False), "0.32.0", SECOND),
+    ("none", dict(parallel_config={"pipeline_parallel_size": 2}), "0.32.0", None),
+    ("model", dict(parallel_config={"pipeline_parallel_size": 2}), "0.32.0", None),
+    ("probe", dict(parallel_config={"pipeline_parallel_size": 2}), "0.32.0", "pipeline_parallel_size must be 1 toge"),
+    ("none", dict(model_config={"enable_sleep_mode": True}), "0.32.0", None),
+    ("probe", dict(model_config={"enable_sleep_mode": True}), "0.32.0", None),
+    ("model", dict(model_config={"enable_sleep_mode": True}), "0.32.0", "enable_sleep_mode must be False together"),
+    ("", dict(model_config={"return_sampling_mask": True}), "0.32.0", "return_sampling_mask must be False together"),
+    ("", dict(model_config={"is_diffusion": True}), "0.32.0", "is_diffusion must be False together with guidance"),
+    *(
+        ("none", dict([(part, {name: value})]), "0.32.0", f"{name} must be {accepted} together with guidance, got")
+        for part, name, value, accepted in (
+            ("parallel_config", "prefill_context_parallel_size", 2, 1),
+            ("parallel_config", "decode_context_parallel_size", 2, 1),
+            ("parallel_config", "enable_batch_sharded_sampling", True, False),
+            ("speculative_config", "enable_adaptive_verification", True, False),
+            ("speculative_config", "rejection_sample_method", "synthetic", "standard or block"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "changes", "version", "reason"), SERVERS)
+def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch, source, changes, version, reason):
+    """It ends by name if a setting asks for guidance. Otherwise it starts, and its requests are rejected by name."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    if source:
+        monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
+    engine = config(**changes)
+    params = SamplingParams(extra_args=ASKS | {"session_id": "of another consumer"})
+    if reason is None:
+        front_end.configure(None, engine)
+        LenVMProcessor.validate_params(params)
+        with pytest.raises(ValueError, match="value_mode must be one of"):
+            LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
+    elif source:
+        with pytest.raises(ValueError, match=reason):
+            front_end.configure(None, engine)
+    else:
+        front_end.configure(None, engine)
+        with pytest.raises(ValueError, match=rf"guidance \(target_length, session_id\) must be absent.*{reason}"):
+            LenVMProcessor.validate_params(params)
+        with pytest.raises(ValueError, match=reason):
+            LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
+        LenVMProcessor.validate_params(SamplingParams(extra_args={"session_id": "of another consumer"}))
+        LenVMProcessor.validate_params(SamplingParams())
+
+
+def test_guidance_that_is_off_changes_nothing(monkeypatch):
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "off")
+    before = EngineArgs.create_engine_config
+    front_end.install()
+    assert EngineArgs.create_engine_config is before
+    LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
+
+
+def test_variables_reach_every_worker(monkeypatch):
+    """Also those of Ray, which copies none of ours; without any, the engine's configuration is unchanged."""
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: config())
+    front_end.install()
+    front_end.install()
+    assert EngineArgs.create_engine_config("args").additional_config == {}
+    monkeypatch.setenv("LENVM_GAMMA", "0.9")
+    Settings.current.cache_clear()
+    engine = EngineArgs.create_engine_config("args")
+    assert engine.additional_config == {"lenvm": {"LENVM_GAMMA": "0.9"}}
+    monkeypatch.delenv("LENVM_GAMMA")
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
+    LenVMProcessor(engine, None)
+    assert os.environ["LENVM_GAMMA"] == "0.9"
+
+
+class Request:
+    """What ``InputProcessor.process_inputs`` returns."""
+
+    def __init__(self, extra_args=None, watermarking=False, lora=None, images=None, embeds=None):
+        self.sampling_params = SamplingParams(extra_args=extra_args, watermarking=watermarking)
+        self.lora_request, self.mm_features, self.prompt_embeds = lora, images, embeds
+
+
+TEXT = "guidance by a value model, which reads tokens only, needs a prompt of text, got"
+ADAPTER = "guidance by a value model or probe, which are for the base model, needs it without LoRA"
+REQUESTS = [
+    ("none", dict(lora="adapter", images=[1]), None),
+    ("none", dict(embeds=torch.zeros(2, 3)), None),
+    ("none", dict(watermarking=True), "watermarking must be false together with guidance, got true"),
+    ("probe", dict(images=[1]), None),
+    ("probe", dict(lora="adapter"), ADAPTER),
+    ("model", {}, None),
+    ("model", dict(lora="adapter"), ADAPTER),
+    ("model", dict(images=[1]), f"{TEXT} images or audio"),
+    ("model", dict(embeds=torch.zeros(2, 3)), f"{TEXT} prompt_embeds"),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "message"), REQUESTS)
+def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, source, options, message):
+    """And only if they ask for guidance."""
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
+    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
+    front_end.configure(None, config())
+    unguided = Request({"session_id": 5}, **options)
+    assert InputProcessor.process_inputs(None, unguided) is unguided
+    if message is None:
+        InputProcessor.process_inputs(None, Request(ASKS, **options))
+    else:
+        with pytest.raises(ValueError, match=message):
+            InputProcessor.process_inputs(None, Request(ASKS, **options))
+
+
+@pytest.mark.parametrize("request_class", [ChatCompletionRequest, CompletionRequest])
+def test_beams_with_guidance_are_rejected(request_class):
+    front_end.configure(None, config())
+    prompt = {"messages": [{"role": "user", "content": "w1"}]} if request_class is ChatCompletionRequest else {}
+    for xargs in (None, {"session_id": "of another consumer"}, ASKS):
+        request = request_class(model="base", prompt="w1", use_beam_search=True, n=2, vllm_xargs=xargs, **prompt)
+        if xargs is ASKS:
+            with pytest.raises(ValueError, match="use_beam_search must be false together with guidance"):
+                request.to_beam_search_params(5, {})
+        else:
+            assert request.to_beam_search_params(5, {}).beam_width == 2
+
+
+def test_first_model_runner_without_a_front_end(folders, monkeypatch):
+    """As in a process whose VLLM_PLUGINS excludes it: the worker ends, if a setting asks for guidance."""
+    processor = LenVMProcessor(config(is_second=False), None, False)
+    logits = torch.randn(2, 5)
+    assert processor.apply(logits) is logits and processor.is_argmax_invariant()
+    assert not processor.add_request(0, SamplingParams(extra_args=ASKS))
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
+    with pytest.raises(ValueError, match=SECOND):
+        LenVMProcessor(config(is_second=False), None, False)
+
+
+@pytest.mark.parametrize("theirs", ["gamma=0.99", "off"])
+def test_ranks_with_different_settings_are_rejected(monkeypatch, theirs):
+    """They would draw different tokens. Equal settings are accepted, and files of a rank may differ."""
+    group = SimpleNamespace(world_size=2, cpu_group="ranks")
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    made, of_others = [], []
+
+    def all_gather_object(found, mine, group):
+        assert group == "ranks" and "trace.jsonl" not in mine
+        found[:] = mine, of_others.pop() if of_others else mine
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    monkeypatch.setattr("lenvm_kernels.engines.vllm.guide.new_guide", lambda *args: made.append(args) or "guide")
+    monkeypatch.setenv("LENVM_GAMMA", "0.9")
+    monkeypatch.setenv("LENVM_TRACE", "trace.jsonl")
+    LenVMProcessor(config(), "states")
+    assert len(made) == 1
+    of_others.append(theirs)
+    with pytest.raises(ValueError, match=rf"alike on all tensor-parallel ranks, got Settings.*gamma=0.9, .*{theirs}"):
+        LenVMProcessor(config(), "states")
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("is_explicit", [False, True])
+def test_failure_at_start_ends_only_servers_that_asked(monkeypatch, caplog, is_explicit):
+    def fail(*args):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    monkeypatch.setattr("lenvm_kernels.engines.vllm.guide.new_guide", fail)
+    if is_explicit:
+        monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
+        with pytest.raises(RuntimeError, match="on purpose"):
+            LenVMProcessor(config(), "states")
+        return
+    processor = LenVMProcessor(config(), "states")
+    assert not processor.add_request(0, SamplingParams(extra_args=ASKS))
+    assert "requests cannot be guided: on purpose" in caplog.text
+
+
+INTERFACE = "vllm/v1/worker/gpu/sample/logits_processor/interface.py"
+VERSION = "__version__ = '0.32.0'\n"
+WITHOUT_TRITON = "import sys; sys.modules['triton'] = None\n"
+USE = """
+from types import SimpleNamespace
+from lenvm_kernels.engines.vllm.front_end import configure, install
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor
+install()
+configure(None, SimpleNamespace(use_v2_model_runner={is_second}, model_config=None, additional_config={{}}))
+LenVMProcessor(SimpleNamespace(model_config=None, additional_config={{}}), None, False)
+LenVMProcessor.validate_params(SimpleNamespace(extra_args=None))
+try:
+    LenVMProcessor.validate_params(SimpleNamespace(extra_args={{"target_length": 5}}))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "before", "is_second", "message"),
+    [
+        ({"vllm/__init__.py": "__version__ = '0.11.0'\n"}, "", False, "got 0.11.0"),
+        ({"vllm/__init__.py": VERSION}, "", False, SECOND),
+        ({"vllm/__init__.py": VERSION, INTERFACE: "class LogitsProcessor: pass\n"}, WITHOUT_TRITON, False, SECOND),
+        ({"vllm/__init__.py": VERSION, INTERFACE: "class LogitsProcessor: pass\n"}, WITHOUT_TRITON, True, "triton"),
+    ],
+)
+def test_other_environments_are_not_harmed(site, files, before, is_second, message):
+    """Another version of vLLM, without the modules that guidance uses; and an environment without Triton."""
+    folder, code = site(files), before + USE.format(is_second=is_second)
+    variables = {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert "guidance (target_length) must be absent from this server's requests" in done.stdout
+    assert message in done.stdout
+
+
+def test_probe_does_not_import_slots_of_a_value_model():
+    code = "import sys, lenvm_kernels.engines.vllm.guide; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "lenvm_kernels.engines.vllm.guide" in loaded and "lenvm_kernels.engines.own_slots" not in loaded
