@@ -22,8 +22,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from tokenizers import Tokenizer, models
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.engines.settings import Settings
@@ -40,6 +38,7 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, value_source, working_bytes
 from lenvm_kernels.values import KVCache, ValueModel
 from tests.helpers.sglang_server import EOS, GENTLE, VOCAB
+from tests.helpers.watch import PeakMemory
 
 
 @pytest.fixture
@@ -82,33 +81,20 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
     )
 
 
-class Allocated(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that is allocated inside."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        for x in tree_leaves(output):
-            if isinstance(x, torch.Tensor):
-                self.largest = max(self.largest, x.untyped_storage().nbytes())
-        return output
-
-
 @pytest.mark.parametrize("source", ["none", "value model"])
 def test_memory_does_not_grow_with_the_limit_of_requests(guide, source):
     """The engine's default is 4,096 running requests. A step computes 512 at once, and no warm-up allocates more."""
-    rows = 4096
+    engine, found = SimpleNamespace(context_len=512, vocab_size=VOCAB), []
     if source == "none":
         guide = SGLangGuide(Settings(), torch.device("cpu"))
-    engine = SimpleNamespace(context_len=512, vocab_size=VOCAB)
-    assert guide.num_bytes(engine, rows) <= 1.02 * guide.num_bytes(engine, 512)
-    slots = EngineSlots(torch.zeros(rows, 1, dtype=torch.int32), 64)
-    sizes = dict(vocab_size=VOCAB, max_requests=rows, max_candidates=4, chunk_tokens=64, backend="reference")
-    guide.step = GuidedStep(value_source(guide.value_model), slots, StepConfig(**sizes))
-    with Allocated() as allocated:
-        guide.step.warm_up(progress=False)
-    assert 512 * VOCAB <= allocated.largest < rows * VOCAB * 4
+    for rows in (512, 4096):
+        slots = EngineSlots(torch.zeros(rows, 1, dtype=torch.int32), 64)
+        sizes = dict(vocab_size=VOCAB, max_requests=rows, max_candidates=4, chunk_tokens=64, backend="reference")
+        step = GuidedStep(value_source(guide.value_model), slots, StepConfig(**sizes))
+        with PeakMemory() as memory:
+            step.warm_up(progress=False)
+        found.append((guide.num_bytes(engine, rows), memory.peak))
+    assert all(most <= 1.02 * few for few, most in zip(*found, strict=True))
 
 
 class Work(list):

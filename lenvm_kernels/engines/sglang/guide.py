@@ -121,7 +121,7 @@ class SGLangGuide:
     def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
         """Bytes that steps of ``requests`` requests take, and what is cached for the ``slots`` of the engine's pool."""
         return self.settings.working_bytes(
-            self.value_model,
+            self.model,
             requests=requests,
             max_len=engine.context_len,
             vocab_size=engine.vocab_size,
