@@ -17,6 +17,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 import msgspec
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -184,7 +185,15 @@ UNSUPPORTED = [
     ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "enable_multi_layer_eagle must be False"),
     ({"speculative_algorithm": "NGRAM", "enable_mixed_chunk": True}, "enable_mixed_chunk must be False .* speculative"),
     ({"startup_weight_load_mode": "overlap"}, "startup_weight_load_mode must be serial .*, got overlap"),
+    ({"sampling_backend": "other"}, "sampling_backend must be one of the engine's own .* got other: OtherSampler does"),
 ]
+
+
+class OtherSampler:
+    """A sampler of another plugin."""
+
+    def forward(self):
+        """Draw tokens in another way."""
 
 
 @pytest.mark.parametrize(("given", "message"), UNSUPPORTED)
@@ -196,6 +205,7 @@ def test_unsupported_options_are_rejected_at_start(monkeypatch, tmp_path, given,
     options = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
     assert given.keys() <= options.keys()
     runner = SimpleNamespace(is_draft_worker=False, device="cpu", server_args=SimpleNamespace(**options | given))
+    runner.sampler = OtherSampler() if given.get("sampling_backend") == "other" else object.__new__(Sampler)
     with pytest.raises(ValueError, match=message):
         SGLangPlugin().load(None, runner)
 

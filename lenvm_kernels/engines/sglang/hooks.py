@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from lenvm_kernels.engines import signatures
@@ -23,7 +24,6 @@ from lenvm_kernels.engines.sglang.options import DRAFT_OPTIONS, OPTIONS, check_o
 from lenvm_kernels.engines.sglang.requests import check_off, guidance_of, separate_sample, settings_of
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -191,6 +191,11 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
     check_options(options, OPTIONS, "guidance, which LENVM_VALUE_MODEL=off turns off")
     if options.speculative_algorithm:
         check_options(options, DRAFT_OPTIONS, "guidance and speculative decoding")
+    if (sampler := type(runner.sampler)).forward is not Sampler.forward:
+        raise ValueError(
+            f"sampling_backend must be one of the engine's own together with guidance, got {options.sampling_backend}: "
+            f"{sampler.__name__} does not call the function that guidance is in"
+        )
     settings = settings_of(options)
     settings.thoughts  # noqa: B018, loads the tokenizer before the first request
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
