@@ -199,7 +199,7 @@ class StepReport:
     Attributes:
         status: int8 ``[B, N]``; a :class:`Status` for each of N tokens.
         lost_mass: fp32 ``[B, N]``; probability that the limit on candidates cut off.
-        broken: bool ``[B]``; rows that lost guidance in this step (``faults`` of the table); None without metrics.
+        broken: bool ``[B]``; rows that lost guidance in this step (``faults`` of the table).
         remaining_lengths: fp32 ``[B, N]``; predicted after each token, NaN where not requested; None if not requested.
         prompt_lengths: fp32 ``[B]``; predicted for each prompt, NaN where not requested; None if not requested.
         metrics: metrics of the process, or None.
@@ -209,7 +209,7 @@ class StepReport:
 
     status: torch.Tensor
     lost_mass: torch.Tensor
-    broken: torch.Tensor | None
+    broken: torch.Tensor
     remaining_lengths: torch.Tensor | None
     prompt_lengths: torch.Tensor | None
     metrics: Metrics | None
@@ -238,7 +238,6 @@ class StepReport:
                         _append(batch.reqs[i], key, first + j, number)
 
     def _count(self, metrics: Metrics, batch: ScheduleBatch, committed: dict[int, int]) -> None:
-        assert self.broken is not None  # there are metrics
         status, lost_mass, broken = self.status.tolist(), self.lost_mass.tolist(), self.broken.tolist()
         metrics.value_model_milliseconds.inc(self.milliseconds())
         metrics.count_rows(

@@ -110,9 +110,10 @@ def running_server(folder, name, *options, plugin=True, **variables):
     trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     unset = ("LENVM_VALUE_MODEL", "LENVM_TRACE", "TRITON_INTERPRET")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
-    environment["LENVM_VALUE_MODEL"] = str(folder / "value") if plugin else "off"
     if plugin:
-        environment["LENVM_TRACE"] = str(trace)
+        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
+    else:
+        environment["SGLANG_PLUGINS"] = "no plugin has this name"
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", **variables}
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder / "base", "--port", str(port)]
     command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]

@@ -99,7 +99,9 @@ class SGLangGuide:
         self._agreed: torch.Tensor | None = None
 
     @classmethod
-    def load(cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int) -> Any:
+    def load(
+        cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int
+    ) -> SGLangGuide:
         """The guidance of a base model that was just loaded.
 
         Args:

@@ -46,7 +46,9 @@ class ProbeGuide(SGLangGuide):
         self.states = states
 
     @classmethod
-    def load(cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int) -> Any:
+    def load(
+        cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int
+    ) -> ProbeGuide:
         """Load the probe, and check the engine's options.
 
         Raises:

@@ -52,7 +52,9 @@ class ValueModelGuide(SGLangGuide):
         super().__init__(settings, device, drafts, value_model)
 
     @classmethod
-    def load(cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int) -> Any:
+    def load(
+        cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int
+    ) -> ValueModelGuide:
         """Load the value model onto the base model's device, and check the engine's options.
 
         Raises:
