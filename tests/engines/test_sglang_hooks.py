@@ -254,12 +254,13 @@ def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch):
     process.load(None, SimpleNamespace(is_draft_worker=False))  # no hook was applied
     assert process.guide is None and process.off.startswith("LenVM does not fit this SGLang: it could not hook")
     errors = []
-    for custom_params in (None, {"thinking_budget": 5}, {"other": [1]}, {"lenvm": {"target_length": 9}}):
+    others = None, {"thinking_budget": 5}, {"other": [1]}, {"max_length": 9}, {"mode": "x"}
+    for custom_params in (*others, GENTLE, {"lenvm": {"target_length": 9}}):
         sampling = SimpleNamespace(custom_params=custom_params)
         req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=errors.append, input_embeds=None)
         process.note_guidance(None, req)
         assert req.lenvm_guidance is None
-    assert errors == [f"guidance in custom_params must be absent: {process.off}"]
+    assert errors == [f"guidance in custom_params must be absent: {process.off}"] * 2
     monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
     with pytest.raises(RuntimeError, match="could not hook"):
         process.load(None, SimpleNamespace(is_draft_worker=False))

@@ -14,6 +14,7 @@ from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, MAX_STOP_TOKENS, Settings
 from lenvm_kernels.engines.tokenizers import load_with
 from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.guidance.params import read_names
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
@@ -83,15 +84,17 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
 
 
 def check_off(request: Request, reason: str) -> None:
-    """Raise ValueError with the reason if a request has guidance, although there is none.
+    """Raise ValueError with the reason if a request has parameters of guidance, although there is none.
 
-    The engine itself reads a ``thinking_budget``.
+    The engine itself reads a ``thinking_budget``. Names that may be another component's are ignored.
     """
     custom_params = request.sampling_params.custom_params
     if isinstance(custom_params, dict):
-        own = {name: value for name, value in custom_params.items() if name != "thinking_budget"}
-        params = Settings().parse_request(own)
-        if params.needs_step or params.token_temperature_scale:
+        try:
+            given = read_names(custom_params, is_shared=True)
+        except ValueError:  # a name that looks like a field
+            return
+        if given.keys() - {"thinking_budget"}:
             raise ValueError(f"guidance in custom_params must be absent: {reason}")
 
 
