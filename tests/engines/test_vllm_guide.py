@@ -697,7 +697,8 @@ def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_byt
         counts, done = [1 + len(drafts) for _, (_, drafts) in rows], 0
         for part in (rows,) if calls == 1 else (rows[:1], rows[1:]):  # the first of two parts has no drafts
             of_part = sum(1 + len(drafts) for _, (_, drafts) in part)
-            logits = torch.zeros(of_part, VOCAB)  # more than one candidate
+            logits = torch.zeros(of_part, VOCAB)  # more than one candidate, and no end: both are decided in any step
+            logits[:, EOS] = -torch.inf
             _, after, _, context, _ = engine.step(dict(part), logits, of_step=(done, sum(counts)))
             done += of_part
             is_one_left = (after.isfinite().sum(1) == 1).tolist()
