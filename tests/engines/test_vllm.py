@@ -363,7 +363,7 @@ def test_without_a_value_model(folder):
         sequences, _, steps = generate(server, prompts, guidance, stop_token_ids=STOPS, max_tokens=80)
         check_targets([s[len(p) :] for s, p in zip(sequences, prompts, strict=True)])
         assert any(row["node"] for row in rows_of(steps, Status.GUIDE))
-        response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "constraint": "eq"})
+        response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "value_constraint": "eq"})
         assert response.status_code == 400 and "value_constraint must be one of near" in response.text
         span = {"end_token_ids": [7, 9], "thinking_budget": 6}
         sequences, _, _ = generate(server, prompts, [span] * 5, max_tokens=24)
@@ -376,7 +376,7 @@ def test_without_a_value_model(folder):
 
 def test_installed_plugin_guides_without_any_setting(folder):
     """By end tokens alone. A thinking budget ends where the engine's own tokenizer has an end of thoughts."""
-    with running_server(folder, "default", value_model=False) as server:
+    with running_server(folder, "default", value_model=False, LENVM_VALUE_MODEL="") as server:
         log = server.log.read_text()
         assert re.search(
             r"LenVM: guidance by end tokens alone.*; 16 requests, 64 candidates each; .* without CUDA", log

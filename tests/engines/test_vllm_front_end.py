@@ -61,8 +61,6 @@ def config(is_second=True, **changes):
     """A configuration of the engine."""
     parts = dict(
         model_config=dict(
-            tokenizer="", runner_type="generate", enable_sleep_mode=False, return_sampling_mask=False, is_diffusion=False
-        ),
             tokenizer="",
             runner_type="generate",
             enable_sleep_mode=False,
