@@ -250,7 +250,7 @@ def test_preemption_and_small_cache_of_value_model(folder):
     share = (working + KVCache.num_bytes(value_model, 9 * PAGE_SIZE - 1)) / 2**30
     options = ("--block-size", "32", "--num-gpu-blocks-override", "12")
     with running_server(folder, "tight", *options, LENVM_MEMORY_SHARE=str(share), LENVM_CHUNK_TOKENS="16") as server:
-        assert f"its cache of {8 * PAGE_SIZE} tokens takes" in server.log.read_text()
+        assert f"whose cache of {8 * PAGE_SIZE} tokens takes" in server.log.read_text()
         prompts = prompts_of(*[20] * 10, seed=7)
         sequences, _, steps = generate(server, prompts, [MODES[i % 10] for i in range(10)], max_tokens=60)
         assert server.metrics()["vllm:num_preemptions_total"] > 0
@@ -363,7 +363,7 @@ def test_without_a_value_model(folder):
         sequences, _, steps = generate(server, prompts, guidance, stop_token_ids=STOPS, max_tokens=80)
         check_targets([s[len(p) :] for s, p in zip(sequences, prompts, strict=True)])
         assert any(row["node"] for row in rows_of(steps, Status.GUIDE))
-        response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "constraint": "eq"})
+        response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "value_constraint": "eq"})
         assert response.status_code == 400 and "value_constraint must be one of near" in response.text
         span = {"end_token_ids": [7, 9], "thinking_budget": 6}
         sequences, _, _ = generate(server, prompts, [span] * 5, max_tokens=24)
@@ -376,7 +376,7 @@ def test_without_a_value_model(folder):
 
 def test_installed_plugin_guides_without_any_setting(folder):
     """By end tokens alone. A thinking budget ends where the engine's own tokenizer has an end of thoughts."""
-    with running_server(folder, "default", value_model=False) as server:
+    with running_server(folder, "default", value_model=False, LENVM_VALUE_MODEL="") as server:
         log = server.log.read_text()
         assert re.search(
             r"LenVM: guidance by end tokens alone.*; 16 requests, 64 candidates each; .* without CUDA", log

@@ -1,8 +1,10 @@
 """Servers of vLLM that cannot guide requests, and requests that cannot be guided: named, and harmless to others."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +62,13 @@ def clean(monkeypatch):
 def config(is_second=True, **changes):
     """A configuration of the engine."""
     parts = dict(
-        model_config=dict(tokenizer="", enable_sleep_mode=False, return_sampling_mask=False, is_diffusion=False),
+        model_config=dict(
+            tokenizer="",
+            runner_type="generate",
+            enable_sleep_mode=False,
+            return_sampling_mask=False,
+            is_diffusion=False,
+        ),
         parallel_config=dict(pipeline_parallel_size=1),
         speculative_config={},
     )
@@ -82,6 +90,7 @@ SERVERS = [
     ("model", dict(parallel_config={"pipeline_parallel_size": 2}), "0.32.0", None),
     ("probe", dict(parallel_config={"pipeline_parallel_size": 2}), "0.32.0", "pipeline_parallel_size must be 1 toge"),
     ("none", dict(model_config={"enable_sleep_mode": True}), "0.32.0", None),
+    ("none", dict(is_second=False, model_config={"runner_type": "pooling"}), "0.32.0", None),
     ("probe", dict(model_config={"enable_sleep_mode": True}), "0.32.0", None),
     ("model", dict(model_config={"enable_sleep_mode": True}), "0.32.0", "enable_sleep_mode must be False together"),
     ("", dict(model_config={"return_sampling_mask": True}), "0.32.0", "return_sampling_mask must be False together"),
@@ -157,8 +166,8 @@ class Request:
         self.lora_request, self.mm_features, self.prompt_embeds = lora, images, embeds
 
 
-TEXT = "guidance by a value model, which reads tokens only, needs a prompt of text, got"
-ADAPTER = "guidance by a value model or probe, which are for the base model, needs it without LoRA"
+TEXT = "the prompt must be text together with guidance by a value model, got"
+ADAPTER = "a LoRA adapter must be absent together with guidance by a value model or probe"
 REQUESTS = [
     ("none", dict(lora="adapter", images=[1]), None),
     ("none", dict(embeds=torch.zeros(2, 3)), None),
@@ -261,7 +270,8 @@ from types import SimpleNamespace
 from lenvm_kernels.engines.vllm.front_end import configure, install
 from lenvm_kernels.engines.vllm.processor import LenVMProcessor
 install()
-configure(None, SimpleNamespace(use_v2_model_runner={is_second}, model_config=None, additional_config={{}}))
+model_config = SimpleNamespace(tokenizer='', runner_type='generate')
+configure(None, SimpleNamespace(use_v2_model_runner={is_second}, model_config=model_config, additional_config={{}}))
 LenVMProcessor(SimpleNamespace(model_config=None, additional_config={{}}), None, False)
 LenVMProcessor.validate_params(SimpleNamespace(extra_args=None))
 try:
@@ -290,8 +300,11 @@ def test_other_environments_are_not_harmed(site, files, before, is_second, messa
     assert message in done.stdout
 
 
-def test_probe_does_not_import_slots_of_a_value_model():
-    code = "import sys, lenvm_kernels.engines.vllm.guide; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = done.stdout.split()
-    assert "lenvm_kernels.engines.vllm.guide" in loaded and "lenvm_kernels.engines.own_slots" not in loaded
+def test_slots_of_a_value_model_are_imported_with_one_only():
+    """Guidance by a probe, or without values, imports neither."""
+    texts = {path.stem: path.read_text() for path in Path(front_end.__file__).parent.glob("*.py")}
+    for module, users in (("own_slots", {"model_guide"}), ("model_guide", {"guide"})):
+        imports = re.compile(rf"^( *)from lenvm_kernels\.engines\.(?:vllm\.)?{module} import", re.MULTILINE)
+        found = {name: imports.findall(text) for name, text in texts.items() if imports.search(text)}
+        assert found.keys() == users
+    assert found == {"guide": ["    "]}  # inside a function

@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.logits_processor import LogitsProcessor as LogitsLayer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -81,6 +82,12 @@ class LogitsOf(LogitsLayer):
 
     def forward(self, lm_head, hidden_states):
         return hidden_states
+
+
+class LogitsWithLoRA(LogitsProcessorWithLoRA):
+    """The same layer in a server with adapters, which does not call the layer inside it."""
+
+    __init__, forward = LogitsOf.__init__, LogitsOf.forward
 
 
 class Runner(GPUModelRunner):
@@ -385,20 +392,35 @@ def test_rows_match_plain_steps(value_model, oracle, monkeypatch, name):
     assert engine.guide.fallbacks == (name == "failure") and not engine.guide.step.table.columns.faults.any()
 
 
-def test_steps_read_back_nothing(value_model, oracle, monkeypatch):
-    """Prompts whole and in chunks; first and later steps, with drafts for some requests."""
+@pytest.mark.parametrize("has_model", [False, True])
+def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
+    """Prompts whole and in chunks; first and later steps, with drafts for some requests, spans and metrics."""
     make_config = Settings.step_config
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
-    engine = Engine(value_model, drafts=3)
-    apply = engine.guide.apply
+    engine = Engine(value_model if has_model else None, drafts=3)
+    engine.guide.report = StepCounter(Counts(), torch.device("cpu"), SLOTS)
+    # Numbers that have arrived on the host are read there.
+    monkeypatch.setattr(engine.guide.report, "collect", lambda: None)
+    monkeypatch.setattr(engine, "drawn", lambda nodes: None)
+    apply, calls = engine.guide.apply, []
 
     def checked(*args):
         with no_read_back():
-            return apply(*args)
+            calls.append(apply(*args))
+        return calls[-1]
 
     monkeypatch.setattr(engine.guide, "apply", checked)
-    run(engine, oracle, SCENARIOS["drafts of some requests"])
-    assert not engine.guide.fallbacks
+    engine.add(4, PROMPT, {"target_length": 30})
+    engine.add(1, PROMPT[3:9], {"target_length": 9} | {"end_token_ids": [END], "hard_limit": 4})
+    engine.add(0, PROMPT[:7], None)
+    for rows in (
+        {4: 20, 1: ON, 0: ON},
+        {1: ([9], []), 4: 45, 0: ([3], [])},
+        {1: ([8], [3, 4, 5]), 4: ON, 0: ([2], [1, 2, 3])},
+        {1: ([3, 4], [3, 4, 5]), 4: ([7], [6, 7, 8])},
+    ):
+        engine.step(rows)
+    assert len(calls) == 4 and not engine.guide.fallbacks
 
 
 def test_draws_follow_the_distribution_and_not_the_drafts(value_model, oracle):
@@ -697,7 +719,8 @@ def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_byt
         counts, done = [1 + len(drafts) for _, (_, drafts) in rows], 0
         for part in (rows,) if calls == 1 else (rows[:1], rows[1:]):  # the first of two parts has no drafts
             of_part = sum(1 + len(drafts) for _, (_, drafts) in part)
-            logits = torch.zeros(of_part, VOCAB)  # more than one candidate
+            logits = torch.zeros(of_part, VOCAB)  # more than one candidate, and no end: both are decided in any step
+            logits[:, EOS] = -torch.inf
             _, after, _, context, _ = engine.step(dict(part), logits, of_step=(done, sum(counts)))
             done += of_part
             is_one_left = (after.isfinite().sum(1) == 1).tolist()
@@ -718,12 +741,13 @@ def probe(tmp_path_factory):
     return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight), LogitsOf()])
 
 
-def test_states_and_last_tokens_of_step_rows(probe, monkeypatch):
+@pytest.mark.parametrize("layer", [LogitsOf, LogitsWithLoRA])
+def test_states_and_last_tokens_of_step_rows(probe, monkeypatch, layer):
     """States of the engine's logits, also if drafts are verified for some requests at a time.
 
     The token before each row is known without the tokens of its sequence.
     """
-    folder, base = probe
+    folder, base = probe[0], torch.nn.ModuleList([*probe[1][:2], layer()])
     seen, step = [], GuidedStep.step
 
     def recorded(self, prepared, *args, **options):

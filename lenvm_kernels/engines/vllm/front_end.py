@@ -42,6 +42,8 @@ def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
         ValueError: a setting is invalid, or the engine cannot guide requests although a setting is given.
     """
     given = variables()
+    if vllm_config.model_config.runner_type == "pooling":  # it generates nothing
+        return
     if given and isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config[VARIABLES] = given
     LenVMProcessor.model_config = vllm_config.model_config
@@ -64,18 +66,17 @@ def check_request(_: InputProcessor, request: EngineCoreRequest) -> None:
 
     ``LenVMProcessor.validate_params`` has accepted its parameters. The engine answers with status 400.
     """
-    params, settings = request.sampling_params, LenVMProcessor.settings()
+    params = request.sampling_params
     if params is None or not names_guidance(params.extra_args):
         return
     if params.watermarking:
         raise ValueError("watermarking must be false together with guidance, got true")
+    settings = LenVMProcessor.settings()
     if request.lora_request is not None and settings.value_model is not None:
-        raise ValueError(
-            "guidance by a value model or probe, which are for the base model, must be without a LoRA adapter"
-        )
+        raise ValueError("a LoRA adapter must be absent together with guidance by a value model or probe")
     if settings.reads_tokens and (request.mm_features or request.prompt_embeds is not None):
         given = "images or audio" if request.mm_features else "prompt_embeds"
-        raise ValueError(f"guidance by a value model, which reads tokens only, needs a prompt of text, got {given}")
+        raise ValueError(f"the prompt must be text together with guidance by a value model, got {given}")
 
 
 def refuse_beams(request: Any, _: Any) -> None:

@@ -331,8 +331,11 @@ class Guide:
         if not (self._needs_step & ~self._is_lost)[slots].any():
             return None
         with nullcontext() if self.report is None else self.report.timed():
-            is_inactive = self._is_inactive(ctx, slots, places, lengths)
-            active = self.to_device(~is_inactive) if is_inactive.any() else None
+            self._read_prompts(ctx, slots, places, lengths)
+            # In chunks of prompts that a later step continues, the engine discards the draw.
+            is_drawn = lengths >= self.req_states.prefill_len.gpu[layout.slots]
+            is_lost = self._is_lost[slots]
+            active = is_drawn & self.to_device(~is_lost) if is_lost.any() else is_drawn
             prepared = prepared._replace(batch=batch._replace(active=active))
             temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[layout.slots].unbind(1))
             sampling = Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True, sample=True)
@@ -342,17 +345,13 @@ class Guide:
         assert output.tokens is not None  # they are sampled
         if self.report is not None and faults is not None:
             broken = self.step.table.columns.faults[layout.slots] > faults
-            is_drawn = lengths >= self.req_states.prefill_len.gpu[layout.slots]
             self.report.note(output, broken, layout.slots, lengths, is_drawn)
         if self.settings.trace is not None:
             trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, layout.at)
         return layout.by_row(output.tokens, -1)
 
-    def _is_inactive(
-        self, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray, lengths: torch.Tensor
-    ) -> np.ndarray:
-        """bool ``[B]``; requests that this step leaves unguided."""
-        return self._is_lost[slots]
+    def _read_prompts(self, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray, lengths: torch.Tensor) -> None:
+        """Pass the prompts of a step to a source that reads tokens."""
 
     def _predict_begun(
         self, prepared: PreparedStep, sampling: Sampling, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray

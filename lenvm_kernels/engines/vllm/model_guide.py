@@ -93,17 +93,12 @@ class ModelGuide(Guide):
 
     # --- a step ---
 
-    def _is_inactive(
-        self, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray, lengths: torch.Tensor
-    ) -> np.ndarray:
-        """bool ``[B]``; requests that lost their guidance, or whose prompt a later step continues."""
-        known_lens = ctx.seq_lens_upper_bound_np[places]
-        is_guided = self._needs_step[slots] & ~self._is_lost[slots]
+    def _read_prompts(self, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray, lengths: torch.Tensor) -> None:
+        known_lens, is_guided = ctx.seq_lens_upper_bound_np[places], self._needs_step[slots] & ~self._is_lost[slots]
         self._make_room({int(slot): int(n) for slot, n in zip(slots[is_guided], known_lens[is_guided], strict=True)})
-        is_guided &= ~self._is_lost[slots]
+        is_waiting = is_guided & ~self._is_lost[slots] & ~self._is_running[slots]
         is_whole = known_lens >= self.req_states.prefill_len.np[slots]
-        self._extend(slots, np.flatnonzero(is_guided & ~self._is_running[slots]), known_lens, is_whole, lengths)
-        return ~(is_guided & is_whole)
+        self._extend(slots, np.flatnonzero(is_waiting), known_lens, is_whole, lengths)
 
     def _make_room(self, lengths: dict[int, int]) -> None:
         """Reserve slots for the requests of a step; requests without room lose their guidance."""

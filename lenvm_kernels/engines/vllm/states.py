@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import supports_eagle3
@@ -99,7 +100,9 @@ class BaseStates:
         inner = sorted({*layers} - {last})
         self._places = [[*inner, last].index(layer) for layer in layers]
         self._last, self._inner = torch.empty(0), list[torch.Tensor]()
-        modules = [m for m in runner.get_model().modules() if isinstance(m, LogitsProcessor)]
+        # A server with adapters calls the second class, which contains the first.
+        kinds = LogitsProcessor, LogitsProcessorWithLoRA
+        modules = [m for m in runner.get_model().modules() if isinstance(m, kinds)]
         if not modules:
             raise ValueError(
                 f"LENVM_VALUE_MODEL must not be a probe with this base model: {type(runner.model).__name__} computes "
@@ -111,7 +114,7 @@ class BaseStates:
             show_layers(runner, inner)
             self._keep_inner(runner)
 
-    def _keep_last(self, module: LogitsProcessor, args: Any, kwargs: Any) -> None:
+    def _keep_last(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._last = args[1] if len(args) > 1 else kwargs["hidden_states"]
 
     def _keep_inner(self, runner: GPUModelRunner) -> None:
