@@ -287,6 +287,16 @@ def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles
     torch.testing.assert_close(found.lost_mass, torch.tensor([0.1] * 4 + [0.0] * 2 + [0.1] * 6))
 
 
+@pytest.mark.parametrize(("min_p", "expected"), [(0.25, [7, 70, 40, 130]), (0.26, [7, 70])])
+def test_each_tile_whose_best_token_equals_the_limit_of_min_p_is_searched(
+    device, small_tiles, backend, min_p, expected
+):
+    p = torch.zeros(1, 5 * 32)
+    p[0, [7, 70, 40, 130]] = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    found = choose(p, device, backend, min_p=min_p)
+    assert found.token_ids[0, : found.counts[0]].tolist() == expected
+
+
 # --- candidates that the value model scores ---
 
 

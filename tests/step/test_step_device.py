@@ -53,6 +53,14 @@ def test_working_bytes_of_a_step_by_hand(models):
     extend = 50 * token + 3 * row + counters + 32 * (1 + 50 // 32 + 3)
     assert working_bytes(models.value, max_len=512, tokens=50, **sizes) == extend
     assert working_bytes(None, requests=3, max_len=99, vocab_size=160, max_candidates=8, max_drafts=2) == 9 * 2634
+    assert working_bytes(None, requests=3, max_len=99, vocab_size=160) == 3 * (10 + 320 * 64 + 64)
+    assert working_bytes(models.value, max_len=512, **sizes) == working_bytes(
+        models.value, max_len=512, max_candidates=8, **sizes
+    )
+
+
+def test_default_number_of_candidates_depends_on_the_source(models):
+    assert [make_step(source)[0].config.max_candidates for source in (models.value, None)] == [8, 64]
 
 
 @pytest.mark.parametrize(("rows", "max_len"), [(1, 400), (5, 400), (2, 1200)])

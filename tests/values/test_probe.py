@@ -14,13 +14,16 @@ import lenvm_kernels
 from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops import ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
 from lenvm_kernels.values.probe import CONFIG_FILE, TENSORS_FILE, ProbeConfig, embedding_signs
 from tests.helpers.engine import make_step, random_scores, take_step
 from tests.helpers.models import EOS, TINY, VOCAB, change_checkpoint, random_model
 from tests.helpers.probes import model_sizes, probe_values, write_random_probe
+from tests.helpers.watch import PeakMemory
 
 NEAR = {"target_length": 20, "strength": 4, "gamma": 0.99}
 SAMPLING = dict(top_k=4, top_p=1.0, min_p=0.0, sample=True)
@@ -106,6 +109,20 @@ def test_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
     length = F.softplus(mean[2, place]) / -math.log(0.99) * (int(output.tokens[3]) != EOS)
     torch.testing.assert_close(output.remaining_lengths[3], length, rtol=1e-3, atol=1e-3)
     assert output.remaining_lengths[:3].isnan().all() and (expected[2] - mean[2]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("split_from", [1, 10**6])
+def test_row_bytes_are_the_memory_of_the_projection(probe, monkeypatch, split_from):
+    """With partial sums and without. A row also has two fp32 value logits."""
+    monkeypatch.setattr(ragged_linear, "SPLIT_FROM", split_from)
+    states, token_ids, table = states_of(probe, 64), torch.full((64, 1), 5), table_of([NEAR])
+    rows = dict(table_rows=torch.zeros(64, dtype=torch.int64), generated=torch.zeros(64).int())
+    with PeakMemory() as memory:
+        probe.value_logits(states, token_ids, table, **rows, backend="triton")
+    bound = working_bytes(probe, requests=64, max_len=1, vocab_size=VOCAB)
+    bound -= working_bytes(None, requests=64, max_len=1, vocab_size=VOCAB)
+    assert bound == 64 * probe.row_bytes
+    assert bound < memory.peak <= bound + 64 * 8 + 512
 
 
 def test_every_node_of_drafts_has_states(probe):
