@@ -14,6 +14,7 @@ from lenvm_kernels import LenVMConfig
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks, load_with
 from lenvm_kernels.engines.vllm.requests import guidance_of
+from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
 from tests.helpers.models import random_pair, save_checkpoint
@@ -239,6 +240,16 @@ def test_sources_that_read_no_tokens(given, model, source):
 def test_thinking_budget_without_value_model():
     budget = Settings(None).parse_request({"thinking_budget": 40, "end_token_ids": [7]})
     assert budget.hard_limit == 50 and budget.mode == Mode.LE_NEAR
+
+
+@pytest.mark.parametrize("other", [{}, {"scale": 2}, {"mode": "x", "strength": "high"}, {"thinking_budget": -1}])
+def test_requests_share_parameters_with_other_components(other):
+    """Without fields, nothing is guided. Fields in the namespace are, whatever other components read."""
+    params = Settings(None).parse_request(other)
+    assert params == GuidanceParams() and not params.needs_step
+    for fields in ({"target_length": 9, "strength": 3}, '{"target_length": 9, "strength": 3}'):
+        params = Settings(None).parse_request(other | {"lenvm": fields})
+        assert (params.target_length, params.scale) == (9.0, 3.0)
 
 
 def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
