@@ -169,7 +169,7 @@ def test_a_source_of_values_belongs_to_one_step(models):
     GuidedStep(values, SLOTS, StepConfig(**CONFIG))
     with pytest.raises(ValueError, match="values must be a source of no other step: make a source for each GuidedStep"):
         GuidedStep(values, SLOTS, StepConfig(**CONFIG))
-    with pytest.raises(ValueError, match="values must be ModelValues or ProbeValues to predict lengths, got ConstantValues"):
+    with pytest.raises(ValueError, match="values must be ModelValues or ProbeValues to predict lengths, got Constant"):
         make_step(None)[0].predict(StepBatch(**BATCH))
 
 
