@@ -348,8 +348,7 @@ class Sampled:
     """
 
     def __init__(self, guide, guidance, *, engine=None, return_logprob=False, **info):
-        self.guide, self.reqs = guide, []
-        self.logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+        self.guide, self.reqs, self.logits = guide, [], self.scores()
         for row, asked in zip(ROWS, guidance, strict=True):
             params = None if asked is None else parse_guidance(asked)
             req = SimpleNamespace(lenvm_guidance=params, kv=SimpleNamespace(req_pool_idx=row))
@@ -376,6 +375,11 @@ class Sampled:
             return plugin.draw(sampler, of_engine, logits_output, self.info, return_logprob, None)
 
         self.tokens = plugin.sample(runner_sample, None, self.output, batch)
+
+    @staticmethod
+    def scores():
+        """Logits of the three requests."""
+        return torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
 
     def consume(self):
         """Let the host read the report of the step."""
@@ -424,12 +428,11 @@ def test_sampler_gets_one_token_of_drawn_rows(guidance, is_drawn):
 
 def test_temperatures_and_filters_are_those_of_the_request():
     """A guided request with a temperature near 0 or a top_k of 1 takes the most probable candidate."""
-    guidance = [NEAR] * 3
-    for info in ({"temperatures": torch.full([3, 1], 1e-9)}, {"top_ks": torch.ones(3, dtype=torch.int32)}):
-        found = {tuple(Sampled(guide_of(guidance), guidance, **info).tokens.tolist()) for _ in range(2)}
-        assert len(found) == 1
-    likely = Sampled(guide_of([NEAR] * 3), [NEAR] * 3, temperatures=torch.full([3, 1], 100.0)).tokens
-    assert {tuple(likely.tolist())} != found
+    cold, one = {"temperatures": torch.full([3, 1], 1e-9)}, {"top_ks": torch.ones(3, dtype=torch.int32)}
+    hot = {"temperatures": torch.full([3, 1], 100.0)}
+    found = [Sampled(guide_of([NEAR] * 3), [NEAR] * 3, **info).tokens.tolist() for info in (cold, one, hot, {})]
+    assert found[0] == found[1] == [max(range(VOCAB), key=row.__getitem__) for row in Sampled.scores().tolist()]
+    assert found[0] != found[2] != found[3] != found[0]
 
 
 def test_custom_logit_processors_run_once(guide):
