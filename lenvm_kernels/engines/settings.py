@@ -127,23 +127,17 @@ class Settings:
         return settings if settings.tokenizer else replace(settings, tokenizer=tokenizer, tokenizer_options=options)
 
     @classmethod
-    def from_environment(
-        cls, value_model: tuple[str, str] | None = None, max_candidates: int | None = None
-    ) -> Settings:
+    def from_environment(cls, value_model: tuple[str, str] | None = None) -> Settings:
         """The settings in the environment.
 
         Args:
             value_model: name and text of an engine's own option, which takes precedence over ``LENVM_VALUE_MODEL``.
-            max_candidates: the engine's own default, if any.
 
         Raises:
             ValueError: naming the variable or the file's key, what came and what is accepted; or ``lenvm_config.json``
                 is invalid.
         """
-        given = {} if max_candidates is None else {"max_candidates": ("max_candidates", str(max_candidates))}
-        given |= _given_texts()
-        if value_model is not None:
-            given["value_model"] = value_model
+        given = _given_texts() | ({} if value_model is None else {"value_model": value_model})
         settings = cls(**{name: _TEXTS[name].read(*source) for name, source in given.items()})
         if "value_head" in given and not settings.reads_tokens:
             name, text = given["value_head"]

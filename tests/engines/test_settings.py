@@ -14,6 +14,7 @@ from lenvm_kernels import LenVMConfig
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks
 from lenvm_kernels.engines.vllm.requests import guidance_of
+from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
 from tests.helpers.models import random_pair, save_checkpoint
@@ -109,7 +110,7 @@ PRECEDENCE = [
     ("gamma", [0.8, 0.95, 0.93, 0.9, 0.997]),
     ("strength", [3.0, None, None, 8.5, 5.0]),
     ("value_stride", [7, 4, 3, None, 1]),
-    ("max_candidates", [None, 4, 16, None, 64]),
+    ("max_candidates", [None, 4, 16, None, None]),
 ]
 
 
@@ -123,7 +124,7 @@ def test_precedence(model, given, name, values, first):
     given({"value_model": str(model), name: in_file} if in_file is not None else {"value_model": str(model)})
     if variable is not None:
         given(**{name: variable})
-    settings = Settings.from_environment(max_candidates=64)  # an engine's own default
+    settings = Settings.from_environment()
     params = settings.parse_request({"target_length": 9} | ({} if of_request is None else {name: of_request}))
     config = settings.step_config(has_graphs=False, vocab_size=9)
     found = {
@@ -132,7 +133,7 @@ def test_precedence(model, given, name, values, first):
         "value_stride": params.value_stride or config.value_stride,
         "max_candidates": config.max_candidates,
     }
-    assert found[name] == next(value for value in values[first:] if value is not None)
+    assert found[name] == next((value for value in values[first:] if value is not None), None)
 
 
 def test_engine_option_takes_precedence(model, given):
@@ -239,6 +240,16 @@ def test_sources_that_read_no_tokens(given, model, source):
 def test_thinking_budget_without_value_model():
     budget = Settings(None).parse_request({"thinking_budget": 40, "end_token_ids": [7]})
     assert budget.hard_limit == 50 and budget.mode == Mode.LE_NEAR
+
+
+@pytest.mark.parametrize("other", [{}, {"scale": 2}, {"mode": "x", "strength": "high"}, {"thinking_budget": -1}])
+def test_requests_share_parameters_with_other_components(other):
+    """Without fields, nothing is guided. Fields in the namespace are, whatever other components read."""
+    params = Settings(None).parse_request(other)
+    assert params == GuidanceParams() and not params.needs_step
+    for fields in ({"target_length": 9, "strength": 3}, '{"target_length": 9, "strength": 3}'):
+        params = Settings(None).parse_request(other | {"lenvm": fields})
+        assert (params.target_length, params.scale) == (9.0, 3.0)
 
 
 def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):

@@ -315,6 +315,8 @@ COPIES = {
     "of another seed": (lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)), False),
     "of other tokens": (lambda x: x.roll(1, 0), False),
     "of other columns": (lambda x: x.roll(1, 1), False),
+    "of other columns but the first": (lambda x: torch.cat([x[:, :1], x[:, 1:].roll(1, 1)], 1), False),
+    "of other tokens but the first": (lambda x: torch.cat([x[:1], x[1:].roll(1, 0)]), False),
     "positive": (lambda x: x.abs(), False),
     "two thirds replaced": (lambda x: torch.cat([x[: len(x) // 3], x[len(x) // 3 :].flip(1)]), False),
 }

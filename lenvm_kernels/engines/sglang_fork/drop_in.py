@@ -10,6 +10,7 @@ import json
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,11 +136,10 @@ def load_runner(runner: ModelRunner) -> InprocRunner | None:
             "--lvm-guided-inproc-json-model-override-args must name nothing but architectures, "
             f"got {', '.join(overrides)}: change config.json of the value model instead"
         )
-    settings = Settings.from_environment(("--lvm-guided-inproc-model-path", path), max_candidates=MAX_CANDIDATES)
+    settings = Settings.from_environment(("--lvm-guided-inproc-model-path", path))
     if settings.value_model is None:
         raise ValueError(f"--lvm-guided-inproc-model-path must be a value model for the fork, got {path!r}")
-
-    return InprocRunner(settings, runner)
+    return InprocRunner(replace(settings, max_candidates=settings.max_candidates or MAX_CANDIDATES), runner)
 
 
 def guide_by_server(

@@ -45,7 +45,8 @@ MAX_VOCAB = 1_048_576
 # Tokens per tile: four per lane of a warp in fp32, eight per lane of half a warp in 16 bits, so that both reductions
 # are shuffles without a barrier. Smaller tiles give the second launch more to choose from (1,187 for
 # V = 151,936), larger ones more to reread. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth
-# (67 % with a cold L2 cache), and 7.1 us at B 1. Other sizes of tiles and programs have not been measured.
+# (67 % with a cold L2 cache), and 7.1 us at B 1; each further candidate takes 1.3 us (88 us with 64). Empty columns
+# take no time but for more registers, which is a prediction. Other sizes of tiles and programs have not been measured.
 TILE = 128
 # Bytes read by a program of the first launch. It needs about 32 registers per thread, so that 64 warps share a
 # multiprocessor, each with one to three loads of 512 bytes in flight: 32 KB and more, without asynchronous copies.

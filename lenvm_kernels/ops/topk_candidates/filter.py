@@ -23,6 +23,8 @@ _OVERDUE, _HALVINGS_OVERDUE = tl.constexpr(OVERDUE), tl.constexpr(HALVINGS_OVERD
 _AFTER_SENTENCE, _AFTER_LINE, _WITHIN = (tl.constexpr(x) for x in (AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE))
 _LINE, _SENTENCE = tl.constexpr(int(TextBreak.LINE)), tl.constexpr(int(TextBreak.SENTENCE))
 _NO_KEY = tl.constexpr(-(2**63))
+# Tiles are searched down to slightly less than min_p, because the probabilities of their tokens are rounded.
+_MARGIN = tl.constexpr(1 - 2.0**-10)
 _UNGUIDED, _GUIDE = tl.constexpr(int(Status.UNGUIDED)), tl.constexpr(int(Status.GUIDE))
 _SINGLE, _SKIP = tl.constexpr(int(Status.SINGLE)), tl.constexpr(int(Status.SKIP))
 _NOT_DUE = tl.constexpr(int(Status.NOT_DUE))
@@ -207,17 +209,17 @@ def _filter_kernel(
         end = tl.load(table.ending_token_ids + table_row * stride.ending_token_ids + slot, mask=slot < E, other=-1)
         is_token = (end >= 0) & (end < V)
         num_ends = tl.sum(is_token.to(tl.int32), axis=0)
-    first = 1 / total if IS_LOGITS else best  # probability of the best token
     # The best tiles in order, until no token of the next one passes min_p. Only tokens that end the output can
     # precede the first token that continues it, which is always a candidate.
+    least_score = min_p * _MARGIN if IS_LOGITS else min_p * best * _MARGIN
     keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
     chosen = tl.full([K], -1, tl.int32)
     most = tl.minimum(sought, K)
     k = 0
     while k < most:
         key = tl.max(keys, axis=0)
-        p = tl.exp2((_key_score(key) - best) * scale) / total if IS_LOGITS else _key_score(key)
-        is_wanted = (key != _NO_KEY) & ((p >= min_p * first) | (k <= num_ends))
+        score = tl.exp2((_key_score(key) - best) * scale) if IS_LOGITS else _key_score(key)
+        is_wanted = (key != _NO_KEY) & ((score >= least_score) | (k <= num_ends))
         keys = tl.where(is_wanted & (keys == key), _NO_KEY, keys)
         chosen = tl.where(is_wanted & (column == k), _key_token(key), chosen)
         k = tl.where(is_wanted, k + 1, most)
@@ -229,6 +231,7 @@ def _filter_kernel(
     scores = _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, ALIGNMENT)
     x = _load_scores(*scores, request, token, is_there, IS_LOGITS)
     keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
+    first = 1 / total if IS_LOGITS else best  # probability of the best token
     room = K  # columns for tokens that do not end the output
     is_alone = True  # whether all tokens taken so far end the output
     if table is not None:
