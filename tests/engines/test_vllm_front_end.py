@@ -233,7 +233,7 @@ def test_ranks_with_different_settings_are_rejected(monkeypatch, theirs):
         found[:] = mine, of_others.pop() if of_others else mine
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    monkeypatch.setattr("lenvm_kernels.engines.vllm.guide.new_guide", lambda *args: made.append(args) or "guide")
+    monkeypatch.setattr("lenvm_kernels.engines.vllm.processor.new_guide", lambda *args: made.append(args) or "guide")
     monkeypatch.setenv("LENVM_GAMMA", "0.9")
     monkeypatch.setenv("LENVM_TRACE", "trace.jsonl")
     LenVMProcessor(config(), "states")
@@ -251,7 +251,7 @@ def test_failure_at_start_ends_only_servers_that_asked(monkeypatch, caplog, is_e
 
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
-    monkeypatch.setattr("lenvm_kernels.engines.vllm.guide.new_guide", fail)
+    monkeypatch.setattr("lenvm_kernels.engines.vllm.processor.new_guide", fail)
     if is_explicit:
         monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -303,8 +303,8 @@ def test_other_environments_are_not_harmed(site, files, before, is_second, messa
 def test_slots_of_a_value_model_are_imported_with_one_only():
     """Guidance by a probe, or without values, imports neither."""
     texts = {path.stem: path.read_text() for path in Path(front_end.__file__).parent.glob("*.py")}
-    for module, users in (("own_slots", {"model_guide"}), ("model_guide", {"guide"})):
+    for module, users in (("own_slots", {"model_guide"}), ("model_guide", {"processor"})):
         imports = re.compile(rf"^( *)from lenvm_kernels\.engines\.(?:vllm\.)?{module} import", re.MULTILINE)
         found = {name: imports.findall(text) for name, text in texts.items() if imports.search(text)}
         assert found.keys() == users
-    assert found == {"guide": ["    "]}  # inside a function
+    assert found == {"processor": ["        "]}  # inside a function

@@ -31,7 +31,7 @@ from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import model_guide
-from lenvm_kernels.engines.vllm.guide import new_guide
+from lenvm_kernels.engines.vllm.processor import new_guide
 from lenvm_kernels.engines.vllm.report import StepCounter
 from lenvm_kernels.engines.vllm.states import show_layers
 from lenvm_kernels.step import GuidedStep

@@ -51,15 +51,6 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so 
 PART_BYTES = 2**28
 
 
-def new_guide(settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> Guide:
-    """The guidance of one worker by the settings' source of values; for arguments and errors, see :class:`Guide`."""
-    if not settings.reads_tokens:
-        return Guide(settings, vllm_config, req_states)
-    from lenvm_kernels.engines.vllm.model_guide import ModelGuide
-
-    return ModelGuide(settings, vllm_config, req_states)
-
-
 class Guide:
     """Guidance of one worker.
 

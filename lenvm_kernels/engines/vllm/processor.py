@@ -72,8 +72,6 @@ class LenVMProcessor(LogitsProcessor):
         try:
             if reason is not None:
                 raise ValueError(reason)
-            from lenvm_kernels.engines.vllm.guide import new_guide
-
             guide = new_guide(cls.settings(), vllm_config, req_states)
         except Exception as error:
             if variables():
@@ -119,6 +117,17 @@ class LenVMProcessor(LogitsProcessor):
 
     def update_state(self, batch_update: Any) -> None:
         pass
+
+
+def new_guide(settings: Settings, vllm_config: VllmConfig, req_states: Any) -> Guide:
+    """The guidance of one worker by the settings' source of values; for arguments and errors, see :class:`Guide`."""
+    if settings.reads_tokens:
+        from lenvm_kernels.engines.vllm.model_guide import ModelGuide
+
+        return ModelGuide(settings, vllm_config, req_states)
+    from lenvm_kernels.engines.vllm.guide import Guide
+
+    return Guide(settings, vllm_config, req_states)
 
 
 def check_equal(mine: str) -> None:
