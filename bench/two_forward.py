@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ from bench.peers import unfused_head
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import EngineSlots, PreparedStep, Sampling, StepBatch, StepConfig
+from lenvm_kernels.step.inputs import CANDIDATES_OF_MODEL
 from lenvm_kernels.types import Mode
 from lenvm_kernels.values import KVCache, ValueModel
 
@@ -179,6 +180,7 @@ class TwoForwardStep:
 
     def __init__(self, value_model: ValueModel, slots: PagedSlots | EngineSlots, config: StepConfig) -> None:
         rows, pages = slots.table.shape
+        config = replace(config, max_candidates=config.max_candidates or CANDIDATES_OF_MODEL)
         self.value_model, self.device, self.config = value_model, value_model.device, config
         num_slots = slots.num_slots + (config.max_requests or rows) * config.max_candidates
         max_len = pages * slots.page_size + config.max_candidates

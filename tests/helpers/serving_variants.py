@@ -114,7 +114,7 @@ def calls(step, rows, vocab):
 
 def random_probe(size):
     """A probe of a base model with hidden size ``size``."""
-    probe = ProbeConfig("none", (1,), 1, size, 600, "", tuple(range(1, 31)))
+    probe = ProbeConfig("none", (1,), 1, size, 600, "0" * 256, tuple(range(1, 31)))
     shapes = {"projection": (2 * 256, size), "embedding": (256, size), "fc": (128, 256), "bins": (29, 128)}
     tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
     tensors |= {f"{name}.bias": torch.zeros(shape[0]) for name, shape in shapes.items()}

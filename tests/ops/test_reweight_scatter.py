@@ -233,10 +233,10 @@ ANSWERED = hand_cases(
 # are not finite are faults.
 EXP, SIGMOIDS = (Mode.CENTERED_EXP, -5.0, None), (0.2689414, 0.6224593, 0.0, 0.0)
 ENDS = hand_cases(
-    (*EXP, (-1.0, 0.5, NAN, NAN), biased(TENTHS, -5.0, SIGMOIDS), {"end_token_ids": (2,)}),
-    (*EXP, (NAN, 2.0, NAN, NAN), biased(TENTHS, -5.0, (0.0, 0.8807971, 0.0, 0.0)), {"end_token_ids": (2, 0)}),
-    (*EXP, (NAN, NAN, NAN, NAN), TENTHS, {"end_token_ids": (9, 0, 2, 1)}),
-    (*EXP, (0.0, NAN, 0.0, 0.0), FAULT, {"end_token_ids": (2,)}),
+    (*EXP, (-1.0, 0.5, NAN, NAN), biased(TENTHS, -5.0, SIGMOIDS), {"end_token_ids": ((2,),)}),
+    (*EXP, (NAN, 2.0, NAN, NAN), biased(TENTHS, -5.0, (0.0, 0.8807971, 0.0, 0.0)), {"end_token_ids": ((2,), (0,))}),
+    (*EXP, (NAN, NAN, NAN, NAN), TENTHS, {"end_token_ids": ((9,), (0,), (2,), (1,))}),
+    (*EXP, (0.0, NAN, 0.0, 0.0), FAULT, {"end_token_ids": ((2,),)}),
     (*EXP, (0.0, 0.0, NAN, 0.0), FAULT),
     eos=(3,),
 )

@@ -242,5 +242,5 @@ def test_sums_that_depend_on_the_batch(one, other, is_same):
 def test_committed_figures_cover_every_part():
     for entry in json.loads(codegen.RESULTS.read_text()).values():
         for part in codegen.GPUS:
-            assert len(entry["parts"][part]) > 40
+            assert len(entry["parts"][part]) > 30
             assert all(figures.keys() == codegen.COMPARED.keys() for figures in entry["parts"][part].values())
