@@ -19,7 +19,7 @@ _loaders: dict[str, Callable[[], Any]] = {}
 
 
 def load_with(path: str, loader: Callable[[], Any]) -> None:
-    """Load the tokenizer at a location with an engine's own function, which knows the engine's options."""
+    """Load the tokenizer at a location with an engine's own function, which applies the engine's options."""
     _loaders.setdefault(path, loader)
 
 

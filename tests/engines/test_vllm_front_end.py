@@ -110,7 +110,7 @@ SERVERS = [
 
 @pytest.mark.parametrize(("source", "changes", "version", "reason"), SERVERS)
 def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch, source, changes, version, reason):
-    """It ends by name if a setting asks for guidance. Otherwise it starts, and its requests are rejected by name."""
+    """It ends by name if a setting turns guidance on. Otherwise it starts, and its requests are rejected by name."""
     monkeypatch.setattr(vllm, "__version__", version)
     if source:
         monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
@@ -183,7 +183,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize(("source", "options", "message"), REQUESTS)
 def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, source, options, message):
-    """And only if they ask for guidance."""
+    """And only if they contain guidance."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
     monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
     front_end.configure(None, config())
@@ -210,7 +210,7 @@ def test_beams_with_guidance_are_rejected(request_class):
 
 
 def test_first_model_runner_without_a_front_end(folders, monkeypatch):
-    """As in a process whose VLLM_PLUGINS excludes it: the worker ends, if a setting asks for guidance."""
+    """As in a process whose VLLM_PLUGINS excludes it: the worker ends, if a setting turns guidance on."""
     processor = LenVMProcessor(config(is_second=False), None, False)
     logits = torch.randn(2, 5)
     assert processor.apply(logits) is logits and processor.is_argmax_invariant()

@@ -368,7 +368,7 @@ class SGLangGuide:
         """On an error inside, end the guidance of the batch's requests instead of the engine.
 
         Their next tokens would follow tokens that the value model has not computed, so guidance is off until they end.
-        Tensor-parallel ranks must schedule alike, so the first rank tells the others by its tokens (:data:`LOST`), and
+        Tensor-parallel ranks must schedule alike, so the first rank sends :data:`LOST` instead of its tokens, and
         all end the guidance when the host reads them. A failure on another rank changes nothing: its draws are unused.
         """
         try:

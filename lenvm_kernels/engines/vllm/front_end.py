@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
 _OPENAI = "vllm.entrypoints.openai"
-# Requests that may ask for beams.
+# Requests with a field for beams.
 _WITH_BEAMS = {"chat_completion": "ChatCompletionRequest", "completion": "CompletionRequest"}
 
 
@@ -62,7 +62,7 @@ def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
 
 
 def check_request(_: InputProcessor, request: EngineCoreRequest) -> None:
-    """Raise ValueError if a request whose prompt or options cannot be guided asks for guidance.
+    """Raise ValueError if a request whose prompt or options cannot be guided contains guidance.
 
     ``LenVMProcessor.validate_params`` has accepted its parameters. The engine answers with status 400.
     """
@@ -80,7 +80,7 @@ def check_request(_: InputProcessor, request: EngineCoreRequest) -> None:
 
 
 def refuse_beams(request: Any, _: Any) -> None:
-    """Raise ValueError if a request for beams asks for guidance."""
+    """Raise ValueError if a request for beams contains guidance."""
     if names_guidance(request.vllm_xargs):
         raise ValueError("use_beam_search must be false together with guidance, got true")
 

@@ -1,4 +1,4 @@
-"""Guidance in a vLLM worker by a value model, which has a cache of its own (:class:`OwnSlots`)."""
+"""Guidance in a vLLM worker by a value model, which has a separate cache (:class:`OwnSlots`)."""
 
 from __future__ import annotations
 
