@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         for i in range(count):
             time.sleep(SECONDS)
             self.stream({"choices": [{"text": "", "finish_reason": end if i == count - 1 else None}]})
-            if has_plugin and body["top_k"] > 1 and FLAW != "idle":
+            if has_plugin and FLAW != "idle":
                 with lock:
                     counted["guided_steps"] += 1
                     counted["value_model_milliseconds"] += STEP_MS
