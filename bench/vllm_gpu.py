@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lenvm_kernels.types import Mode
+
 MODES = ("plain", "idle", "none", "probe")
 # --attention auto leaves it to vLLM, --graphs NONE is eager, and a mode is ended after --limit seconds.
 DEFAULTS: dict[str, Any] = dict(prompt_tokens=512, tokens=128, repeats=3, target=151, limit=600.0, max_model_len=2048)
@@ -156,7 +158,8 @@ class Bench:
         result: dict[str, Any] = self.common | dict(requests=count, tokens=args.tokens, digests=digests)
         result |= {key: float(np.median([each[key] for each in runs])) for key in runs[0]}
         if self.guide is not None:  # a failure ends the guidance of requests, which then take less time
-            result |= dict(fallbacks=self.guide.fallbacks, guided=len(self.guide.requests))
+            guided = int((self.guide.step.table.columns.mode != Mode.UNGUIDED).sum())
+            result |= dict(fallbacks=self.guide.fallbacks, guided=guided)
         line = json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in result.items()})
         with Path(args.out, "timings.jsonl").open("a") as lines:
             lines.write(line + "\n")
