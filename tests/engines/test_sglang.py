@@ -269,7 +269,7 @@ def test_seeds(engine):
 
 
 def test_samples_of_a_prompt_differ(engine):
-    """Without a seed, and with one, where the same samples are returned again. The first is that of ``n = 1``."""
+    """With a seed, the same samples are returned again, and the first sample equals the answer of ``n = 1``."""
     params, found = {**SAMPLING, "n": 3, "custom_params": GENTLE}, []
     for seed in (None, 5, 5):
         body = dict(input_ids=prompts_of(9, seed=5)[0], sampling_params=params | {"sampling_seed": seed})

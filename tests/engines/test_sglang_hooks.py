@@ -506,7 +506,8 @@ def test_ranks_take_the_tokens_of_the_first(monkeypatch, failing):
 
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_requests_are_admitted_once(is_prefill):
-    """In each prefill batch, and in the first decode batch if another server has computed the prompt."""
+    """In each prefill batch, and in the first decode batch if another server has computed the prompt. A request that
+    has ended, which the overlapping scheduler still has in the batch, is skipped."""
     guide, given = guide_of([None] * 3), []
     guide.step.add_request = lambda row, params, *args, **kwargs: given.append((row, params is not None))
     sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None)
@@ -518,8 +519,10 @@ def test_requests_are_admitted_once(is_prefill):
         )
         reqs.append(SimpleNamespace(**req, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None))
     batch = SimpleNamespace(lenvm_reqs=[reqs[0], reqs[2]], lenvm_failed=False)
+    ended = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=None))
     for _ in range(2):
-        guide.admit(batch, reqs, is_prefill=is_prefill)
+        guide.admit(batch, [ended, *reqs], is_prefill=is_prefill)
+    assert batch.lenvm_reqs == [reqs[0], reqs[2]] and guide.fallbacks == 0
     assert given == [(4, True), (3, True)] * (1 + is_prefill)
     given.clear()
     reqs[0].lenvm_guidance, reqs[0].lenvm_row = None, None  # an unguided request takes the row of a guided one

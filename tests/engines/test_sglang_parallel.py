@@ -87,7 +87,7 @@ def test_tensor_parallel_ranks_agree(folder, ranks):
     ("method", "rank", "is_lost"), [("extend", 0, True), ("extend", 1, True), ("step", 0, True), ("step", 1, False)]
 )
 def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
-    """It ends the guidance on both ranks, except that of a step whose draws are unused, on the second."""
+    """Guidance ends on both ranks if the first one fails. The second one's draws are unused: its failure is ignored."""
     prompts, fallbacks = prompts_of(20, 20, seed=10 * len(method) + rank), ranks.metrics()["fallbacks_total"]
     (folder / "fail").write_text(f"{method} {rank}")
     results = ask(folder, ranks, prompts, [GENTLE, None])

@@ -415,7 +415,7 @@ def test_probes_accept_requests_that_value_models_reject(folder, reads_tokens):
 
 
 def test_probe_follows_updated_weights(hooked, weight, caplog):
-    """Values are those of a probe on the new embedding. If it is another base model's, requests are rejected."""
+    """Values equal a probe's on the new embedding. With another base model's embedding, requests are rejected."""
     guide, states = hooked.guide, torch.randn(2, 3 * HIDDEN)
     hooked.base.embed_tokens = SimpleNamespace(weight=weight.clone())
     guide.runner = SimpleNamespace(model=hooked.base)

@@ -143,7 +143,7 @@ def test_guidance_that_is_off_changes_nothing(monkeypatch):
 
 
 def test_variables_reach_every_worker(monkeypatch):
-    """Also those of Ray, which copies none of ours; without any, the engine's configuration is unchanged."""
+    """Ray copies no ``LENVM_*`` variable to its workers. Without any, the engine's configuration is unchanged."""
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: config())
     front_end.install()
     front_end.install()

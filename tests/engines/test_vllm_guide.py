@@ -707,7 +707,7 @@ def test_memory_is_kept_until_the_first_guided_request(value_model, drafts):
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("part_bytes", [2**28, 2 * 4 * VOCAB * 4])
 def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_bytes, calls):
-    """Only those of guided requests. A stride counts these parts as one step, and also the engine's own parts."""
+    """Only parts of guided requests are computed. A stride counts these and the engine's own parts as one step."""
     monkeypatch.setattr(vllm_guide, "PART_BYTES", part_bytes)
     engine, stride = Engine(value_model, drafts=3), {"value_stride": 2}
     for slot in range(5):

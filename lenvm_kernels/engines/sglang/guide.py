@@ -193,12 +193,14 @@ class SGLangGuide:
         """After a request was created in the scheduler."""
 
     def admit(self, batch: ForwardBatch, reqs: list[Req], *, is_prefill: bool) -> None:
-        """Write requests into the table: those of a prefill batch, also again after they were retracted, and those of
-        another batch that were prefilled by another server."""
+        """Write requests into the table: all requests of a prefill batch, also again after they were retracted, and
+        requests of another batch that were prefilled by another server."""
         if not batch.lenvm_reqs and not self._table_rows:
             return
         with self.failing_softly(batch):
             for req in reqs:
+                if req.kv.req_pool_idx is None:  # it has ended, and the overlapping scheduler still has it in the batch
+                    continue
                 table_row = int(req.kv.req_pool_idx)
                 if not is_prefill and req.lenvm_row == table_row:
                     continue

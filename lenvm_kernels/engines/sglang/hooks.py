@@ -138,7 +138,7 @@ class SGLangPlugin:
     ) -> torch.Tensor:
         """Around the engine's sampler, after penalties, biases and grammars: leave it the drawn tokens only.
 
-        Log-probabilities remain those of the unmasked logits.
+        Log-probabilities are computed from the unmasked logits.
         """
         if self.guide is not None:
             info, unmasked = self.guide.leave_drawn(sampler, logits_output, info, copies=return_logprob)

@@ -63,7 +63,7 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
     given = {
         "beam_width": (sampling.beam_width or 1) > 1,  # beams are not drawn
         "watermark": sampling.watermark is not None,  # it replaces the drawn token
-        # The engine ends a request whose token is outside of its own filters.
+        # The engine aborts a request if its token is outside the engine's filters.
         "return_sampling_mask": getattr(request, "return_sampling_mask", False),
     }
     if settings.reads_tokens:

@@ -32,8 +32,8 @@ def generate(
     """``model.generate`` with a target for the length of each output.
 
     Tokens are sampled unless ``do_sample`` is False. ``temperature``, ``top_k``, ``top_p``, ``min_p`` and
-    ``eos_token_id`` are passed as to ``model.generate``, also in a ``generation_config``, and default to those of the
-    model.
+    ``eos_token_id`` are passed as to ``model.generate``, or in a ``generation_config``. The model's values are the
+    defaults.
 
     Args:
         model: the base model, of any architecture.

@@ -52,7 +52,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 disables that filter.
         do_sample: whether tokens are sampled. If not, or if ``top_k`` is 1, each is the most probable after guidance,
             and there are no filters.
-        eos_token_id: tokens that end an output. If None, those of the model's ``generation_config``.
+        eos_token_id: tokens that end an output. If None, the model's ``generation_config`` decides.
         max_candidates: candidates per step, a power of two up to 64. Guided tokens are drawn from the candidates only.
             If None, 8 with a value model and 64 without.
         tokenizers: tokenizers of the base model and the value model; without a value model, the base model's twice.
@@ -350,7 +350,7 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) 
 
 
 def eos_token_ids(model: PreTrainedModel, given: int | Sequence[int] | None = None) -> list[int]:
-    """The tokens that end an output. If ``given`` is None, those of the model's ``generation_config``."""
+    """The tokens that end an output. If ``given`` is None, the model's ``generation_config`` decides."""
     ids = model.generation_config.eos_token_id if given is None else given
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 

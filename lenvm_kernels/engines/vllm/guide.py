@@ -218,7 +218,7 @@ class Guide:
         self._wants_length[slot] = guidance.return_values and self.predictions is not None
         index, tokens = self._prompt
         if index != slot:
-            raise RuntimeError(f"vLLM must pass the tokens of the request in slot {slot}, got those of slot {index}")
+            raise RuntimeError(f"vLLM must pass the tokens of the request in slot {slot}, got tokens for slot {index}")
         prompt_len = int(self.req_states.prompt_len.np[slot])
         self._admit(slot, tokens)
         self.step.add_request(
