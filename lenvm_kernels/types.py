@@ -374,7 +374,7 @@ class GuidanceColumns(NamedTuple):
         due_length: fp32 ``[R]``; a total target plus its tolerance, beyond which ``min_end_prob`` falls, or inf.
         entropy_threshold: fp32 ``[R]``; nats, NaN for no threshold.
         answer_length: fp32 ``[R]``; expected tokens after the span.
-        target_logit: fp32 ``[R]``; value logit of the target length plus ``answer_length``, at least one token: the
+        target_logit: fp32 ``[R]``; value logit of the target length plus ``answer_length``, at least 8 tokens: the
             value of every candidate without a value model.
         prompt_len: int32 ``[R]``; tokens that do not count as generated. At the start of a span, :func:`limit_span`
             writes the number of tokens before it.

@@ -16,13 +16,16 @@ from lenvm_kernels.types import GUIDANCE_COLUMNS, GuidanceColumns, Mode
 
 # The largest share of a total by which `near` and `le_near` aim early.
 _EARLY_SHARE = 0.1
+# Least remaining length that stands for every candidate without a value model. If it were as short as a target of two
+# tokens, an end would be hardly more probable than a text that goes on.
+LEAST_TO_COME = 8.0
 _PACKED = {name: column for name, column in GUIDANCE_COLUMNS.items() if column.is_packed}
 _STRUCT_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.bool: "?"}
 
 
 def _target_logit(params: GuidanceParams) -> float:
-    """The value logit of the target length plus the answer. At least one token, because a value of 0 marks an end."""
-    nats = -math.log(params.gamma) * max(1.0, (params.target_length or 0.0) + params.answer_length)
+    """The value logit of the target length plus the answer, or of ``LEAST_TO_COME`` tokens if that is more."""
+    nats = -math.log(params.gamma) * max(LEAST_TO_COME, (params.target_length or 0.0) + params.answer_length)
     return min(nats + math.log(-math.expm1(-nats)), torch.finfo(torch.float32).max)
 
 

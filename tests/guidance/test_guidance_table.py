@@ -105,10 +105,10 @@ def test_totals_with_an_early_aim(request_, shift):
 
 @pytest.mark.parametrize(
     ("asked", "length"),
-    [(None, 1), (NEAR | {"target_length": 0}, 1), (NEAR, 100), ({"target_length": 9, "answer_length": 4.5}, 13.5)],
+    [(None, 8), (NEAR | {"target_length": 0}, 8), (NEAR, 100), ({"target_length": 9, "answer_length": 4.5}, 13.5)],
 )
 def test_target_logit_is_the_value_of_target_and_answer(asked, length):
-    """At least one token, without the early aim."""
+    """At least 8 tokens, without the early aim."""
     table = new_table(1, early=6.0)
     table.add_request(0, None if asked is None else parse_guidance({"end_token_ids": [3]} | asked), set())
     nats = torch.nn.functional.softplus(table.columns.target_logit.double())
