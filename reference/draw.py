@@ -6,14 +6,12 @@ dtype of the probabilities and follow the order of the columns, so the kernel dr
 probabilities.
 """
 
-from typing import Any
-
 import torch
 from torch.nn.functional import softplus
 
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter, target_logits
-from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, Status
+from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, ScoredCandidates, Status, StepRequests
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -24,10 +22,10 @@ _ROUNDS = 10
 def draw(
     candidates: Candidates,
     value_logits: torch.Tensor | None,  # [B, K]
-    predicted: torch.Tensor | None,  # [B, K]
     table: GuidanceColumns,
-    drawing: GuidanceColumns,
-    requests: Any,  # DrawRequests
+    requests: StepRequests,  # [B]
+    scored: ScoredCandidates,  # [B, K]
+    predicted: torch.Tensor | None,  # [B, K]
     drawn: torch.Tensor | None,  # [B]
     text_breaks: torch.Tensor | None,  # [S]
     sample: bool,
@@ -38,17 +36,17 @@ def draw(
     guided_probs = reweight_scatter(candidates, value_logits, table, **options)
     tokens = torch.full_like(candidates.token_ids[:, 0], -1) if drawn is None else drawn
     if sample:
-        own = draw_tokens(candidates, guided_probs, drawing.seed[table_rows], requests.positions, requests.greedy)
+        own = draw_tokens(candidates, guided_probs, table.seed[table_rows], scored.positions, requests.greedy)
         tokens = torch.where(own >= 0, own, tokens)
 
     column = torch.arange(guided_probs.shape[1], device=tokens.device)
-    is_token = (column < requests.scored_counts[:, None]) & (requests.scored_ids == tokens[:, None])
+    is_token = (column < scored.counts[:, None]) & (scored.token_ids == tokens[:, None])
     if predicted is None:
         predicted = target_logits(candidates, table, table_rows)
     z = torch.where(is_token, predicted.to(compute_dtype(predicted, guided_probs)), 0.0).sum(1)
-    is_end = (drawing.eos_token_ids[table_rows] == tokens[:, None]).any(1)
+    is_end = (table.eos_token_ids[table_rows] == tokens[:, None]).any(1)
     lengths = torch.where(is_end, 0.0, softplus(z) / table.nats_per_token[table_rows])
-    is_wanted = requests.wants_length & drawing.return_values[table_rows] & is_token.any(1)
+    is_wanted = requests.wants_length & table.return_values[table_rows] & is_token.any(1)
     return DrawnTokens(guided_probs, tokens, torch.where(is_wanted, lengths, torch.nan))
 
 

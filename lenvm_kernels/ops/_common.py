@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.types import GuidanceColumns
-
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
 # Dtypes that each backend accepts for floating-point tensors, and for tensors that the kernels require in fp32.
@@ -60,24 +58,14 @@ def next_power_of_2(x: int) -> int:
     return 1 << (max(x, 1) - 1).bit_length()
 
 
-def row_stride(tensor: Tensor | None) -> int:
-    """The row stride; 0 for None."""
-    return 0 if tensor is None else tensor.stride(0)
-
-
 def with_row_stride(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    """A tensor and its row stride, which follow each other in the parameters of kernels."""
+    """A tensor and its row stride (0 for None), which follow each other in the parameters of kernels."""
     return tensor, 0 if tensor is None else tensor.stride(0)
 
 
 def row_strides(columns: Any) -> Any:
     """The row stride of each tensor of a named tuple, as a tuple of the same type, so that kernels share the names."""
     return type(columns)(*(x.stride(0) for x in columns))
-
-
-def select_columns(kind: Any, table: GuidanceColumns) -> Any:
-    """The columns of a guidance table that a kernel accesses, as the named tuple ``kind``."""
-    return kind._make([getattr(table, name) for name in kind._fields])
 
 
 # Set by bench.codegen to compile for a GPU that is not present.
@@ -145,13 +133,12 @@ def check_tensor(
         TypeError: not a tensor.
         ValueError: wrong dtype, shape, device or strides. The message contains the accepted and the actual values.
     """
-    # A step without a CUDA graph checks a thousand tensors, so the message is only built on failure.
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor {_wanted(dtypes, shape, device)}, got {type(tensor).__name__}")
     if not (
         (tensor.dtype is dtypes or (type(dtypes) is tuple and tensor.dtype in dtypes))
         and (device is None or tensor.device == device)
-        and (tensor.shape == shape or _fits(tensor.shape, shape))
+        and _fits(tensor.shape, shape)
     ):
         raise ValueError(
             f"{name} must be {_wanted(dtypes, shape, device)}, got {_dtype_name(tensor.dtype)} "
@@ -164,13 +151,7 @@ def check_tensor(
 
 def _fits(sizes: torch.Size, shape: tuple[int | None, ...]) -> bool:
     """Whether sizes match a shape, in which ``None`` matches any size."""
-    try:
-        for size, wanted in zip(sizes, shape, strict=True):
-            if wanted is not None and wanted != size:
-                return False
-    except ValueError:  # different number of dimensions
-        return False
-    return True
+    return len(sizes) == len(shape) and all(n is None or n == size for size, n in zip(sizes, shape, strict=True))
 
 
 def check_int(name: str, value: object, least: int, most: int | None = None) -> None:
@@ -186,21 +167,6 @@ def check_norm_eps(value: object, accepted: str = "a positive number") -> None:
     """Raise ValueError unless ``value`` is a positive finite number."""
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"norm_eps must be {accepted}, got {value!r}")
-
-
-def check_fields(
-    name: str,
-    fields: Sequence[str],
-    tensors: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype | tuple[torch.dtype, ...]],
-    size: int,
-    device: torch.device,
-    *,
-    unit_stride: bool = True,
-) -> None:
-    """:func:`check_tensor` for fields of a tuple, each ``[size]``."""
-    for field, tensor, dtype in zip(fields, tensors, dtypes, strict=True):
-        check_tensor(f"{name}.{field}", tensor, dtypes=dtype, shape=(size,), device=device, unit_stride=unit_stride)
 
 
 def per_request(name: str, value: Tensor | float, dtype: torch.dtype, requests: int, device: torch.device) -> Tensor:

@@ -82,6 +82,7 @@ class Spec:
         self._rules: dict[str, list[_Rule]] = {backend: [] for backend in FLOATS}
         self._kinds: list[_Kind] = []
         self._places: dict[str, int] = {}
+        self.types: dict[str, Any] = {}  # of the arguments: Tensor or a named tuple, or None too
         for line in text.strip().splitlines():
             self._add(line.strip())
 
@@ -91,6 +92,7 @@ class Spec:
         name, optional, dtype, producer, fields, shape, flags = match.groups()
         argument = self._places[name] = len(self._places)
         kind = getattr(types, dtype, None)
+        self.types[name] = (kind or Tensor) | None if optional else kind or Tensor
         if kind is None:
             self._add_rule(name, argument, "", bool(optional), dtype, shape, flags)
             return
@@ -221,13 +223,20 @@ _SIZES = {
 }
 
 
-def empty(kind: Any, device: torch.device, sizes: dict[str, int], without: Collection[str] = ()) -> Any:
+def empty(
+    kind: Any,
+    device: torch.device,
+    sizes: dict[str, int],
+    without: Collection[str] = (),
+    single: torch.dtype = torch.float32,
+) -> Any:
     """A named tuple of uninitialized tensors, with the dtypes and shapes declared in :mod:`lenvm_kernels.types`.
 
-    Fields of ``without`` get their defaults."""
+    Fields of ``without`` get their defaults. fp32 fields have the dtype ``single``."""
     fields = {}
     for name, shape in _SIZES[kind].items():
         if name not in without:
-            shape_of_field = [size_of(sizes) for size_of in shape]
-            fields[name] = torch.empty(shape_of_field, dtype=FIELD_FORMS[kind][name][0], device=device)
+            declared = FIELD_FORMS[kind][name][0]
+            dtype = single if declared is torch.float32 else declared
+            fields[name] = torch.empty([size_of(sizes) for size_of in shape], dtype=dtype, device=device)
     return kind(**fields)

@@ -14,14 +14,14 @@ holds all tokens that it has not computed. If one is missing, the request loses 
 step, until its tokens are passed again as a prompt.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, select_columns, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, check_int, next_power_of_2, row_strides, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.begin_step import begin_step as _reference
@@ -35,53 +35,13 @@ _UNGUIDED = tl.constexpr(int(Mode.UNGUIDED))
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 
 
-class GatheredColumns(NamedTuple):
-    """The columns of a guidance table that the kernel accesses."""
-
-    mode: Tensor
-    return_values: Tensor
-    prompt_len: Tensor
-    value_stride: Tensor
-    span_ended: Tensor
-    span_start_bits: Tensor
-    faults: Tensor  # written
-
-
-# Callers pass slices and expanded numbers, whose alignment and strides must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=[
-        "stride_tokens_request",
-        "stride_ids_request",
-        "stride_parents_request",
-        "stride_top_k",
-        "stride_top_p",
-        "stride_min_p",
-        "stride_temperature",
-        "scores_address",
-        "stride_scores_row",
-        "mask_address",
-        "stride_mask_row",
-        "B",
-        "N",
-        "padding_row",
-    ],
-    do_not_specialize_on_alignment=[
-        "tokens_ptr",
-        "new_lens_ptr",
-        "table_rows_ptr",
-        "lengths_ptr",
-        "active_ptr",
-        "draft_ids_ptr",
-        "draft_parents_ptr",
-        "span_ended_ptr",
-        "span_generated_ptr",
-        "drawn_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "temperature_ptr",
-    ],
+# The columns of a guidance table that the kernel accesses. It writes the last one.
+GatheredColumns = namedtuple(
+    "GatheredColumns", "mode return_values prompt_len value_stride span_ended span_start_bits faults"
 )
+
+
+@kernel(specialized="addresses_ptr")
 def _begin_step_kernel(
     requests,  # StepRequests, written
     table,  # GatheredColumns
@@ -235,28 +195,47 @@ def _begin_step_kernel(
         tl.store(addresses_ptr + 3, stride_mask_row, mask=is_first)
 
 
+_TEXT = f"""
+    tokens: int [B, NEW+]
+    table_rows: int [B]
+    lengths: int32 [B]
+    new_lens?: int32 [B]
+    active?: bool [B]
+    table: GuidanceColumns ({", ".join(GatheredColumns._fields)}) strided
+    history?: StepHistory
+    drafts?: Drafts
+    spans?: SpanNodes of limit_span
+    drawn?: int [B * (1 + D)]
+    filters: Filters strided
+    addresses?: int64 [4]
+    scores?: float [B * (1 + D), V]
+    vocab_mask?: int32 [B * (1 + D), (V + 31) // 32]
+    out?: StepRequests contiguous
+"""
+_SPEC, _SPEC_OF_ONE_TOKEN = Spec(_TEXT), Spec(_TEXT.replace("[B, NEW+]", "[B]"))
+
 _WRITTEN = ["table.faults", "addresses", *(f"history.{name}" for name in StepHistory._fields)]
 
 
-@operator(reference=_reference, mutates=_WRITTEN)
+@operator(_SPEC, reference=_reference, mutates=_WRITTEN)
 def _launch(
     out: StepRequests,
+    tokens,
+    table_rows,
+    lengths,
+    new_lens,
+    active,
     table: GatheredColumns,
-    tokens: Tensor,
-    table_rows: Tensor,
-    lengths: Tensor,
-    new_lens: Tensor | None,
-    active: Tensor | None,
-    history: StepHistory | None,
-    drafts: Drafts | None,
-    spans: SpanNodes | None,
-    drawn: Tensor | None,
-    filters: Filters,
-    addresses: Tensor | None,
-    scores: Tensor | None,
-    vocab_mask: Tensor | None,
+    history,
+    drafts,
+    spans,
+    drawn,
+    filters,
+    addresses,
+    scores,
+    vocab_mask,
     padding_row: int,
-) -> None:
+):
     rows, columns = out.draft_ids.shape
     if rows == 0:
         return
@@ -325,26 +304,6 @@ def check_history(history: StepHistory) -> None:
     if not history.tokens.is_contiguous() or history.tokens.shape[1] == 0:
         came = f"{list(history.tokens.shape)} with strides {history.tokens.stride()}"
         raise ValueError(f"history.tokens must be contiguous and have a column, got {came}")
-
-
-_TEXT = f"""
-    tokens: int [B, NEW+]
-    table_rows: int [B]
-    lengths: int32 [B]
-    new_lens?: int32 [B]
-    active?: bool [B]
-    table: GuidanceColumns ({", ".join(GatheredColumns._fields)}) strided
-    history?: StepHistory
-    drafts?: Drafts
-    spans?: SpanNodes of limit_span
-    drawn?: int [B * (1 + D)]
-    filters: Filters strided
-    addresses?: int64 [4]
-    scores?: float [B * (1 + D), V]
-    vocab_mask?: int32 [B * (1 + D), (V + 31) // 32]
-    out?: StepRequests contiguous
-"""
-_SPEC, _SPEC_OF_ONE_TOKEN = Spec(_TEXT), Spec(_TEXT.replace("[B, NEW+]", "[B]"))
 
 
 def begin_step(
@@ -422,29 +381,21 @@ def begin_step(
     """
     if filters is None:
         filters = no_filters(lengths)
+    is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
+    batch = (tokens, table_rows, lengths, new_lens, active, table, history)
+    operands = (*batch, drafts, spans, drawn, filters, addresses, scores, vocab_mask)
     if validate:
-        is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
         spec = _SPEC if is_many else _SPEC_OF_ONE_TOKEN
-        batch = (tokens, table_rows, lengths, new_lens, active, table, history)
-        without_drafts = {"D": 0} if drafts is None else {}
-        backend, sizes = spec.check(
-            backend, *batch, drafts, spans, drawn, filters, addresses, scores, vocab_mask, out, sizes=without_drafts
-        )
+        backend, sizes = spec.check(backend, *operands, out, sizes={"D": 0} if drafts is None else {})
         if is_many and new_lens is None:
             raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
         if addresses is None and (scores is not None or vocab_mask is not None):
             raise ValueError("addresses must be given with scores or vocab_mask, got None")
         if history is not None:
             check_history(history)
-        if isinstance(padding_row, bool) or not isinstance(padding_row, int):
-            raise TypeError(f"padding_row must be an int, got {type(padding_row).__name__}")
-        if not 0 <= padding_row < sizes["R"]:
-            raise ValueError(f"padding_row must be in [0, {sizes['R']}), got {padding_row}")
+        check_int("padding_row", padding_row, 0, sizes["R"] - 1)
         if sizes.get("N", sizes["B"]) < sizes["B"]:
             raise ValueError(f"out must have a row for each of the {sizes['B']} requests, got {sizes['N']}")
     if out is None:
         out = empty_requests(tokens.shape[0], tokens.device, 0 if drafts is None else drafts.token_ids.shape[1])
-    columns = select_columns(GatheredColumns, table)
-    inputs = (columns, tokens, table_rows, lengths, new_lens, active, history)
-    _launch(backend, out, *inputs, drafts, spans, drawn, filters, addresses, scores, vocab_mask, padding_row)
-    return out
+    return _launch(backend, out, *operands, padding_row)

@@ -6,6 +6,7 @@ program computes the left operand of the first matmul from the three in its loop
 it with W2, and reduces the distributions to lengths.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, select_columns
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import (
@@ -63,16 +64,8 @@ class ProbeWeights(NamedTuple):
     bin_edges: Any  # [N + 1]
 
 
-class ProbeColumns(NamedTuple):
-    """Columns of the guidance table that the kernel reads."""
-
-    mode: Tensor
-    scale: Tensor
-    nats_per_token: Tensor
-    target_length: Tensor
-    tolerance: Tensor
-    counts_down: Tensor
-    answer_length: Tensor
+# Columns of the guidance table that the kernel reads.
+ProbeColumns = namedtuple("ProbeColumns", "mode scale nats_per_token target_length tolerance counts_down answer_length")
 
 
 class _Logits(NamedTuple):
@@ -157,10 +150,9 @@ def _standing_for(
     return tl.where(is_near, near_logits, mean_logits), mean_logits
 
 
-# Per-batch tensors may be slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=["stride_token_ids_row", "B", "V"],
-    do_not_specialize_on_alignment=["token_ids_ptr", "table_rows_ptr", "generated_ptr"],
+@kernel(
+    specialized="logits_ptr mean_logits_ptr scale_ptr stride_scale_row shift_ptr stride_shift_row "
+    "embedding_ptr stride_embedding_token stride_fc_weight_out stride_bins_weight_bin"
 )
 def _candidate_values_kernel(
     logits_ptr,  # [B, K]
@@ -238,52 +230,6 @@ def _candidate_values_kernel(
     tl.store(mean_logits_ptr + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
 
 
-@operator(reference=_reference)
-def _launch(
-    out: _Logits,
-    token_ids: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    embedding: Tensor,
-    fc_weight: Tensor,
-    fc_bias: Tensor,
-    bins_weight: Tensor,
-    bins_bias: Tensor,
-    bin_edges: Tensor,
-    table: ProbeColumns,
-    table_rows: Tensor,
-    generated: Tensor,
-) -> None:
-    (rows, columns), (outputs, size), bins = token_ids.shape, fc_weight.shape, bins_weight.shape[0]
-    if token_ids.numel() == 0:
-        return
-    inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
-    weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
-    columns_read = (table, row_strides(table), table_rows, generated)
-    _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
-        *out,
-        *inputs,
-        weights,
-        fc_weight.stride(0),
-        bins_weight.stride(0),
-        *columns_read,
-        rows,
-        embedding.shape[0],
-        K=columns,
-        D=size,
-        E=outputs,
-        N=bins,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=min(BLOCK_N, max(16, next_power_of_2(outputs))),
-        BLOCK_BINS=max(16, next_power_of_2(bins)),
-        BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
-        num_warps=NUM_WARPS,
-        num_stages=STAGES,
-        enable_fp_fusion=False,
-        **overlapping(),
-    )
-
-
 _SPEC = Spec(f"""
     token_ids: int [B, K]
     embedding: float [V, D+]
@@ -298,6 +244,49 @@ _SPEC = Spec(f"""
     table_rows: int [B]
     generated: int32 [B]
 """)
+
+
+@operator(_SPEC, reference=_reference)
+def _launch(
+    out: _Logits,
+    token_ids,
+    embedding,
+    scale,
+    shift,
+    fc_weight,
+    fc_bias,
+    bins_weight,
+    bins_bias,
+    bin_edges,
+    table: ProbeColumns,
+    table_rows,
+    generated,
+):
+    (rows, columns), (outputs, size), bins = token_ids.shape, fc_weight.shape, bins_weight.shape[0]
+    if token_ids.numel() == 0:
+        return
+    inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
+    weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
+    _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
+        *out,
+        *inputs,
+        weights,
+        *(fc_weight.stride(0), bins_weight.stride(0)),
+        *(table, row_strides(table), table_rows, generated),
+        *(rows, embedding.shape[0]),
+        K=columns,
+        D=size,
+        E=outputs,
+        N=bins,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=min(BLOCK_N, max(16, next_power_of_2(outputs))),
+        BLOCK_BINS=max(16, next_power_of_2(bins)),
+        BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
+        num_warps=NUM_WARPS,
+        num_stages=STAGES,
+        enable_fp_fusion=False,
+        **overlapping(),
+    )
 
 
 def candidate_values(
@@ -367,10 +356,8 @@ def candidate_values(
         >>> mean_logits.sigmoid()  # after token 0 the end follows, after token 1 more than that
         tensor([[0.1002, 0.6690]])
     """
-    head = (fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
-    arguments = (token_ids, embedding, scale, shift, *head, table, table_rows, generated)
-    backend, _ = _SPEC.check(backend, *arguments)
+    operands = (token_ids, embedding, scale, shift, fc_weight, fc_bias, bins_weight, bins_bias, bin_edges, table)
+    backend, _ = _SPEC.check(backend, *operands, table_rows, generated)
     logits = torch.empty(2, *token_ids.shape, dtype=compute_dtype(embedding), device=token_ids.device)
-    out, columns = _Logits(*logits.unbind(0)), select_columns(ProbeColumns, table)
-    _launch(backend, out, token_ids, scale, shift, embedding, *head, columns, table_rows, generated)
+    out = _launch(backend, _Logits(*logits.unbind(0)), *operands, table_rows, generated)
     return out.value_logits, out.mean_logits

@@ -12,12 +12,11 @@ about a dozen launches, and would compute the padding.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
@@ -41,7 +40,7 @@ class EmbedTensors(NamedTuple):
     inv_freq: Any  # fp32 [D / 2]
 
 
-@triton.jit(do_not_specialize=["T", "vocab_size"], do_not_specialize_on_alignment=["num_rows_ptr"])
+@kernel(specialized="stride_embedding_row")
 def _embed_tokens_kernel(
     ptr,  # EmbedTensors
     stride_embedding_row,
@@ -86,16 +85,17 @@ def _embed_tokens_kernel(
     tl.store(ptr.sin + token * HALF + half, tl.sin(angle) * rope_scale, mask=half < HALF)
 
 
-@operator(reference=_reference)
-def _launch(
-    out: EmbeddedTokens,
-    token_ids: Tensor,
-    positions: Tensor,
-    embedding: Tensor,
-    inv_freq: Tensor,
-    rope_scale: float,
-    num_rows: Tensor | None,
-) -> None:
+_SPEC = Spec("""
+    token_ids: int64 [T]
+    positions: int64 [T]
+    embedding: float [V, H]
+    inv_freq: float32 [half+]
+    num_rows?: int32 [1]
+""")
+
+
+@operator(_SPEC, reference=_reference)
+def _launch(out: EmbeddedTokens, token_ids, positions, embedding, inv_freq, num_rows, rope_scale: float):
     tokens, size = out.hidden.shape
     if tokens == 0:
         return
@@ -105,15 +105,6 @@ def _launch(
     sizes = dict(H=size, HALF=half, GROUP=SQUARES_GROUP, BLOCK_H=block_h, BLOCK_HALF=next_power_of_2(half))
     arguments = (tensors, embedding.stride(0), num_rows, rope_scale, tokens, embedding.shape[0])
     _embed_tokens_kernel[(tokens,)](*arguments, **sizes, num_warps=NUM_WARPS, **overlapping())
-
-
-_SPEC = Spec("""
-    token_ids: int64 [T]
-    positions: int64 [T]
-    embedding: float [V, H]
-    inv_freq: float32 [half+]
-    num_rows?: int32 [1]
-""")
 
 
 def embed_tokens(
@@ -160,7 +151,8 @@ def embed_tokens(
         tensor([[1.0000],
                 [0.5403]])
     """
-    backend, sizes = _SPEC.check(backend, token_ids, positions, embedding, inv_freq, num_rows)
+    operands = (token_ids, positions, embedding, inv_freq, num_rows)
+    backend, sizes = _SPEC.check(backend, *operands)
     tokens, size, half, device = sizes["T"], sizes["H"], sizes["half"], token_ids.device
     if embedding.numel() == 0:
         raise ValueError(f"embedding must have at least one row and column, got shape {list(embedding.shape)}")
@@ -172,5 +164,4 @@ def embed_tokens(
         cos=torch.empty(tokens, half, dtype=torch.float32, device=device),
         sin=torch.empty(tokens, half, dtype=torch.float32, device=device),
     )
-    _launch(backend, embedded, token_ids, positions, embedding, inv_freq, float(rope_scale), num_rows)
-    return embedded
+    return _launch(backend, embedded, *operands, float(rope_scale))

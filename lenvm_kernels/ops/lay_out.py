@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, with_row_stride
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.ops.begin_step import check_history
@@ -94,30 +94,7 @@ def _earlier(parent, column):
     return tl.where((parent >= 0) & (parent < column), parent, -1).to(tl.int64)
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=[
-        "stride_candidate_ids_request",
-        "stride_parents_request",
-        "stride_slot_table_row",
-        "pages",
-        "B",
-        "D",
-        "most_items",
-        "num_counters",
-    ],
-    do_not_specialize_on_alignment=[
-        "token_ids_ptr",
-        "starts_ptr",
-        "lens_ptr",
-        "cached_lens_ptr",
-        "table_rows_ptr",
-        "candidate_ids_ptr",
-        "candidate_lens_ptr",
-        "parents_ptr",
-        "slot_table_ptr",
-    ],
-)
+@kernel(specialized="history_lens_ptr")
 def _lay_out_kernel(
     layout,  # RaggedLayout, written
     requests,  # StepRequests, or None if the delta is passed
@@ -239,41 +216,47 @@ def _lay_out_kernel(
     tl.store(layout.plan + header, tl.where(header == 0, tl.minimum(end_item, most_items), 0), mask=request == 0)
 
 
+_SPEC = Spec("""
+    candidate_ids: int [B+, K]
+    candidate_lens: int32 [B]
+    slot_table: int32 [*, pages]
+    delta?: DeltaTokens
+    candidate_parents?: int32 [B, K]
+""")
+_STEP = Spec("""
+    requests?: StepRequests of begin_step (lengths, request_rows, needs_values, cached_lens) [B]
+    history?: StepHistory (tokens, cached_lens)
+""")
 _reference = partial(_lay_out, tile_rows=BLOCK_M.value, split_tiles=SPLIT_TILES.value, num_splits=most_splits)
 
 
-@operator(reference=_reference, mutates=["history.cached_lens"])
+@operator(_SPEC, _STEP, reference=_reference, mutates=["history.cached_lens"])
 def _launch(
     out: RaggedLayout,
-    candidate_ids: Tensor,
-    candidate_lens: Tensor,
-    slot_table: Tensor,
-    delta: DeltaTokens | None,
-    requests: StepRequests | None,
-    history: StepHistory | None,
-    candidate_parents: Tensor | None,
+    candidate_ids,
+    candidate_lens,
+    slot_table,
+    delta,
+    candidate_parents,
+    requests,
+    history,
     page_size: int,
     max_new: int,
     group: int,
-) -> None:
+):
     (rows, columns), held = candidate_ids.shape, 1
-    tokens: tuple[Tensor | None, ...]
     if delta is not None:
         tokens = (None, delta.token_ids, delta.starts, delta.lens, delta.cached_lens, delta.table_rows)
     else:
-        assert requests is not None and history is not None
         tokens = (history.cached_lens, history.tokens, None, None, requests.cached_lens, requests.request_rows)
         held = history.tokens.shape[1]
-    candidates = (*with_row_stride(candidate_ids), candidate_lens, *with_row_stride(candidate_parents))
-    sizes = (rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters))
     _lay_out_kernel[(rows,)](
         out,
         requests,
         *tokens,
-        *candidates,
-        *with_row_stride(slot_table),
-        slot_table.shape[1],
-        *sizes,
+        *(*with_row_stride(candidate_ids), candidate_lens, *with_row_stride(candidate_parents)),
+        *(*with_row_stride(slot_table), slot_table.shape[1]),
+        *(rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters)),
         HELD=held,
         MAX_NEW=max_new,
         PAGE_SIZE=page_size,
@@ -284,19 +267,6 @@ def _launch(
         num_warps=NUM_WARPS,
         **overlapping(),
     )
-
-
-_SPEC = Spec("""
-    candidate_ids: int [B+, K]
-    candidate_lens: int32 [B]
-    slot_table: int32 [*, pages]
-    delta?: DeltaTokens
-    candidate_parents?: int32 [B, K]
-""")
-_STEP = Spec("""
-    requests: StepRequests of begin_step (lengths, request_rows, needs_values, cached_lens) [B]
-    history: StepHistory (tokens, cached_lens)
-""")
 
 
 def lay_out(
@@ -365,7 +335,8 @@ def lay_out(
         tensor([[ 1,  2],
                 [ 4, -1]])
     """
-    backend, sizes = _SPEC.check(backend, candidate_ids, candidate_lens, slot_table, delta, candidate_parents)
+    operands = (candidate_ids, candidate_lens, slot_table, delta, candidate_parents)
+    backend, sizes = _SPEC.check(backend, *operands)
     if (delta is None) == (requests is None) or (requests is None) != (history is None):
         given = [name for name, x in (("delta", delta), ("requests", requests), ("history", history)) if x is not None]
         raise ValueError(f"delta must be passed, or requests and history, got {' and '.join(given) or 'neither'}")
@@ -388,6 +359,4 @@ def lay_out(
     sizes["C"] = attention_counters(rows, num_kv_heads)
     without = ("parents",) if candidate_parents is None else ()
     layout = empty(RaggedLayout, candidate_ids.device, sizes, without)
-    sources = (delta, requests, history, candidate_parents)
-    _launch(backend, layout, candidate_ids, candidate_lens, slot_table, *sources, page_size, max_new, group)
-    return layout
+    return _launch(backend, layout, *operands, requests, history, page_size, max_new, group)

@@ -7,13 +7,15 @@ Tokens are forced and excluded by large finite additions to their logits. A gram
 and the only token that a grammar allows stays selectable.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, select_columns, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.limit_span import EXCLUDED, FORCED
@@ -27,28 +29,12 @@ _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
 _LINE = tl.constexpr(int(TextBreak.LINE))
 
 
-class SpanColumns(NamedTuple):
-    """The columns of a guidance table that the kernel accesses."""
-
-    eos_token_ids: Tensor
-    span_end_token_ids: Tensor
-    span_token_ids: Tensor
-    closing_token_ids: Tensor
-    span_first_bits: Tensor
-    span_end_bits: Tensor
-    span_start_bits: Tensor
-    hard_limit: Tensor
-    hard_limit_grace: Tensor
-    allows_eos: Tensor
-    # Read and written.
-    prompt_len: Tensor
-    span_ended: Tensor
-    span_seen: Tensor
-    span_match: Tensor
-    closing_from: Tensor
-
-
-# The columns that are lists, and the columns that are written.
+# The columns of a guidance table that the kernel accesses: first the lists, at the end the columns that it writes.
+SpanColumns = namedtuple(
+    "SpanColumns",
+    "eos_token_ids span_end_token_ids span_token_ids closing_token_ids span_first_bits span_end_bits span_start_bits "
+    "hard_limit hard_limit_grace allows_eos prompt_len span_ended span_seen span_match closing_from",
+)
 LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-5:]
 
 
@@ -106,28 +92,7 @@ def _after(
     return NodeSpan(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=[
-        "stride_logits_row",
-        "stride_tokens_request",
-        "stride_ids_request",
-        "stride_parents_request",
-        "B",
-        "V",
-        "W",
-    ],
-    do_not_specialize_on_alignment=[
-        "logits_ptr",
-        "tokens_ptr",
-        "new_lens_ptr",
-        "table_rows_ptr",
-        "lengths_ptr",
-        "draft_ids_ptr",
-        "draft_parents_ptr",
-        "text_breaks_ptr",
-    ],
-)
+@kernel(specialized="ended_ptr generated_ptr")
 def _limit_span_kernel(
     ended_ptr,  # bool [B * (1 + D)], written
     generated_ptr,  # int32 [B * (1 + D)], written
@@ -275,18 +240,20 @@ def _limit_span_kernel(
             tl.store(excluded_ptr, (y.to(tl.float32) - _EXCLUDED).to(y.dtype), mask=is_lowered)
 
 
-@operator(reference=_reference, mutates=["logits", *(f"table.{name}" for name in WRITTEN)])
-def _launch(
-    out: SpanNodes,
-    logits: Tensor | None,
-    table: SpanColumns,
-    tokens: Tensor,
-    table_rows: Tensor,
-    lengths: Tensor,
-    new_lens: Tensor | None,
-    drafts: Drafts | None,
-    text_breaks: Tensor | None,
-) -> None:
+_SPEC = Spec(f"""
+    tokens: int64 [B, NEW+]
+    drafts?: Drafts
+    logits?: float [B * (1 + D), V]
+    table: GuidanceColumns ({", ".join(SpanColumns._fields)}) strided
+    table_rows: int64 [B]
+    lengths: int32 [B]
+    new_lens?: int32 [B]
+    text_breaks?: int8 [W]
+""")
+
+
+@operator(_SPEC, reference=_reference, mutates=["logits", *(f"table.{name}" for name in WRITTEN)])
+def _launch(out: SpanNodes, tokens, drafts, logits, table: SpanColumns, table_rows, lengths, new_lens, text_breaks):
     requests, new = tokens.shape
     if requests == 0:
         return
@@ -308,18 +275,6 @@ def _launch(
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
         *results, *batch, *trees, text_breaks, requests, vocab, known, **sizes, **blocks, num_warps=1
     )
-
-
-_SPEC = Spec(f"""
-    tokens: int64 [B, NEW+]
-    drafts?: Drafts
-    logits?: float [B * (1 + D), V]
-    table: GuidanceColumns ({", ".join(SpanColumns._fields)}) strided
-    table_rows: int64 [B]
-    lengths: int32 [B]
-    new_lens?: int32 [B]
-    text_breaks?: int8 [W]
-""")
 
 
 def limit_span(
@@ -384,15 +339,11 @@ def limit_span(
         >>> logits  # the sequence cannot end
         tensor([[-10000.,      0.,      0.,      0.]])
     """
-    without_drafts = {"D": 0} if drafts is None else {}
-    arguments = (tokens, drafts, logits, table, table_rows, lengths, new_lens, text_breaks)
-    backend, sizes = _SPEC.check(backend, *arguments, sizes=without_drafts)
+    operands = (tokens, drafts, logits, table, table_rows, lengths, new_lens, text_breaks)
+    backend, sizes = _SPEC.check(backend, *operands, sizes={"D": 0} if drafts is None else {})
     for name in LISTS:
         if getattr(table, name).shape[1] == 0:
             raise ValueError(f"table.{name} must have at least one column, got none")
     if new_lens is None and sizes["NEW"] != 1:
         raise ValueError(f"new_lens must be given with tokens of several columns, got {sizes['NEW']} columns")
-    nodes = empty(SpanNodes, tokens.device, sizes)
-    columns = select_columns(SpanColumns, table)
-    _launch(backend, nodes, logits, columns, tokens, table_rows, lengths, new_lens, drafts, text_breaks)
-    return nodes
+    return _launch(backend, empty(SpanNodes, tokens.device, sizes), *operands)

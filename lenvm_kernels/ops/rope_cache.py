@@ -13,6 +13,7 @@ A program processes one token with all its heads. Its result does not depend on 
 result is bitwise identical in any batch. All loads precede all stores, so that a program waits for memory once.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_int, check_norm_eps, next_power_of_2, overlapping, row_stride
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._common import check_int, check_norm_eps, next_power_of_2, overlapping, with_row_stride
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
@@ -81,21 +82,13 @@ class RopeTensors(NamedTuple):
     norm_weight: Any  # [Hq + Hkv, D] or None
 
 
-class RopeStrides(NamedTuple):
-    k_cache_slot: int
-    k_cache_head: int
-    v_cache_slot: int
-    v_cache_head: int
-    qkv_token: int
-    cos_token: int
-    sin_token: int
-    norm_weight_head: int
-
-
-@triton.jit(
-    do_not_specialize=["num_slots"],
-    do_not_specialize_on_alignment=["num_rows_ptr"],
+RopeStrides = namedtuple(
+    "RopeStrides",
+    "k_cache_slot k_cache_head v_cache_slot v_cache_head qkv_token cos_token sin_token norm_weight_head",
 )
+
+
+@kernel()
 def _rope_cache_kernel(
     ptr,  # RopeTensors
     stride,  # RopeStrides
@@ -161,20 +154,25 @@ class _Rotated(NamedTuple):
     v: Tensor  # [T, Hkv, D]
 
 
-@operator(reference=_reference, mutates=["k_cache", "v_cache"])
+_SPEC = Spec("""
+    qkv: float [T, *]
+    k_cache: =qkv [S, Hkv, D]
+""")
+_REST = Spec("""
+    qkv: float [T, (Hq + 2 * Hkv) * D]
+    v_cache: =qkv [S, Hkv, D]
+    cos: float32 [T, D // 2]
+    sin: float32 [T, D // 2]
+    slots: int [T]
+    qk_norm_weight?: =qkv [Hq + Hkv, D]
+    num_rows?: int32 [1]
+""")
+
+
+@operator(_SPEC, _REST, reference=_reference, mutates=["k_cache", "v_cache"])
 def _launch(
-    out: _Rotated,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
-    qk_norm_weight: Tensor | None,
-    norm_eps: float,
-    num_rows: Tensor | None,
-) -> None:
+    out: _Rotated, qkv, k_cache, v_cache, cos, sin, slots, qk_norm_weight, num_rows, num_heads: int, norm_eps: float
+):
     tokens = qkv.shape[0]
     num_slots, kv_heads, head_dim = k_cache.shape
     if tokens == 0:
@@ -183,7 +181,7 @@ def _launch(
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
     by_slot = (*k_cache.stride()[:2], *v_cache.stride()[:2])
     tensors = RopeTensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight)
-    by_row = (qkv.stride(0), cos.stride(0), sin.stride(0), row_stride(qk_norm_weight))
+    by_row = (qkv.stride(0), cos.stride(0), sin.stride(0), with_row_stride(qk_norm_weight)[1])
     heads = dict(Q_HEADS=num_heads, KV_HEADS=kv_heads, BLOCK_Q_HEADS=block_q_heads)
     _rope_cache_kernel[(tokens,)](
         tensors,
@@ -198,21 +196,6 @@ def _launch(
         num_warps=min(max(warps, 1), MAX_WARPS),
         **overlapping(),
     )
-
-
-_SPEC = Spec("""
-    qkv: float [T, *]
-    k_cache: =qkv [S, Hkv, D]
-""")
-_REST = Spec("""
-    qkv: float [T, (Hq + 2 * Hkv) * D]
-    v_cache: =qkv [S, Hkv, D]
-    cos: float32 [T, D // 2]
-    sin: float32 [T, D // 2]
-    slots: int [T]
-    qk_norm_weight?: =qkv [Hq + Hkv, D]
-    num_rows?: int32 [1]
-""")
 
 
 def rope_cache(
@@ -279,11 +262,9 @@ def rope_cache(
         )
     check_int("num_heads", num_heads, 1)
     sizes["Hq"] = num_heads
-    _REST.check(backend, qkv, v_cache, cos, sin, slots, qk_norm_weight, num_rows, sizes=sizes)
+    rest = (v_cache, cos, sin, slots, qk_norm_weight, num_rows)
+    _REST.check(backend, qkv, *rest, sizes=sizes)
     check_norm_eps(norm_eps)
-    heads = num_heads, kv_heads, kv_heads
-    dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
-    out = _Rotated(*(torch.empty(tokens, n, head_dim, dtype=dtype, device=device) for n in heads))
-    operands = (qkv, cos, sin, slots, k_cache, v_cache, num_heads, qk_norm_weight, float(norm_eps), num_rows)
-    _launch(backend, out, *operands)
-    return out.q, out.k, out.v
+    heads, dtype, tokens = (num_heads, kv_heads, kv_heads), qkv.dtype, qkv.shape[0]
+    out = _Rotated(*(torch.empty(tokens, n, head_dim, dtype=dtype, device=qkv.device) for n in heads))
+    return tuple(_launch(backend, out, qkv, k_cache, *rest, num_heads, float(norm_eps)))

@@ -105,9 +105,10 @@ ERRORS = {
             {"out": lambda x: empty_requests(2, torch.device("cpu"), 2)},
             "out must have a row for each of the 3 requests, got 2",
         ),
-        *each("padding_row", (6, -1), r"padding_row must be in \[0, 6\), got {}"),
-        ({"padding_row": 1.0}, "padding_row must be an int, got float"),
-        ({"padding_row": True}, "padding_row must be an int, got bool"),
+        *(
+            ({"padding_row": x}, f"padding_row must be an int from 0 to 5, got {came}")
+            for x, came in ((6, 6), (-1, -1), (1.0, "float"), (True, "bool"))
+        ),
         (
             {"drafts": lambda x: x._make(y[:, :0] for y in x)},
             "drafts.token_ids must have at least one column, got none",

@@ -21,8 +21,8 @@ from lenvm_kernels.reference.lay_out import attention_plan
 from lenvm_kernels.reference.value_tree_attention import tree_mask
 from tests.helpers.matches import assert_matches, assert_same
 
-SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = ops.SPLIT_LEN.value, ops.MAX_SPLITS.value, ops.PLAN_BLOCK.value
-ONE_SPLIT = SPLIT_LEN + ops.SPLIT_SLACK.value  # largest number of cached tokens without a split
+SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = plans.SPLIT_LEN.value, plans.MAX_SPLITS.value, plans.PLAN_BLOCK.value
+ONE_SPLIT = SPLIT_LEN + plans.SPLIT_SLACK.value  # largest number of cached tokens without a split
 TILE = ops.BLOCK_M.value // 3  # tokens per tile if three query heads share a key head
 GOLDEN = Path(__file__).parents[1] / "golden" / "tree_mask.jsonl"
 

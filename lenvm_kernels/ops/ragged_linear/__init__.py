@@ -18,10 +18,11 @@ Long sums are split over programs, and a second launch adds the parts in order. 
 them, most of the GPU would wait for a few programs: measured on an H200, 2.7 times as long for 384 rows.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -31,10 +32,9 @@ from lenvm_kernels.ops._common import (
     check_norm_eps,
     fitting_stages,
     overlapping,
-    row_stride,
     with_row_stride,
 )
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.ragged_linear.device import (
@@ -46,14 +46,6 @@ from lenvm_kernels.ops.ragged_linear.device import (
     _prefetch_weight,
     _sum_parts,
     _weight_row,
-)
-from lenvm_kernels.ops.ragged_linear.tiles import (
-    BLOCK_K_BYTES,
-    TILES,
-    TILES_SM_90,
-    Tile,
-    fetching_least,
-    prefetch_len,
 )
 from lenvm_kernels.reference._common import SQUARES_GROUP, sums_of_squares
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
@@ -85,14 +77,58 @@ NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
 # program for every possible tile, exiting the thousands without live rows would take longer than a small batch's work.
 MAX_PROGRAMS = 528
 MAX_SMALL_PROGRAMS = 2048  # of the launch that adds parts; a multiprocessor holds 16: one wave suffices
+# Bytes of a row of x per block of products, whole cache lines. Blocks and splits determine the order of a row's sums.
+# Both depend on the weight alone, so that a row's result is bitwise identical in any batch and any tile.
+BLOCK_K_BYTES = 128
 
 
-# num_rows may be an element of a tensor of offsets, and the others slices of larger tensors, so their alignment changes
-# with the batch.
-@triton.jit(
-    do_not_specialize=["stride_square_sums_group", "stride_square_sums_out_group", "T"],
-    do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr"],
+class Tile(NamedTuple):
+    """Rows and columns of the result that a program computes at once, with its warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Tiles by size, the largest first. For each k, a tile fetches one number per row and per column from L2, which bounds
+# most launches: on an H200, 128 x 256 reaches 71 % of the tensor cores' rate, 128 x 128 53 %, 128 x 64 35 %. A launch
+# therefore uses the tile with which a multiprocessor fetches least, and the largest of equal ones.
+#
+# sm_90, 16-bit: 64 rows are the least of its matmul instruction. Launches of few rows have at most MULTIPROCESSORS
+# tiles, so each program has a multiprocessor to itself, with 96 to 192 KB of tiles in flight. Measured on an H200:
+# gate_up (N = 2 * 8960) of 192 rows takes 30 us with 64 x 256, and 44 us without that tile.
+TILES_SM_90 = (
+    Tile(128, 256, num_warps=8, num_stages=4),
+    Tile(128, 128, num_warps=8, num_stages=6),
+    Tile(128, 64, num_warps=8, num_stages=8),
+    Tile(64, 256, num_warps=8, num_stages=4),
+    Tile(64, 128, num_warps=4, num_stages=4),
+    Tile(64, 64, num_warps=4, num_stages=8),
 )
+# Other GPUs, and fp32, which has no tensor cores. The instruction of sm_80 to sm_89 and sm_120 has 16 rows in every
+# tile. A tile takes at most 96 KB of shared memory, because sm_86, sm_89 and sm_120 have 99 KB. With few rows, a tile
+# with 128 columns takes at most 48 KB: two fit on a multiprocessor, and all 140 tiles of gate_up run at once on 82
+# multiprocessors. Weights that are cut into tiles with 64 columns have few tiles; each keeps 56 KB of the weight in
+# flight. Not measured.
+TILES = (
+    Tile(128, 128, num_warps=8, num_stages=3),
+    Tile(128, 64, num_warps=8, num_stages=4),
+    Tile(64, 128, num_warps=8, num_stages=4),
+    Tile(64, 64, num_warps=4, num_stages=6),
+    Tile(32, 128, num_warps=4, num_stages=3),
+    Tile(32, 64, num_warps=4, num_stages=8),
+    Tile(16, 128, num_warps=4, num_stages=3),
+    Tile(16, 64, num_warps=4, num_stages=8),
+)
+# Up to this many rows are in one tile: smaller ones would read the weight once per 16 or 32 rows.
+FEW_ROWS = 64
+# Bytes of the weight that a launch prefetches before the previous launch has ended: about 3 us of HBM bandwidth. Much
+# more might delay the first loads of the matmul.
+PREFETCH_BYTES = 10_000_000
+
+
+@kernel()
 def _ragged_linear_kernel(
     ptr,  # LinearTensors
     stride,  # LinearStrides
@@ -156,10 +192,7 @@ def _ragged_linear_kernel(
             tl.store(part_ptr + offsets, acc, mask=is_sum)
 
 
-@triton.jit(
-    do_not_specialize=["stride_square_sums_group", "stride_square_sums_out_group", "T"],
-    do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr"],
-)
+@kernel()
 def _add_parts_kernel(
     ptr,  # LinearTensors
     stride,  # LinearStrides
@@ -201,6 +234,25 @@ def split_len(size: int, splits: int) -> int:
     return ceil_div(ceil_div(size, SPLIT_STEP), splits) * SPLIT_STEP
 
 
+@functools.lru_cache(4096)  # a step without a CUDA graph calls it four times per layer
+def fetching_least(
+    tiles: tuple[Tile, ...], rows: int, columns: int, splits: int, swiglu: bool, multiprocessors: int
+) -> Tile:
+    """The tile with which the busiest multiprocessor fetches the fewest numbers for each k."""
+
+    def fetched(tile: Tile) -> int:
+        count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
+        return ceil_div(count, multiprocessors) * (tile.block_m + tile.block_n)
+
+    def fits(tile: Tile) -> bool:
+        """Whether it holds few rows at once, no smaller tile does, and its columns are whole groups of squares."""
+        is_full = rows > tile.block_m // 2 or tile.block_m == tiles[-1].block_m
+        is_large = tile.block_m >= min(rows, FEW_ROWS)
+        return is_full and is_large and tile.block_n >= (2 if swiglu else 1) * SQUARES_GROUP
+
+    return min(filter(fits, tiles), key=fetched)  # the first, i.e. largest, of equal ones
+
+
 def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
     """The tile of a launch with about ``rows`` rows and a weight of ``dtype``. It affects the time of the launch, but
     no bit of the result."""
@@ -228,25 +280,45 @@ def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.d
     return list(first.values())
 
 
+def prefetch_len(weight: Tensor, splits: int, split_len: int) -> int:
+    """Columns of each split whose weights a launch prefetches while it waits for the previous launches."""
+    bytes_of_column = weight.shape[0] * splits * weight.element_size()
+    return min(split_len, PREFETCH_BYTES // bytes_of_column)
+
+
 def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
     """Shape of the sums of squares of ``tokens`` rows of ``columns`` columns."""
     return ceil_div(columns, SQUARES_GROUP), tokens
 
 
-@operator(reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
+_SPEC = Spec("""
+    x: float [T, K+]
+    weight: =x [rows, K]
+""")
+_REST = Spec("""
+    x: float [T, K]
+    bias?: =x|float32 [rows]
+    num_rows?: int32 [1]
+    square_sums?: single [(K + 63) // 64, T]
+    residual?: =x [T, N]
+    square_sums_out?: single [(N + 63) // 64, T]
+""")
+
+
+@operator(_SPEC, _REST, reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
 def launch_linear(
     out: Tensor,  # in the dtype of x, or fp32
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    num_rows: Tensor | None,
+    x,
+    weight,
+    bias,
+    num_rows,
+    square_sums,
+    residual,
+    square_sums_out,
     norm_eps: float | None,
     swiglu: bool,
-    residual: Tensor | None,
-    square_sums: Tensor | None,
-    square_sums_out: Tensor | None,
     expected_rows: int,
-) -> None:
+):
     (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
     if tokens == 0:
         return
@@ -263,7 +335,7 @@ def launch_linear(
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
     operands = (
         LinearTensors(out, x, weight, bias, residual, partial),
-        LinearStrides(x.stride(0), row_stride(residual)),
+        LinearStrides(x.stride(0), with_row_stride(residual)[1]),
         num_rows,
         *with_row_stride(square_sums),
         *with_row_stride(square_sums_out),
@@ -312,20 +384,6 @@ def check_rows(expected_rows: int | None, tokens: int) -> int:
     if isinstance(expected_rows, bool) or not isinstance(expected_rows, int) or expected_rows < 0:
         raise ValueError(f"expected_rows must be an int of at least 0 or None, got {expected_rows!r}")
     return expected_rows
-
-
-_SPEC = Spec("""
-    x: float [T, K+]
-    weight: =x [rows, K]
-""")
-_REST = Spec("""
-    x: float [T, K]
-    bias?: =x|float32 [rows]
-    num_rows?: int32 [1]
-    square_sums?: single [(K + 63) // 64, T]
-    residual?: =x [T, N]
-    square_sums_out?: single [(N + 63) // 64, T]
-""")
 
 
 def ragged_linear(
@@ -395,8 +453,7 @@ def ragged_linear(
     norm_eps, expected_rows = check_norm(norm_eps, square_sums), check_rows(expected_rows, tokens)
     outputs = columns // 2 if swiglu else columns
     sizes["N"] = outputs
-    _REST.check(backend, x, bias, num_rows, square_sums, residual, square_sums_out, sizes=sizes)
+    rest = (bias, num_rows, square_sums, residual, square_sums_out)
+    _REST.check(backend, x, *rest, sizes=sizes)
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    operands = (out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out)
-    launch_linear(backend, *operands, expected_rows)
-    return out
+    return launch_linear(backend, out, x, weight, *rest, norm_eps, swiglu, expected_rows)

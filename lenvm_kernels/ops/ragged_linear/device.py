@@ -1,5 +1,6 @@
 """Device functions of :mod:`lenvm_kernels.ops.ragged_linear`: everything but the loop over products."""
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -85,11 +86,7 @@ class LinearTensors(NamedTuple):
     partial: Any  # fp32 [SPLITS, T, N], or None
 
 
-class LinearStrides(NamedTuple):
-    """Row strides."""
-
-    x: int
-    residual: int
+LinearStrides = namedtuple("LinearStrides", "x residual")  # row strides
 
 
 @triton.jit

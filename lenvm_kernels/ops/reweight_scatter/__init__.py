@@ -7,14 +7,14 @@ one-hot on the candidate that a hard constraint chooses. Source: section 4 of th
 ``lvm_combined_guidance`` in the LenVM fork of SGLang.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import _GUIDE, _SINGLE, _UNGUIDED, _reweight
@@ -33,26 +33,15 @@ SLICE = 16_384
 MAX_STEPS = tl.constexpr(64)
 
 
-class ReweightColumns(NamedTuple):
-    """Columns of the guidance table that the kernels access."""
-
-    mode: Tensor
-    scale: Tensor
-    nats_per_token: Tensor
-    value_min: Tensor
-    target_length: Tensor
-    tolerance: Tensor
-    counts_down: Tensor
-    faults: Tensor
-    answer_length: Tensor
-    target_logit: Tensor
-    ending_token_ids: Tensor
-
-
-@triton.jit(
-    do_not_specialize=["B", "E", "S"],  # a new batch size must not trigger a recompilation
-    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr", "text_breaks_ptr"],
+# Columns of the guidance table that the kernels access.
+ReweightColumns = namedtuple(
+    "ReweightColumns",
+    "mode scale nats_per_token value_min target_length tolerance counts_down faults answer_length target_logit "
+    "ending_token_ids",
 )
+
+
+@kernel(specialized="out_ptr value_logits_ptr stride_value_logits_request")
 def _reweight_kernel(
     out_ptr,  # [B, K]
     candidates,  # Candidates
@@ -78,7 +67,7 @@ def _reweight_kernel(
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
 
-@triton.jit(do_not_specialize=["stride_dense_request"], do_not_specialize_on_alignment=["table_rows_ptr"])
+@kernel(specialized="dense_ptr guided_probs_ptr token_ids_ptr status_ptr mode_ptr stride_mode V")
 def _scatter_kernel(
     dense_ptr,  # [B, V]
     stride_dense_request,
@@ -108,10 +97,19 @@ def _scatter_kernel(
         tl.store(row_ptr + candidate, tl.load(guided_probs_ptr + place), mask=is_here)
 
 
-@operator(reference=_scatter_reference, name="scatter_probs")
-def _launch_scatter(
-    out: Tensor, guided_probs: Tensor, candidates: Candidates, modes: Tensor, table_rows: Tensor | None
-) -> None:
+_SPEC = Spec(f"""
+    candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
+    value_logits?: single [B, K]
+    table: GuidanceColumns ({", ".join(ReweightColumns._fields)}) strided single
+    table_rows?: int [B]
+    generated?: int32 [B]
+    text_breaks?: int8 [S]
+    probs?: float [B, V]
+""")
+
+
+@operator(_SPEC, reference=_scatter_reference, name="scatter_probs")
+def _launch_scatter(out: Tensor, guided_probs: Tensor, candidates, modes: Tensor, table_rows):
     (requests, vocab), columns = out.shape, guided_probs.shape[1]
     if requests == 0:
         return
@@ -134,16 +132,8 @@ def scatter_probs(
     _launch_scatter(backend, probs, guided_probs, candidates, table.mode, table_rows)
 
 
-@operator(reference=_reference, mutates=["table.faults"])
-def _launch(
-    out: Tensor,
-    candidates: Candidates,
-    value_logits: Tensor | None,
-    table: ReweightColumns,
-    table_rows: Tensor | None,
-    generated: Tensor | None,
-    text_breaks: Tensor | None,
-) -> None:
+@operator(_SPEC, reference=_reference, mutates=["table.faults"])
+def _launch(out: Tensor, candidates, value_logits, table: ReweightColumns, table_rows, generated, text_breaks):
     requests, columns = out.shape
     if requests == 0:
         return
@@ -154,17 +144,6 @@ def _launch(
     _reweight_kernel[(ceil_div(requests, tile_requests),)](
         out, *inputs, *options, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
     )
-
-
-_SPEC = Spec(f"""
-    candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
-    value_logits?: single [B, K]
-    table: GuidanceColumns ({", ".join(ReweightColumns._fields)}) strided single
-    table_rows?: int [B]
-    generated?: int32 [B]
-    text_breaks?: int8 [S]
-    probs?: float [B, V]
-""")
 
 
 def reweight_scatter(
@@ -218,17 +197,15 @@ def reweight_scatter(
         >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output: the shortest
         tensor([[0., 1.]])
     """
+    operands = (candidates, value_logits, table, table_rows, generated, text_breaks)
     if validate:
-        arguments = (candidates, value_logits, table, table_rows, generated, text_breaks, probs)
-        backend, sizes = _SPEC.check(backend, *arguments)
+        backend, sizes = _SPEC.check(backend, *operands, probs)
         requests, rows = sizes["B"], sizes["R"]
         if table_rows is None and rows < requests:
             came = f"{rows} (or give table_rows)"
             raise ValueError(f"table must have a row for each of the {requests} requests, got {came}")
-    dtype = compute_dtype(candidates.probs, value_logits)
-    out = torch.empty_like(candidates.probs, dtype=dtype)
-    columns = select_columns(ReweightColumns, table)
-    _launch(backend, out, candidates, value_logits, columns, table_rows, generated, text_breaks)
+    out = torch.empty_like(candidates.probs, dtype=compute_dtype(candidates.probs, value_logits))
+    _launch(backend, out, *operands)
     if probs is not None:
         scatter_probs(probs, out, candidates, table, table_rows, backend=backend)
     return out

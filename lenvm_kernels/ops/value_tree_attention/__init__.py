@@ -17,22 +17,21 @@ The plan lists the work: an item is one split of one tile. It is the same in eve
 """
 
 import math
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_int, overlapping
-from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
+from lenvm_kernels.ops._common import architecture, check_int, next_power_of_2, overlapping
+from lenvm_kernels.ops._device import arrives_last, kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.value_tree_attention.plan import (
     BLOCK_M,
     MAX_SPLITS,
-    PLAN_BLOCK,
-    SPLIT_LEN,
-    SPLIT_SLACK,
     SPLIT_TILES,
     load_item,
     make_plan,
@@ -41,31 +40,7 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
     plan_shape,
     workspace_shape,
 )
-from lenvm_kernels.ops.value_tree_attention.tiles import (
-    MERGE_COLUMNS,
-    AttentionStrides,
-    AttentionTensors,
-    _attend,
-    _launch_config,
-    _load_pages,
-    _merge_splits,
-    _parent_row,
-)
-from lenvm_kernels.reference import value_tree_attention as reference
-
-__all__ = [  # includes the names of plan.py
-    "BLOCK_M",
-    "MAX_SPLITS",
-    "MERGE_COLUMNS",
-    "PLAN_BLOCK",
-    "SPLIT_LEN",
-    "SPLIT_SLACK",
-    "make_plan",
-    "num_counters",
-    "plan_shape",
-    "value_tree_attention",
-    "workspace_shape",
-]
+from lenvm_kernels.reference.value_tree_attention import value_tree_attention as _reference
 
 # Maximum programs of a launch. The slot table allows far more splits than most requests have, and a launch sized for
 # all of them would spend more time on idle programs than on attention. About four times what 132 multiprocessors hold.
@@ -74,12 +49,124 @@ MAX_PROGRAMS = 1024
 MAX_HEAD_DIM = 256
 # Offsets within a query tile are 32-bit.
 MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
+# Columns of the results that are merged at once. With 64, D 128 spills up to 120 bytes on sm_80. Measured on an H200
+# (B 64, 2,048 cached tokens), the attention takes 63 us with 32 or 64, and 84 us with 128, which spills there as well.
+MERGE_COLUMNS = tl.constexpr(32)
 
 
-@triton.jit(
-    do_not_specialize=["workspace_rows"],
-    do_not_specialize_on_alignment=["counters_ptr"],  # may be a slice
+class AttentionTensors(NamedTuple):
+    """Tensors that the attention reads and writes."""
+
+    out: Any  # [T, Hq, D]
+    q: Any  # [T, Hq, D]
+    k_new: Any  # [T, Hkv, D]
+    v_new: Any  # [T, Hkv, D]
+    k_cache: Any  # [S, Hkv, D]
+    v_cache: Any  # [S, Hkv, D]
+    slot_table: Any  # int32 [R, max pages]
+    parents: Any  # int32 [T], or None
+    plan: Any  # int32 [1 + most items, ITEM_SIZE]
+    partial_out: Any  # fp32 [max splits, Hkv, W, Hq / Hkv, D]
+    partial_lse: Any  # fp32 [max splits, Hkv, W, Hq / Hkv], base 2
+
+
+# Strides of the tensors' first two dimensions.
+AttentionStrides = namedtuple(
+    "AttentionStrides",
+    "out_token out_head q_token q_head k_new_token k_new_head v_new_token v_new_head k_cache_slot k_cache_head "
+    "v_cache_slot v_cache_head table_row",
 )
+
+
+@triton.jit
+def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N]: pages of a block of cached keys, or rows of a block of new keys, which follow the cached blocks."""
+    is_new = block >= cached_blocks
+    key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(pages_ptr + key // PAGE_SIZE, mask=(key < cached) & (block < cached_blocks), other=first_row + key)
+
+
+@triton.jit
+def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
+    """One step of the online softmax: ``k`` and ``v`` [BLOCK_N, BLOCK_D], ``visible`` [1 | BLOCK_M, BLOCK_N].
+
+    Every row starts from its own key or sees a key in its first block (a cached token, or delta token 0), so its
+    maximum is finite from then on, and no difference of infinities can arise."""
+    scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_max[:, None])
+    decay = tl.exp2(running_max - new_max)
+    running_sum = running_sum * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_max, running_sum, acc
+
+
+@triton.jit
+def _parent_row(row, parents_ptr, first_candidate_row):
+    """Rows of the parents of candidates, -1 for no parent; row -1 has none. For any contents of ``parents``, a parent
+    is an earlier candidate of the same request, so that every walk terminates within its request."""
+    parent = tl.load(parents_ptr + row, mask=row >= 0, other=-1)
+    return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
+
+
+@triton.jit
+def _load_partial(split, splits, out_ptr, lse_ptr, stride_split, offset, is_row, is_column, HEAD_DIM: tl.constexpr):
+    """lse and result of a split; -inf and 0 if the split does not exist."""
+    there = is_row & (split < splits)
+    lse_ptr += split * stride_split
+    lse = tl.load(lse_ptr + tl.arange(0, is_row.shape[0]), mask=there, other=float("-inf"), cache_modifier=".cg")
+    out_ptr += split * (stride_split * HEAD_DIM)
+    return lse, tl.load(out_ptr + offset, mask=there[:, None] & is_column, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _merge_splits(
+    out_ptr,  # [BLOCK_M]
+    partial_out_ptr,
+    partial_lse_ptr,
+    stride_split,
+    splits,
+    is_row,  # [BLOCK_M]
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge the results of a tile's splits in order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
+
+    Loads bypass L1, which may not contain the writes of other programs."""
+    m = tl.arange(0, BLOCK_M)
+    s = tl.arange(0, MAX_SPLITS)[None, :]
+    lse = tl.load(
+        partial_lse_ptr + m[:, None] + s * stride_split,
+        mask=is_row[:, None] & (s < splits),
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )  # [BLOCK_M, MAX_SPLITS]
+    top = tl.where(is_row, tl.max(lse, axis=1), 0.0)
+    factor = 1.0 / tl.where(is_row, tl.sum(tl.exp2(lse - top[:, None]), axis=1), 1.0)
+    COLUMNS: tl.constexpr = min(BLOCK_D, MERGE_COLUMNS)
+    for first_column in range(0, BLOCK_D, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        is_column = (column < HEAD_DIM)[None, :]
+        offset = (m * HEAD_DIM)[:, None] + column[None, :]
+        acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        # Loads of four splits are in flight at once. Software pipelining would copy them through shared memory and
+        # wait. Measured on an H200 (B 64, 2,048 cached tokens), the attention takes 110 us with it and 63 us without.
+        where = (splits, partial_out_ptr, partial_lse_ptr, stride_split, offset, is_row, is_column)
+        for split in tl.range(0, splits, 4, num_stages=1):
+            lse_a, x_a = _load_partial(split, *where, HEAD_DIM)
+            lse_b, x_b = _load_partial(split + 1, *where, HEAD_DIM)
+            lse_c, x_c = _load_partial(split + 2, *where, HEAD_DIM)
+            lse_d, x_d = _load_partial(split + 3, *where, HEAD_DIM)
+            acc += x_a * tl.exp2(lse_a - top)[:, None]
+            acc += x_b * tl.exp2(lse_b - top)[:, None]
+            acc += x_c * tl.exp2(lse_c - top)[:, None]
+            acc += x_d * tl.exp2(lse_d - top)[:, None]
+        acc *= factor[:, None]
+        tl.store(out_ptr[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
+
+
+@kernel()
 def _value_tree_attention_kernel(
     ptr,  # AttentionTensors
     stride,  # AttentionStrides
@@ -236,26 +323,76 @@ def _value_tree_attention_kernel(
                 )
 
 
-@operator(reference=reference.value_tree_attention, mutates=["counters"], only_kernels=["counters", "plan"])
+def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Block sizes, warps and pipeline stages. In bf16 and fp16, only D 256 spills on the GPUs of :mod:`bench.codegen`.
+    On sm_90, shared memory and registers hold two programs per multiprocessor up to D 128, each with 32 KB of keys and
+    values in flight while it waits for the next block, more than the 20 KB that 4.8 TB/s require. Measured on an H200
+    (D 128, B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. On other GPUs, a block of 64 keys at D 128, or
+    more stages, would spill or exceed the shared memory. fp32 spills at most a few bytes.
+
+    Raises:
+        RuntimeError: an AMD GPU with a Triton version that needs an environment variable for it."""
+    if architecture() == "hip" and triton.__version__.startswith("3.6.") and triton.knobs.amd.use_buffer_ops:
+        raise RuntimeError(
+            "value_tree_attention: Triton 3.6 fails to compile it for AMD's GPUs with buffer operations; set "
+            "AMDGCN_USE_BUFFER_OPS=0, or take Triton 3.7"
+        )
+    block_d = max(16, next_power_of_2(head_dim))
+    if dtype == torch.float32:  # full fp32 has no tensor cores: operands are in registers, more for wider heads
+        warps = max(8, block_d // 8)
+        return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=warps, num_stages=2)
+    on_sm_90 = architecture() in ("sm_90", "")  # "" is the interpreter
+    stages = 4 if on_sm_90 and block_d <= 64 else 3
+    stages = 2 if architecture() == "sm_100" else stages
+    return dict(
+        BLOCK_D=block_d,
+        BLOCK_N=64 if block_d <= 64 or (on_sm_90 and block_d == 128) else 32,
+        num_warps=4 if block_d <= 128 else 8,
+        num_stages=stages,
+    )
+
+
+_SPEC = Spec("""
+    q: float [T, Hq, D]
+    k_new: =q [T, Hkv, D]
+""")
+_REST = Spec("""
+    q: float [T, Hq, D]
+    v_new: =q [T, Hkv, D]
+    k_cache: =q [S, Hkv, D]
+    v_cache: =q [S, Hkv, D]
+    slot_table: int32 [R, pages]
+    table_rows: int [B]
+    cached_lens: int32 [B]
+    q_offsets: int32 [B + 1]
+    candidate_lens: int32 [B]
+    parents?: int32 [T]
+    out?: =q [T, Hq, D]
+    counters?: int32 [*]
+""")
+_PLAN = Spec("plan?: int32 [items, size]")
+
+
+@operator(_SPEC, _REST, _PLAN, reference=_reference, mutates=["counters"], only_kernels=["counters", "plan"])
 def _launch(
     out: Tensor,
     counters: Tensor,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_table: Tensor,
-    table_rows: Tensor,
-    cached_lens: Tensor,
-    q_offsets: Tensor,
-    candidate_lens: Tensor,
-    parents: Tensor | None,
-    plan: Tensor | None,
+    q,
+    k_new,
+    v_new,
+    k_cache,
+    v_cache,
+    slot_table,
+    table_rows,
+    cached_lens,
+    q_offsets,
+    candidate_lens,
+    parents,
+    plan,
     page_size: int,
     sm_scale: float,
-) -> None:
-    """Make a plan if none is given, and attend. Grids and workspace depend on tensor shapes only."""
+):
+    """Make a plan if none is passed, and attend. Grids and workspace depend on tensor shapes only."""
     total_tokens, q_heads, head_dim = q.shape
     kv_heads, num_requests = k_new.shape[1], table_rows.shape[0]
     if total_tokens == 0 or num_requests == 0:
@@ -286,27 +423,6 @@ def _launch(
         **_launch_config(head_dim, q.dtype),
         **overlapping(),
     )
-
-
-_SPEC = Spec("""
-    q: float [T, Hq, D]
-    k_new: =q [T, Hkv, D]
-""")
-_REST = Spec("""
-    q: float [T, Hq, D]
-    v_new: =q [T, Hkv, D]
-    k_cache: =q [S, Hkv, D]
-    v_cache: =q [S, Hkv, D]
-    slot_table: int32 [R, pages]
-    table_rows: int [B]
-    cached_lens: int32 [B]
-    q_offsets: int32 [B + 1]
-    candidate_lens: int32 [B]
-    parents?: int32 [T]
-    out?: =q [T, Hq, D]
-    counters?: int32 [*]
-""")
-_PLAN = Spec("plan?: int32 [items, size]")
 
 
 def value_tree_attention(
@@ -428,5 +544,4 @@ def value_tree_attention(
         if backend == "triton" and max(x.stride()) > MAX_STRIDE:
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
     options = (parents, plan, page_size, float(sm_scale))
-    _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options)
-    return out
+    return _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options)

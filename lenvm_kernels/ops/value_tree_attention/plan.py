@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import ceil_div, overlapping
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 
 # Rows of a query tile: (token, head of the group) pairs. The minimum for sm_90's warp-group matmul (HGMMA).
 BLOCK_M = tl.constexpr(64)
@@ -88,11 +88,7 @@ def _new_and_cached(request, q_offsets_ptr, cached_lens_ptr, num_requests, max_l
     return end - start, tl.minimum(tl.load(cached_lens_ptr + request, mask=exists, other=0), max_len)
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=["num_requests", "most_items", "max_len"],
-    do_not_specialize_on_alignment=["table_rows_ptr", "cached_lens_ptr", "q_offsets_ptr", "candidate_lens_ptr"],
-)
+@kernel(specialized="plan_ptr")
 def _plan_attention_kernel(
     plan_ptr,  # int32 [1 + most_items, ITEM_SIZE]
     table_rows_ptr,  # int32|int64 [B]
@@ -163,16 +159,6 @@ def make_plan(
     """The plan of one call of :func:`value_tree_attention`; B is at least 1. Rows beyond the items are arbitrary."""
     requests = len(table_rows)
     plan = q_offsets.new_empty(plan_shape(total_tokens, requests, group, max_len))
-    _plan_attention_kernel[(requests,)](
-        plan,
-        table_rows,
-        cached_lens,
-        q_offsets,
-        candidate_lens,
-        requests,
-        len(plan) - 1,
-        max_len,
-        TILE_TOKENS=BLOCK_M.value // group,
-        **overlapping(),
-    )
+    arguments = (plan, table_rows, cached_lens, q_offsets, candidate_lens, requests, len(plan) - 1, max_len)
+    _plan_attention_kernel[(requests,)](*arguments, TILE_TOKENS=BLOCK_M.value // group, **overlapping())
     return plan
