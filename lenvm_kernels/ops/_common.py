@@ -163,10 +163,12 @@ def check_int(name: str, value: object, least: int, most: int | None = None) -> 
         raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
-def check_norm_eps(value: object, accepted: str = "a positive number") -> None:
-    """Raise ValueError unless ``value`` is a positive finite number."""
-    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"norm_eps must be {accepted}, got {value!r}")
+def check_number(name: str, value: object, accepted: str = "a finite number", above: float = -math.inf) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a finite number larger than ``above``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
+    if not above < value < math.inf:
+        raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
 def per_request(name: str, value: Tensor | float, dtype: torch.dtype, requests: int, device: torch.device) -> Tensor:

@@ -195,7 +195,7 @@ def _begin_step_kernel(
         tl.store(addresses_ptr + 3, stride_mask_row, mask=is_first)
 
 
-_TEXT = f"""
+_SPEC = Spec(f"""
     tokens: int [B, NEW+]
     table_rows: int [B]
     lengths: int32 [B]
@@ -211,8 +211,7 @@ _TEXT = f"""
     scores?: float [B * (1 + D), V]
     vocab_mask?: int32 [B * (1 + D), (V + 31) // 32]
     out?: StepRequests contiguous
-"""
-_SPEC, _SPEC_OF_ONE_TOKEN = Spec(_TEXT), Spec(_TEXT.replace("[B, NEW+]", "[B]"))
+""")
 
 _WRITTEN = ["table.faults", "addresses", *(f"history.{name}" for name in StepHistory._fields)]
 
@@ -239,7 +238,6 @@ def _launch(
     rows, columns = out.draft_ids.shape
     if rows == 0:
         return
-    new = 1 if tokens.dim() == 1 else tokens.shape[1]
     held = 1 if history is None else history.tokens.shape[1]
     draft_ids, draft_parents = (None, None) if drafts is None else drafts
     nodes = next_power_of_2(1 + columns)
@@ -259,7 +257,7 @@ def _launch(
         tokens.shape[0],
         rows,
         padding_row,
-        NEW=new,
+        NEW=tokens.shape[1],
         HELD=held,
         D=columns,
         NODES=nodes,
@@ -381,12 +379,12 @@ def begin_step(
     """
     if filters is None:
         filters = no_filters(lengths)
-    is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
+    is_many = not isinstance(tokens, Tensor) or tokens.dim() != 1
+    tokens = tokens if is_many else tokens[:, None]
     batch = (tokens, table_rows, lengths, new_lens, active, table, history)
     operands = (*batch, drafts, spans, drawn, filters, addresses, scores, vocab_mask)
     if validate:
-        spec = _SPEC if is_many else _SPEC_OF_ONE_TOKEN
-        backend, sizes = spec.check(backend, *operands, out, sizes={"D": 0} if drafts is None else {})
+        backend, sizes = _SPEC.check(backend, *operands, out, sizes={"D": 0} if drafts is None else {})
         if is_many and new_lens is None:
             raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
         if addresses is None and (scores is not None or vocab_mask is not None):

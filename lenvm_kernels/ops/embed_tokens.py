@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping
+from lenvm_kernels.ops._common import ceil_div, check_number, next_power_of_2, overlapping
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -156,8 +156,7 @@ def embed_tokens(
     tokens, size, half, device = sizes["T"], sizes["H"], sizes["half"], token_ids.device
     if embedding.numel() == 0:
         raise ValueError(f"embedding must have at least one row and column, got shape {list(embedding.shape)}")
-    if isinstance(rope_scale, bool) or not isinstance(rope_scale, (int, float)):
-        raise TypeError(f"rope_scale must be a number, got {type(rope_scale).__name__}")
+    check_number("rope_scale", rope_scale)
     embedded = EmbeddedTokens(
         hidden=torch.empty(tokens, size, dtype=embedding.dtype, device=device),
         square_sums=torch.empty(ceil_div(size, SQUARES_GROUP), tokens, dtype=compute_dtype(embedding), device=device),

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_int, check_norm_eps, next_power_of_2, overlapping, with_row_stride
+from lenvm_kernels.ops._common import check_int, check_number, next_power_of_2, overlapping, with_row_stride
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -264,7 +264,7 @@ def rope_cache(
     sizes["Hq"] = num_heads
     rest = (v_cache, cos, sin, slots, qk_norm_weight, num_rows)
     _REST.check(backend, qkv, *rest, sizes=sizes)
-    check_norm_eps(norm_eps)
+    check_number("norm_eps", norm_eps, "a positive number", above=0)
     heads, dtype, tokens = (num_heads, kv_heads, kv_heads), qkv.dtype, qkv.shape[0]
     out = _Rotated(*(torch.empty(tokens, n, head_dim, dtype=dtype, device=qkv.device) for n in heads))
     return tuple(_launch(backend, out, qkv, k_cache, *rest, num_heads, float(norm_eps)))

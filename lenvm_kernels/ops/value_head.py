@@ -13,7 +13,7 @@ from lenvm_kernels.ops._common import next_power_of_2, overlapping
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
-from lenvm_kernels.ops.ragged_linear import check_norm, check_rows, launch_linear
+from lenvm_kernels.ops.ragged_linear import check_options, launch_linear
 from lenvm_kernels.ops.ragged_linear.device import _live_rows
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.value_head import value_head as _reference
@@ -69,7 +69,7 @@ def _launch(
     num_rows,
     square_sums,
     norm_eps: float | None,
-    expected_rows: int,
+    expected_rows: int | None,
 ):
     (tokens, size), outputs = hidden.shape, out.shape[0]
     if outputs == 0:
@@ -140,6 +140,6 @@ def value_head(
     operands = (hidden, fc_weight, fc_bias, summary_weight, summary_bias, token_rows, num_rows, square_sums)
     without_rows = {"M": hidden.shape[0]} if token_rows is None and isinstance(hidden, Tensor) else {}
     backend, sizes = _SPEC.check(backend, *operands, sizes=without_rows)
-    norm_eps, expected_rows = check_norm(norm_eps, square_sums), check_rows(expected_rows, sizes["T"])
+    norm_eps = check_options(norm_eps, square_sums, expected_rows)
     logits = torch.empty(sizes["M"], dtype=compute_dtype(hidden), device=hidden.device)
     return _launch(backend, logits, *operands, norm_eps, expected_rows)

@@ -29,7 +29,8 @@ from torch import Tensor
 from lenvm_kernels.ops._common import (
     architecture,
     ceil_div,
-    check_norm_eps,
+    check_int,
+    check_number,
     fitting_stages,
     overlapping,
     with_row_stride,
@@ -317,13 +318,13 @@ def launch_linear(
     square_sums_out,
     norm_eps: float | None,
     swiglu: bool,
-    expected_rows: int,
+    expected_rows: int | None,
 ):
     (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
     if tokens == 0:
         return
     splits = num_splits(columns, size, swiglu)
-    tile = choose_tile(expected_rows, columns, splits, swiglu, weight.dtype)
+    tile = choose_tile(tokens if expected_rows is None else expected_rows, columns, splits, swiglu, weight.dtype)
     block_k = BLOCK_K_BYTES // x.element_size()
     split_columns = split_len(size, splits)
     tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
@@ -367,23 +368,16 @@ def launch_linear(
         _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](*operands, **sizes, num_warps=warps, **options)
 
 
-def check_norm(norm_eps: float | None, square_sums: Tensor | None) -> float | None:
-    """Check the epsilon of a norm, and return it as a float."""
-    if norm_eps is not None:
-        check_norm_eps(norm_eps, "a positive number or None")
-        return float(norm_eps)
-    if square_sums is not None:
+def check_options(norm_eps: float | None, square_sums: Tensor | None, expected_rows: int | None) -> float | None:
+    """Check options that :func:`value_head` passes on, and return ``norm_eps`` as a float."""
+    if norm_eps is None and square_sums is not None:
         raise ValueError("square_sums belong to the norm: norm_eps must be passed as well")
-    return None
-
-
-def check_rows(expected_rows: int | None, tokens: int) -> int:
-    """Check the expected number of rows, and return it; ``tokens`` if None."""
-    if expected_rows is None:
-        return tokens
-    if isinstance(expected_rows, bool) or not isinstance(expected_rows, int) or expected_rows < 0:
-        raise ValueError(f"expected_rows must be an int of at least 0 or None, got {expected_rows!r}")
-    return expected_rows
+    if expected_rows is not None:
+        check_int("expected_rows", expected_rows, 0)
+    if norm_eps is None:
+        return None
+    check_number("norm_eps", norm_eps, "a positive number or None", above=0)
+    return float(norm_eps)
 
 
 def ragged_linear(
@@ -450,7 +444,7 @@ def ragged_linear(
     if columns == 0 or (swiglu and columns % 2):
         wanted = "an even number of rows, gate and up," if swiglu else "at least one row,"
         raise ValueError(f"weight must have {wanted} got shape {list(weight.shape)}")
-    norm_eps, expected_rows = check_norm(norm_eps, square_sums), check_rows(expected_rows, tokens)
+    norm_eps = check_options(norm_eps, square_sums, expected_rows)
     outputs = columns // 2 if swiglu else columns
     sizes["N"] = outputs
     rest = (bias, num_rows, square_sums, residual, square_sums_out)

@@ -156,7 +156,6 @@ def reweight_scatter(
     text_breaks: Tensor | None = None,
     probs: Tensor | None = None,
     backend: str = "auto",
-    validate: bool = True,
 ) -> Tensor:
     """Compute the candidates' guided probabilities; with ``probs``, also write them into the rows of ``[B, V]``.
 
@@ -181,7 +180,6 @@ def reweight_scatter(
         probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous. The rows of guided and ``SINGLE`` requests are
             overwritten with the candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.
-        validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
         fp32 ``[B, K]``, 0 in padding.
@@ -198,12 +196,10 @@ def reweight_scatter(
         tensor([[0., 1.]])
     """
     operands = (candidates, value_logits, table, table_rows, generated, text_breaks)
-    if validate:
-        backend, sizes = _SPEC.check(backend, *operands, probs)
-        requests, rows = sizes["B"], sizes["R"]
-        if table_rows is None and rows < requests:
-            came = f"{rows} (or give table_rows)"
-            raise ValueError(f"table must have a row for each of the {requests} requests, got {came}")
+    backend, sizes = _SPEC.check(backend, *operands, probs)
+    requests, rows = sizes["B"], sizes["R"]
+    if table_rows is None and rows < requests:
+        raise ValueError(f"table must have a row for each of the {requests} requests, got {rows} (or give table_rows)")
     out = torch.empty_like(candidates.probs, dtype=compute_dtype(candidates.probs, value_logits))
     _launch(backend, out, *operands)
     if probs is not None:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import architecture, check_int, next_power_of_2, overlapping
+from lenvm_kernels.ops._common import architecture, check_int, check_number, next_power_of_2, overlapping
 from lenvm_kernels.ops._device import arrives_last, kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -526,10 +526,7 @@ def value_tree_attention(
         raise ValueError(f"q must have a last dimension of at least 1, got {head_dim}")
     if sm_scale is None:
         sm_scale = head_dim**-0.5
-    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)):
-        raise TypeError(f"sm_scale must be a finite number or None, got {type(sm_scale).__name__}")
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"sm_scale must be a finite number or None, got {sm_scale}")
+    check_number("sm_scale", sm_scale, "a finite number or None")
     if backend == "triton" and head_dim > MAX_HEAD_DIM:
         raise ValueError(f"q must have a last dimension of 1 to {MAX_HEAD_DIM} for backend 'triton', got {head_dim}")
     if backend == "triton" and group > BLOCK_M.value:
