@@ -160,7 +160,7 @@ class Spec:
                 dtypes = (dtype, *dtypes) if dtype.itemsize == 2 else (dtype,)
             for dim, size_of in expressions:
                 bound[dim] = size_of(bound)
-            # A step without a CUDA graph checks a thousand tensors, so the message is only built on failure.
+            # A step without a CUDA graph checks a thousand tensors, so :func:`check_tensor` is only called on failure.
             shape = tuple(map(bound.get, dims))
             is_right = isinstance(x, Tensor) and x.dtype in dtypes and x.device == device
             if is_right and x.shape != shape:

@@ -5,13 +5,9 @@ copies everything that a step reads per request to tensors at fixed addresses, a
 requests. A CUDA graph captured for a larger batch can therefore run all later launches of the step. Scores and the
 vocabulary mask are too large to be copied, so their addresses are stored.
 
-A token is drawn at each node: after the last token of the sequence, and after each draft. A node has the parameters of
-its request, except for the position, the number of generated tokens and the token before it.
-
-The kernel also appends the new tokens to each request's history. A program reads and writes the history of its
-requests only, so the previous state needs no copy. The value model can catch up with a request as long as the history
-holds all tokens that it has not computed. If one is missing, the request loses its guidance, and ``faults`` counts the
-step, until its tokens are passed again as a prompt.
+The kernel also appends the new tokens to each request's history. The value model can catch up with a request as long as
+the history holds all tokens that it has not computed. If one is missing, the request loses its guidance, and ``faults``
+counts the step, until its tokens are passed again as a prompt.
 """
 
 from collections import namedtuple
@@ -85,7 +81,7 @@ def _begin_step_kernel(
 ):
     request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
     exists, is_row = request < B, request < N
-    # All loads of the requests precede the first store: a store waits for its operand, and delays the loads after it.
+    # A store waits for its operand and delays the loads after it, so all loads of the requests precede the first store.
     table_row = tl.load(table_rows_ptr + request, mask=exists, other=0).to(tl.int64)
     new_len = tl.full([REQUESTS], 1, tl.int32)
     if new_lens_ptr is not None:
@@ -238,27 +234,20 @@ def _launch(
     rows, columns = out.draft_ids.shape
     if rows == 0:
         return
-    held = 1 if history is None else history.tokens.shape[1]
     draft_ids, draft_parents = (None, None) if drafts is None else drafts
     nodes = next_power_of_2(1 + columns)
     tile_requests = max(1, NODES // nodes)
     _begin_step_kernel[(ceil_div(rows, tile_requests),)](
-        out,
-        table,
-        row_strides(table),
-        history,
+        *(out, table, row_strides(table), history),
         *(tokens, tokens.stride(0), new_lens, table_rows, lengths, active),
         *(*with_row_stride(draft_ids), *with_row_stride(draft_parents)),
         *((None, None) if spans is None else spans),
         drawn,
         *(x for field in filters for x in (field, field.stride(0))),
-        addresses,
-        *(x for rows_of in (scores, vocab_mask) for x in address_and_stride(rows_of)),
-        tokens.shape[0],
-        rows,
-        padding_row,
+        *(addresses, *address_and_stride(scores), *address_and_stride(vocab_mask)),
+        *(tokens.shape[0], rows, padding_row),
         NEW=tokens.shape[1],
-        HELD=held,
+        HELD=1 if history is None else history.tokens.shape[1],
         D=columns,
         NODES=nodes,
         REQUESTS=tile_requests,
@@ -283,13 +272,7 @@ def no_filters(lengths: Tensor) -> Filters:
 
 
 def empty_history(table_rows: int, max_delta: int, device: torch.device) -> StepHistory:
-    """An empty history for :func:`begin_step`.
-
-    Args:
-        table_rows: R, rows of the table.
-        max_delta: M, tokens held per sequence.
-        device: device of the tensors.
-    """
+    """An empty history for :func:`begin_step` with R (``table_rows``) rows of M (``max_delta``) tokens."""
     history = empty(StepHistory, device, {"R": table_rows, "M": max_delta})
     for x in history:
         x.zero_()
@@ -325,9 +308,7 @@ def begin_step(
     backend: str = "auto",
     validate: bool = True,
 ) -> StepRequests:  # [N * (1 + D)]
-    """Gather the inputs of a step per node: one after the last token of each sequence, and one after each draft.
-
-    Updates the history. Causes no host-device sync, and no recompilation for a new number of requests.
+    """Gather the inputs of a step per node, and update the history.
 
     Args:
         table: the columns of a :class:`GuidanceTable` of ``R`` requests. ``faults`` is incremented for each request
@@ -340,11 +321,11 @@ def begin_step(
             ``[B, N]``.
         active: bool ``[B]``; requests that are False are treated as unguided. If ``None``, all are active.
         history: history of the table's rows (:func:`empty_history`), updated in place except for ``step``, which
-            :func:`choose_candidates` updates, and ``cached_lens``, which :func:`lay_out` updates. If ``None``,
+            :func:`topk_candidates` updates, and ``cached_lens``, which :func:`lay_out` updates. If ``None``,
             ``cached_lens`` is left untouched and all requests are due.
         drafts: ``[B, D]``; drafts of the requests. Rows may be strided. If ``None``, each request has one node.
-        spans: result of :func:`limit_span` for the same requests and drafts. Required with drafts if a request has
-            spans, because a draft may end a span or begin one. Without drafts the table has the same state.
+        spans: result of :func:`limit_span` for the same requests and drafts. Required if a request has spans and
+            drafts, which may end a span or begin one.
         drawn: int32 or int64 ``[B * (1 + D)]``; tokens drawn by the caller's own sampler. If ``None``, -1.
         filters: the sampling filters of each request. If ``None``, no filter and temperature 1. A request with
             ``top_k`` 1 or a temperature below 1e-6 is greedy: its filters are replaced by none, at temperature 1, so
@@ -354,18 +335,17 @@ def begin_step(
         scores, vocab_mask: as in :func:`topk_candidates`, for ``addresses``. Their elements are not read.
         padding_row: table row of dummy requests.
         out: contiguous result tensors to reuse, for ``N >= B`` requests (:func:`empty_requests`). If ``None``, ``B``.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
         The :class:`StepRequests`.
 
     Raises:
-        TypeError, ValueError: an argument does not match its description. Raised before any launch. The contents of
-            ``table_rows`` are not checked: that would need a host-device sync.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> from lenvm_kernels import Drafts, GuidanceTable, parse_guidance
+        >>> from lenvm_kernels import GuidanceTable, parse_guidance
         >>> table = GuidanceTable(4, "cpu")
         >>> table.add_request(2, parse_guidance({"target_length": 60}), eos_token_ids={0}, prompt_len=7)
         >>> tokens, rows = torch.tensor([[11, 12], [0, 2]])

@@ -7,7 +7,7 @@ it with W2, and reduces the distributions to lengths.
 """
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -54,16 +54,7 @@ _SHORTEST, _LARGEST_STRENGTH = tl.constexpr(SHORTEST), tl.constexpr(LARGEST_STRE
 _NO_LOGIT = tl.constexpr(-(2.0**126))
 
 
-class ProbeWeights(NamedTuple):
-    """The weights, whose addresses are the same in every launch."""
-
-    fc_weight: Any  # [E, D]
-    fc_bias: Any  # [E]
-    bins_weight: Any  # [N, E]
-    bins_bias: Any  # [N]
-    bin_edges: Any  # [N + 1]
-
-
+ProbeWeights = namedtuple("ProbeWeights", "fc_weight fc_bias bins_weight bins_bias bin_edges")
 # Columns of the guidance table that the kernel reads.
 ProbeColumns = namedtuple("ProbeColumns", "mode scale nats_per_token target_length tolerance counts_down answer_length")
 
@@ -318,8 +309,7 @@ def candidate_values(
       For all other modes, and for a strength of 0, it equals the first logit.
 
     Within a bin, ``ln(L + 2)`` is assumed to be uniformly distributed for the distance; for the mean, every length is
-    the middle of the bin. A candidate's result is bitwise identical in any batch. Causes no host-device sync, and no
-    recompilation for a new number of requests.
+    the middle of the bin. A candidate's result is bitwise identical in any batch.
 
     Args:
         token_ids: int32 or int64 [B, K]; candidates. The logits of ids outside ``[0, V)``, such as -1, are exactly 0.
@@ -336,7 +326,7 @@ def candidate_values(
         table: guidance parameters of ``R`` requests, as for :func:`reweight_scatter`.
         table_rows: int32 or int64 [B]; each request's row of the table.
         generated: int32 [B]; tokens generated so far.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         ``(value_logits, mean_logits)``, fp32 [B, K]: the logits for guidance, and those for predicted lengths.

@@ -181,8 +181,6 @@ def draw(
     The predicted length after a token is ``-softplus(z) / ln(gamma)`` of its value logit ``z``, and 0 after an end of
     sequence.
 
-    Causes no host-device sync, and no recompilation for a new number of requests.
-
     Args:
         candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns. Requests without guidance must be
             marked in ``status`` (argument ``guided`` of :func:`topk_candidates`).

@@ -5,11 +5,10 @@
     cos[t], sin[t] = scale cos(a), scale sin(a)          a = positions[t] * inv_freq
 
 Source: ``embed_tokens`` and ``rotary_emb`` of a decoder of transformers (RoFormer, arXiv 2104.09864). The norm of the
-first layer (:func:`ragged_linear`) needs the sums of squares. One launch with one program per token. PyTorch would need
-about a dozen launches, and would compute the padding.
+first layer (:func:`ragged_linear`) needs the sums of squares. One launch with one program per token.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton.language as tl
@@ -29,15 +28,7 @@ MAX_BLOCK_H = 4096
 NUM_WARPS = 4
 
 
-class EmbedTensors(NamedTuple):
-    hidden: Any  # [T, H]
-    square_sums: Any  # fp32 [ceil(H / 64), T]
-    cos: Any  # fp32 [T, D / 2]
-    sin: Any  # fp32 [T, D / 2]
-    token_ids: Any  # int64 [T]
-    positions: Any  # int64 [T]
-    embedding: Any  # [vocabulary, H]
-    inv_freq: Any  # fp32 [D / 2]
+EmbedTensors = namedtuple("EmbedTensors", "hidden square_sums cos sin token_ids positions embedding inv_freq")
 
 
 @kernel(specialized="stride_embedding_row")
@@ -119,27 +110,22 @@ def embed_tokens(
 ) -> EmbeddedTokens:
     """Token embeddings with their sums of squares, and cosine and sine of the positions' rotary angles.
 
-    Causes no host-device sync, and no recompilation for a new number of tokens.
-
     Args:
         token_ids: int64 [T]. The embedding of an id outside of the vocabulary is NaN.
         positions: int64 [T]; each token's position in its sequence.
         embedding: [vocabulary, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
         inv_freq: fp32 [D / 2]; radians per position for each pair of a head's dimensions.
         rope_scale: factor on cosine and sine, for example YaRN's.
-        num_rows: int32 [1] on the device of ``token_ids``; number of tokens. If ``None``, all T. The remaining rows are
-            neither read nor written.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        num_rows: int32 [1]; number of tokens. If ``None``, all T. The remaining rows are neither read nor written.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`EmbeddedTokens`. Tokens from ``num_rows`` on are arbitrary.
 
     Raises:
-        TypeError, ValueError: an argument does not match its description. Raised before any launch. The contents of
-            ``num_rows`` are not checked: that would need a host-device sync.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> import torch
         >>> embedding = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> embedded = embed_tokens(torch.tensor([1, 0]), torch.tensor([0, 2]), embedding, torch.tensor([0.5]))
         >>> embedded.hidden

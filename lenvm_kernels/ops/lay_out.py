@@ -1,15 +1,14 @@
 """Layout of one value-model forward: for each request its delta tokens, then its candidates, and the attention plan.
 
 Source: section 2 of the specification. The candidates of a request are at the position after its delta; in a tree, a
-candidate is at the position after its parent. The layout also has the work list and zeroed counters of the attention.
+candidate is at the position after its parent.
 
-The delta tokens are passed, such as prompts, or chosen from the history of decoding requests. The value model does not
-need to process every token when it is drawn: a request that needs no values in a step waits, and its missing tokens are
-computed at the next step that needs values, or before its history would overflow. The choice depends on the request
-alone, so that its values are the same in any batch.
+The delta tokens are passed, such as prompts, or chosen from the history of decoding requests. A request that needs no
+values in a step waits: its missing tokens are computed at the next step that needs values, or before its history would
+overflow. The choice depends on the request alone, so that its values are the same in any batch.
 
 One launch with one program per request. A program computes its offsets as integer sums over the lengths of all earlier
-requests, which are exact in any order. It writes its own rows, columns and plan items, and a share of the padding.
+requests. It writes its own rows, columns and plan items, and a share of the padding.
 """
 
 from functools import partial
@@ -36,11 +35,8 @@ from lenvm_kernels.ops.value_tree_attention.plan import num_counters as attentio
 from lenvm_kernels.reference.lay_out import lay_out as _lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
 
-# Requests per iteration of the sums over the lengths, and tokens per iteration of the copies. Up to 1,024 requests, the
-# sums are one iteration. A prompt of 32k tokens takes 32 iterations (about 40 us if each waits for memory, next to a
-# prefill of many ms). A decode step's one token leaves most lanes idle, which costs no memory traffic. With 8 warps, a
-# thread has 4 elements. Measured on an H200 without the choice of deltas and the plan: 3.4 us for 64 requests with 8
-# candidates. Other sizes have not been measured.
+# Requests per iteration of the sums over the lengths, and tokens per iteration of the copies. Measured on an H200 without
+# the choice of deltas and the plan: 3.4 us for 64 requests with 8 candidates. Other sizes have not been measured.
 TILE = 1024
 NUM_WARPS = 8
 
@@ -289,9 +285,8 @@ def lay_out(
     The delta tokens are either passed as ``delta``, or chosen from the ``history`` of ``requests``: then ``D`` is
     ``B * M``, and ``history.cached_lens`` is updated in place.
 
-    Causes no host-device sync, and no recompilation for a new number of requests or tokens. Lengths are not checked,
-    because that would need a host-device sync. Tokens beyond the slot table have no slot and are not cached. If lengths
-    violate a condition below, the layout is meaningless, but the kernel neither reads nor writes outside its tensors.
+    Tokens beyond the slot table have no slot and are not cached. If lengths violate a condition below, the layout is
+    meaningless, but the kernel neither reads nor writes outside its tensors.
 
     Args:
         candidate_ids: int32 or int64 [B, K]; the candidates of each request from column 0 on. Rows may be strided;
@@ -309,7 +304,7 @@ def lay_out(
         candidate_parents: int32 [B, K]; the earlier column of each candidate's parent. For any other value (-1), the
             candidate follows the delta. If ``None``, all candidates do. Rows may be strided.
         page_size: slots per page.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`RaggedLayout`, on the device of ``candidate_ids``.

@@ -1,8 +1,5 @@
-"""Tracking of each request's guided span, and changes of logits that end it, in one launch.
+"""Tracking of each request's guided span, e.g. its reasoning, and changes of logits that end it, in one launch.
 
-A request may define tokens that end its guided span, e.g. the reasoning before an answer. While the span is open, the
-model's own end of sequence is excluded. From a hard limit on, the closing tokens are forced; the last of them end the
-span. A closing without end tokens is a landing: each of its tokens is forced once, and the sequence continues.
 Tokens are forced and excluded by large finite additions to their logits. A grammar-masked token therefore stays masked,
 and the only token that a grammar allows stays selectable.
 """
@@ -259,21 +256,19 @@ def _launch(out: SpanNodes, tokens, drafts, logits, table: SpanColumns, table_ro
         return
     draft_ids, draft_parents = (None, None) if drafts is None else drafts
     columns = 0 if draft_ids is None else draft_ids.shape[1]
-    trees = (*with_row_stride(draft_ids), *with_row_stride(draft_parents))
-    results = (*out, *with_row_stride(logits), table, row_strides(table))
-    batch = (tokens, tokens.stride(0), new_lens, table_rows, lengths)
-    vocab, known = 0 if logits is None else logits.shape[1], 0 if text_breaks is None else text_breaks.shape[0]
     eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
-    blocks = {
-        "EOS": next_power_of_2(eos),
-        "SPAN_ENDS": next_power_of_2(ends),
-        "PATTERNS": next_power_of_2(patterns),
-        "CLOSING": next_power_of_2(closing),
-        "NODES": next_power_of_2(columns + 1),
-    }
-    sizes = dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS)
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        *results, *batch, *trees, text_breaks, requests, vocab, known, **sizes, **blocks, num_warps=1
+        *(*out, *with_row_stride(logits), table, row_strides(table)),
+        *(tokens, tokens.stride(0), new_lens, table_rows, lengths),
+        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks),
+        *(requests, 0 if logits is None else logits.shape[1], 0 if text_breaks is None else text_breaks.shape[0]),
+        **dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS),
+        EOS=next_power_of_2(eos),
+        SPAN_ENDS=next_power_of_2(ends),
+        PATTERNS=next_power_of_2(patterns),
+        CLOSING=next_power_of_2(closing),
+        NODES=next_power_of_2(columns + 1),
+        num_warps=1,
     )
 
 
@@ -305,7 +300,6 @@ def limit_span(
     its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may end.
 
     Other requests are unchanged. Calling it again for the same step does not change the drawn tokens.
-    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
         logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``, last dimension contiguous; logits of the next token at each
@@ -320,7 +314,7 @@ def limit_span(
         drafts: drafts of the requests. If ``None``, no request has drafts.
         text_breaks: int8 ``[W]``; the :class:`TextBreak` of each token of the vocabulary. If ``None``, no token ends a
             line.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`SpanNodes`.

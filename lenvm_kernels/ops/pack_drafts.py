@@ -119,14 +119,12 @@ def pack_drafts(
 ) -> CandidateTrees:  # [N, C]
     """Make one tree per request of its drafts and of the scored candidates at its nodes.
 
-    Causes no host-device sync, and no recompilation for a new number of requests.
-
     Args:
         scored: written by :func:`topk_candidates` for the nodes of ``N`` requests; ``K`` is a power of two up to 64.
             If a draft is listed twice below the same parent, the candidate shares the column of the first.
         drafts: drafts of the first ``B <= N`` requests. The other requests have none. Rows may be strided.
         out: contiguous result tensors to reuse. If ``None``, they are allocated.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`CandidateTrees`.

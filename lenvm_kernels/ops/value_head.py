@@ -109,8 +109,7 @@ def value_head(
 ) -> Tensor:  # fp32 [M], or [T] without token_rows
     """Compute value logits ``z = w2 . silu(W1 h + b1) + b2`` of tokens; ``sigmoid(z)`` is the value, larger = longer.
 
-    The result for a row of ``hidden`` is bitwise identical in any batch and at any index. Causes no host-device sync,
-    and no recompilation for a new number of rows.
+    The result for a row of ``hidden`` is bitwise identical in any batch and at any index.
 
     Args:
         hidden: hidden states [T, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
@@ -122,7 +121,7 @@ def value_head(
             ``[0, num_rows)``, such as -1 for padding, the logit is exactly 0. If ``None``, all T rows in order.
         num_rows, norm_eps, square_sums, expected_rows: as in :func:`ragged_linear`, which computes ``W1 h + b1``. With
             ``norm_eps``, the final RMSNorm's weight ``w`` must be folded into ``fc_weight``, as ``W1 diag(w)``.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         Logits, fp32 [M] (fp32 [T] without ``token_rows``), accumulated in fp32; fp64 for fp64 inputs.
@@ -131,7 +130,6 @@ def value_head(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> import torch
         >>> hidden, weight = torch.ones(2, 64), torch.eye(64)
         >>> rows = torch.tensor([1, -1])
         >>> value_head(hidden, weight, torch.zeros(64), torch.ones(1, 64), torch.ones(1), token_rows=rows)

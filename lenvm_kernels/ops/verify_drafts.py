@@ -79,13 +79,11 @@ def verify_drafts(
 ) -> VerifiedTokens:  # [B, 1 + D]
     """Follow the draws from the last token of each sequence as long as the drawn token is a draft.
 
-    Causes no host-device sync, and no recompilation for a new number of requests.
-
     Args:
         drawn: int32 [B * (1 + D)]; the token drawn at each node (:class:`Drafts`), negative if none was drawn.
         drafts: drafts of all requests. Rows may be strided. If a token is listed twice below the same parent, the first
             one counts.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`VerifiedTokens`: the accepted drafts, and the token drawn after the last of them.

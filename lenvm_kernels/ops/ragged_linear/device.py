@@ -1,7 +1,6 @@
 """Device functions of :mod:`lenvm_kernels.ops.ragged_linear`: everything but the loop over products."""
 
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -75,17 +74,8 @@ def _prefetch_weight(
         prefetch(rows + k[None, :], (column < COLUMNS)[:, None] & (k < K)[None, :])
 
 
-class LinearTensors(NamedTuple):
-    """Tensors that the matmul reads and writes, except those that may be slices of larger tensors."""
-
-    out: Any  # [T, N]
-    x: Any  # [T, K]
-    weight: Any  # [N, K], or [2 N, K]
-    bias: Any  # [N] or [2 N], or None
-    residual: Any  # [T, N], or None
-    partial: Any  # fp32 [SPLITS, T, N], or None
-
-
+# Tensors that the matmul reads and writes, except slices of larger tensors. The parts are fp32 [SPLITS, T, N].
+LinearTensors = namedtuple("LinearTensors", "out x weight bias residual partial")
 LinearStrides = namedtuple("LinearStrides", "x residual")  # row strides
 
 

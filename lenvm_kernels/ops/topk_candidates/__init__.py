@@ -7,12 +7,12 @@ selection of the LenVM fork of SGLang.
 Two launches. The first streams the scores once and stores the maximum and the sum of exponentials of every tile of 128
 tokens. The K best tokens are in the K tiles with the largest maxima, because a token of any other tile has K better
 ones. The second launch, with one program per request, adds the sums and rereads these tiles to extract the tokens.
-The selection is exact, and no reduction order depends on the number of requests.
+No reduction order depends on the number of requests.
 
-For a step, the second launch also decides which candidates the value model scores: the candidates of all requests that
-are reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
-candidates would end it, because there the longest and the shortest output part. If predicted lengths are requested
-without reweighting, only the next token is scored, provided it is known.
+For a step, the second launch also decides which candidates the value model scores: those of all requests that are
+reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
+candidates would end it. If predicted lengths are requested without reweighting, only the next token is scored, provided
+it is known.
 """
 
 from collections import namedtuple
@@ -42,15 +42,13 @@ from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, S
 MAX_VOCAB = 1_048_576
 
 # Tokens per tile: four per lane of a warp in fp32, eight per lane of half a warp in 16 bits, so that both reductions
-# are shuffles without a barrier. Smaller tiles give the second launch more to choose from (1,187 for
-# V = 151,936), larger ones more to reread. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth
-# (67 % with a cold L2 cache), and 7.1 us at B 1; each further candidate takes 1.3 us (88 us with 64). Empty columns
-# take no time but for more registers, which is a prediction. Other sizes of tiles and programs have not been measured.
+# are shuffles without a barrier. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth (67 % with a
+# cold L2 cache), and 7.1 us at B 1; each further candidate takes 1.3 us (88 us with 64). Other sizes of tiles and
+# programs have not been measured.
 TILE = 128
-# Bytes read by a program of the first launch. It needs about 32 registers per thread, so that 64 warps share a
-# multiprocessor, each with one to three loads of 512 bytes in flight: 32 KB and more, without asynchronous copies.
-# Half the size would double the overhead of starting programs; twice the size would leave more multiprocessors idle at
-# B = 1. It must not depend on the batch: Triton 3.6 would distribute a tile with a vocab_mask differently over threads.
+# Bytes read by a program of the first launch. Half the size would double the overhead of starting programs; twice the
+# size would leave more multiprocessors idle at B = 1. It must not depend on the batch: Triton 3.6 would distribute a
+# tile with a vocab_mask differently over threads.
 PROGRAM_BYTES = 8192
 # In scores. If the vocabulary is a multiple of it, every row of a contiguous tensor begins at a multiple.
 ALIGNMENT = 16
@@ -191,13 +189,7 @@ def rows_are_aligned(scores: Tensor) -> bool:
 
 
 def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandidates:
-    """Result tensors for ``scored`` of :func:`topk_candidates`.
-
-    Args:
-        rows: N, rows of the step's tensors.
-        columns: K, candidates per row.
-        device: device of the tensors.
-    """
+    """Result tensors for ``scored`` of :func:`topk_candidates`, for ``rows`` requests with ``columns`` candidates."""
     return empty(ScoredCandidates, device, {"N": rows, "K": columns})
 
 
@@ -248,10 +240,8 @@ def topk_candidates(
     With ``scored``, the call also decides which candidates the value model scores in a step. A request that is not due
     and that no candidate ends then gets the status ``NOT_DUE`` instead of ``GUIDE``.
 
-    Causes no host-device sync, and no recompilation for a new number of requests.
-
     Args:
-        scores: fp32, bf16 or fp16 ``[B, V]``, V up to 1,048,576, last dimension contiguous; probabilities or logits.
+        scores: fp32, bf16 or fp16 ``[B, V]``, V up to 1,048,576; probabilities or logits. Rows may be strided.
         top_k: int32 ``[B]``, or one number for all requests; number of tokens to keep. ``<= 0`` or ``>= V`` is no
             limit. The list never exceeds ``max_candidates``.
         top_p: fp32 ``[B]`` or a number, in (0, 1]; a token stays while the mass before it is ``<= top_p``.

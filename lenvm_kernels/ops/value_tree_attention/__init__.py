@@ -8,17 +8,14 @@ all cached tokens, to the new tokens ``t <= j`` with ``t < d``, and to itself:
 The mask follows from ``C``, ``d`` and ``n`` and is never materialized (tree attention of LenVM, arXiv 2604.27039). If
 candidates have parents, the sum also includes a candidate's ancestors: a tree of drafts as in speculative decoding.
 
-A query tile packs neighbouring tokens of one request with all query heads that share a key/value head, so that cached
-keys and values are read once per key/value head and tile. The cached prefix is split over programs, as in
-flash-decoding; the last program to finish merges the splits, in order. Splits, tiles and block sizes depend on the
-request and the row's place in it, never on the batch: a request's result is bitwise identical in any batch.
-
-The plan lists the work: an item is one split of one tile. It is the same in every layer of a step.
+A query tile packs neighbouring tokens of one request with all query heads that share a key/value head. The cached
+prefix is split over programs, as in flash-decoding; the last program to finish merges the splits, in order. Splits,
+tiles and block sizes depend on the request and the row's place in it, never on the batch: a request's result is bitwise
+identical in any batch. The plan lists the work: an item is one split of one tile.
 """
 
 import math
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,28 +51,21 @@ MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
 MERGE_COLUMNS = tl.constexpr(32)
 
 
-class AttentionTensors(NamedTuple):
-    """Tensors that the attention reads and writes."""
-
-    out: Any  # [T, Hq, D]
-    q: Any  # [T, Hq, D]
-    k_new: Any  # [T, Hkv, D]
-    v_new: Any  # [T, Hkv, D]
-    k_cache: Any  # [S, Hkv, D]
-    v_cache: Any  # [S, Hkv, D]
-    slot_table: Any  # int32 [R, max pages]
-    parents: Any  # int32 [T], or None
-    plan: Any  # int32 [1 + most items, ITEM_SIZE]
-    partial_out: Any  # fp32 [max splits, Hkv, W, Hq / Hkv, D]
-    partial_lse: Any  # fp32 [max splits, Hkv, W, Hq / Hkv], base 2
-
-
+# The partial results are fp32 [max splits, Hkv, W, Hq / Hkv, D], their sums [max splits, Hkv, W, Hq / Hkv] to base 2.
+AttentionTensors = namedtuple(
+    "AttentionTensors", "out q k_new v_new k_cache v_cache slot_table parents plan partial_out partial_lse"
+)
 # Strides of the tensors' first two dimensions.
 AttentionStrides = namedtuple(
     "AttentionStrides",
     "out_token out_head q_token q_head k_new_token k_new_head v_new_token v_new_head k_cache_slot k_cache_head "
     "v_cache_slot v_cache_head table_row",
 )
+
+
+@triton.jit
+def _load_rows(ptr, row, stride, d, mask):
+    return tl.load(ptr + (row.to(tl.int64) * stride)[:, None] + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -229,16 +219,8 @@ def _value_tree_attention_kernel(
         # depend on neighbouring candidates, and the diagonal needs no key block. Only in the last split, like delta.
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_mask = (is_self & is_row)[:, None] & is_dim[None, :]
-        k_self = tl.load(
-            k_new_ptr + (row.to(tl.int64) * stride.k_new_token)[:, None] + d[None, :],
-            mask=self_mask,
-            other=0.0,
-        )
-        v_self = tl.load(
-            v_new_ptr + (row.to(tl.int64) * stride.v_new_token)[:, None] + d[None, :],
-            mask=self_mask,
-            other=0.0,
-        )
+        k_self = _load_rows(k_new_ptr, row, stride.k_new_token, d, self_mask)
+        v_self = _load_rows(v_new_ptr, row, stride.v_new_token, d, self_mask)
         self_score = tl.sum(q.to(tl.float32) * k_self.to(tl.float32), axis=1) * scale_log2
         running_max = tl.where(is_self, self_score, float("-inf"))  # [BLOCK_M]
         running_sum = tl.where(is_self, 1.0, 0.0)  # [BLOCK_M]
@@ -254,16 +236,8 @@ def _value_tree_attention_kernel(
             while tl.max(ancestor, axis=0) >= 0:
                 is_ancestor = ancestor >= 0
                 ancestor_mask = is_ancestor[:, None] & is_dim[None, :]
-                k = tl.load(
-                    k_new_ptr + (ancestor.to(tl.int64) * stride.k_new_token)[:, None] + d[None, :],
-                    mask=ancestor_mask,
-                    other=0.0,
-                )
-                v = tl.load(
-                    v_new_ptr + (ancestor.to(tl.int64) * stride.v_new_token)[:, None] + d[None, :],
-                    mask=ancestor_mask,
-                    other=0.0,
-                )
+                k = _load_rows(k_new_ptr, ancestor, stride.k_new_token, d, ancestor_mask)
+                v = _load_rows(v_new_ptr, ancestor, stride.v_new_token, d, ancestor_mask)
                 score = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2
                 score = tl.where(is_ancestor, score, float("-inf"))
                 new_max = tl.maximum(running_max, score)
@@ -311,24 +285,15 @@ def _value_tree_attention_kernel(
             tl.store(ptr.partial_lse + partial + m, running_max + tl.log2(running_sum), mask=is_row)
             counter = (request * SPLIT_TILES + tile) * tl.num_programs(0) + kv_head
             if arrives_last(counters_ptr + counter, splits):
-                _merge_splits(
-                    out_ptr,
-                    ptr.partial_out + first_partial * HEAD_DIM,
-                    ptr.partial_lse + first_partial,
-                    stride_split,
-                    splits,
-                    is_row,
-                    HEAD_DIM,
-                    BLOCK_D,
-                )
+                partials = (ptr.partial_out + first_partial * HEAD_DIM, ptr.partial_lse + first_partial)
+                _merge_splits(out_ptr, *partials, stride_split, splits, is_row, HEAD_DIM, BLOCK_D)
 
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Block sizes, warps and pipeline stages. In bf16 and fp16, only D 256 spills on the GPUs of :mod:`bench.codegen`.
-    On sm_90, shared memory and registers hold two programs per multiprocessor up to D 128, each with 32 KB of keys and
-    values in flight while it waits for the next block, more than the 20 KB that 4.8 TB/s require. Measured on an H200
-    (D 128, B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. On other GPUs, a block of 64 keys at D 128, or
-    more stages, would spill or exceed the shared memory. fp32 spills at most a few bytes.
+    On sm_90, shared memory and registers hold two programs per multiprocessor up to D 128. Measured on an H200 (D 128,
+    B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. On other GPUs, a block of 64 keys at D 128, or more
+    stages, would spill or exceed the shared memory.
 
     Raises:
         RuntimeError: an AMD GPU with a Triton version that needs an environment variable for it."""
@@ -392,7 +357,6 @@ def _launch(
     page_size: int,
     sm_scale: float,
 ):
-    """Make a plan if none is passed, and attend. Grids and workspace depend on tensor shapes only."""
     total_tokens, q_heads, head_dim = q.shape
     kv_heads, num_requests = k_new.shape[1], table_rows.shape[0]
     if total_tokens == 0 or num_requests == 0:
@@ -405,18 +369,13 @@ def _launch(
     max_splits, workspace_rows = workspace_shape(total_tokens, num_requests, group, max_len)
     partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
     partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
-    tensors = AttentionTensors(
-        out, q, k_new, v_new, k_cache, v_cache, slot_table, parents, plan, partial_out, partial_lse
-    )
-    of_tokens = (*out.stride()[:2], *q.stride()[:2], *k_new.stride()[:2], *v_new.stride()[:2])
-    of_slots = (*k_cache.stride()[:2], *v_cache.stride()[:2])
+    tensors = (out, q, k_new, v_new, k_cache, v_cache, slot_table, parents, plan, partial_out, partial_lse)
+    strides = [n for x in (out, q, k_new, v_new, k_cache, v_cache) for n in x.stride()[:2]]
 
     _value_tree_attention_kernel[(kv_heads, min(plan.shape[0] - 1, max(1, MAX_PROGRAMS // kv_heads)))](
-        tensors,
-        AttentionStrides._make((*of_tokens, *of_slots, slot_table.stride(0))),
-        counters,
-        workspace_rows,
-        sm_scale * math.log2(math.e),
+        AttentionTensors._make(tensors),
+        AttentionStrides._make((*strides, slot_table.stride(0))),
+        *(counters, workspace_rows, sm_scale * math.log2(math.e)),
         PAGE_SIZE=page_size,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -448,19 +407,16 @@ def value_tree_attention(
     """Compute attention of delta tokens and candidates over a cached prefix and themselves, for all requests at once.
 
     The new tokens of request ``i`` are rows ``q_offsets[i]`` to ``q_offsets[i + 1] - 1`` of ``q``, ``k_new`` and
-    ``v_new``: first the delta tokens (any number, up to a whole prompt), then ``candidate_lens[i]`` candidates, all
-    at the position after the last delta token. A delta token attends to the cached tokens and causally to the delta
-    tokens; a candidate attends to the cached tokens, all delta tokens and itself.
-
-    With ``parents``, the candidates form a tree of any shape, as in speculative decoding. A candidate then also attends
-    to its ancestors, and is at the position after its parent. The time grows with the depth of the tree.
+    ``v_new``: first the delta tokens (any number, up to a whole prompt), then ``candidate_lens[i]`` candidates. A delta
+    token attends to the cached tokens and causally to the delta tokens; a candidate attends to the cached tokens, all
+    delta tokens and itself. With ``parents``, the candidates form a tree of any shape, and a candidate also attends to
+    its ancestors. The time grows with the depth of the tree.
 
     Cached token ``t`` of request ``i`` is in slot ``slot_table[table_rows[i], t // page_size] * page_size + t %
     page_size``. Slots and table entries past ``cached_lens[i]`` are never read. The cache is not written.
 
-    Causes no host-device sync. Launch and workspace sizes depend on tensor shapes only, so CUDA graphs can capture it.
-    A request's result is bitwise independent of the other requests of the batch, and a candidate's result of all
-    candidates that are not its ancestors.
+    Launch and workspace sizes depend on tensor shapes only, so CUDA graphs can capture it. A request's result is
+    bitwise independent of the other requests of the batch, and a candidate's of all candidates but its ancestors.
 
     Args:
         q: queries, fp32, bf16 or fp16 (fp64 too with the reference).
@@ -489,8 +445,7 @@ def value_tree_attention(
         ``out``, ``[T, Hq, D]`` in the dtype of ``q``.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message names it, the value and what is accepted. Contents
-            of ``slot_table`` and of the lengths are not checked: that would need a host-device sync.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> cache = torch.randn(8, 1, 16)                              # 8 slots, 1 key/value head of 16
@@ -499,9 +454,7 @@ def value_tree_attention(
         >>> row, cached, offsets, candidates = (torch.tensor(x, dtype=torch.int32) for x in ([0], [3], [0, 3], [2]))
         >>> value_tree_attention(q, new, new, cache, cache, table, row, cached, offsets, candidates).shape
         torch.Size([3, 2, 16])
-
-        The second candidate as a child of the first, which is row 1:
-
+        >>> # The second candidate as a child of the first, which is row 1.
         >>> parents = torch.tensor([-1, -1, 1], dtype=torch.int32)
         >>> lens = (table, row, cached, offsets, candidates)
         >>> value_tree_attention(q, new, new, cache, cache, *lens, parents=parents).shape
@@ -529,8 +482,7 @@ def value_tree_attention(
     check_number("sm_scale", sm_scale, "a finite number or None")
     if backend == "triton" and head_dim > MAX_HEAD_DIM:
         raise ValueError(f"q must have a last dimension of 1 to {MAX_HEAD_DIM} for backend 'triton', got {head_dim}")
-    if backend == "triton" and group > BLOCK_M.value:
-        most = BLOCK_M.value
+    if backend == "triton" and group > (most := BLOCK_M.value):
         raise ValueError(f"q must have at most {most} heads per head of k_new for backend 'triton', got {group}")
     if plan is not None:
         items, size = plan_shape(total_tokens, sizes["B"], group, sizes["pages"] * page_size)

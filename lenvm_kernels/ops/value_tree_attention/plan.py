@@ -13,12 +13,11 @@ from lenvm_kernels.ops._device import kernel, wait_for_inputs
 # Rows of a query tile: (token, head of the group) pairs. The minimum for sm_90's warp-group matmul (HGMMA).
 BLOCK_M = tl.constexpr(64)
 # Cached tokens per split. Short splits are better for few requests, because they fill the GPU, and long splits for
-# many: the partial results of a split are 18 KB, written and read, next to 512 bytes of keys and values per cached
-# token (2 key/value heads of 128, 6 new tokens). Splits must not depend on the batch. Measured on an H200, in us with
-# splits of 256, 512 and 1,024: 2,048 cached tokens take 17, 20, 29 at B 1 and 80, 63, 50 at B 64; 8,192 take 246, 248,
-# 180 at B 64; 512, which only 256 splits, take 14, 16, 16 at B 1, 21, 22, 22 at B 64 and 82, 55, 55 at B 256.
+# many. Splits must not depend on the batch. Measured on an H200, in us with splits of 256, 512 and 1,024: 2,048 cached
+# tokens take 17, 20, 29 at B 1 and 80, 63, 50 at B 64; 8,192 take 246, 248, 180 at B 64; 512, which only 256 splits,
+# take 14, 16, 16 at B 1, 21, 22, 22 at B 64 and 82, 55, 55 at B 256.
 SPLIT_LEN = tl.constexpr(512)
-# A remainder of at most this many tokens does not get another split: reading that many keys takes as long as a merge.
+# A remainder of at most this many tokens does not get another split.
 SPLIT_SLACK = tl.constexpr(128)
 # Maximum splits of a request. Bounds the workspace; a request of 8k tokens still fills 16 programs per key/value head.
 MAX_SPLITS = tl.constexpr(16)
