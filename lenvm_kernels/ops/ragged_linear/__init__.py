@@ -68,7 +68,7 @@ MULTIPROCESSORS = 132
 ONE_INSTRUCTION = ("sm_8", "sm_90", "sm_12")
 FIXED_ROWS = 384
 NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
-# Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn, because
+# Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn:
 # exiting thousands of programs without live rows would take longer than a small batch's work.
 MAX_PROGRAMS = 528
 MAX_SMALL_PROGRAMS = 2048  # of the launch that adds parts; a multiprocessor holds 16: one wave suffices
