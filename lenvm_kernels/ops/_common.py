@@ -24,10 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def resolve_backend(backend: str, name: str, tensor: object) -> str:
-    """Return ``"triton"`` or ``"reference"`` for a requested backend and an operator's first tensor.
-
-    ``auto`` is the Triton kernels for GPU tensors and the reference for CPU tensors. :func:`check_tensor` rejects
-    arguments that are not tensors.
+    """Return ``"triton"`` or ``"reference"`` for a requested backend and an operator's first argument.
 
     Raises:
         ValueError: unknown backend, or ``triton`` requested for CPU tensors without Triton's interpreter.
@@ -153,10 +150,7 @@ def check_number(name: str, value: object, accepted: str = "a finite number", ab
 def per_request(name: str, value: Tensor | float, dtype: torch.dtype, requests: int, device: torch.device) -> Tensor:
     """The contiguous ``[requests]`` tensor of an argument that is a tensor, or one number for all requests.
 
-    Raises:
-        TypeError: neither a tensor nor a number of that kind.
-        ValueError: as in :func:`check_tensor`, or an integer outside of int32.
-    """
+    Raises TypeError or ValueError unless it is one of these."""
     if isinstance(value, Tensor):
         # A column of a GuidanceTable is strided.
         return check_tensor(name, value, dtypes=dtype, shape=(requests,), device=device, unit_stride=False).contiguous()

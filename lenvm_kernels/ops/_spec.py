@@ -125,16 +125,13 @@ class Spec:
     def check(
         self, backend: str, *arguments: Any, device: torch.device | None = None, sizes: Mapping[str, int] = _NONE
     ) -> tuple[str, dict[str, int]]:
-        """Check the arguments, in the order of the lines.
+        """Check all arguments, in the order of the lines. Return the resolved backend, and the sizes by name.
 
         Args:
-            backend: as passed to the operator, which is resolved for the first tensor.
+            backend: as passed to the operator.
             arguments: all arguments of the specification.
             device: device of the tensors. If None, the first tensor's device.
             sizes: sizes that are not the size of a tensor.
-
-        Returns:
-            The resolved backend, and the sizes by name.
 
         Raises:
             TypeError: an argument is no tensor or named tuple.

@@ -265,12 +265,6 @@ def empty_requests(rows: int, device: torch.device, drafts: int = 0) -> StepRequ
     return empty(StepRequests, device, {"N": rows, "D": drafts})
 
 
-def no_filters(lengths: Tensor) -> Filters:
-    """Filters of the requests with ``lengths [B]`` that keep every token."""
-    top_k, ones = torch.zeros_like(lengths), torch.ones_like(lengths, dtype=torch.float32)
-    return Filters(top_k, ones, torch.zeros_like(ones), ones)
-
-
 def empty_history(table_rows: int, max_delta: int, device: torch.device) -> StepHistory:
     """An empty history for :func:`begin_step` with R (``table_rows``) rows of M (``max_delta``) tokens."""
     history = empty(StepHistory, device, {"R": table_rows, "M": max_delta})
@@ -358,7 +352,8 @@ def begin_step(
         tensor([ 8,  9, 10,  9], dtype=torch.int32)
     """
     if filters is None:
-        filters = no_filters(lengths)
+        top_k, ones = torch.zeros_like(lengths), torch.ones_like(lengths, dtype=torch.float32)
+        filters = Filters(top_k, ones, torch.zeros_like(ones), ones)
     is_many = not isinstance(tokens, Tensor) or tokens.dim() != 1
     tokens = tokens if is_many else tokens[:, None]
     batch = (tokens, table_rows, lengths, new_lens, active, table, history)

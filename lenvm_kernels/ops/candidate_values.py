@@ -38,9 +38,7 @@ from lenvm_kernels.reference.candidate_values import (
 from lenvm_kernels.reference.candidate_values import candidate_values as _reference
 from lenvm_kernels.types import GuidanceColumns
 
-# Not measured. At the size used by training, W1 is 32 KB in bf16 (128 x 128), and 64 requests of 8 candidates are 32
-# programs, each of which reads W1 once. Several programs per row block would have to wait for each other. With 128
-# columns at a time, the product with W2 spills.
+# Not measured. With 128 columns at a time, the product with W2 spills.
 BLOCK_M, BLOCK_N = 16, 64
 # 128 bytes of a row of W1. The left operand needs three loads, whose latency the stages hide.
 BLOCK_K_BYTES = 128

@@ -174,9 +174,8 @@ def draw(
 
     The probabilities are computed as in :func:`reweight_scatter`. A draw depends only on the request's probabilities,
     its seed (``table.seed``) and the token's position (``scored.positions``). It is the same on CPU and GPU, in any
-    batch, and when a request is rerun: draws of a seed at different positions are independent, draws at the same
-    position are equal. The uniform number has 24 bits. A candidate's probability is therefore exact to within 2^-24 of
-    the total, and a candidate with a smaller share may never be drawn.
+    batch, and when a request is rerun. The uniform number has 24 bits: a candidate's probability is exact to within
+    2^-24 of the total, and a candidate with a smaller share may never be drawn.
 
     The predicted length after a token is ``-softplus(z) / ln(gamma)`` of its value logit ``z``, and 0 after an end of
     sequence.

@@ -133,9 +133,6 @@ def embed_tokens(
                 [1., 2.]])
         >>> embedded.square_sums
         tensor([[25.,  5.]])
-        >>> embedded.cos
-        tensor([[1.0000],
-                [0.5403]])
     """
     operands = (token_ids, positions, embedding, inv_freq, num_rows)
     backend, sizes = _SPEC.check(backend, *operands)

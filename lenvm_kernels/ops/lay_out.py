@@ -27,11 +27,11 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
     ITEM_SIZE,
     SPLIT_TILES,
     most_splits,
+    num_counters,
     num_items,
     plan_shape,
     store_items,
 )
-from lenvm_kernels.ops.value_tree_attention.plan import num_counters as attention_counters
 from lenvm_kernels.reference.lay_out import lay_out as _lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
 
@@ -218,15 +218,13 @@ _SPEC = Spec("""
     slot_table: int32 [*, pages]
     delta?: DeltaTokens
     candidate_parents?: int32 [B, K]
-""")
-_STEP = Spec("""
     requests?: StepRequests of begin_step (lengths, request_rows, needs_values, cached_lens) [B]
     history?: StepHistory (tokens, cached_lens)
 """)
 _reference = partial(_lay_out, tile_rows=BLOCK_M.value, split_tiles=SPLIT_TILES.value, num_splits=most_splits)
 
 
-@operator(_SPEC, _STEP, reference=_reference, mutates=["history.cached_lens"])
+@operator(_SPEC, reference=_reference, mutates=["history.cached_lens"])
 def _launch(
     out: RaggedLayout,
     candidate_ids,
@@ -322,21 +320,18 @@ def lay_out(
         >>> layout = lay_out(candidates, counts, slot_table, num_heads=2, num_kv_heads=1, delta=delta)
         >>> layout.token_ids
         tensor([7, 1, 2, 8, 3, 0])
-        >>> layout.positions
-        tensor([ 5,  6,  6,  9, 10,  0])
         >>> layout.slots
         tensor([75, -1, -1, 19, -1, -1])
         >>> layout.candidate_rows
         tensor([[ 1,  2],
                 [ 4, -1]])
     """
-    operands = (candidate_ids, candidate_lens, slot_table, delta, candidate_parents)
+    operands = (candidate_ids, candidate_lens, slot_table, delta, candidate_parents, requests, history)
     backend, sizes = _SPEC.check(backend, *operands)
     if (delta is None) == (requests is None) or (requests is None) != (history is None):
         given = [name for name, x in (("delta", delta), ("requests", requests), ("history", history)) if x is not None]
         raise ValueError(f"delta must be passed, or requests and history, got {' and '.join(given) or 'neither'}")
-    if requests is not None and history is not None:
-        _, sizes = _STEP.check(backend, requests, history, device=candidate_ids.device, sizes=sizes)
+    if history is not None:
         check_history(history)
         if slot_table.shape[0] < sizes["R"] - 1:  # the last row may be the one of dummy requests
             raise ValueError(f"slot_table must have at least {sizes['R'] - 1} rows, got {slot_table.shape[0]}")
@@ -348,10 +343,9 @@ def lay_out(
     if num_heads % num_kv_heads or group > BLOCK_M.value:
         accepted = f"a multiple of num_kv_heads, {num_kv_heads}, up to {BLOCK_M.value} times as many"
         raise ValueError(f"num_heads must be {accepted}, got {num_heads}")
-    rows = sizes["B"]
-    sizes["T"] = sizes["D"] + rows * sizes["K"]
-    sizes["P"] = plan_shape(sizes["T"], rows, group, sizes["pages"] * page_size)[0]
-    sizes["C"] = attention_counters(rows, num_kv_heads)
+    sizes["T"] = sizes["D"] + sizes["B"] * sizes["K"]
+    sizes["P"] = plan_shape(sizes["T"], sizes["B"], group, sizes["pages"] * page_size)[0]
+    sizes["C"] = num_counters(sizes["B"], num_kv_heads)
     without = ("parents",) if candidate_parents is None else ()
     layout = empty(RaggedLayout, candidate_ids.device, sizes, without)
-    return _launch(backend, layout, *operands, requests, history, page_size, max_new, group)
+    return _launch(backend, layout, *operands, page_size, max_new, group)

@@ -1,7 +1,7 @@
 """Packing of draft tokens, and of the scored candidates after each of them, into one tree per request, in one launch.
 
-The value model computes the tree in one forward (:func:`value_tree_attention`). A candidate that is also a draft is
-computed once. The tree of a request without scored candidates is empty; any other tree has all drafts of its request.
+A candidate that is also a draft is computed once. The tree of a request without scored candidates is empty; any other
+tree has all drafts of its request.
 
 One program per request. Each cell (a candidate column of a node) has a place in the tree: first the cells that are
 computed, in order, then the others. A single scatter therefore also writes the padding.

@@ -1,8 +1,8 @@
 """Value head: one fp32 logit per token, ``z = w2 . silu(W1 h + b1) + b2``.
 
 Source: section 3 of the specification; ``v_head.fc`` and ``v_head.summary`` of a LenVM checkpoint.
-:func:`ragged_linear` computes ``W1 h + b1``, with the final RMSNorm, for all rows in use, and stores it in fp32. In a
-second launch, a program per token gathers its row, applies SiLU and computes the dot product with w2.
+:func:`ragged_linear` computes ``W1 h + b1`` for all rows in use, and stores it in fp32. In a second launch, a program
+per token gathers its row, applies SiLU and computes the dot product with w2.
 """
 
 import torch

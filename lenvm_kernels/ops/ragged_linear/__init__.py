@@ -18,6 +18,7 @@ them, most of the GPU would wait for a few programs: measured on an H200, 2.7 ti
 """
 
 import functools
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,8 +38,6 @@ from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.ragged_linear.device import (
-    LinearStrides,
-    LinearTensors,
     _finish,
     _first,
     _live_rows,
@@ -118,6 +117,11 @@ FEW_ROWS = 64
 # Bytes of the weight that a launch prefetches before the previous launch has ended: about 3 us of HBM bandwidth. Much
 # more might delay the first loads of the matmul.
 PREFETCH_BYTES = 10_000_000
+
+
+# Tensors that the matmul reads and writes, except slices of larger tensors. The parts are fp32 [SPLITS, T, N].
+LinearTensors = namedtuple("LinearTensors", "out x weight bias residual partial")
+LinearStrides = namedtuple("LinearStrides", "x residual")  # row strides
 
 
 @kernel()
@@ -284,19 +288,16 @@ def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
 
 _SPEC = Spec("""
     x: float [T, K+]
-    weight: =x [rows, K]
-""")
-_REST = Spec("""
-    x: float [T, K]
+    weight: =x [rows+, K]
     bias?: =x|float32 [rows]
     num_rows?: int32 [1]
     square_sums?: single [(K + 63) // 64, T]
-    residual?: =x [T, N]
-    square_sums_out?: single [(N + 63) // 64, T]
+    residual?: =x [T, rows // (1 + swiglu)]
+    square_sums_out?: single [(rows // (1 + swiglu) + 63) // 64, T]
 """)
 
 
-@operator(_SPEC, _REST, reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
+@operator(_SPEC, reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
 def launch_linear(
     out: Tensor,  # in the dtype of x, or fp32
     x,
@@ -419,16 +420,10 @@ def ragged_linear(
                 [2., 1.],
                 [0., 0.]])
     """
-    swiglu = bool(swiglu)
-    backend, sizes = _SPEC.check(backend, x, weight)
-    tokens, columns = sizes["T"], sizes["rows"]
-    if columns == 0 or (swiglu and columns % 2):
-        wanted = "an even number of rows, gate and up," if swiglu else "at least one row,"
-        raise ValueError(f"weight must have {wanted} got shape {list(weight.shape)}")
+    operands, swiglu = (x, weight, bias, num_rows, square_sums, residual, square_sums_out), bool(swiglu)
+    backend, sizes = _SPEC.check(backend, *operands, sizes={"swiglu": int(swiglu)})
+    if swiglu and sizes["rows"] % 2:
+        raise ValueError(f"weight must have an even number of rows, gate and up, got shape {list(weight.shape)}")
     norm_eps = check_options(norm_eps, square_sums, expected_rows)
-    outputs = columns // 2 if swiglu else columns
-    sizes["N"] = outputs
-    rest = (bias, num_rows, square_sums, residual, square_sums_out)
-    _REST.check(backend, x, *rest, sizes=sizes)
-    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    return launch_linear(backend, out, x, weight, *rest, norm_eps, swiglu, expected_rows)
+    out = torch.empty(sizes["T"], sizes["rows"] // (1 + swiglu), dtype=x.dtype, device=x.device)
+    return launch_linear(backend, out, *operands, norm_eps, swiglu, expected_rows)

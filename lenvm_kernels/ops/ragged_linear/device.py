@@ -1,7 +1,5 @@
 """Device functions of :mod:`lenvm_kernels.ops.ragged_linear`: everything but the loop over products."""
 
-from collections import namedtuple
-
 import triton
 import triton.language as tl
 
@@ -72,11 +70,6 @@ def _prefetch_weight(
     for start in range(0, PREFETCH_LEN, 2 * LINE):
         k = split * SPLIT_LEN + start + LINE * tl.arange(0, 2)
         prefetch(rows + k[None, :], (column < COLUMNS)[:, None] & (k < K)[None, :])
-
-
-# Tensors that the matmul reads and writes, except slices of larger tensors. The parts are fp32 [SPLITS, T, N].
-LinearTensors = namedtuple("LinearTensors", "out x weight bias residual partial")
-LinearStrides = namedtuple("LinearStrides", "x residual")  # row strides
 
 
 @triton.jit

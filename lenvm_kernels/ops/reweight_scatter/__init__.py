@@ -23,8 +23,8 @@ from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _refere
 from lenvm_kernels.reference.reweight_scatter import scatter_probs as _scatter_reference
 from lenvm_kernels.types import Candidates, GuidanceColumns
 
-# Candidates per program, two per lane of its one warp. Few, because a program iterates until its last request has
-# converged, and because 256 candidates spill registers.
+# Candidates per program, two per lane of its one warp. A program iterates until its last request has converged, and 256
+# candidates spill registers.
 TILE = 64
 # Elements of [B, V] zeroed per program of the scatter: 64 KB of fp32. Not measured.
 SLICE = 16_384
@@ -108,7 +108,8 @@ _SPEC = Spec(f"""
 
 
 @operator(_SPEC, reference=_scatter_reference, name="scatter_probs")
-def _launch_scatter(out: Tensor, guided_probs: Tensor, candidates, modes: Tensor, table_rows):
+def scatter_probs(out: Tensor, guided_probs: Tensor, candidates, modes: Tensor, table_rows):
+    """Write guided probabilities into the rows of ``out``, see :func:`reweight_scatter`. Checks no argument."""
     (requests, vocab), columns = out.shape, guided_probs.shape[1]
     if requests == 0:
         return
@@ -116,19 +117,6 @@ def _launch_scatter(out: Tensor, guided_probs: Tensor, candidates, modes: Tensor
     _scatter_kernel[(requests, ceil_div(vocab, SLICE))](
         *dense, *listed, modes, modes.stride(0), table_rows, vocab, K=columns, SLICE=SLICE, num_warps=4
     )
-
-
-def scatter_probs(
-    probs: Tensor,  # [B, V]
-    guided_probs: Tensor,  # [B, K]
-    candidates: Candidates,
-    table: GuidanceColumns,
-    table_rows: Tensor | None,  # [B]
-    *,
-    backend: str,
-) -> None:
-    """Write guided probabilities into the rows of ``probs``, see :func:`reweight_scatter`. Checks no argument."""
-    _launch_scatter(backend, probs, guided_probs, candidates, table.mode, table_rows)
 
 
 @operator(_SPEC, reference=_reference, mutates=["table.faults"])
@@ -202,5 +190,5 @@ def reweight_scatter(
     out = torch.empty_like(candidates.probs, dtype=compute_dtype(candidates.probs, value_logits))
     _launch(backend, out, *operands)
     if probs is not None:
-        scatter_probs(probs, out, candidates, table, table_rows, backend=backend)
+        scatter_probs(backend, probs, out, candidates, table.mode, table_rows)
     return out

@@ -39,10 +39,9 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
 )
 from lenvm_kernels.reference.value_tree_attention import value_tree_attention as _reference
 
-# Maximum programs of a launch. The slot table allows far more splits than most requests have, and a launch sized for
-# all of them would spend more time on idle programs than on attention. About four times what 132 multiprocessors hold.
+# Maximum programs of a launch, about four times what 132 multiprocessors hold. The slot table allows far more splits
+# than most requests have, and a launch sized for all of them would spend more time on idle programs than on attention.
 MAX_PROGRAMS = 1024
-
 MAX_HEAD_DIM = 256
 # Offsets within a query tile are 32-bit.
 MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
@@ -320,9 +319,6 @@ def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 _SPEC = Spec("""
     q: float [T, Hq, D]
     k_new: =q [T, Hkv, D]
-""")
-_REST = Spec("""
-    q: float [T, Hq, D]
     v_new: =q [T, Hkv, D]
     k_cache: =q [S, Hkv, D]
     v_cache: =q [S, Hkv, D]
@@ -338,7 +334,7 @@ _REST = Spec("""
 _PLAN = Spec("plan?: int32 [items, size]")
 
 
-@operator(_SPEC, _REST, _PLAN, reference=_reference, mutates=["counters"], only_kernels=["counters", "plan"])
+@operator(_SPEC, _PLAN, reference=_reference, mutates=["counters"], only_kernels=["counters", "plan"])
 def _launch(
     out: Tensor,
     counters: Tensor,
@@ -460,15 +456,14 @@ def value_tree_attention(
         >>> value_tree_attention(q, new, new, cache, cache, *lens, parents=parents).shape
         torch.Size([3, 2, 16])
     """
-    backend, sizes = _SPEC.check(backend, q, k_new)
+    operands = (q, k_new, v_new, k_cache, v_cache, slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
+    backend, sizes = _SPEC.check(backend, *operands, parents, out, counters)
     total_tokens, q_heads, kv_heads, head_dim = (sizes[name] for name in ("T", "Hq", "Hkv", "D"))
     if kv_heads == 0 or q_heads == 0 or q_heads % kv_heads:
         raise ValueError(
             f"q must have a multiple of the heads of k_new, got {q_heads} query and {kv_heads} key/value heads"
         )
     group, device = q_heads // kv_heads, q.device
-    requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
-    _, sizes = _REST.check(backend, q, v_new, k_cache, v_cache, *requests, parents, out, counters, sizes=sizes)
     least = num_counters(sizes["B"], kv_heads)
     if counters is None:
         counters = torch.zeros(least, dtype=torch.int32, device=device)
@@ -492,5 +487,4 @@ def value_tree_attention(
     for name, x in (("q", q), ("out", out)):
         if backend == "triton" and max(x.stride()) > MAX_STRIDE:
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
-    options = (parents, plan, page_size, float(sm_scale))
-    return _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options)
+    return _launch(backend, out, counters, *operands, parents, plan, page_size, float(sm_scale))

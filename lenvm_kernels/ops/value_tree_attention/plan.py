@@ -22,7 +22,7 @@ SPLIT_SLACK = tl.constexpr(128)
 # Maximum splits of a request. Bounds the workspace; a request of 8k tokens still fills 16 programs per key/value head.
 MAX_SPLITS = tl.constexpr(16)
 # Number of leading tiles of a request that are split. Two hold 1 delta token and 8 candidates even for groups of 8
-# heads. Requests with more tokens have more tiles to run in parallel, and would need a workspace as large as a prompt.
+# heads. With more, a prompt would need a workspace of its size.
 SPLIT_TILES = tl.constexpr(2)
 # Requests whose items are summed at once by the planning kernel, and items stored at once.
 PLAN_BLOCK = tl.constexpr(256)
