@@ -1,9 +1,7 @@
-"""The end of a step: guided probabilities, next tokens, and predicted lengths.
+"""The end of a step in plain PyTorch: guided probabilities, next tokens, and predicted lengths.
 
-Tokens are drawn by the inverse CDF of a counter-based uniform number, Philox4x32-10 (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011), in integer arithmetic that is bitwise identical on all devices. Sums have the
-dtype of the probabilities and follow the order of the columns, so the kernel draws the same token from the same fp32
-probabilities.
+Sums have the dtype of the probabilities and follow the order of the columns, and the generator computes with integers:
+the kernel draws the same token from the same fp32 probabilities.
 """
 
 import torch
@@ -57,10 +55,7 @@ def draw_tokens(
     positions: torch.Tensor,  # [B]
     greedy: torch.Tensor | None = None,  # [B]
 ) -> torch.Tensor:
-    """int32 ``[B]``: tokens drawn from the candidates with the weights ``guided_probs``; -1 for requests without one.
-
-    The weights need not sum to 1.
-    """
+    """int32 ``[B]``: tokens drawn from the candidates with the weights ``guided_probs``, or -1."""
     p, cumulative, total = guided_probs, torch.zeros_like(guided_probs), torch.zeros_like(guided_probs[:, 0])
     for i in range(p.shape[1]):  # the order and precision of cumsum are not specified
         total = total + p[:, i]

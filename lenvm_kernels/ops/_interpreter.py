@@ -63,7 +63,6 @@ def dot_in_order(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 @functools.cache  # patch only once
 def repair_interpreter() -> None:
-    """Apply the repairs described in the module docstring."""
     interpreter.InterpretedFunction.__call__ = _call_device_function
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle

@@ -38,7 +38,6 @@ from lenvm_kernels.ops._common import (
     resolve_backend,
 )
 
-_NONE: Mapping[str, int] = {}
 Size = Callable[[dict[str, int]], int]
 
 _LINE = re.compile(r"(\w+)(\??): (=?[\w|]+)(?: of (\w+))?(?: \(([\w, ]+)\))?(?: \[([^]]*)\])?([ a-z]*)")
@@ -65,22 +64,12 @@ class _Rule(NamedTuple):
     layout: str  # contiguous, strided or empty
 
 
-class _Kind(NamedTuple):
-    """Type of an argument that is a named tuple."""
-
-    name: str
-    argument: int
-    is_optional: bool
-    kind: type
-    wanted: str  # in messages
-
-
 class Spec:
     """Checks of an operator's arguments, see the module's docstring."""
 
     def __init__(self, text: str) -> None:
         self._rules: dict[str, list[_Rule]] = {backend: [] for backend in FLOATS}
-        self._kinds: list[_Kind] = []
+        self._kinds: list[tuple[str, int, bool, Any, str]] = []
         self._places: dict[str, int] = {}
         self.types: dict[str, Any] = {}  # of the arguments: Tensor or a named tuple, or None too
         for line in text.strip().splitlines():
@@ -97,7 +86,7 @@ class Spec:
             self._add_rule(name, argument, "", bool(optional), dtype, shape, flags)
             return
         wanted = f"the {dtype} of {producer}" if producer else dtype
-        self._kinds.append(_Kind(name, argument, bool(optional), kind, wanted))
+        self._kinds.append((name, argument, bool(optional), kind, wanted))
         for field in fields.split(", ") if fields else kind._fields:
             declared, own_shape = FIELD_FORMS[kind][field]
             word = "single" if "single" in flags and declared is torch.float32 else str(declared).removeprefix("torch.")
@@ -123,7 +112,7 @@ class Spec:
             rules.append(_Rule(name, argument, field, is_optional, *form))
 
     def check(
-        self, backend: str, *arguments: Any, device: torch.device | None = None, sizes: Mapping[str, int] = _NONE
+        self, backend: str, *arguments: Any, device: torch.device | None = None, sizes: Mapping[str, int] | None = None
     ) -> tuple[str, dict[str, int]]:
         """Check all arguments, in the order of the lines. Return the resolved backend, and the sizes by name.
 
@@ -146,7 +135,7 @@ class Spec:
         backend = resolve_backend(backend, first.name, first_tensor)
         if device is None and isinstance(first_tensor, Tensor):
             device = first_tensor.device
-        bound = dict(sizes)
+        bound = dict(sizes or {})
         for rule in self._rules[backend]:
             name, argument, field, is_optional, dtypes, like, dims, expressions, limits, layout = rule
             x: Any = getattr(arguments[argument], field, None) if field else arguments[argument]

@@ -24,8 +24,7 @@ from lenvm_kernels.reference.begin_step import begin_step as _reference
 from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
 from lenvm_kernels.types import Drafts, Filters, GuidanceColumns, Mode, SpanNodes, StepHistory, StepRequests
 
-# Nodes per program: one per thread of a warp.
-NODES = 32
+NODES = 32  # per program: one per thread of a warp
 
 _UNGUIDED = tl.constexpr(int(Mode.UNGUIDED))
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
@@ -198,7 +197,7 @@ _SPEC = Spec(f"""
     new_lens?: int32 [B]
     active?: bool [B]
     table: GuidanceColumns ({", ".join(GatheredColumns._fields)}) strided
-    history?: StepHistory
+    history?: StepHistory contiguous
     drafts?: Drafts
     spans?: SpanNodes of limit_span
     drawn?: int [B * (1 + D)]
@@ -274,13 +273,6 @@ def empty_history(table_rows: int, max_delta: int, device: torch.device) -> Step
     return history
 
 
-def check_history(history: StepHistory) -> None:
-    """Raise ValueError unless ``history.tokens`` is contiguous and has a column."""
-    if not history.tokens.is_contiguous() or history.tokens.shape[1] == 0:
-        came = f"{list(history.tokens.shape)} with strides {history.tokens.stride()}"
-        raise ValueError(f"history.tokens must be contiguous and have a column, got {came}")
-
-
 def begin_step(
     table: GuidanceColumns,  # R requests
     tokens: Tensor,  # int32|int64 [B] or [B, N]
@@ -328,7 +320,7 @@ def begin_step(
             ``vocab_mask``; zeros for an argument that is ``None``.
         scores, vocab_mask: as in :func:`topk_candidates`, for ``addresses``. Their elements are not read.
         padding_row: table row of dummy requests.
-        out: contiguous result tensors to reuse, for ``N >= B`` requests (:func:`empty_requests`). If ``None``, ``B``.
+        out: contiguous result tensors to reuse, for ``N >= B`` requests. If ``None``, they are allocated for ``B``.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
@@ -364,8 +356,6 @@ def begin_step(
             raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
         if addresses is None and (scores is not None or vocab_mask is not None):
             raise ValueError("addresses must be given with scores or vocab_mask, got None")
-        if history is not None:
-            check_history(history)
         check_int("padding_row", padding_row, 0, sizes["R"] - 1)
         if sizes.get("N", sizes["B"]) < sizes["B"]:
             raise ValueError(f"out must have a row for each of the {sizes['B']} requests, got {sizes['N']}")

@@ -1,13 +1,10 @@
 """Values of candidates from a base model's hidden states: ``W2 silu(W1 silu(shift + scale * e) + b1) + b2`` predicts
 the distribution of the remaining length, which is then reduced to one length.
 
-``e`` is a candidate's embedding; ``scale`` and ``shift`` are projections of its request's hidden state. One launch: a
-program computes the left operand of the first matmul from the three in its loop, applies SiLU to the result, multiplies
-it with W2, and reduces the distributions to lengths.
+``e`` is a candidate's embedding; ``scale`` and ``shift`` are projections of its request's hidden state. One launch.
 """
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import torch
 import triton
@@ -57,11 +54,8 @@ ProbeWeights = namedtuple("ProbeWeights", "fc_weight fc_bias bins_weight bins_bi
 ProbeColumns = namedtuple("ProbeColumns", "mode scale nats_per_token target_length tolerance counts_down answer_length")
 
 
-class _Logits(NamedTuple):
-    """Value logits of the lengths that the distributions are reduced to, and of the mean values."""
-
-    value_logits: Tensor  # [B, K]
-    mean_logits: Tensor  # [B, K]
+# Value logits of the lengths that the distributions are reduced to, and of the mean values.
+_Logits = namedtuple("_Logits", "value_logits mean_logits")
 
 
 @triton.jit
@@ -306,8 +300,8 @@ def candidate_values(
       with ``d(l) = |ln((l + 2) / (r + 2))|`` and the request's strength ``S``; for ``near``, ``l`` is at least ``r``.
       For all other modes, and for a strength of 0, it equals the first logit.
 
-    Within a bin, ``ln(L + 2)`` is assumed to be uniformly distributed for the distance; for the mean, every length is
-    the middle of the bin. A candidate's result is bitwise identical in any batch.
+    Within a bin, ``ln(L + 2)`` is uniform for the distance; for the mean, every length is the middle of the bin. A
+    candidate's result is bitwise identical in any batch.
 
     Args:
         token_ids: int32 or int64 [B, K]; candidates. The logits of ids outside ``[0, V)``, such as -1, are exactly 0.

@@ -21,7 +21,6 @@ from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, w
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.ops.begin_step import check_history
 from lenvm_kernels.ops.value_tree_attention.plan import (
     BLOCK_M,
     ITEM_SIZE,
@@ -219,7 +218,7 @@ _SPEC = Spec("""
     delta?: DeltaTokens
     candidate_parents?: int32 [B, K]
     requests?: StepRequests of begin_step (lengths, request_rows, needs_values, cached_lens) [B]
-    history?: StepHistory (tokens, cached_lens)
+    history?: StepHistory (tokens, cached_lens) contiguous
 """)
 _reference = partial(_lay_out, tile_rows=BLOCK_M.value, split_tiles=SPLIT_TILES.value, num_splits=most_splits)
 
@@ -332,7 +331,6 @@ def lay_out(
         given = [name for name, x in (("delta", delta), ("requests", requests), ("history", history)) if x is not None]
         raise ValueError(f"delta must be passed, or requests and history, got {' and '.join(given) or 'neither'}")
     if history is not None:
-        check_history(history)
         if slot_table.shape[0] < sizes["R"] - 1:  # the last row may be the one of dummy requests
             raise ValueError(f"slot_table must have at least {sizes['R'] - 1} rows, got {slot_table.shape[0]}")
         sizes["D"] = sizes["B"] * sizes["M"]

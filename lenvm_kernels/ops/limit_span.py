@@ -5,7 +5,6 @@ and the only token that a grammar allows stays selectable.
 """
 
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -35,26 +34,9 @@ SpanColumns = namedtuple(
 LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-5:]
 
 
-class NodeSpan(NamedTuple):
-    """Span state of requests, ``[REQUESTS]`` each."""
-
-    ended: Any
-    begin: Any
-    match: Any
-    closing_from: Any
-
-
-class _Rules(NamedTuple):
-    """Parameters of the span state's transitions."""
-
-    patterns: Any  # int32 [REQUESTS, PATTERNS], -2 pads
-    first_bits: Any
-    end_bits: Any
-    start_bits: Any
-    hard_limit: Any
-    grace: Any
-    text_breaks_ptr: Any  # int8 [W] or None
-    W: Any
+NodeSpan = namedtuple("NodeSpan", "ended begin match closing_from")  # span state of requests
+# Parameters of the span state's transitions: patterns are int32 [REQUESTS, PATTERNS], padded with -2.
+_Rules = namedtuple("_Rules", "patterns first_bits end_bits start_bits hard_limit grace text_breaks_ptr W")
 
 
 @triton.jit
@@ -302,9 +284,8 @@ def limit_span(
     Other requests are unchanged. Calling it again for the same step does not change the drawn tokens.
 
     Args:
-        logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``, last dimension contiguous; logits of the next token at each
-            node (:class:`Drafts`), or of each request without drafts. Changed in place. If ``None``, only the state is
-            updated and returned.
+        logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``; logits of the next token at each node (:class:`Drafts`).
+            Changed in place; rows may be strided. If ``None``, only the state is updated and returned.
         table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``
             and ``closing_from`` are written.
         tokens: int64 ``[B, N]``; the new tokens of each sequence, from column 0 on.
@@ -312,8 +293,7 @@ def limit_span(
         lengths: int32 ``[B]``; tokens of each sequence, including the new ones.
         new_lens: int32 ``[B]``; number of new tokens of each sequence. If ``None``, 1.
         drafts: drafts of the requests. If ``None``, no request has drafts.
-        text_breaks: int8 ``[W]``; the :class:`TextBreak` of each token of the vocabulary. If ``None``, no token ends a
-            line.
+        text_breaks: int8 ``[W]``; the :class:`TextBreak` of each token. If ``None``, no token ends a line.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:

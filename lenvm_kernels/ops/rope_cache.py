@@ -6,14 +6,11 @@ For head ``x`` of a query or key, with first half ``a`` and second half ``b`` (v
     a, b = a cos - b sin, b cos + a sin
 
 Source: ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of transformers (RoFormer, arXiv 2104.09864). The norm rounds
-where transformers does, to the dtype before and after the product with ``w``. The rotation is in fp32 and rounded
-once. Keys and values of tokens with a slot are also written to the cache.
-
+where transformers does, to the dtype before and after the product with ``w``. The rotation is in fp32 and rounded once.
 A program processes one token with all its heads. All loads precede all stores, so that it waits for memory once.
 """
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import torch
 import triton
@@ -67,8 +64,7 @@ def _rotate(halves, cos, sin):
 
 RopeTensors = namedtuple("RopeTensors", "q k v k_cache v_cache qkv cos sin slots norm_weight")
 RopeStrides = namedtuple(
-    "RopeStrides",
-    "k_cache_slot k_cache_head v_cache_slot v_cache_head qkv_token cos_token sin_token norm_weight_head",
+    "RopeStrides", "k_cache_slot k_cache_head v_cache_slot v_cache_head qkv_token cos_token sin_token norm_weight_head"
 )
 
 
@@ -132,11 +128,7 @@ def _rope_cache_kernel(
         _store_halves(v_slot_ptr, v, kv_mask, HALF)
 
 
-class _Rotated(NamedTuple):
-    q: Tensor  # [T, Hq, D]
-    k: Tensor  # [T, Hkv, D]
-    v: Tensor  # [T, Hkv, D]
-
+_Rotated = namedtuple("_Rotated", "q k v")
 
 _SPEC = Spec("""
     qkv: float [T, *]

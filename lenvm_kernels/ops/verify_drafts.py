@@ -14,8 +14,7 @@ from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.verify_drafts import verify_drafts as _reference
 from lenvm_kernels.types import Drafts, VerifiedTokens
 
-# Requests per program.
-REQUESTS = 8
+REQUESTS = 8  # per program
 
 
 @kernel()

@@ -108,7 +108,7 @@ ERRORS = {
             {"new_lens": None, "tokens": size(1, 1)},
             r"new_lens must say how many of the tokens \[B, N\] are new, got None",
         ),
-        ({"history.tokens": size(1, 0)}, r"history.tokens must be contiguous and have a column, got \[6, 0\]"),
+        ({"history.tokens": size(1, 0)}, "history.tokens must have at least one column, got none"),
         (
             {"out": lambda x: empty_requests(2, torch.device("cpu"), 2)},
             "out must have a row for each of the 3 requests, got 2",
@@ -139,7 +139,7 @@ ERRORS = {
         ({"history": None}, "delta must be passed, or requests and history, got requests"),
         ({"requests": None, "history": None}, "delta must be passed, or requests and history, got neither"),
         ({"delta": DELTA}, "delta must be passed, or requests and history, got delta and requests and history"),
-        ({"history.tokens": size(1, 0)}, r"history.tokens must be contiguous and have a column, got \[6, 0\]"),
+        ({"history.tokens": size(1, 0)}, "history.tokens must have at least one column, got none"),
     ],
     "pack_drafts": [
         *(({"scored.token_ids": size(1, n)}, f"scored.token_ids {K_COLUMNS} {n}") for n in (0, 3, 6, 128)),

@@ -115,8 +115,7 @@ def test_plans_agree_with_the_reference(device, requests, group, spare_rows, wid
     total_tokens, max_len = int(lens.sum()) + spare_rows, max([0, *cached])
     plan = make_plan(*arguments, total_tokens=total_tokens, group=group, max_len=max_len)
     assert plan.shape == plan_shape(total_tokens, len(requests), group, max_len) and int(plan[0, 0]) < len(plan)
-    constants = dict(split_tiles=plans.SPLIT_TILES.value, num_splits=plans.most_splits)
-    expected = attention_plan(*arguments, tile_tokens=ops.BLOCK_M.value // group, **constants)
+    expected = attention_plan(*arguments, ops.BLOCK_M.value // group, plans.SPLIT_TILES.value, plans.most_splits)
     assert items_of(plan) == items_of(expected)
 
 

@@ -26,14 +26,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    architecture,
-    ceil_div,
-    check_int,
-    check_number,
-    overlapping,
-    with_row_stride,
-)
+from lenvm_kernels.ops._common import architecture, ceil_div, check_int, check_number, overlapping, with_row_stride
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec

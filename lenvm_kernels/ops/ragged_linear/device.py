@@ -6,7 +6,6 @@ import triton.language as tl
 from lenvm_kernels.ops._device import prefetch
 from lenvm_kernels.reference._common import SQUARES_GROUP
 
-# Columns per sum of squares. No tile has fewer columns of the result.
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
 LINE_BYTES = tl.constexpr(128)  # L2 cache line; a thread prefetches one line
 

@@ -60,8 +60,8 @@ CandidateColumns = namedtuple(
 )
 
 
-# The row stride of a batch of one is arbitrary. ROWS_ALIGNED, not the stride, therefore determines the width of loads,
-# and thereby which thread adds which numbers.
+# The row stride of a batch of one is arbitrary. ALIGNMENT, not the stride, therefore determines the width of loads, and
+# thereby which thread adds which numbers.
 @kernel(specialized="tile_max_ptr tile_sum_ptr scores_ptr mask_ptr addresses_ptr V")
 def _scan_kernel(
     tile_max_ptr,  # [B, tiles]
@@ -268,8 +268,7 @@ def topk_candidates(
         sample: whether the next token of a request with a single candidate is that candidate.
         score_all: whether to score the candidates of all requests, reweighted or not.
         step: int64 ``[1]``; :attr:`StepHistory.step`, incremented if ``scored`` has a row. If None, no history is kept.
-        scored: :class:`ScoredCandidates` of ``B`` rows and ``K`` columns, contiguous, which is written. If None, the
-            candidates are only selected.
+        scored: contiguous :class:`ScoredCandidates` ``[B, K]``, written. If None, the candidates are only selected.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments and convert numbers to tensors. If False, ``backend`` must be
             ``triton`` or ``reference``.

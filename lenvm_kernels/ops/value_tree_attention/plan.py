@@ -78,9 +78,7 @@ def load_item(plan_ptr, item):
 
 @triton.jit
 def _new_and_cached(request, q_offsets_ptr, cached_lens_ptr, num_requests, max_len):
-    """(new tokens, cached tokens) of requests, 0 beyond the last one.
-
-    More cached tokens than a row of the slot table holds would be more splits than ``plan_shape`` has room for."""
+    """(new tokens, cached tokens) of requests, 0 beyond the last one; at most the tokens that the slot table holds."""
     exists = request < num_requests
     start = tl.load(q_offsets_ptr + request, mask=exists, other=0)
     end = tl.load(q_offsets_ptr + request + 1, mask=exists, other=0)
