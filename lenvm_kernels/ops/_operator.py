@@ -31,12 +31,6 @@ class _Argument(NamedTuple):
     kind: Any  # the named tuple; None for a single value
     is_optional: bool
 
-    def take(self, value: Any) -> Any:
-        """The columns that this argument has, if the value is a guidance table; else the value."""
-        if type(value) is GuidanceColumns and self.kind is not GuidanceColumns:
-            return self.kind._make([getattr(value, name) for name in self.kind._fields])
-        return value
-
 
 def operator(
     *specs: Spec,
@@ -70,6 +64,8 @@ def operator(
     def decorate(launch: Launch) -> Launch:
         kinds = declared | get_type_hints(launch)
         arguments = [_argument(label, kinds[label]) for label in inspect.signature(launch).parameters]
+        # Positions of the arguments that are some columns of a guidance table.
+        tables = [i for i, x in enumerate(arguments) if x.kind and {*x.kind._fields} < {*GuidanceColumns._fields}]
         writes_output = "out" in inspect.signature(reference).parameters
 
         def run_reference(out: Any, *values: Any) -> None:
@@ -112,7 +108,10 @@ def operator(
 
         @functools.wraps(launch)
         def call(backend: str, out: Any, *operands: Any) -> Any:
-            values = [argument.take(value) for argument, value in zip(arguments, (out, *operands), strict=True)]
+            values = [out, *operands]
+            for i in tables:
+                if values[i] is not None:
+                    values[i] = arguments[i].kind._make([getattr(values[i], x) for x in arguments[i].kind._fields])
             # Tracing, or running without data (FakeTensor).
             if (
                 is_dynamo_compiling()
