@@ -1,4 +1,4 @@
-"""``candidate_values``: by hand, against torch.nn and an integral over lengths, padding, and saturation."""
+"""``candidate_values``: against an integral over lengths, modes without a distance, and saturation."""
 
 import math
 

@@ -135,7 +135,5 @@ def test_fp64_weights_keep_their_precision():
     p = torch.tensor([[2.0**-60, 1.0], [1.0, 2.0**-60]], dtype=torch.float64)
     status, ids = torch.full((2,), int(GUIDE)), torch.arange(2).repeat(2, 1)
     positions = torch.tensor([AT_ZERO, AT_LARGEST])
-    assert draw_tokens(Candidates(ids, p, None, status, None), p, torch.zeros_like(positions), positions).tolist() == [
-        0,
-        0,
-    ]
+    drawn = draw_tokens(Candidates(ids, p, None, status, None), p, torch.zeros_like(positions), positions)
+    assert drawn.tolist() == [0, 0]

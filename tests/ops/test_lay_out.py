@@ -1,4 +1,4 @@
-"""``lay_out``: which tokens are computed, trees and plans by hand, invalid lengths, and errors."""
+"""``lay_out``: which tokens are computed, plans by hand, invalid lengths, and errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``pack_drafts``: the columns of a tree, their order, and the columns of the candidates."""
+"""``pack_drafts``: trees by hand."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Value-tree attention: the reference against dense masks, splits and plans, and dependencies of candidates."""
+"""Value-tree attention: masks of the fork, splits and plans, and dependencies of candidates."""
 
 import json
 import sys
