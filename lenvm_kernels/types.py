@@ -254,7 +254,7 @@ class StepHistory(NamedTuple):
 
     step: Annotated[Tensor, "int64 [1]"]
     uncounted: Annotated[Tensor, "int64 [1]"]
-    tokens: Annotated[Tensor, "int32 [R, M]"]
+    tokens: Annotated[Tensor, "int32 [R, M+]"]
     told_lens: Annotated[Tensor, "int32 [R]"]
     cached_lens: Annotated[Tensor, "int32 [R]"]
 

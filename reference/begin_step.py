@@ -10,7 +10,7 @@ from lenvm_kernels.types import Drafts, Filters, GuidanceColumns, Mode, SpanNode
 
 def begin_step(
     table: GuidanceColumns,  # R requests; only the columns that are read need exist
-    tokens: Tensor,  # int32|int64 [B] or [B, N]
+    tokens: Tensor,  # int32|int64 [B, N]
     table_rows: Tensor,  # int32|int64 [B]
     lengths: Tensor,  # int32 [B]
     *,
@@ -29,7 +29,7 @@ def begin_step(
 ) -> StepRequests:
     """See :func:`lenvm_kernels.ops.begin_step.begin_step`."""
     count, device = tokens.shape[0], tokens.device
-    table_rows, tokens = table_rows.long(), tokens if tokens.dim() == 2 else tokens[:, None]
+    table_rows = table_rows.long()
     new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, tokens.shape[1])
     active = torch.ones(count, dtype=torch.bool, device=device) if active is None else active
 

@@ -1,5 +1,4 @@
-"""Values of candidates from a base model's hidden states, in plain PyTorch: a small network predicts the distribution
-of the remaining length from a projection of the state and the candidate's embedding."""
+"""Values of candidates from a base model's hidden states, in plain PyTorch."""
 
 import torch
 import torch.nn.functional as F
@@ -93,10 +92,8 @@ def standing_for(
 
 
 def log_mean_closeness(start: Tensor, end: Tensor, strength: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
-    """``ln`` of the mean of ``exp(-S d)`` from ``start`` to ``end`` (``[B, N]``).
-
-    ``d`` is the distance from the interval ``lowest`` to ``highest`` (``[B, 1]``).
-    """
+    """``ln`` of the mean of ``exp(-S d)`` from ``start`` to ``end`` (``[B, N]``); ``d`` is the distance from
+    the interval ``lowest`` to ``highest`` (``[B, 1]``)."""
     width = end - start
     parts = end.minimum(lowest) - start, end - start.maximum(highest), end.minimum(highest) - start.maximum(lowest)
     below, above, inside = (part.clamp(min=0) / width.clamp(min=SMALLEST_WIDTH) for part in parts)  # shares

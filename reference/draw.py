@@ -1,19 +1,15 @@
-"""The end of a step: guided probabilities, next tokens, and predicted lengths.
+"""The end of a step in plain PyTorch: guided probabilities, next tokens, and predicted lengths.
 
-Tokens are drawn by the inverse CDF of a counter-based uniform number, Philox4x32-10 (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011), in integer arithmetic that is bitwise identical on all devices. Sums have the
-dtype of the probabilities and follow the order of the columns, so the kernel draws the same token from the same fp32
-probabilities.
+Sums have the dtype of the probabilities and follow the order of the columns, and the generator computes with integers:
+the kernel draws the same token from the same fp32 probabilities.
 """
-
-from typing import Any
 
 import torch
 from torch.nn.functional import softplus
 
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter, target_logits
-from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, Status
+from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, ScoredCandidates, Status, StepRequests
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -24,10 +20,10 @@ _ROUNDS = 10
 def draw(
     candidates: Candidates,
     value_logits: torch.Tensor | None,  # [B, K]
-    predicted: torch.Tensor | None,  # [B, K]
     table: GuidanceColumns,
-    drawing: GuidanceColumns,
-    requests: Any,  # DrawRequests
+    requests: StepRequests,  # [B]
+    scored: ScoredCandidates,  # [B, K]
+    predicted: torch.Tensor | None,  # [B, K]
     drawn: torch.Tensor | None,  # [B]
     text_breaks: torch.Tensor | None,  # [S]
     sample: bool,
@@ -38,17 +34,17 @@ def draw(
     guided_probs = reweight_scatter(candidates, value_logits, table, **options)
     tokens = torch.full_like(candidates.token_ids[:, 0], -1) if drawn is None else drawn
     if sample:
-        own = draw_tokens(candidates, guided_probs, drawing.seed[table_rows], requests.positions, requests.greedy)
+        own = draw_tokens(candidates, guided_probs, table.seed[table_rows], scored.positions, requests.greedy)
         tokens = torch.where(own >= 0, own, tokens)
 
     column = torch.arange(guided_probs.shape[1], device=tokens.device)
-    is_token = (column < requests.scored_counts[:, None]) & (requests.scored_ids == tokens[:, None])
+    is_token = (column < scored.counts[:, None]) & (scored.token_ids == tokens[:, None])
     if predicted is None:
         predicted = target_logits(candidates, table, table_rows)
     z = torch.where(is_token, predicted.to(compute_dtype(predicted, guided_probs)), 0.0).sum(1)
-    is_end = (drawing.eos_token_ids[table_rows] == tokens[:, None]).any(1)
+    is_end = (table.eos_token_ids[table_rows] == tokens[:, None]).any(1)
     lengths = torch.where(is_end, 0.0, softplus(z) / table.nats_per_token[table_rows])
-    is_wanted = requests.wants_length & drawing.return_values[table_rows] & is_token.any(1)
+    is_wanted = requests.wants_length & table.return_values[table_rows] & is_token.any(1)
     return DrawnTokens(guided_probs, tokens, torch.where(is_wanted, lengths, torch.nan))
 
 
@@ -59,10 +55,7 @@ def draw_tokens(
     positions: torch.Tensor,  # [B]
     greedy: torch.Tensor | None = None,  # [B]
 ) -> torch.Tensor:
-    """int32 ``[B]``: tokens drawn from the candidates with the weights ``guided_probs``; -1 for requests without one.
-
-    The weights need not sum to 1.
-    """
+    """int32 ``[B]``: tokens drawn from the candidates with the weights ``guided_probs``, or -1."""
     p, cumulative, total = guided_probs, torch.zeros_like(guided_probs), torch.zeros_like(guided_probs[:, 0])
     for i in range(p.shape[1]):  # the order and precision of cumsum are not specified
         total = total + p[:, i]

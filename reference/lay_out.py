@@ -1,8 +1,4 @@
-"""Layout of one value-model forward in plain PyTorch: token rows, request after request, and the attention plan.
-
-Source: section 2 of the specification. Each request has its delta tokens, then its candidates. Candidates are at the
-position after the delta, or after their parent.
-"""
+"""Layout of one value-model forward in plain PyTorch: token rows, request after request, and the attention plan."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -31,13 +27,8 @@ def lay_out(
     num_splits: Callable[[int], int],
     out: RaggedLayout,
 ) -> None:
-    """See :func:`lenvm_kernels.ops.lay_out.lay_out`.
-
-    Args:
-        tile_rows: rows of a query tile, pairs of a token and one of the ``group`` heads.
-        split_tiles: number of leading tiles of a request that are split.
-        num_splits: returns the number of splits for a number of cached tokens.
-    """
+    """See :func:`lenvm_kernels.ops.lay_out.lay_out`. A query tile has ``tile_rows`` pairs of a token and one of the
+    ``group`` heads. ``num_splits`` of a number of cached tokens splits the first ``split_tiles`` tiles of a request."""
     (b, k), device, max_len = candidate_ids.shape, candidate_ids.device, slot_table.shape[1] * page_size
     candidate_lens = candidate_lens.clamp(0, k)
     if delta is not None:
@@ -94,15 +85,8 @@ def lay_out(
         out.parents.fill_(-1)
         out.parents[candidate_rows[is_candidate]] = parent_rows[is_candidate].int()
 
-    plan = attention_plan(
-        table_rows,
-        cached_lens,
-        out.q_offsets,
-        candidate_lens,
-        tile_tokens=tile_rows // group,
-        split_tiles=split_tiles,
-        num_splits=num_splits,
-    )
+    sizes = (tile_rows // group, split_tiles, num_splits)
+    plan = attention_plan(table_rows, cached_lens, out.q_offsets, candidate_lens, *sizes)
     out.plan.zero_()
     out.plan[: len(plan)] = plan
     out.counters.zero_()
@@ -113,7 +97,6 @@ def attention_plan(
     cached_lens: Tensor,  # [B]
     q_offsets: Tensor,  # [B + 1]
     candidate_lens: Tensor,  # [B]
-    *,
     tile_tokens: int,
     split_tiles: int,
     num_splits: Callable[[int], int],

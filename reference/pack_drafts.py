@@ -33,5 +33,4 @@ def pack_drafts(scored: ScoredCandidates, drafts: Drafts) -> CandidateTrees:
                 trees.columns[node, k] = drafted.index(entry) if entry in drafted else len(tree) - 1
         trees.counts[row] = len(tree)
         trees.token_ids[row, : len(tree)], trees.parents[row, : len(tree)] = torch.tensor(tree, dtype=torch.int32).T
-    device = scored.counts.device
-    return CandidateTrees(*(x.to(device) for x in trees))
+    return CandidateTrees(*(x.to(scored.counts.device) for x in trees))

@@ -1,7 +1,4 @@
-"""Ragged linear in plain PyTorch: a linear layer over the rows in use, with RMSNorm, SwiGLU and a residual.
-
-Computes the projections of a Qwen2 or Llama decoder layer. ``num_rows`` is read on the host.
-"""
+"""Ragged linear in plain PyTorch. ``num_rows`` is read on the host."""
 
 import torch
 import torch.nn.functional as F

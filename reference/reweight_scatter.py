@@ -1,7 +1,6 @@
-"""Guided probabilities of each row's candidates, and their scatter into the rows of ``[B, V]``.
+"""Guided probabilities of each row's candidates, and their scatter into the rows of ``[B, V]``, in plain PyTorch.
 
-Source: section 4 of the specification; LenVM paper (arXiv 2604.27039), section on length-controlled decoding;
-``lvm_combined_guidance`` in the authors' fork of SGLang. All computations are in fp64, whatever the inputs' dtype.
+All computations are in fp64, whatever the inputs' dtype.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""Rotary embedding and cache write in plain PyTorch: RMSNorm of queries and keys, rotation, KV-cache write.
-
-Same computation and rounding as ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of ``transformers``.
-"""
+"""Rotary embedding and cache write in plain PyTorch, with the roundings of ``transformers``."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""Candidate extraction: top-k, then top-p, then min-p on each row's probabilities; choice of the scored candidates.
-
-Source: section 1 of the specification; ``LenvmGuidance`` candidate selection in the LenVM fork of SGLang.
-"""
+"""Candidate extraction and choice of the scored candidates, in plain PyTorch."""
 
 import torch
 

@@ -1,7 +1,4 @@
-"""Value head in plain PyTorch: one logit per token, after the model's final RMSNorm and a row gather.
-
-``z = w2 . silu(W1 h + b1) + b2`` (LenVM, arXiv 2604.27039; weights ``v_head.fc`` and ``v_head.summary``).
-"""
+"""Value head in plain PyTorch: one logit per token, after the model's final RMSNorm and a row gather."""
 
 import torch
 import torch.nn.functional as F

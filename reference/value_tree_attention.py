@@ -17,15 +17,13 @@ def value_tree_attention(
     q_offsets: torch.Tensor,  # int32 [B + 1]
     candidate_lens: torch.Tensor,  # int32 [B]
     *,
-    parents: torch.Tensor | None = None,  # int32 [T]
-    page_size: int = 1,
-    sm_scale: float | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # [T, Hq, D], as q
+    parents: torch.Tensor | None,  # int32 [T]
+    page_size: int,
+    sm_scale: float,
+    out: torch.Tensor,  # [T, Hq, D], as q
+) -> None:
     """See :func:`lenvm_kernels.ops.value_tree_attention.value_tree_attention`."""
     dtype = compute_dtype(q, k_new, v_new)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     kv_heads = k_new.shape[1]
     offsets, max_len = q_offsets.tolist(), slot_table.shape[1] * page_size
     cached_lens = cached_lens.clamp(max=max_len)
@@ -43,10 +41,9 @@ def value_tree_attention(
         new_parents = [] if parents is None else [parent - start for parent in parents[start:end].tolist()]
         delta = end - start - candidates
         allowed = tree_mask(cached, delta, candidates, new_parents, q.device)  # [tokens, cached + tokens]
-        scores = torch.einsum("jhgd,thd->hgjt", queries, keys) * scale
+        scores = torch.einsum("jhgd,thd->hgjt", queries, keys) * sm_scale
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
         out[start:end] = torch.einsum("hgjt,thd->jhgd", weights, values).flatten(1, 2).to(q.dtype)
-    return out
 
 
 def tree_mask(cached: int, delta: int, candidates: int, parents: list[int], device: torch.device) -> torch.Tensor:

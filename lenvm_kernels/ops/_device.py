@@ -1,8 +1,28 @@
-"""Device functions shared by the kernels of several operators."""
+"""Compilation of kernels, and device functions shared by several operators."""
+
+import inspect
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def kernel(specialized: str = "") -> Callable:
+    """:func:`triton.jit` for kernels that :func:`operator` functions launch.
+
+    Callers pass slices, and batches of any size. Addresses, strides and sizes must not trigger a recompilation, so
+    Triton may specialize on the parameters named in ``specialized`` only, and on constants and members of tuples.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        parameters = inspect.signature(function).parameters.values()
+        names = [x.name for x in parameters if x.annotation is not tl.constexpr and x.name not in specialized.split()]
+        pointers = [name for name in names if name.endswith("_ptr")]
+        numbers = [name for name in names if not name.endswith("_ptr")]
+        return triton.jit(do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)(function)
+
+    return decorate
 
 
 @triton.jit

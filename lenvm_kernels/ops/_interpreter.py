@@ -1,25 +1,20 @@
-"""Repairs of Triton's interpreter: matmuls, ``tl.fma``, bf16, comparisons, and slow calls of device functions.
+"""Repairs of Triton's interpreter (3.6 to 3.9), applied when the operators are imported in interpreter mode.
 
-Applied when the operators are imported in interpreter mode.
+``tl.dot`` calls a BLAS library, so that a row's last bits depend on the CPU, on the other rows and on the matrix's
+address. The repaired one adds fp32 products, one after the other, to the accumulator. A GPU does the same for fp32,
+except that it does not round products. The error is large enough to expose a kernel that needs higher precision, which
+sums in fp64 would hide.
 
-The interpreter implements ``tl.dot`` with numpy, which calls a BLAS library. A row's last bits then depend on the CPU,
-on the other rows and on the matrix's memory address. The repaired ``tl.dot`` adds products in fp32, one after the
-other, to the accumulator. A GPU does the same for fp32, except that it does not round products. The error has the same
-size, and is large enough to expose a kernel that needs higher precision. Sums in fp64 that are rounded once would be
-more precise than any GPU, and their fp32 result would still depend on their order.
+bf16 is stored as raw ``uint16`` bits: ``tl.dot`` multiplies the bits, casts to and from types other than fp32
+reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even. The kernels here cast to fp32 before
+any arithmetic, so only casts and ``tl.dot`` need this repair.
 
-The interpreter's ``tl.fma`` also rounds the product. The repaired one rounds once, as on a GPU.
+A comparison has the type of its operands. A broadcast scalar comparison becomes an integer tensor, which Triton 3.9
+rejects as a mask. The repaired comparison returns ``int1``, as on a GPU.
 
-The interpreter (seen on 3.6 to 3.9) stores bf16 as raw ``uint16`` bits: ``tl.dot`` multiplies the bits, casts to and
-from types other than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
-The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need this repair.
-
-The interpreter gives a comparison the type of its operands. A broadcast scalar comparison becomes an integer tensor,
-which Triton 3.9 rejects as a mask. The repaired comparison returns ``int1``, as on a GPU.
-
-A launch patches the ``triton.language`` functions visible to its kernel. Each call of a device function patches them
-again, which takes a millisecond, longer than most device functions. The repair patches each module once. For device
-functions of Triton's own modules, the patch is never undone.
+A launch patches the ``triton.language`` functions visible to its kernel, and each call of a device function patches
+them again, which takes a millisecond. The repair patches each module once. For Triton's own modules, the patch is never
+undone.
 """
 
 import functools
@@ -68,7 +63,6 @@ def dot_in_order(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 @functools.cache  # patch only once
 def repair_interpreter() -> None:
-    """Apply the repairs described in the module docstring."""
     interpreter.InterpretedFunction.__call__ = _call_device_function
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle
@@ -86,7 +80,7 @@ def repair_interpreter() -> None:
     def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         return handle(dot_in_order(decoded(a), decoded(b), d.data), d.dtype.scalar)
 
-    builder.cast_impl, builder.create_dot, builder.create_fma = repaired_cast, dot, _create_fma
+    builder.cast_impl, builder.create_dot = repaired_cast, dot
     for name in dir(builder):
         if name.startswith(("create_icmp", "create_fcmp")):
             setattr(builder, name, _as_int1(getattr(builder, name)))
@@ -97,26 +91,6 @@ def _as_int1(create_comparison: Callable) -> Callable:
         return interpreter.TensorHandle(create_comparison(self, lhs, rhs).data, tl.int1)
 
     return compare
-
-
-_interpreters_fma = interpreter.InterpreterBuilder.create_fma
-
-
-def _create_fma(self, x, y, z):
-    """Replacement of ``InterpreterBuilder.create_fma``."""
-    if any(operand.data.dtype != np.float32 for operand in (x, y, z)):
-        return _interpreters_fma(self, x, y, z)
-    with np.errstate(all="ignore"):
-        product, addend = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)  # the product is exact
-        total = product + addend
-        # Rounding error of the sum (Knuth's two-sum). If it is not 0, the last bit is made odd, so that the rounding to
-        # fp32 does not see a tie (rounding to odd, Boldo and Melquiond).
-        back = total - product
-        lost = (product - (total - back)) + (addend - back)
-        even = (np.ascontiguousarray(total).view(np.uint64) & np.uint64(1)) == 0
-        adjusted = np.where(lost > 0, np.nextafter(total, np.inf), np.nextafter(total, -np.inf))
-        total = np.where(np.isfinite(lost) & (lost != 0) & even, adjusted, total)
-    return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
 
 
 _patched_modules: set[str] = set()

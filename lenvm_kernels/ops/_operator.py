@@ -12,13 +12,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lenvm_kernels.ops._common import INTERPRETED
+from lenvm_kernels.ops._spec import Spec
+from lenvm_kernels.types import GuidanceColumns
 
 if INTERPRETED:
     from lenvm_kernels.ops._interpreter import repair_interpreter
 
     repair_interpreter()
 
-Launch = Callable[..., None]
+Launch = Callable[..., Any]
 
 
 class _Argument(NamedTuple):
@@ -31,41 +33,44 @@ class _Argument(NamedTuple):
 
 
 def operator(
-    *,
+    *specs: Spec,
     reference: Callable[..., Any],
     mutates: Sequence[str] = (),
     only_kernels: Sequence[str] = (),
     name: str | None = None,
-) -> Callable:
+) -> Callable[[Launch], Launch]:
     """Turn a function that launches kernels into an operator.
 
     The function takes its output first, then the operands: tensors, named tuples of tensors, numbers, and ``None`` for
-    optional operands. All are positional and annotated. It returns nothing. The decorated function takes the backend,
-    ``triton`` or ``reference``, before these arguments. It
+    optional operands. All are positional. Their types are those of ``specs``, unless annotated. The decorated function
+    takes the backend, ``triton`` or ``reference``, before these arguments, and returns the output. It
 
+    - reduces a :class:`GuidanceColumns` to the columns of the annotated named tuple;
     - makes the GPU of the output current, because Triton launches on the current GPU;
     - is ``torch.ops.lenvm.<name>`` when operators are recorded instead of executed: ``torch.compile``,
       ``torch.export``, ``make_fx``. The schema has one argument for each field of a named tuple. Other calls bypass the
       dispatcher.
 
     Args:
+        specs: declarations of the operands.
         reference: function of the reference backend. It takes the operands by name. The values that it returns are
             copied into the output. If it has a parameter ``out``, it writes the output itself.
         mutates: operands that are written as well: ``"name"``, or ``"name.field"`` for one field of a named tuple.
         only_kernels: operands that the reference does not take.
         name: name of the operator. If None, the name of the function's module.
     """
+    declared = {label: kind for spec in specs for label, kind in spec.types.items()}
 
     def decorate(launch: Launch) -> Launch:
-        kinds = get_type_hints(launch)
-        kinds.pop("return", None)
-        arguments = [_argument(label, kind) for label, kind in kinds.items()]
-        operands = [argument.name for argument in arguments[1:]]
-
+        kinds = declared | get_type_hints(launch)
+        arguments = [_argument(label, kinds[label]) for label in inspect.signature(launch).parameters]
+        # Positions of the arguments that are some columns of a guidance table.
+        tables = [i for i, x in enumerate(arguments) if x.kind and {*x.kind._fields} < {*GuidanceColumns._fields}]
         writes_output = "out" in inspect.signature(reference).parameters
 
         def run_reference(out: Any, *values: Any) -> None:
-            given = {x: value for x, value in zip(operands, values, strict=True) if x not in only_kernels}
+            operands = {x.name: value for x, value in zip(arguments[1:], values, strict=True)}
+            given = {label: value for label, value in operands.items() if label not in only_kernels}
             if writes_output:
                 reference(**given, out=out)
                 return
@@ -102,16 +107,21 @@ def operator(
         library_op.register_fake(lambda *backend_and_operands: None)
 
         @functools.wraps(launch)
-        def call(backend: str, *values: Any) -> None:
+        def call(backend: str, out: Any, *operands: Any) -> Any:
+            values = [out, *operands]
+            for i in tables:
+                if values[i] is not None:
+                    values[i] = arguments[i].kind._make([getattr(values[i], x) for x in arguments[i].kind._fields])
             # Tracing, or running without data (FakeTensor).
             if (
                 is_dynamo_compiling()
-                or type(values[0] if isinstance(values[0], Tensor) else values[0][0]) is not Tensor
+                or type(out if isinstance(out, Tensor) else out[0]) is not Tensor
                 or (is_in_torch_dispatch_mode() and get_proxy_mode() is not None)
             ):
                 library_op(backend, *_flat(arguments, values))
             else:
                 execute(backend, *values)
+            return out
 
         return call
 
@@ -122,9 +132,8 @@ def _argument(name: str, kind: Any) -> _Argument:
     is_optional = type(None) in get_args(kind)
     for candidate in (kind, *get_args(kind)):
         if hasattr(candidate, "_fields"):
-            fields = {
-                f"{name}_{field}": x | None if is_optional else x for field, x in get_type_hints(candidate).items()
-            }
+            hints = dict.fromkeys(candidate._fields, Tensor) | get_type_hints(candidate)
+            fields = {f"{name}_{field}": x | None if is_optional else x for field, x in hints.items()}
             return _Argument(name, fields, candidate, is_optional)
     return _Argument(name, {name: kind}, None, is_optional)
 

@@ -38,7 +38,6 @@ from lenvm_kernels.ops._common import (
     resolve_backend,
 )
 
-_NONE: Mapping[str, int] = {}
 Size = Callable[[dict[str, int]], int]
 
 _LINE = re.compile(r"(\w+)(\??): (=?[\w|]+)(?: of (\w+))?(?: \(([\w, ]+)\))?(?: \[([^]]*)\])?([ a-z]*)")
@@ -65,23 +64,14 @@ class _Rule(NamedTuple):
     layout: str  # contiguous, strided or empty
 
 
-class _Kind(NamedTuple):
-    """Type of an argument that is a named tuple."""
-
-    name: str
-    argument: int
-    is_optional: bool
-    kind: type
-    wanted: str  # in messages
-
-
 class Spec:
     """Checks of an operator's arguments, see the module's docstring."""
 
     def __init__(self, text: str) -> None:
         self._rules: dict[str, list[_Rule]] = {backend: [] for backend in FLOATS}
-        self._kinds: list[_Kind] = []
+        self._kinds: list[tuple[str, int, bool, Any, str]] = []
         self._places: dict[str, int] = {}
+        self.types: dict[str, Any] = {}  # of the arguments: Tensor or a named tuple, or None too
         for line in text.strip().splitlines():
             self._add(line.strip())
 
@@ -91,11 +81,12 @@ class Spec:
         name, optional, dtype, producer, fields, shape, flags = match.groups()
         argument = self._places[name] = len(self._places)
         kind = getattr(types, dtype, None)
+        self.types[name] = (kind or Tensor) | None if optional else kind or Tensor
         if kind is None:
             self._add_rule(name, argument, "", bool(optional), dtype, shape, flags)
             return
         wanted = f"the {dtype} of {producer}" if producer else dtype
-        self._kinds.append(_Kind(name, argument, bool(optional), kind, wanted))
+        self._kinds.append((name, argument, bool(optional), kind, wanted))
         for field in fields.split(", ") if fields else kind._fields:
             declared, own_shape = FIELD_FORMS[kind][field]
             word = "single" if "single" in flags and declared is torch.float32 else str(declared).removeprefix("torch.")
@@ -121,18 +112,15 @@ class Spec:
             rules.append(_Rule(name, argument, field, is_optional, *form))
 
     def check(
-        self, backend: str, *arguments: Any, device: torch.device | None = None, sizes: Mapping[str, int] = _NONE
+        self, backend: str, *arguments: Any, device: torch.device | None = None, sizes: Mapping[str, int] | None = None
     ) -> tuple[str, dict[str, int]]:
-        """Check the arguments, in the order of the lines.
+        """Check all arguments, in the order of the lines. Return the resolved backend, and the sizes by name.
 
         Args:
-            backend: as passed to the operator, which is resolved for the first tensor.
+            backend: as passed to the operator.
             arguments: all arguments of the specification.
             device: device of the tensors. If None, the first tensor's device.
             sizes: sizes that are not the size of a tensor.
-
-        Returns:
-            The resolved backend, and the sizes by name.
 
         Raises:
             TypeError: an argument is no tensor or named tuple.
@@ -147,7 +135,7 @@ class Spec:
         backend = resolve_backend(backend, first.name, first_tensor)
         if device is None and isinstance(first_tensor, Tensor):
             device = first_tensor.device
-        bound = dict(sizes)
+        bound = dict(sizes or {})
         for rule in self._rules[backend]:
             name, argument, field, is_optional, dtypes, like, dims, expressions, limits, layout = rule
             x: Any = getattr(arguments[argument], field, None) if field else arguments[argument]
@@ -158,7 +146,7 @@ class Spec:
                 dtypes = (dtype, *dtypes) if dtype.itemsize == 2 else (dtype,)
             for dim, size_of in expressions:
                 bound[dim] = size_of(bound)
-            # A step without a CUDA graph checks a thousand tensors, so the message is only built on failure.
+            # A step without a CUDA graph checks a thousand tensors, so :func:`check_tensor` is only called on failure.
             shape = tuple(map(bound.get, dims))
             is_right = isinstance(x, Tensor) and x.dtype in dtypes and x.device == device
             if is_right and x.shape != shape:
@@ -221,13 +209,20 @@ _SIZES = {
 }
 
 
-def empty(kind: Any, device: torch.device, sizes: dict[str, int], without: Collection[str] = ()) -> Any:
+def empty(
+    kind: Any,
+    device: torch.device,
+    sizes: dict[str, int],
+    without: Collection[str] = (),
+    single: torch.dtype = torch.float32,
+) -> Any:
     """A named tuple of uninitialized tensors, with the dtypes and shapes declared in :mod:`lenvm_kernels.types`.
 
-    Fields of ``without`` get their defaults."""
+    Fields of ``without`` get their defaults. fp32 fields have the dtype ``single``."""
     fields = {}
     for name, shape in _SIZES[kind].items():
         if name not in without:
-            shape_of_field = [size_of(sizes) for size_of in shape]
-            fields[name] = torch.empty(shape_of_field, dtype=FIELD_FORMS[kind][name][0], device=device)
+            declared = FIELD_FORMS[kind][name][0]
+            dtype = single if declared is torch.float32 else declared
+            fields[name] = torch.empty([size_of(sizes) for size_of in shape], dtype=dtype, device=device)
     return kind(**fields)

@@ -5,83 +5,38 @@ copies everything that a step reads per request to tensors at fixed addresses, a
 requests. A CUDA graph captured for a larger batch can therefore run all later launches of the step. Scores and the
 vocabulary mask are too large to be copied, so their addresses are stored.
 
-A token is drawn at each node: after the last token of the sequence, and after each draft. A node has the parameters of
-its request, except for the position, the number of generated tokens and the token before it.
-
-The kernel also appends the new tokens to each request's history. A program reads and writes the history of its
-requests only, so the previous state needs no copy. The value model can catch up with a request as long as the history
-holds all tokens that it has not computed. If one is missing, the request loses its guidance, and ``faults`` counts the
-step, until its tokens are passed again as a prompt.
+The kernel also appends the new tokens to each request's history. The value model can catch up with a request as long as
+the history holds all tokens that it has not computed. If one is missing, the request loses its guidance, and ``faults``
+counts the step, until its tokens are passed again as a prompt.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, select_columns, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, check_int, next_power_of_2, row_strides, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.begin_step import begin_step as _reference
 from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
 from lenvm_kernels.types import Drafts, Filters, GuidanceColumns, Mode, SpanNodes, StepHistory, StepRequests
 
-# Nodes per program: one per thread of a warp.
-NODES = 32
+NODES = 32  # per program: one per thread of a warp
 
 _UNGUIDED = tl.constexpr(int(Mode.UNGUIDED))
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 
 
-class GatheredColumns(NamedTuple):
-    """The columns of a guidance table that the kernel accesses."""
-
-    mode: Tensor
-    return_values: Tensor
-    prompt_len: Tensor
-    value_stride: Tensor
-    span_ended: Tensor
-    span_start_bits: Tensor
-    faults: Tensor  # written
-
-
-# Callers pass slices and expanded numbers, whose alignment and strides must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=[
-        "stride_tokens_request",
-        "stride_ids_request",
-        "stride_parents_request",
-        "stride_top_k",
-        "stride_top_p",
-        "stride_min_p",
-        "stride_temperature",
-        "scores_address",
-        "stride_scores_row",
-        "mask_address",
-        "stride_mask_row",
-        "B",
-        "N",
-        "padding_row",
-    ],
-    do_not_specialize_on_alignment=[
-        "tokens_ptr",
-        "new_lens_ptr",
-        "table_rows_ptr",
-        "lengths_ptr",
-        "active_ptr",
-        "draft_ids_ptr",
-        "draft_parents_ptr",
-        "span_ended_ptr",
-        "span_generated_ptr",
-        "drawn_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "temperature_ptr",
-    ],
+# The columns of a guidance table that the kernel accesses. It writes the last one.
+GatheredColumns = namedtuple(
+    "GatheredColumns", "mode return_values prompt_len value_stride span_ended span_start_bits faults"
 )
+
+
+@kernel(specialized="addresses_ptr")
 def _begin_step_kernel(
     requests,  # StepRequests, written
     table,  # GatheredColumns
@@ -125,7 +80,7 @@ def _begin_step_kernel(
 ):
     request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
     exists, is_row = request < B, request < N
-    # All loads of the requests precede the first store: a store waits for its operand, and delays the loads after it.
+    # A store waits for its operand and delays the loads after it, so all loads of the requests precede the first store.
     table_row = tl.load(table_rows_ptr + request, mask=exists, other=0).to(tl.int64)
     new_len = tl.full([REQUESTS], 1, tl.int32)
     if new_lens_ptr is not None:
@@ -235,53 +190,63 @@ def _begin_step_kernel(
         tl.store(addresses_ptr + 3, stride_mask_row, mask=is_first)
 
 
+_SPEC = Spec(f"""
+    tokens: int [B, NEW+]
+    table_rows: int [B]
+    lengths: int32 [B]
+    new_lens?: int32 [B]
+    active?: bool [B]
+    table: GuidanceColumns ({", ".join(GatheredColumns._fields)}) strided
+    history?: StepHistory contiguous
+    drafts?: Drafts
+    spans?: SpanNodes of limit_span
+    drawn?: int [B * (1 + D)]
+    filters: Filters strided
+    addresses?: int64 [4]
+    scores?: float [B * (1 + D), V]
+    vocab_mask?: int32 [B * (1 + D), (V + 31) // 32]
+    out?: StepRequests contiguous
+""")
+
 _WRITTEN = ["table.faults", "addresses", *(f"history.{name}" for name in StepHistory._fields)]
 
 
-@operator(reference=_reference, mutates=_WRITTEN)
+@operator(_SPEC, reference=_reference, mutates=_WRITTEN)
 def _launch(
     out: StepRequests,
+    tokens,
+    table_rows,
+    lengths,
+    new_lens,
+    active,
     table: GatheredColumns,
-    tokens: Tensor,
-    table_rows: Tensor,
-    lengths: Tensor,
-    new_lens: Tensor | None,
-    active: Tensor | None,
-    history: StepHistory | None,
-    drafts: Drafts | None,
-    spans: SpanNodes | None,
-    drawn: Tensor | None,
-    filters: Filters,
-    addresses: Tensor | None,
-    scores: Tensor | None,
-    vocab_mask: Tensor | None,
+    history,
+    drafts,
+    spans,
+    drawn,
+    filters,
+    addresses,
+    scores,
+    vocab_mask,
     padding_row: int,
-) -> None:
+):
     rows, columns = out.draft_ids.shape
     if rows == 0:
         return
-    new = 1 if tokens.dim() == 1 else tokens.shape[1]
-    held = 1 if history is None else history.tokens.shape[1]
     draft_ids, draft_parents = (None, None) if drafts is None else drafts
     nodes = next_power_of_2(1 + columns)
     tile_requests = max(1, NODES // nodes)
     _begin_step_kernel[(ceil_div(rows, tile_requests),)](
-        out,
-        table,
-        row_strides(table),
-        history,
+        *(out, table, row_strides(table), history),
         *(tokens, tokens.stride(0), new_lens, table_rows, lengths, active),
         *(*with_row_stride(draft_ids), *with_row_stride(draft_parents)),
         *((None, None) if spans is None else spans),
         drawn,
         *(x for field in filters for x in (field, field.stride(0))),
-        addresses,
-        *(x for rows_of in (scores, vocab_mask) for x in address_and_stride(rows_of)),
-        tokens.shape[0],
-        rows,
-        padding_row,
-        NEW=new,
-        HELD=held,
+        *(addresses, *address_and_stride(scores), *address_and_stride(vocab_mask)),
+        *(tokens.shape[0], rows, padding_row),
+        NEW=tokens.shape[1],
+        HELD=1 if history is None else history.tokens.shape[1],
         D=columns,
         NODES=nodes,
         REQUESTS=tile_requests,
@@ -299,52 +264,13 @@ def empty_requests(rows: int, device: torch.device, drafts: int = 0) -> StepRequ
     return empty(StepRequests, device, {"N": rows, "D": drafts})
 
 
-def no_filters(lengths: Tensor) -> Filters:
-    """Filters of the requests with ``lengths [B]`` that keep every token."""
-    top_k, ones = torch.zeros_like(lengths), torch.ones_like(lengths, dtype=torch.float32)
-    return Filters(top_k, ones, torch.zeros_like(ones), ones)
-
-
 def empty_history(table_rows: int, max_delta: int, device: torch.device) -> StepHistory:
-    """An empty history for :func:`begin_step`.
-
-    Args:
-        table_rows: R, rows of the table.
-        max_delta: M, tokens held per sequence.
-        device: device of the tensors.
-    """
+    """An empty history for :func:`begin_step` with R (``table_rows``) rows of M (``max_delta``) tokens."""
     history = empty(StepHistory, device, {"R": table_rows, "M": max_delta})
     for x in history:
         x.zero_()
     history.step.fill_(1)
     return history
-
-
-def check_history(history: StepHistory) -> None:
-    """Raise ValueError unless ``history.tokens`` is contiguous and has a column."""
-    if not history.tokens.is_contiguous() or history.tokens.shape[1] == 0:
-        came = f"{list(history.tokens.shape)} with strides {history.tokens.stride()}"
-        raise ValueError(f"history.tokens must be contiguous and have a column, got {came}")
-
-
-_TEXT = f"""
-    tokens: int [B, NEW+]
-    table_rows: int [B]
-    lengths: int32 [B]
-    new_lens?: int32 [B]
-    active?: bool [B]
-    table: GuidanceColumns ({", ".join(GatheredColumns._fields)}) strided
-    history?: StepHistory
-    drafts?: Drafts
-    spans?: SpanNodes of limit_span
-    drawn?: int [B * (1 + D)]
-    filters: Filters strided
-    addresses?: int64 [4]
-    scores?: float [B * (1 + D), V]
-    vocab_mask?: int32 [B * (1 + D), (V + 31) // 32]
-    out?: StepRequests contiguous
-"""
-_SPEC, _SPEC_OF_ONE_TOKEN = Spec(_TEXT), Spec(_TEXT.replace("[B, NEW+]", "[B]"))
 
 
 def begin_step(
@@ -368,9 +294,7 @@ def begin_step(
     backend: str = "auto",
     validate: bool = True,
 ) -> StepRequests:  # [N * (1 + D)]
-    """Gather the inputs of a step per node: one after the last token of each sequence, and one after each draft.
-
-    Updates the history. Causes no host-device sync, and no recompilation for a new number of requests.
+    """Gather the inputs of a step per node, and update the history.
 
     Args:
         table: the columns of a :class:`GuidanceTable` of ``R`` requests. ``faults`` is incremented for each request
@@ -383,11 +307,11 @@ def begin_step(
             ``[B, N]``.
         active: bool ``[B]``; requests that are False are treated as unguided. If ``None``, all are active.
         history: history of the table's rows (:func:`empty_history`), updated in place except for ``step``, which
-            :func:`choose_candidates` updates, and ``cached_lens``, which :func:`lay_out` updates. If ``None``,
+            :func:`topk_candidates` updates, and ``cached_lens``, which :func:`lay_out` updates. If ``None``,
             ``cached_lens`` is left untouched and all requests are due.
         drafts: ``[B, D]``; drafts of the requests. Rows may be strided. If ``None``, each request has one node.
-        spans: result of :func:`limit_span` for the same requests and drafts. Required with drafts if a request has
-            spans, because a draft may end a span or begin one. Without drafts the table has the same state.
+        spans: result of :func:`limit_span` for the same requests and drafts. Required if a request has spans and
+            drafts, which may end a span or begin one.
         drawn: int32 or int64 ``[B * (1 + D)]``; tokens drawn by the caller's own sampler. If ``None``, -1.
         filters: the sampling filters of each request. If ``None``, no filter and temperature 1. A request with
             ``top_k`` 1 or a temperature below 1e-6 is greedy: its filters are replaced by none, at temperature 1, so
@@ -396,19 +320,18 @@ def begin_step(
             ``vocab_mask``; zeros for an argument that is ``None``.
         scores, vocab_mask: as in :func:`topk_candidates`, for ``addresses``. Their elements are not read.
         padding_row: table row of dummy requests.
-        out: contiguous result tensors to reuse, for ``N >= B`` requests (:func:`empty_requests`). If ``None``, ``B``.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        out: contiguous result tensors to reuse, for ``N >= B`` requests. If ``None``, they are allocated for ``B``.
+        backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
         The :class:`StepRequests`.
 
     Raises:
-        TypeError, ValueError: an argument does not match its description. Raised before any launch. The contents of
-            ``table_rows`` are not checked: that would need a host-device sync.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> from lenvm_kernels import Drafts, GuidanceTable, parse_guidance
+        >>> from lenvm_kernels import GuidanceTable, parse_guidance
         >>> table = GuidanceTable(4, "cpu")
         >>> table.add_request(2, parse_guidance({"target_length": 60}), eos_token_ids={0}, prompt_len=7)
         >>> tokens, rows = torch.tensor([[11, 12], [0, 2]])
@@ -421,30 +344,21 @@ def begin_step(
         tensor([ 8,  9, 10,  9], dtype=torch.int32)
     """
     if filters is None:
-        filters = no_filters(lengths)
+        top_k, ones = torch.zeros_like(lengths), torch.ones_like(lengths, dtype=torch.float32)
+        filters = Filters(top_k, ones, torch.zeros_like(ones), ones)
+    is_many = not isinstance(tokens, Tensor) or tokens.dim() != 1
+    tokens = tokens if is_many else tokens[:, None]
+    batch = (tokens, table_rows, lengths, new_lens, active, table, history)
+    operands = (*batch, drafts, spans, drawn, filters, addresses, scores, vocab_mask)
     if validate:
-        is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
-        spec = _SPEC if is_many else _SPEC_OF_ONE_TOKEN
-        batch = (tokens, table_rows, lengths, new_lens, active, table, history)
-        without_drafts = {"D": 0} if drafts is None else {}
-        backend, sizes = spec.check(
-            backend, *batch, drafts, spans, drawn, filters, addresses, scores, vocab_mask, out, sizes=without_drafts
-        )
+        backend, sizes = _SPEC.check(backend, *operands, out, sizes={"D": 0} if drafts is None else {})
         if is_many and new_lens is None:
             raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
         if addresses is None and (scores is not None or vocab_mask is not None):
             raise ValueError("addresses must be given with scores or vocab_mask, got None")
-        if history is not None:
-            check_history(history)
-        if isinstance(padding_row, bool) or not isinstance(padding_row, int):
-            raise TypeError(f"padding_row must be an int, got {type(padding_row).__name__}")
-        if not 0 <= padding_row < sizes["R"]:
-            raise ValueError(f"padding_row must be in [0, {sizes['R']}), got {padding_row}")
+        check_int("padding_row", padding_row, 0, sizes["R"] - 1)
         if sizes.get("N", sizes["B"]) < sizes["B"]:
             raise ValueError(f"out must have a row for each of the {sizes['B']} requests, got {sizes['N']}")
     if out is None:
         out = empty_requests(tokens.shape[0], tokens.device, 0 if drafts is None else drafts.token_ids.shape[1])
-    columns = select_columns(GatheredColumns, table)
-    inputs = (columns, tokens, table_rows, lengths, new_lens, active, history)
-    _launch(backend, out, *inputs, drafts, spans, drawn, filters, addresses, scores, vocab_mask, padding_row)
-    return out
+    return _launch(backend, out, *operands, padding_row)

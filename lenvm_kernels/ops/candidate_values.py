@@ -1,20 +1,18 @@
 """Values of candidates from a base model's hidden states: ``W2 silu(W1 silu(shift + scale * e) + b1) + b2`` predicts
 the distribution of the remaining length, which is then reduced to one length.
 
-``e`` is a candidate's embedding; ``scale`` and ``shift`` are projections of its request's hidden state. One launch: a
-program computes the left operand of the first matmul from the three in its loop, applies SiLU to the result, multiplies
-it with W2, and reduces the distributions to lengths.
+``e`` is a candidate's embedding; ``scale`` and ``shift`` are projections of its request's hidden state. One launch.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, select_columns
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import (
@@ -37,9 +35,7 @@ from lenvm_kernels.reference.candidate_values import (
 from lenvm_kernels.reference.candidate_values import candidate_values as _reference
 from lenvm_kernels.types import GuidanceColumns
 
-# Not measured. At the size used by training, W1 is 32 KB in bf16 (128 x 128), and 64 requests of 8 candidates are 32
-# programs, each of which reads W1 once. Several programs per row block would have to wait for each other. With 128
-# columns at a time, the product with W2 spills.
+# Not measured. With 128 columns at a time, the product with W2 spills.
 BLOCK_M, BLOCK_N = 16, 64
 # 128 bytes of a row of W1. The left operand needs three loads, whose latency the stages hide.
 BLOCK_K_BYTES = 128
@@ -53,33 +49,13 @@ _SHORTEST, _LARGEST_STRENGTH = tl.constexpr(SHORTEST), tl.constexpr(LARGEST_STRE
 _NO_LOGIT = tl.constexpr(-(2.0**126))
 
 
-class ProbeWeights(NamedTuple):
-    """The weights, whose addresses are the same in every launch."""
-
-    fc_weight: Any  # [E, D]
-    fc_bias: Any  # [E]
-    bins_weight: Any  # [N, E]
-    bins_bias: Any  # [N]
-    bin_edges: Any  # [N + 1]
+ProbeWeights = namedtuple("ProbeWeights", "fc_weight fc_bias bins_weight bins_bias bin_edges")
+# Columns of the guidance table that the kernel reads.
+ProbeColumns = namedtuple("ProbeColumns", "mode scale nats_per_token target_length tolerance counts_down answer_length")
 
 
-class ProbeColumns(NamedTuple):
-    """Columns of the guidance table that the kernel reads."""
-
-    mode: Tensor
-    scale: Tensor
-    nats_per_token: Tensor
-    target_length: Tensor
-    tolerance: Tensor
-    counts_down: Tensor
-    answer_length: Tensor
-
-
-class _Logits(NamedTuple):
-    """Value logits of the lengths that the distributions are reduced to, and of the mean values."""
-
-    value_logits: Tensor  # [B, K]
-    mean_logits: Tensor  # [B, K]
+# Value logits of the lengths that the distributions are reduced to, and of the mean values.
+_Logits = namedtuple("_Logits", "value_logits mean_logits")
 
 
 @triton.jit
@@ -157,10 +133,9 @@ def _standing_for(
     return tl.where(is_near, near_logits, mean_logits), mean_logits
 
 
-# Per-batch tensors may be slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=["stride_token_ids_row", "B", "V"],
-    do_not_specialize_on_alignment=["token_ids_ptr", "table_rows_ptr", "generated_ptr"],
+@kernel(
+    specialized="logits_ptr mean_logits_ptr scale_ptr stride_scale_row shift_ptr stride_shift_row "
+    "embedding_ptr stride_embedding_token stride_fc_weight_out stride_bins_weight_bin"
 )
 def _candidate_values_kernel(
     logits_ptr,  # [B, K]
@@ -238,52 +213,6 @@ def _candidate_values_kernel(
     tl.store(mean_logits_ptr + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
 
 
-@operator(reference=_reference)
-def _launch(
-    out: _Logits,
-    token_ids: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    embedding: Tensor,
-    fc_weight: Tensor,
-    fc_bias: Tensor,
-    bins_weight: Tensor,
-    bins_bias: Tensor,
-    bin_edges: Tensor,
-    table: ProbeColumns,
-    table_rows: Tensor,
-    generated: Tensor,
-) -> None:
-    (rows, columns), (outputs, size), bins = token_ids.shape, fc_weight.shape, bins_weight.shape[0]
-    if token_ids.numel() == 0:
-        return
-    inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
-    weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
-    columns_read = (table, row_strides(table), table_rows, generated)
-    _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
-        *out,
-        *inputs,
-        weights,
-        fc_weight.stride(0),
-        bins_weight.stride(0),
-        *columns_read,
-        rows,
-        embedding.shape[0],
-        K=columns,
-        D=size,
-        E=outputs,
-        N=bins,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=min(BLOCK_N, max(16, next_power_of_2(outputs))),
-        BLOCK_BINS=max(16, next_power_of_2(bins)),
-        BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
-        num_warps=NUM_WARPS,
-        num_stages=STAGES,
-        enable_fp_fusion=False,
-        **overlapping(),
-    )
-
-
 _SPEC = Spec(f"""
     token_ids: int [B, K]
     embedding: float [V, D+]
@@ -298,6 +227,49 @@ _SPEC = Spec(f"""
     table_rows: int [B]
     generated: int32 [B]
 """)
+
+
+@operator(_SPEC, reference=_reference)
+def _launch(
+    out: _Logits,
+    token_ids,
+    embedding,
+    scale,
+    shift,
+    fc_weight,
+    fc_bias,
+    bins_weight,
+    bins_bias,
+    bin_edges,
+    table: ProbeColumns,
+    table_rows,
+    generated,
+):
+    (rows, columns), (outputs, size), bins = token_ids.shape, fc_weight.shape, bins_weight.shape[0]
+    if token_ids.numel() == 0:
+        return
+    inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
+    weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
+    _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
+        *out,
+        *inputs,
+        weights,
+        *(fc_weight.stride(0), bins_weight.stride(0)),
+        *(table, row_strides(table), table_rows, generated),
+        *(rows, embedding.shape[0]),
+        K=columns,
+        D=size,
+        E=outputs,
+        N=bins,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=min(BLOCK_N, max(16, next_power_of_2(outputs))),
+        BLOCK_BINS=max(16, next_power_of_2(bins)),
+        BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
+        num_warps=NUM_WARPS,
+        num_stages=STAGES,
+        enable_fp_fusion=False,
+        **overlapping(),
+    )
 
 
 def candidate_values(
@@ -328,9 +300,8 @@ def candidate_values(
       with ``d(l) = |ln((l + 2) / (r + 2))|`` and the request's strength ``S``; for ``near``, ``l`` is at least ``r``.
       For all other modes, and for a strength of 0, it equals the first logit.
 
-    Within a bin, ``ln(L + 2)`` is assumed to be uniformly distributed for the distance; for the mean, every length is
-    the middle of the bin. A candidate's result is bitwise identical in any batch. Causes no host-device sync, and no
-    recompilation for a new number of requests.
+    Within a bin, ``ln(L + 2)`` is uniform for the distance; for the mean, every length is the middle of the bin. A
+    candidate's result is bitwise identical in any batch.
 
     Args:
         token_ids: int32 or int64 [B, K]; candidates. The logits of ids outside ``[0, V)``, such as -1, are exactly 0.
@@ -347,7 +318,7 @@ def candidate_values(
         table: guidance parameters of ``R`` requests, as for :func:`reweight_scatter`.
         table_rows: int32 or int64 [B]; each request's row of the table.
         generated: int32 [B]; tokens generated so far.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         ``(value_logits, mean_logits)``, fp32 [B, K]: the logits for guidance, and those for predicted lengths.
@@ -367,10 +338,8 @@ def candidate_values(
         >>> mean_logits.sigmoid()  # after token 0 the end follows, after token 1 more than that
         tensor([[0.1002, 0.6690]])
     """
-    head = (fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
-    arguments = (token_ids, embedding, scale, shift, *head, table, table_rows, generated)
-    backend, _ = _SPEC.check(backend, *arguments)
+    operands = (token_ids, embedding, scale, shift, fc_weight, fc_bias, bins_weight, bins_bias, bin_edges, table)
+    backend, _ = _SPEC.check(backend, *operands, table_rows, generated)
     logits = torch.empty(2, *token_ids.shape, dtype=compute_dtype(embedding), device=token_ids.device)
-    out, columns = _Logits(*logits.unbind(0)), select_columns(ProbeColumns, table)
-    _launch(backend, out, token_ids, scale, shift, embedding, *head, columns, table_rows, generated)
+    out = _launch(backend, _Logits(*logits.unbind(0)), *operands, table_rows, generated)
     return out.value_logits, out.mean_logits

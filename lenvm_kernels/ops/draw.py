@@ -6,17 +6,17 @@ easy as 1, 2, 3", SC 2011). The columns are added in order, and ``enable_fp_fusi
 from a sum, so the draw from given probabilities is bitwise identical to the reference's.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._spec import Spec
-from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE, ReweightColumns
+from lenvm_kernels.ops._spec import Spec, empty
+from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE
 from lenvm_kernels.ops.reweight_scatter.reweight import (
     _GUIDE,
     _SINGLE,
@@ -31,25 +31,12 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.draw import draw as _reference
 from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, ScoredCandidates, StepRequests
 
-
-class DrawColumns(NamedTuple):
-    """Columns of the guidance table that the kernel accesses beside :class:`ReweightColumns`."""
-
-    eos_token_ids: Tensor
-    seed: Tensor
-    return_values: Tensor
-
-
-class DrawRequests(NamedTuple):
-    """Fields of :class:`StepRequests`, and the :class:`ScoredCandidates` of the same requests."""
-
-    table_rows: Tensor
-    generated: Tensor
-    wants_length: Tensor
-    greedy: Tensor
-    positions: Tensor
-    scored_ids: Tensor
-    scored_counts: Tensor
+# Columns of the guidance table that the kernel accesses: the ReweightColumns, and three more.
+DrawColumns = namedtuple(
+    "DrawColumns",
+    "mode scale nats_per_token value_min target_length tolerance counts_down faults answer_length target_logit "
+    "ending_token_ids eos_token_ids seed return_values",
+)
 
 
 @triton.jit
@@ -67,10 +54,7 @@ def _drawn_column(p, column, seed, position, K: tl.constexpr):
     return tl.minimum(not_beyond, _request_max(tl.where(p > 0, column, -1)))
 
 
-@triton.jit(
-    do_not_specialize=["sample", "S", "E", "EOS", "B"],  # a new batch size must not trigger a recompilation
-    do_not_specialize_on_alignment=["drawn_ptr", "text_breaks_ptr"],
-)
+@kernel(specialized="value_logits_ptr stride_value_logits_request predicted_ptr stride_predicted_request")
 def _draw_kernel(
     out,  # DrawnTokens, written
     candidates,  # Candidates
@@ -78,11 +62,10 @@ def _draw_kernel(
     stride_value_logits_request,
     predicted_ptr,  # [B, K] or None
     stride_predicted_request,
-    table,  # ReweightColumns
+    table,  # DrawColumns
     stride,  # its strides
-    drawing,  # DrawColumns
-    drawing_stride,  # its strides
-    requests,  # DrawRequests
+    requests,  # StepRequests
+    scored,  # ScoredCandidates
     drawn_ptr,  # [B] or None
     text_breaks_ptr,  # [S] or None
     sample,  # whether tokens are drawn from the candidates
@@ -101,8 +84,8 @@ def _draw_kernel(
     tl.store(out.guided_probs + request * K + column, probs, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
-    seed = tl.load(drawing.seed + table_row * drawing_stride.seed, mask=valid, other=0)
-    position = tl.load(requests.positions + request, mask=valid, other=0).to(tl.int64)
+    seed = tl.load(table.seed + table_row * stride.seed, mask=valid, other=0)
+    position = tl.load(scored.positions + request, mask=valid, other=0).to(tl.int64)
     place = _drawn_column(probs, column, seed, position, K)
     greedy = tl.load(requests.greedy + request, mask=valid, other=0) != 0
     most_probable = _request_min(tl.where(probs == _request_max(probs), column, K))
@@ -114,59 +97,63 @@ def _draw_kernel(
         token = tl.where(found, token, tl.load(drawn_ptr + request, mask=valid, other=-1))
     tl.store(out.tokens + request, token, mask=valid)
 
-    scored_count = tl.load(requests.scored_counts + request, mask=valid, other=0)
-    scored_id = tl.load(requests.scored_ids + request * K + column, mask=valid, other=-1)
+    scored_count = tl.load(scored.counts + request, mask=valid, other=0)
+    scored_id = tl.load(scored.token_ids + request * K + column, mask=valid, other=-1)
     is_token = (column < scored_count) & (scored_id == token) & valid
     predicted = (predicted_ptr, stride_predicted_request)
     z = _request_sum(_load_value_logits(*predicted, request, column, table, stride, table_row, is_token))
     nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token, mask=valid, other=1.0)
     length = tl.div_rn(_softplus(z), nats_per_token)
     for i in range(EOS):
-        eos = tl.load(drawing.eos_token_ids + table_row * drawing_stride.eos_token_ids + i, mask=valid, other=-2)
+        eos = tl.load(table.eos_token_ids + table_row * stride.eos_token_ids + i, mask=valid, other=-2)
         length = tl.where(token == eos, 0.0, length)
     wants_length = tl.load(requests.wants_length + request, mask=valid, other=0) != 0
-    returns = tl.load(drawing.return_values + table_row * drawing_stride.return_values, mask=valid, other=0) != 0
+    returns = tl.load(table.return_values + table_row * stride.return_values, mask=valid, other=0) != 0
     is_wanted = wants_length & returns & (_request_max(is_token.to(tl.int32)) > 0)
     tl.store(out.remaining_lengths + request, tl.where(is_wanted, length, float("nan")), mask=valid)
-
-
-@operator(reference=_reference, mutates=["table.faults"])
-def _launch(
-    out: DrawnTokens,
-    candidates: Candidates,
-    value_logits: Tensor | None,
-    predicted: Tensor | None,
-    table: ReweightColumns,
-    drawing: DrawColumns,
-    requests: DrawRequests,
-    drawn: Tensor | None,
-    text_breaks: Tensor | None,
-    sample: bool,
-) -> None:
-    rows, columns = out.guided_probs.shape
-    if rows == 0:
-        return
-    values = (*with_row_stride(value_logits), *with_row_stride(predicted))
-    columns_of = (table, row_strides(table), drawing, row_strides(drawing))
-    inputs = (candidates, *values, *columns_of, requests, drawn, text_breaks, int(sample))
-    sentences = 0 if text_breaks is None else text_breaks.shape[0]
-    ends = (table.ending_token_ids.shape[1], drawing.eos_token_ids.shape[1])
-    tile_requests = max(1, TILE // columns)
-    _draw_kernel[(ceil_div(rows, tile_requests),)](
-        out, *inputs, sentences, *ends, rows, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
-    )
 
 
 _SPEC = Spec(f"""
     candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
     value_logits?: single [B, K]
-    table: GuidanceColumns ({", ".join((*ReweightColumns._fields, *DrawColumns._fields))}) strided single
+    table: GuidanceColumns ({", ".join(DrawColumns._fields)}) strided single
     requests: StepRequests of begin_step (table_rows, generated, wants_length, greedy) [B]
     scored: ScoredCandidates of topk_candidates (token_ids, counts, positions) contiguous
     predicted?: single [B, K]
     drawn?: int32 [B]
     text_breaks?: int8 [S]
 """)
+
+
+@operator(_SPEC, reference=_reference, mutates=["table.faults"])
+def _launch(
+    out: DrawnTokens,
+    candidates,
+    value_logits,
+    table: DrawColumns,
+    requests,
+    scored,
+    predicted,
+    drawn,
+    text_breaks,
+    sample: bool,
+):
+    rows, columns = out.guided_probs.shape
+    if rows == 0:
+        return
+    tile_requests = max(1, TILE // columns)
+    _draw_kernel[(ceil_div(rows, tile_requests),)](
+        out,
+        candidates,
+        *(*with_row_stride(value_logits), *with_row_stride(predicted)),
+        *(table, row_strides(table), requests, scored, drawn, text_breaks, int(sample)),
+        0 if text_breaks is None else text_breaks.shape[0],
+        *(table.ending_token_ids.shape[1], table.eos_token_ids.shape[1], rows),
+        K=columns,
+        REQUESTS=tile_requests,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
 
 
 def draw(
@@ -187,14 +174,11 @@ def draw(
 
     The probabilities are computed as in :func:`reweight_scatter`. A draw depends only on the request's probabilities,
     its seed (``table.seed``) and the token's position (``scored.positions``). It is the same on CPU and GPU, in any
-    batch, and when a request is rerun: draws of a seed at different positions are independent, draws at the same
-    position are equal. The uniform number has 24 bits. A candidate's probability is therefore exact to within 2^-24 of
-    the total, and a candidate with a smaller share may never be drawn.
+    batch, and when a request is rerun. The uniform number has 24 bits: a candidate's probability is exact to within
+    2^-24 of the total, and a candidate with a smaller share may never be drawn.
 
     The predicted length after a token is ``-softplus(z) / ln(gamma)`` of its value logit ``z``, and 0 after an end of
     sequence.
-
-    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
         candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns. Requests without guidance must be
@@ -228,27 +212,12 @@ def draw(
         DrawnTokens(guided_probs=tensor([[0., 1.]]), tokens=tensor([2], dtype=torch.int32), \
 remaining_lengths=tensor([0.]))
     """
+    operands = (candidates, value_logits, table, requests, scored)
     if validate:
-        arguments = (
-            candidates,
-            value_logits,
-            table,
-            requests,
-            scored,
-            predicted,
-            drawn,
-            text_breaks,
-        )
-        backend, sizes = _SPEC.check(backend, *arguments)
+        backend, sizes = _SPEC.check(backend, *operands, predicted, drawn, text_breaks)
         if sizes["N"] != sizes["B"]:
             raise ValueError(f"scored must have a row for each of the {sizes['B']} requests, got {sizes['N']}")
-    guided_probs = torch.empty_like(candidates.probs, dtype=compute_dtype(candidates.probs, value_logits))
-    row = guided_probs[:, 0]
-    out = DrawnTokens(guided_probs, torch.empty_like(row, dtype=torch.int32), torch.empty_like(row))
-    of_requests = (requests.table_rows, requests.generated, requests.wants_length, requests.greedy)
-    inputs = DrawRequests(*of_requests, scored.positions, scored.token_ids, scored.counts)
-    columns = (select_columns(ReweightColumns, table), select_columns(DrawColumns, table))
-    options = (drawn, text_breaks, sample)
+    (rows, columns), dtype = candidates.probs.shape, compute_dtype(candidates.probs, value_logits)
+    out = empty(DrawnTokens, candidates.probs.device, {"B": rows, "K": columns}, single=dtype)
     predicted = value_logits if predicted is None else predicted
-    _launch(backend, out, candidates, value_logits, predicted, *columns, inputs, *options)
-    return out
+    return _launch(backend, out, *operands, predicted, drawn, text_breaks, sample)

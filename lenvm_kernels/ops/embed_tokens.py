@@ -5,19 +5,17 @@
     cos[t], sin[t] = scale cos(a), scale sin(a)          a = positions[t] * inv_freq
 
 Source: ``embed_tokens`` and ``rotary_emb`` of a decoder of transformers (RoFormer, arXiv 2104.09864). The norm of the
-first layer (:func:`ragged_linear`) needs the sums of squares. One launch with one program per token. PyTorch would need
-about a dozen launches, and would compute the padding.
+first layer (:func:`ragged_linear`) needs the sums of squares. One launch with one program per token.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._common import ceil_div, check_number, next_power_of_2, overlapping
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
@@ -30,18 +28,10 @@ MAX_BLOCK_H = 4096
 NUM_WARPS = 4
 
 
-class EmbedTensors(NamedTuple):
-    hidden: Any  # [T, H]
-    square_sums: Any  # fp32 [ceil(H / 64), T]
-    cos: Any  # fp32 [T, D / 2]
-    sin: Any  # fp32 [T, D / 2]
-    token_ids: Any  # int64 [T]
-    positions: Any  # int64 [T]
-    embedding: Any  # [vocabulary, H]
-    inv_freq: Any  # fp32 [D / 2]
+EmbedTensors = namedtuple("EmbedTensors", "hidden square_sums cos sin token_ids positions embedding inv_freq")
 
 
-@triton.jit(do_not_specialize=["T", "vocab_size"], do_not_specialize_on_alignment=["num_rows_ptr"])
+@kernel(specialized="stride_embedding_row")
 def _embed_tokens_kernel(
     ptr,  # EmbedTensors
     stride_embedding_row,
@@ -86,16 +76,17 @@ def _embed_tokens_kernel(
     tl.store(ptr.sin + token * HALF + half, tl.sin(angle) * rope_scale, mask=half < HALF)
 
 
-@operator(reference=_reference)
-def _launch(
-    out: EmbeddedTokens,
-    token_ids: Tensor,
-    positions: Tensor,
-    embedding: Tensor,
-    inv_freq: Tensor,
-    rope_scale: float,
-    num_rows: Tensor | None,
-) -> None:
+_SPEC = Spec("""
+    token_ids: int64 [T]
+    positions: int64 [T]
+    embedding: float [V, H]
+    inv_freq: float32 [half+]
+    num_rows?: int32 [1]
+""")
+
+
+@operator(_SPEC, reference=_reference)
+def _launch(out: EmbeddedTokens, token_ids, positions, embedding, inv_freq, num_rows, rope_scale: float):
     tokens, size = out.hidden.shape
     if tokens == 0:
         return
@@ -105,15 +96,6 @@ def _launch(
     sizes = dict(H=size, HALF=half, GROUP=SQUARES_GROUP, BLOCK_H=block_h, BLOCK_HALF=next_power_of_2(half))
     arguments = (tensors, embedding.stride(0), num_rows, rope_scale, tokens, embedding.shape[0])
     _embed_tokens_kernel[(tokens,)](*arguments, **sizes, num_warps=NUM_WARPS, **overlapping())
-
-
-_SPEC = Spec("""
-    token_ids: int64 [T]
-    positions: int64 [T]
-    embedding: float [V, H]
-    inv_freq: float32 [half+]
-    num_rows?: int32 [1]
-""")
 
 
 def embed_tokens(
@@ -128,27 +110,22 @@ def embed_tokens(
 ) -> EmbeddedTokens:
     """Token embeddings with their sums of squares, and cosine and sine of the positions' rotary angles.
 
-    Causes no host-device sync, and no recompilation for a new number of tokens.
-
     Args:
         token_ids: int64 [T]. The embedding of an id outside of the vocabulary is NaN.
         positions: int64 [T]; each token's position in its sequence.
         embedding: [vocabulary, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
         inv_freq: fp32 [D / 2]; radians per position for each pair of a head's dimensions.
         rope_scale: factor on cosine and sine, for example YaRN's.
-        num_rows: int32 [1] on the device of ``token_ids``; number of tokens. If ``None``, all T. The remaining rows are
-            neither read nor written.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        num_rows: int32 [1]; number of tokens. If ``None``, all T. The remaining rows are neither read nor written.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`EmbeddedTokens`. Tokens from ``num_rows`` on are arbitrary.
 
     Raises:
-        TypeError, ValueError: an argument does not match its description. Raised before any launch. The contents of
-            ``num_rows`` are not checked: that would need a host-device sync.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> import torch
         >>> embedding = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> embedded = embed_tokens(torch.tensor([1, 0]), torch.tensor([0, 2]), embedding, torch.tensor([0.5]))
         >>> embedded.hidden
@@ -156,21 +133,17 @@ def embed_tokens(
                 [1., 2.]])
         >>> embedded.square_sums
         tensor([[25.,  5.]])
-        >>> embedded.cos
-        tensor([[1.0000],
-                [0.5403]])
     """
-    backend, sizes = _SPEC.check(backend, token_ids, positions, embedding, inv_freq, num_rows)
+    operands = (token_ids, positions, embedding, inv_freq, num_rows)
+    backend, sizes = _SPEC.check(backend, *operands)
     tokens, size, half, device = sizes["T"], sizes["H"], sizes["half"], token_ids.device
     if embedding.numel() == 0:
         raise ValueError(f"embedding must have at least one row and column, got shape {list(embedding.shape)}")
-    if isinstance(rope_scale, bool) or not isinstance(rope_scale, (int, float)):
-        raise TypeError(f"rope_scale must be a number, got {type(rope_scale).__name__}")
+    check_number("rope_scale", rope_scale)
     embedded = EmbeddedTokens(
         hidden=torch.empty(tokens, size, dtype=embedding.dtype, device=device),
         square_sums=torch.empty(ceil_div(size, SQUARES_GROUP), tokens, dtype=compute_dtype(embedding), device=device),
         cos=torch.empty(tokens, half, dtype=torch.float32, device=device),
         sin=torch.empty(tokens, half, dtype=torch.float32, device=device),
     )
-    _launch(backend, embedded, token_ids, positions, embedding, inv_freq, float(rope_scale), num_rows)
-    return embedded
+    return _launch(backend, embedded, *operands, float(rope_scale))

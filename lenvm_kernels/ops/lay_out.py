@@ -1,15 +1,14 @@
 """Layout of one value-model forward: for each request its delta tokens, then its candidates, and the attention plan.
 
 Source: section 2 of the specification. The candidates of a request are at the position after its delta; in a tree, a
-candidate is at the position after its parent. The layout also has the work list and zeroed counters of the attention.
+candidate is at the position after its parent.
 
-The delta tokens are passed, such as prompts, or chosen from the history of decoding requests. The value model does not
-need to process every token when it is drawn: a request that needs no values in a step waits, and its missing tokens are
-computed at the next step that needs values, or before its history would overflow. The choice depends on the request
-alone, so that its values are the same in any batch.
+The delta tokens are passed, such as prompts, or chosen from the history of decoding requests. A request that needs no
+values in a step waits: its missing tokens are computed at the next step that needs values, or before its history would
+overflow. The choice depends on the request alone, so that its values are the same in any batch.
 
 One launch with one program per request. A program computes its offsets as integer sums over the lengths of all earlier
-requests, which are exact in any order. It writes its own rows, columns and plan items, and a share of the padding.
+requests. It writes its own rows, columns and plan items, and a share of the padding.
 """
 
 from functools import partial
@@ -19,28 +18,24 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, with_row_stride
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.ops.begin_step import check_history
 from lenvm_kernels.ops.value_tree_attention.plan import (
     BLOCK_M,
     ITEM_SIZE,
     SPLIT_TILES,
     most_splits,
+    num_counters,
     num_items,
     plan_shape,
     store_items,
 )
-from lenvm_kernels.ops.value_tree_attention.plan import num_counters as attention_counters
 from lenvm_kernels.reference.lay_out import lay_out as _lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
 
-# Requests per iteration of the sums over the lengths, and tokens per iteration of the copies. Up to 1,024 requests, the
-# sums are one iteration. A prompt of 32k tokens takes 32 iterations (about 40 us if each waits for memory, next to a
-# prefill of many ms). A decode step's one token leaves most lanes idle, which costs no memory traffic. With 8 warps, a
-# thread has 4 elements. Measured on an H200 without the choice of deltas and the plan: 3.4 us for 64 requests with 8
-# candidates. Other sizes have not been measured.
+# Requests per iteration of the sums over the lengths, and tokens per iteration of the copies. Measured on an H200
+# without the choice of deltas and the plan: 3.4 us for 64 requests with 8 candidates. No other size has been measured.
 TILE = 1024
 NUM_WARPS = 8
 
@@ -94,30 +89,7 @@ def _earlier(parent, column):
     return tl.where((parent >= 0) & (parent < column), parent, -1).to(tl.int64)
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=[
-        "stride_candidate_ids_request",
-        "stride_parents_request",
-        "stride_slot_table_row",
-        "pages",
-        "B",
-        "D",
-        "most_items",
-        "num_counters",
-    ],
-    do_not_specialize_on_alignment=[
-        "token_ids_ptr",
-        "starts_ptr",
-        "lens_ptr",
-        "cached_lens_ptr",
-        "table_rows_ptr",
-        "candidate_ids_ptr",
-        "candidate_lens_ptr",
-        "parents_ptr",
-        "slot_table_ptr",
-    ],
-)
+@kernel(specialized="history_lens_ptr")
 def _lay_out_kernel(
     layout,  # RaggedLayout, written
     requests,  # StepRequests, or None if the delta is passed
@@ -239,41 +211,45 @@ def _lay_out_kernel(
     tl.store(layout.plan + header, tl.where(header == 0, tl.minimum(end_item, most_items), 0), mask=request == 0)
 
 
+_SPEC = Spec("""
+    candidate_ids: int [B+, K]
+    candidate_lens: int32 [B]
+    slot_table: int32 [*, pages]
+    delta?: DeltaTokens
+    candidate_parents?: int32 [B, K]
+    requests?: StepRequests of begin_step (lengths, request_rows, needs_values, cached_lens) [B]
+    history?: StepHistory (tokens, cached_lens) contiguous
+""")
 _reference = partial(_lay_out, tile_rows=BLOCK_M.value, split_tiles=SPLIT_TILES.value, num_splits=most_splits)
 
 
-@operator(reference=_reference, mutates=["history.cached_lens"])
+@operator(_SPEC, reference=_reference, mutates=["history.cached_lens"])
 def _launch(
     out: RaggedLayout,
-    candidate_ids: Tensor,
-    candidate_lens: Tensor,
-    slot_table: Tensor,
-    delta: DeltaTokens | None,
-    requests: StepRequests | None,
-    history: StepHistory | None,
-    candidate_parents: Tensor | None,
+    candidate_ids,
+    candidate_lens,
+    slot_table,
+    delta,
+    candidate_parents,
+    requests,
+    history,
     page_size: int,
     max_new: int,
     group: int,
-) -> None:
+):
     (rows, columns), held = candidate_ids.shape, 1
-    tokens: tuple[Tensor | None, ...]
     if delta is not None:
         tokens = (None, delta.token_ids, delta.starts, delta.lens, delta.cached_lens, delta.table_rows)
     else:
-        assert requests is not None and history is not None
         tokens = (history.cached_lens, history.tokens, None, None, requests.cached_lens, requests.request_rows)
         held = history.tokens.shape[1]
-    candidates = (*with_row_stride(candidate_ids), candidate_lens, *with_row_stride(candidate_parents))
-    sizes = (rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters))
     _lay_out_kernel[(rows,)](
         out,
         requests,
         *tokens,
-        *candidates,
-        *with_row_stride(slot_table),
-        slot_table.shape[1],
-        *sizes,
+        *(*with_row_stride(candidate_ids), candidate_lens, *with_row_stride(candidate_parents)),
+        *(*with_row_stride(slot_table), slot_table.shape[1]),
+        *(rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters)),
         HELD=held,
         MAX_NEW=max_new,
         PAGE_SIZE=page_size,
@@ -284,19 +260,6 @@ def _launch(
         num_warps=NUM_WARPS,
         **overlapping(),
     )
-
-
-_SPEC = Spec("""
-    candidate_ids: int [B+, K]
-    candidate_lens: int32 [B]
-    slot_table: int32 [*, pages]
-    delta?: DeltaTokens
-    candidate_parents?: int32 [B, K]
-""")
-_STEP = Spec("""
-    requests: StepRequests of begin_step (lengths, request_rows, needs_values, cached_lens) [B]
-    history: StepHistory (tokens, cached_lens)
-""")
 
 
 def lay_out(
@@ -319,9 +282,8 @@ def lay_out(
     The delta tokens are either passed as ``delta``, or chosen from the ``history`` of ``requests``: then ``D`` is
     ``B * M``, and ``history.cached_lens`` is updated in place.
 
-    Causes no host-device sync, and no recompilation for a new number of requests or tokens. Lengths are not checked,
-    because that would need a host-device sync. Tokens beyond the slot table have no slot and are not cached. If lengths
-    violate a condition below, the layout is meaningless, but the kernel neither reads nor writes outside its tensors.
+    Tokens beyond the slot table have no slot and are not cached. If lengths violate a condition below, the layout is
+    meaningless, but the kernel neither reads nor writes outside its tensors.
 
     Args:
         candidate_ids: int32 or int64 [B, K]; the candidates of each request from column 0 on. Rows may be strided;
@@ -339,7 +301,7 @@ def lay_out(
         candidate_parents: int32 [B, K]; the earlier column of each candidate's parent. For any other value (-1), the
             candidate follows the delta. If ``None``, all candidates do. Rows may be strided.
         page_size: slots per page.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`RaggedLayout`, on the device of ``candidate_ids``.
@@ -357,21 +319,18 @@ def lay_out(
         >>> layout = lay_out(candidates, counts, slot_table, num_heads=2, num_kv_heads=1, delta=delta)
         >>> layout.token_ids
         tensor([7, 1, 2, 8, 3, 0])
-        >>> layout.positions
-        tensor([ 5,  6,  6,  9, 10,  0])
         >>> layout.slots
         tensor([75, -1, -1, 19, -1, -1])
         >>> layout.candidate_rows
         tensor([[ 1,  2],
                 [ 4, -1]])
     """
-    backend, sizes = _SPEC.check(backend, candidate_ids, candidate_lens, slot_table, delta, candidate_parents)
+    operands = (candidate_ids, candidate_lens, slot_table, delta, candidate_parents, requests, history)
+    backend, sizes = _SPEC.check(backend, *operands)
     if (delta is None) == (requests is None) or (requests is None) != (history is None):
         given = [name for name, x in (("delta", delta), ("requests", requests), ("history", history)) if x is not None]
         raise ValueError(f"delta must be passed, or requests and history, got {' and '.join(given) or 'neither'}")
-    if requests is not None and history is not None:
-        _, sizes = _STEP.check(backend, requests, history, device=candidate_ids.device, sizes=sizes)
-        check_history(history)
+    if history is not None:
         if slot_table.shape[0] < sizes["R"] - 1:  # the last row may be the one of dummy requests
             raise ValueError(f"slot_table must have at least {sizes['R'] - 1} rows, got {slot_table.shape[0]}")
         sizes["D"] = sizes["B"] * sizes["M"]
@@ -382,12 +341,9 @@ def lay_out(
     if num_heads % num_kv_heads or group > BLOCK_M.value:
         accepted = f"a multiple of num_kv_heads, {num_kv_heads}, up to {BLOCK_M.value} times as many"
         raise ValueError(f"num_heads must be {accepted}, got {num_heads}")
-    rows = sizes["B"]
-    sizes["T"] = sizes["D"] + rows * sizes["K"]
-    sizes["P"] = plan_shape(sizes["T"], rows, group, sizes["pages"] * page_size)[0]
-    sizes["C"] = attention_counters(rows, num_kv_heads)
+    sizes["T"] = sizes["D"] + sizes["B"] * sizes["K"]
+    sizes["P"] = plan_shape(sizes["T"], sizes["B"], group, sizes["pages"] * page_size)[0]
+    sizes["C"] = num_counters(sizes["B"], num_kv_heads)
     without = ("parents",) if candidate_parents is None else ()
     layout = empty(RaggedLayout, candidate_ids.device, sizes, without)
-    sources = (delta, requests, history, candidate_parents)
-    _launch(backend, layout, candidate_ids, candidate_lens, slot_table, *sources, page_size, max_new, group)
-    return layout
+    return _launch(backend, layout, *operands, page_size, max_new, group)

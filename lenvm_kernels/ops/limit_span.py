@@ -1,19 +1,17 @@
-"""Tracking of each request's guided span, and changes of logits that end it, in one launch.
+"""Tracking of each request's guided span, e.g. its reasoning, and changes of logits that end it, in one launch.
 
-A request may define tokens that end its guided span, e.g. the reasoning before an answer. While the span is open, the
-model's own end of sequence is excluded. From a hard limit on, the closing tokens are forced; the last of them end the
-span. A closing without end tokens is a landing: each of its tokens is forced once, and the sequence continues.
 Tokens are forced and excluded by large finite additions to their logits. A grammar-masked token therefore stays masked,
 and the only token that a grammar allows stays selectable.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, select_columns, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.limit_span import EXCLUDED, FORCED
@@ -27,51 +25,18 @@ _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
 _LINE = tl.constexpr(int(TextBreak.LINE))
 
 
-class SpanColumns(NamedTuple):
-    """The columns of a guidance table that the kernel accesses."""
-
-    eos_token_ids: Tensor
-    span_end_token_ids: Tensor
-    span_token_ids: Tensor
-    closing_token_ids: Tensor
-    span_first_bits: Tensor
-    span_end_bits: Tensor
-    span_start_bits: Tensor
-    hard_limit: Tensor
-    hard_limit_grace: Tensor
-    allows_eos: Tensor
-    # Read and written.
-    prompt_len: Tensor
-    span_ended: Tensor
-    span_seen: Tensor
-    span_match: Tensor
-    closing_from: Tensor
-
-
-# The columns that are lists, and the columns that are written.
+# The columns of a guidance table that the kernel accesses: first the lists, at the end the columns that it writes.
+SpanColumns = namedtuple(
+    "SpanColumns",
+    "eos_token_ids span_end_token_ids span_token_ids closing_token_ids span_first_bits span_end_bits span_start_bits "
+    "hard_limit hard_limit_grace allows_eos prompt_len span_ended span_seen span_match closing_from",
+)
 LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-5:]
 
 
-class NodeSpan(NamedTuple):
-    """Span state of requests, ``[REQUESTS]`` each."""
-
-    ended: Any
-    begin: Any
-    match: Any
-    closing_from: Any
-
-
-class _Rules(NamedTuple):
-    """Parameters of the span state's transitions."""
-
-    patterns: Any  # int32 [REQUESTS, PATTERNS], -2 pads
-    first_bits: Any
-    end_bits: Any
-    start_bits: Any
-    hard_limit: Any
-    grace: Any
-    text_breaks_ptr: Any  # int8 [W] or None
-    W: Any
+NodeSpan = namedtuple("NodeSpan", "ended begin match closing_from")  # span state of requests
+# Parameters of the span state's transitions: patterns are int32 [REQUESTS, PATTERNS], padded with -2.
+_Rules = namedtuple("_Rules", "patterns first_bits end_bits start_bits hard_limit grace text_breaks_ptr W")
 
 
 @triton.jit
@@ -106,28 +71,7 @@ def _after(
     return NodeSpan(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=[
-        "stride_logits_row",
-        "stride_tokens_request",
-        "stride_ids_request",
-        "stride_parents_request",
-        "B",
-        "V",
-        "W",
-    ],
-    do_not_specialize_on_alignment=[
-        "logits_ptr",
-        "tokens_ptr",
-        "new_lens_ptr",
-        "table_rows_ptr",
-        "lengths_ptr",
-        "draft_ids_ptr",
-        "draft_parents_ptr",
-        "text_breaks_ptr",
-    ],
-)
+@kernel(specialized="ended_ptr generated_ptr")
 def _limit_span_kernel(
     ended_ptr,  # bool [B * (1 + D)], written
     generated_ptr,  # int32 [B * (1 + D)], written
@@ -275,41 +219,6 @@ def _limit_span_kernel(
             tl.store(excluded_ptr, (y.to(tl.float32) - _EXCLUDED).to(y.dtype), mask=is_lowered)
 
 
-@operator(reference=_reference, mutates=["logits", *(f"table.{name}" for name in WRITTEN)])
-def _launch(
-    out: SpanNodes,
-    logits: Tensor | None,
-    table: SpanColumns,
-    tokens: Tensor,
-    table_rows: Tensor,
-    lengths: Tensor,
-    new_lens: Tensor | None,
-    drafts: Drafts | None,
-    text_breaks: Tensor | None,
-) -> None:
-    requests, new = tokens.shape
-    if requests == 0:
-        return
-    draft_ids, draft_parents = (None, None) if drafts is None else drafts
-    columns = 0 if draft_ids is None else draft_ids.shape[1]
-    trees = (*with_row_stride(draft_ids), *with_row_stride(draft_parents))
-    results = (*out, *with_row_stride(logits), table, row_strides(table))
-    batch = (tokens, tokens.stride(0), new_lens, table_rows, lengths)
-    vocab, known = 0 if logits is None else logits.shape[1], 0 if text_breaks is None else text_breaks.shape[0]
-    eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
-    blocks = {
-        "EOS": next_power_of_2(eos),
-        "SPAN_ENDS": next_power_of_2(ends),
-        "PATTERNS": next_power_of_2(patterns),
-        "CLOSING": next_power_of_2(closing),
-        "NODES": next_power_of_2(columns + 1),
-    }
-    sizes = dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS)
-    _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        *results, *batch, *trees, text_breaks, requests, vocab, known, **sizes, **blocks, num_warps=1
-    )
-
-
 _SPEC = Spec(f"""
     tokens: int64 [B, NEW+]
     drafts?: Drafts
@@ -320,6 +229,29 @@ _SPEC = Spec(f"""
     new_lens?: int32 [B]
     text_breaks?: int8 [W]
 """)
+
+
+@operator(_SPEC, reference=_reference, mutates=["logits", *(f"table.{name}" for name in WRITTEN)])
+def _launch(out: SpanNodes, tokens, drafts, logits, table: SpanColumns, table_rows, lengths, new_lens, text_breaks):
+    requests, new = tokens.shape
+    if requests == 0:
+        return
+    draft_ids, draft_parents = (None, None) if drafts is None else drafts
+    columns = 0 if draft_ids is None else draft_ids.shape[1]
+    eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
+    _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
+        *(*out, *with_row_stride(logits), table, row_strides(table)),
+        *(tokens, tokens.stride(0), new_lens, table_rows, lengths),
+        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks),
+        *(requests, 0 if logits is None else logits.shape[1], 0 if text_breaks is None else text_breaks.shape[0]),
+        **dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS),
+        EOS=next_power_of_2(eos),
+        SPAN_ENDS=next_power_of_2(ends),
+        PATTERNS=next_power_of_2(patterns),
+        CLOSING=next_power_of_2(closing),
+        NODES=next_power_of_2(columns + 1),
+        num_warps=1,
+    )
 
 
 def limit_span(
@@ -350,12 +282,10 @@ def limit_span(
     its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may end.
 
     Other requests are unchanged. Calling it again for the same step does not change the drawn tokens.
-    Causes no host-device sync, and no recompilation for a new number of requests.
 
     Args:
-        logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``, last dimension contiguous; logits of the next token at each
-            node (:class:`Drafts`), or of each request without drafts. Changed in place. If ``None``, only the state is
-            updated and returned.
+        logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``; logits of the next token at each node (:class:`Drafts`).
+            Changed in place; rows may be strided. If ``None``, only the state is updated and returned.
         table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``
             and ``closing_from`` are written.
         tokens: int64 ``[B, N]``; the new tokens of each sequence, from column 0 on.
@@ -363,9 +293,8 @@ def limit_span(
         lengths: int32 ``[B]``; tokens of each sequence, including the new ones.
         new_lens: int32 ``[B]``; number of new tokens of each sequence. If ``None``, 1.
         drafts: drafts of the requests. If ``None``, no request has drafts.
-        text_breaks: int8 ``[W]``; the :class:`TextBreak` of each token of the vocabulary. If ``None``, no token ends a
-            line.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        text_breaks: int8 ``[W]``; the :class:`TextBreak` of each token. If ``None``, no token ends a line.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`SpanNodes`.
@@ -384,15 +313,11 @@ def limit_span(
         >>> logits  # the sequence cannot end
         tensor([[-10000.,      0.,      0.,      0.]])
     """
-    without_drafts = {"D": 0} if drafts is None else {}
-    arguments = (tokens, drafts, logits, table, table_rows, lengths, new_lens, text_breaks)
-    backend, sizes = _SPEC.check(backend, *arguments, sizes=without_drafts)
+    operands = (tokens, drafts, logits, table, table_rows, lengths, new_lens, text_breaks)
+    backend, sizes = _SPEC.check(backend, *operands, sizes={"D": 0} if drafts is None else {})
     for name in LISTS:
         if getattr(table, name).shape[1] == 0:
             raise ValueError(f"table.{name} must have at least one column, got none")
     if new_lens is None and sizes["NEW"] != 1:
         raise ValueError(f"new_lens must be given with tokens of several columns, got {sizes['NEW']} columns")
-    nodes = empty(SpanNodes, tokens.device, sizes)
-    columns = select_columns(SpanColumns, table)
-    _launch(backend, nodes, logits, columns, tokens, table_rows, lengths, new_lens, drafts, text_breaks)
-    return nodes
+    return _launch(backend, empty(SpanNodes, tokens.device, sizes), *operands)

@@ -1,28 +1,24 @@
 """Packing of draft tokens, and of the scored candidates after each of them, into one tree per request, in one launch.
 
-The value model computes the tree in one forward (:func:`value_tree_attention`). A candidate that is also a draft is
-computed once. The tree of a request without scored candidates is empty; any other tree has all drafts of its request.
+A candidate that is also a draft is computed once. The tree of a request without scored candidates is empty; any other
+tree has all drafts of its request.
 
 One program per request. Each cell (a candidate column of a node) has a place in the tree: first the cells that are
 computed, in order, then the others. A single scatter therefore also writes the padding.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from lenvm_kernels.ops._common import next_power_of_2, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.pack_drafts import pack_drafts as _reference
 from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
-    do_not_specialize_on_alignment=["draft_ids_ptr", "draft_parents_ptr"],
-)
+@kernel(specialized="scored_ids_ptr counts_ptr positions_ptr")
 def _pack_drafts_kernel(
     trees,  # CandidateTrees, written
     scored_ids_ptr,  # int32 [N * (1 + D), K]
@@ -81,8 +77,15 @@ def _pack_drafts_kernel(
     tl.store(trees.positions + request, tl.load(positions_ptr + first_node))
 
 
-@operator(reference=_reference)
-def _launch(out: CandidateTrees, scored: ScoredCandidates, drafts: Drafts) -> None:
+_SPEC = Spec("""
+    scored: ScoredCandidates of topk_candidates (token_ids, counts, positions) contiguous
+    drafts: Drafts
+""")
+_OUT = Spec("out: CandidateTrees contiguous")
+
+
+@operator(_SPEC, reference=_reference)
+def _launch(out: CandidateTrees, scored, drafts):
     rows, (count, width), columns = out.counts.shape[0], drafts.token_ids.shape, scored.token_ids.shape[1]
     if rows == 0:
         return
@@ -107,13 +110,6 @@ def _sizes_of_trees(rows: int, drafts: int, candidates: int) -> dict[str, int]:
     return {"N": rows, "D": drafts, "K": candidates, "C": tree_columns(drafts, candidates)}
 
 
-_SPEC = Spec("""
-    scored: ScoredCandidates of topk_candidates (token_ids, counts, positions) contiguous
-    drafts: Drafts
-""")
-_OUT = Spec("out: CandidateTrees contiguous")
-
-
 def pack_drafts(
     scored: ScoredCandidates,  # [N * (1 + D), K]
     drafts: Drafts,  # [B, D]
@@ -123,14 +119,12 @@ def pack_drafts(
 ) -> CandidateTrees:  # [N, C]
     """Make one tree per request of its drafts and of the scored candidates at its nodes.
 
-    Causes no host-device sync, and no recompilation for a new number of requests.
-
     Args:
         scored: written by :func:`topk_candidates` for the nodes of ``N`` requests; ``K`` is a power of two up to 64.
             If a draft is listed twice below the same parent, the candidate shares the column of the first.
         drafts: drafts of the first ``B <= N`` requests. The other requests have none. Rows may be strided.
         out: contiguous result tensors to reuse. If ``None``, they are allocated.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`CandidateTrees`.
@@ -159,5 +153,4 @@ def pack_drafts(
     if out is None:
         out = empty_trees(rows, width, columns, drafts.parents.device)
     _OUT.check(backend, out, device=drafts.parents.device, sizes=_sizes_of_trees(rows, width, columns))
-    _launch(backend, out, scored, drafts)
-    return out
+    return _launch(backend, out, scored, drafts)

@@ -6,32 +6,26 @@ For head ``x`` of a query or key, with first half ``a`` and second half ``b`` (v
     a, b = a cos - b sin, b cos + a sin
 
 Source: ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of transformers (RoFormer, arXiv 2104.09864). The norm rounds
-where transformers does, to the dtype before and after the product with ``w``. The rotation is in fp32 and rounded
-once. Keys and values of tokens with a slot are also written to the cache.
-
-A program processes one token with all its heads. Its result does not depend on the number of tokens, so a token's
-result is bitwise identical in any batch. All loads precede all stores, so that a program waits for memory once.
+where transformers does, to the dtype before and after the product with ``w``. The rotation is in fp32 and rounded once.
+A program processes one token with all its heads. All loads precede all stores, so that it waits for memory once.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_int, check_norm_eps, next_power_of_2, overlapping, row_stride
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._common import check_int, check_number, next_power_of_2, overlapping, with_row_stride
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
-# Elements of each half of the queries per thread: 16 bytes of bf16, the widest load. With Qwen3-1.7B's 16 heads of 128,
-# a program has 4 warps and 8 KB of loads in flight. 8 programs then keep 64 KB in flight per multiprocessor, more than
-# the 30 to 40 KB that memory latency requires at an H200's full bandwidth (estimated, not measured).
+# Elements of each half of the queries per thread: 16 bytes of bf16, the widest load. Not measured.
 ELEMENTS_PER_THREAD = 8
-# More heads than 64 of 128 give each thread more elements. With more than 16 warps, a multiprocessor could no longer
-# hold several programs.
+# More than 64 heads of 128 give each thread more elements, so that a multiprocessor holds several programs.
 MAX_WARPS = 16
 
 
@@ -68,34 +62,13 @@ def _rotate(halves, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-class RopeTensors(NamedTuple):
-    q: Any  # [T, Hq, D]
-    k: Any  # [T, Hkv, D]
-    v: Any  # [T, Hkv, D]
-    k_cache: Any  # [S, Hkv, D]
-    v_cache: Any  # [S, Hkv, D]
-    qkv: Any  # [T, (Hq + 2 Hkv) * D]
-    cos: Any  # fp32 [T, D / 2]
-    sin: Any  # fp32 [T, D / 2]
-    slots: Any  # int32|int64 [T]
-    norm_weight: Any  # [Hq + Hkv, D] or None
-
-
-class RopeStrides(NamedTuple):
-    k_cache_slot: int
-    k_cache_head: int
-    v_cache_slot: int
-    v_cache_head: int
-    qkv_token: int
-    cos_token: int
-    sin_token: int
-    norm_weight_head: int
-
-
-@triton.jit(
-    do_not_specialize=["num_slots"],
-    do_not_specialize_on_alignment=["num_rows_ptr"],
+RopeTensors = namedtuple("RopeTensors", "q k v k_cache v_cache qkv cos sin slots norm_weight")
+RopeStrides = namedtuple(
+    "RopeStrides", "k_cache_slot k_cache_head v_cache_slot v_cache_head qkv_token cos_token sin_token norm_weight_head"
 )
+
+
+@kernel()
 def _rope_cache_kernel(
     ptr,  # RopeTensors
     stride,  # RopeStrides
@@ -155,50 +128,7 @@ def _rope_cache_kernel(
         _store_halves(v_slot_ptr, v, kv_mask, HALF)
 
 
-class _Rotated(NamedTuple):
-    q: Tensor  # [T, Hq, D]
-    k: Tensor  # [T, Hkv, D]
-    v: Tensor  # [T, Hkv, D]
-
-
-@operator(reference=_reference, mutates=["k_cache", "v_cache"])
-def _launch(
-    out: _Rotated,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
-    qk_norm_weight: Tensor | None,
-    norm_eps: float,
-    num_rows: Tensor | None,
-) -> None:
-    tokens = qkv.shape[0]
-    num_slots, kv_heads, head_dim = k_cache.shape
-    if tokens == 0:
-        return
-    block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
-    warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
-    by_slot = (*k_cache.stride()[:2], *v_cache.stride()[:2])
-    tensors = RopeTensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight)
-    by_row = (qkv.stride(0), cos.stride(0), sin.stride(0), row_stride(qk_norm_weight))
-    heads = dict(Q_HEADS=num_heads, KV_HEADS=kv_heads, BLOCK_Q_HEADS=block_q_heads)
-    _rope_cache_kernel[(tokens,)](
-        tensors,
-        RopeStrides._make((*by_slot, *by_row)),
-        num_rows,
-        norm_eps,
-        num_slots,
-        **heads,
-        HALF=head_dim // 2,
-        BLOCK_KV_HEADS=next_power_of_2(kv_heads),
-        BLOCK_HALF=block_half,
-        num_warps=min(max(warps, 1), MAX_WARPS),
-        **overlapping(),
-    )
-
+_Rotated = namedtuple("_Rotated", "q k v")
 
 _SPEC = Spec("""
     qkv: float [T, *]
@@ -213,6 +143,33 @@ _REST = Spec("""
     qk_norm_weight?: =qkv [Hq + Hkv, D]
     num_rows?: int32 [1]
 """)
+
+
+@operator(_SPEC, _REST, reference=_reference, mutates=["k_cache", "v_cache"])
+def _launch(
+    out: _Rotated, qkv, k_cache, v_cache, cos, sin, slots, qk_norm_weight, num_rows, num_heads: int, norm_eps: float
+):
+    tokens = qkv.shape[0]
+    num_slots, kv_heads, head_dim = k_cache.shape
+    if tokens == 0:
+        return
+    block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
+    warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
+    by_slot = (*k_cache.stride()[:2], *v_cache.stride()[:2])
+    by_row = (qkv.stride(0), cos.stride(0), sin.stride(0), with_row_stride(qk_norm_weight)[1])
+    _rope_cache_kernel[(tokens,)](
+        RopeTensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
+        RopeStrides._make((*by_slot, *by_row)),
+        *(num_rows, norm_eps, num_slots),
+        Q_HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_Q_HEADS=block_q_heads,
+        BLOCK_KV_HEADS=next_power_of_2(kv_heads),
+        BLOCK_HALF=block_half,
+        num_warps=min(max(warps, 1), MAX_WARPS),
+        **overlapping(),
+    )
 
 
 def rope_cache(
@@ -232,8 +189,7 @@ def rope_cache(
     """Split a layer's fused projection into rotated queries and keys, and values; write keys and values to the cache.
 
     If ``qk_norm_weight`` is given, each query and key head is RMS-normalized first (Qwen3). The rotary embedding pairs
-    the first half of a head with the second. A token's result is bitwise identical in any batch and at any row. The
-    kernel causes no host-device sync, and no recompilation for a new number of tokens.
+    the first half of a head with the second. A token's result is bitwise identical in any batch and at any row.
 
     Args:
         qkv: each token's query heads, then key heads, then value heads; fp32, bf16 or fp16 (fp64 too on the
@@ -248,19 +204,17 @@ def rope_cache(
             no norm. A single row may be passed expanded to all heads.
         norm_eps: epsilon of the RMSNorm, added to the mean of squares.
         num_rows: number of rows that are tokens. If ``None`` or more than T, all rows. The remaining rows are neither
-            read nor written. The reference reads it on the host.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+            read nor written.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         Queries, keys and values of all tokens, cached or not, contiguous and in the dtype of ``qkv``. Rows from
         ``num_rows`` on are arbitrary.
 
     Raises:
-        TypeError, ValueError: an argument does not match its description. Raised before any launch. The contents of
-            ``slots`` and ``num_rows`` are not checked: that would need a host-device sync.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> import torch
         >>> qkv = torch.arange(8.0).view(1, 8)                # one token: 2 query, 1 key, 1 value head of 2
         >>> cos, sin = torch.zeros(1, 1), torch.ones(1, 1)    # a quarter turn
         >>> k_cache, v_cache = torch.zeros(2, 3, 1, 2)        # 3 slots
@@ -279,11 +233,9 @@ def rope_cache(
         )
     check_int("num_heads", num_heads, 1)
     sizes["Hq"] = num_heads
-    _REST.check(backend, qkv, v_cache, cos, sin, slots, qk_norm_weight, num_rows, sizes=sizes)
-    check_norm_eps(norm_eps)
-    heads = num_heads, kv_heads, kv_heads
-    dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
-    out = _Rotated(*(torch.empty(tokens, n, head_dim, dtype=dtype, device=device) for n in heads))
-    operands = (qkv, cos, sin, slots, k_cache, v_cache, num_heads, qk_norm_weight, float(norm_eps), num_rows)
-    _launch(backend, out, *operands)
-    return out.q, out.k, out.v
+    rest = (v_cache, cos, sin, slots, qk_norm_weight, num_rows)
+    _REST.check(backend, qkv, *rest, sizes=sizes)
+    check_number("norm_eps", norm_eps, "a positive number", above=0)
+    heads, dtype, tokens = (num_heads, kv_heads, kv_heads), qkv.dtype, qkv.shape[0]
+    out = _Rotated(*(torch.empty(tokens, n, head_dim, dtype=dtype, device=qkv.device) for n in heads))
+    return tuple(_launch(backend, out, qkv, k_cache, *rest, num_heads, float(norm_eps)))

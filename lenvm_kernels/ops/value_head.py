@@ -1,20 +1,19 @@
 """Value head: one fp32 logit per token, ``z = w2 . silu(W1 h + b1) + b2``.
 
 Source: section 3 of the specification; ``v_head.fc`` and ``v_head.summary`` of a LenVM checkpoint.
-:func:`ragged_linear` computes ``W1 h + b1``, with the final RMSNorm, for all rows in use, and stores it in fp32. In a
-second launch, a program per token gathers its row, applies SiLU and computes the dot product with w2.
+:func:`ragged_linear` computes ``W1 h + b1`` for all rows in use, and stores it in fp32. In a second launch, a program
+per token gathers its row, applies SiLU and computes the dot product with w2.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import next_power_of_2, overlapping
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
-from lenvm_kernels.ops.ragged_linear import check_norm, check_rows, launch_linear
+from lenvm_kernels.ops.ragged_linear import check_options, launch_linear
 from lenvm_kernels.ops.ragged_linear.device import _live_rows
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.value_head import value_head as _reference
@@ -22,8 +21,7 @@ from lenvm_kernels.reference.value_head import value_head as _reference
 NUM_WARPS = 4  # 12 numbers of a row of 1,536 per thread. Not measured.
 
 
-# Per-batch tensors may be slices, whose alignment must not trigger a recompilation.
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["token_rows_ptr", "num_rows_ptr"])
+@kernel(specialized="logits_ptr linear_ptr summary_weight_ptr summary_bias_ptr")
 def _value_head_kernel(
     logits_ptr,  # [M]
     linear_ptr,  # fp32 [T, H]: W1 h + b1
@@ -47,25 +45,37 @@ def _value_head_kernel(
     tl.store(logits_ptr + m, tl.where(is_token, z, 0.0))
 
 
-@operator(reference=_reference, only_kernels=["expected_rows"])
+_SPEC = Spec("""
+    hidden: float [T, H+]
+    fc_weight: =hidden [H, H]
+    fc_bias: =hidden|float32 [H]
+    summary_weight: =hidden|float32 [1, H]
+    summary_bias: =hidden|float32 [1]
+    token_rows?: int [M]
+    num_rows?: int32 [1]
+    square_sums?: single [(H + 63) // 64, T]
+""")
+
+
+@operator(_SPEC, reference=_reference, only_kernels=["expected_rows"])
 def _launch(
     out: Tensor,
-    hidden: Tensor,
-    fc_weight: Tensor,
-    fc_bias: Tensor,
-    summary_weight: Tensor,
-    summary_bias: Tensor,
-    token_rows: Tensor | None,
-    num_rows: Tensor | None,
+    hidden,
+    fc_weight,
+    fc_bias,
+    summary_weight,
+    summary_bias,
+    token_rows,
+    num_rows,
+    square_sums,
     norm_eps: float | None,
-    square_sums: Tensor | None,
-    expected_rows: int,
-) -> None:
+    expected_rows: int | None,
+):
     (tokens, size), outputs = hidden.shape, out.shape[0]
     if outputs == 0:
         return
     linear = torch.empty(tokens, size, dtype=torch.float32, device=hidden.device)
-    operands = (hidden, fc_weight, fc_bias, num_rows, norm_eps, False, None, square_sums, None, expected_rows)
+    operands = (hidden, fc_weight, fc_bias, num_rows, square_sums, None, None, norm_eps, False, expected_rows)
     launch_linear("triton", linear, *operands)
     _value_head_kernel[(outputs,)](
         out,
@@ -81,18 +91,6 @@ def _launch(
         enable_fp_fusion=False,
         **overlapping(),
     )
-
-
-_SPEC = Spec("""
-    hidden: float [T, H+]
-    fc_weight: =hidden [H, H]
-    fc_bias: =hidden|float32 [H]
-    summary_weight: =hidden|float32 [1, H]
-    summary_bias: =hidden|float32 [1]
-    token_rows?: int [M]
-    num_rows?: int32 [1]
-    square_sums?: single [(H + 63) // 64, T]
-""")
 
 
 def value_head(
@@ -111,8 +109,7 @@ def value_head(
 ) -> Tensor:  # fp32 [M], or [T] without token_rows
     """Compute value logits ``z = w2 . silu(W1 h + b1) + b2`` of tokens; ``sigmoid(z)`` is the value, larger = longer.
 
-    The result for a row of ``hidden`` is bitwise identical in any batch and at any index. Causes no host-device sync,
-    and no recompilation for a new number of rows.
+    The result for a row of ``hidden`` is bitwise identical in any batch and at any index.
 
     Args:
         hidden: hidden states [T, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
@@ -124,7 +121,7 @@ def value_head(
             ``[0, num_rows)``, such as -1 for padding, the logit is exactly 0. If ``None``, all T rows in order.
         num_rows, norm_eps, square_sums, expected_rows: as in :func:`ragged_linear`, which computes ``W1 h + b1``. With
             ``norm_eps``, the final RMSNorm's weight ``w`` must be folded into ``fc_weight``, as ``W1 diag(w)``.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         Logits, fp32 [M] (fp32 [T] without ``token_rows``), accumulated in fp32; fp64 for fp64 inputs.
@@ -133,16 +130,14 @@ def value_head(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> import torch
         >>> hidden, weight = torch.ones(2, 64), torch.eye(64)
         >>> rows = torch.tensor([1, -1])
         >>> value_head(hidden, weight, torch.zeros(64), torch.ones(1, 64), torch.ones(1), token_rows=rows)
         tensor([47.7878,  0.0000])
     """
-    head = (fc_weight, fc_bias, summary_weight, summary_bias)
+    operands = (hidden, fc_weight, fc_bias, summary_weight, summary_bias, token_rows, num_rows, square_sums)
     without_rows = {"M": hidden.shape[0]} if token_rows is None and isinstance(hidden, Tensor) else {}
-    backend, sizes = _SPEC.check(backend, hidden, *head, token_rows, num_rows, square_sums, sizes=without_rows)
-    norm_eps, expected_rows = check_norm(norm_eps, square_sums), check_rows(expected_rows, sizes["T"])
+    backend, sizes = _SPEC.check(backend, *operands, sizes=without_rows)
+    norm_eps = check_options(norm_eps, square_sums, expected_rows)
     logits = torch.empty(sizes["M"], dtype=compute_dtype(hidden), device=hidden.device)
-    _launch(backend, logits, hidden, *head, token_rows, num_rows, norm_eps, square_sums, expected_rows)
-    return logits
+    return _launch(backend, logits, *operands, norm_eps, expected_rows)

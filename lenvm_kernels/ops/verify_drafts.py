@@ -4,25 +4,20 @@ A draw depends only on the request's seed, the position and the distribution at 
 drawn in its place, the draw at its own node is valid too, and so on. The text is the same as without drafts.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import ceil_div, next_power_of_2, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.verify_drafts import verify_drafts as _reference
 from lenvm_kernels.types import Drafts, VerifiedTokens
 
-# Requests per program.
-REQUESTS = 8
+REQUESTS = 8  # per program
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
-    do_not_specialize_on_alignment=["drawn_ptr", "draft_ids_ptr", "draft_parents_ptr"],
-)
+@kernel()
 def _verify_drafts_kernel(
     verified,  # VerifiedTokens, written
     drawn_ptr,  # int32 [B * (1 + D)]
@@ -59,20 +54,20 @@ def _verify_drafts_kernel(
     tl.store(verified.lens + request, length, mask=exists)
 
 
-@operator(reference=_reference)
-def _launch(out: VerifiedTokens, drawn: Tensor, drafts: Drafts) -> None:
+_SPEC = Spec("""
+    drafts: Drafts
+    drawn: int32 [B * (1 + D)]
+""")
+
+
+@operator(_SPEC, reference=_reference)
+def _launch(out: VerifiedTokens, drafts, drawn):
     rows, columns = drafts.token_ids.shape
     if rows == 0:
         return
     trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
     sizes = dict(D=columns, NODES=next_power_of_2(columns + 1), REQUESTS=REQUESTS)
     _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](out, drawn, *trees, rows, **sizes, num_warps=1)
-
-
-_SPEC = Spec("""
-    drafts: Drafts
-    drawn: int32 [B * (1 + D)]
-""")
 
 
 def verify_drafts(
@@ -83,13 +78,11 @@ def verify_drafts(
 ) -> VerifiedTokens:  # [B, 1 + D]
     """Follow the draws from the last token of each sequence as long as the drawn token is a draft.
 
-    Causes no host-device sync, and no recompilation for a new number of requests.
-
     Args:
         drawn: int32 [B * (1 + D)]; the token drawn at each node (:class:`Drafts`), negative if none was drawn.
         drafts: drafts of all requests. Rows may be strided. If a token is listed twice below the same parent, the first
             one counts.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         The :class:`VerifiedTokens`: the accepted drafts, and the token drawn after the last of them.
@@ -105,6 +98,4 @@ def verify_drafts(
 nodes=tensor([[ 0,  1,  2, -1]], dtype=torch.int32))
     """
     backend, sizes = _SPEC.check(backend, drafts, drawn)
-    verified = empty(VerifiedTokens, drawn.device, sizes)
-    _launch(backend, verified, drawn, drafts)
-    return verified
+    return _launch(backend, empty(VerifiedTokens, drawn.device, sizes), drafts, drawn)

@@ -359,8 +359,8 @@ class GuidedStep:
             result = graphs.run(key, lambda: self._guide_from_addresses(rows, call))
         output = first_rows(result, requests, count, is_reused=graphs is not None)
         if probs is not None:
-            of_batch = output.candidates, self._state.table.columns, rows.requests.table_rows[:count]
-            scatter_probs(probs, output.probs, *of_batch, backend=call.backend)
+            of_batch = self._state.table.columns.mode, rows.requests.table_rows[:count]
+            scatter_probs(call.backend, probs, output.probs, output.candidates, *of_batch)
         if not call.sample and drawn is None:
             output = replace(output, tokens=None, remaining_lengths=None)
         return output if self._value_rows else replace(output, remaining_lengths=None)

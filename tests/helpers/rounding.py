@@ -14,7 +14,7 @@ lists the instructions of the PTX that Triton 3.7 generates for sm_90:
     cumsum     the same, but the threads' sums sequentially
     dot        2^-23 of the sum of the magnitudes: tensor cores truncate where they align products
 
-Sums, differences, products, ``fma``, ``div_rn`` and ``sqrt_rn`` are correctly rounded on a GPU and are not changed.
+Sums, differences, products, ``div_rn`` and ``sqrt_rn`` are correctly rounded on a GPU and are not changed.
 Errors are a fixed function of the seed and the operands, so equal rows stay bitwise identical.
 """
 

@@ -7,8 +7,8 @@ import torch
 
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.begin_step import begin_step, empty_history, empty_requests
-from lenvm_kernels.types import Filters, SpanNodes
-from tests.helpers.drafts import LARGEST, i32, make_drafts
+from lenvm_kernels.types import Filters
+from tests.helpers.drafts import i32, make_drafts
 
 GUIDED, LENGTHS = {"target_length": 60}, {"return_values": True}
 BOTH = {"scale": 2.0} | LENGTHS
@@ -118,18 +118,6 @@ def test_missing_tokens_disable_guidance(device, backend):
     assert requests.cached_lens.tolist()[::-1] == history.cached_lens.tolist() == list(cached)
 
 
-@pytest.mark.parametrize(
-    ("held", "length", "wanted"),
-    [(1, 9, [2]), (2, 9, [2, 1]), (3, 7, [2, 0, 1]), (4, 2, [1, 2, -7, -7]), (7, 9, [1, 2, -7, -7, -7, -7, 0])],
-)
-def test_history_holds_the_last_new_tokens_by_position(device, backend, held, length, wanted):
-    """Columns wrap around. With three new tokens in a sequence of two, the first new token has no position."""
-    table, history = guidance_table(3, {}, device), make_history(3, held, device)
-    tokens, row = torch.tensor([[0, 1, 2]], device=device), torch.tensor([1], device=device)
-    begin_step(table, tokens, row, i32(length).to(device), new_lens=i32(3).to(device), history=history, backend=backend)
-    assert history.tokens.tolist() == [[-7] * held, wanted, [-7] * held]
-
-
 def batch_of(lengths, device, rows=None):
     """The last token, the table row and the length of each request."""
     rows = list(range(len(lengths))) if rows is None else rows
@@ -171,49 +159,6 @@ def test_nodes_count_the_drafts_before_them(device, backend):
     none = [-1] * 5
     assert nodes.draft_ids.tolist() == [[6, 0, 6, 9, 2], [4, 4, 4, -1, -1], none, none]
     assert nodes.draft_parents.tolist() == [[-1, 0, 0, 2, 1], [-1, 0, 1, -1, -1], none, none]
-
-
-@pytest.mark.parametrize("parent", [-1, -2, -(2**31), 3, 4, 5, 99, LARGEST])
-def test_invalid_parents_count_as_the_root(device, backend, parent):
-    """The fourth draft's parent is the root, itself, a later draft or out of range. Its descendants count from it."""
-    drafts = make_drafts([[1, 2, 3, 4, 5, 6]], [[-1, 0, 1, parent, 3, 4]], device=device)
-    nodes = begin_step(guidance_table(1, {}, device), *batch_of([9], device), drafts=drafts, backend=backend)
-    assert nodes.positions.tolist() == [8, 9, 10, 11, 9, 10, 11]
-    assert nodes.generated.tolist() == [9, 10, 11, 12, 10, 11, 12]
-
-
-def test_spans_guide_exactly_the_nodes_inside(device, backend):
-    """The first request's draft begins a span, the second request's draft ends its span, the third has no spans."""
-    table = guidance_table(3, {0: SPANS, 1: SPANS, 2: GUIDED}, device)
-    table.span_ended[0] = True
-    ended = [True, False, True, False, True, True, False, False, False]
-    generated = [0, 1, 0, 12, 0, 0, 10, 11, 12]
-    spans = SpanNodes(torch.tensor(ended, device=device), i32(*generated).to(device))
-    drafts = make_drafts([[4, 3], [3, 6], [1, 2]], [[-1, 0]] * 3, device=device)
-    nodes = begin_step(table, *batch_of([9, 22, 30], device), drafts=drafts, spans=spans, backend=backend)
-    assert nodes.guided.tolist() == [not x for x in ended]
-    assert nodes.wants_length.tolist() == [True] * 3 + [False] * 6
-    assert nodes.needs_values.tolist() == [True, True, True]
-    assert nodes.generated.tolist() == generated
-
-
-def test_filters_are_copied_to_each_node(device, backend):
-    """Tensors with strides, a number for all requests, and dummy requests without filters."""
-    table, drafts = guidance_table(3, {}, device), make_drafts([[1], [2]], [[-1], [-1]], device=device)
-    top_k, temperature = i32(7, 9, -1, 9).to(device)[::2], torch.tensor([0.5], device=device).expand(2)
-    filters = Filters(top_k, torch.tensor([0.25, 0.75], device=device), torch.zeros(2, device=device), temperature)
-    nodes = begin_step(
-        table,
-        *batch_of([1, 2], device),
-        drafts=drafts,
-        filters=filters,
-        out=empty_requests(3, device, 1),
-        backend=backend,
-    )
-    assert nodes.top_k.tolist() == [7, 7, -1, -1, 0, 0]
-    assert nodes.top_p.tolist() == [0.25, 0.25, 0.75, 0.75, 1, 1]
-    assert nodes.min_p.tolist() == [0] * 6
-    assert nodes.temperature.tolist() == [0.5] * 4 + [1] * 2
 
 
 def test_greedy_requests_keep_all_tokens_at_temperature_1(device, backend):

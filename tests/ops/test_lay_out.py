@@ -1,4 +1,4 @@
-"""``lay_out``: which tokens are computed, trees and plans by hand, invalid lengths, and errors."""
+"""``lay_out``: which tokens are computed, plans by hand, invalid lengths, and errors."""
 
 import pytest
 import torch
@@ -87,20 +87,6 @@ TREES = dict(
     num_heads=1,
     num_kv_heads=1,
 )
-
-
-def test_candidates_in_trees(device, backend):
-    """A branching tree, a chain, two siblings, and an empty tree; columns beyond the counts are ignored."""
-    layout = lay_out(**on(device, TREES), backend=backend)
-    no = [-1]
-    assert layout.token_ids.tolist() == [13, 14, 1, 2, 3, 4, 5, 10, 6, 7, 8, 9, 16, 17, 10, *[0] * 10]
-    assert layout.positions.tolist() == [30, 31, 32, 33, 32, 33, 34, 7, 8, 9, 10, 11, 0, 0, 400, *[0] * 10]
-    assert layout.parents.tolist() == [*no * 3, 2, -1, 2, 5, *no * 2, 8, 9, 10, *no * 13]
-    assert layout.parents.dtype == torch.int32
-    assert layout.slots.tolist() == [530, 531, *no * 5, 7, *no * 6, 1900, *no * 10]
-    assert layout.q_offsets.tolist() == [0, 7, 12, 14, 15]
-    rows = [[2, 3, 4, 5, 6], [8, 9, 10, 11, -1], [12, 13, *no * 3], no * 5]
-    assert layout.candidate_rows.tolist() == rows
 
 
 def test_plan(device, backend):

@@ -1,11 +1,9 @@
 """``limit_span``: where spans have ended, which logits are lowered in an open span, and which are raised to end it."""
 
-import math
-
 import pytest
 import torch
 
-from lenvm_kernels.guidance import GuidanceTable, SpanState, parse_guidance
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
 from tests.helpers.drafts import i32, make_drafts
 
@@ -181,64 +179,3 @@ def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expecte
         tokens, counts = next_tokens(drafted, text[:at], 2, (0, 1, 1, 2), drafts)
         del tokens[1], counts[1]  # the wrong draft
         assert tokens == text[at : at + 3] and counts == generated[at : at + 3]
-
-
-def test_span_state_without_a_span_is_ignored(device, backend):
-    """The span state in the row of such a request is neither used nor changed."""
-    table = GuidanceTable(2, device)
-    for row in range(2):
-        table.add_request(row, parse_guidance(NO_SPAN), {0}, span=SpanState(0, 0, end=0 if row == 0 else None))
-    rows, tokens = torch.arange(2, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
-    logits = torch.ones(2, 3, device=device)
-    ended = limit_span(logits, table.columns, tokens, rows, rows.int(), backend=backend)
-    assert (
-        ended.ended.tolist() == [False, False]
-        and (logits == 1).all()
-        and table.columns.span_ended.tolist() == [True, False]
-    )
-
-
-def of_nodes(logits, device, dtype, **asked):
-    """Arguments for one request with an open span; tokens 2 and 4 end the span, tokens 0 and 1 the sequence."""
-    table = GuidanceTable(1, device)
-    table.add_request(0, parse_guidance({"end_token_ids": [2, 4], **asked}), {0, 1})
-    return dict(
-        logits=torch.tensor([logits], dtype=dtype, device=device),
-        table=table.columns,
-        tokens=torch.tensor([[7]], device=device),
-        table_rows=torch.tensor([0], device=device),
-        lengths=torch.tensor([9], dtype=torch.int32, device=device),
-    )
-
-
-NEVER, NO_ENDS = -math.inf, torch.zeros(1, 0, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("asked", "logits", "possible"),
-    [
-        ({}, [9.0, -3.0, 0.0, 2.0, 1.0], [2, 3, 4]),
-        ({"allow_eos": True}, [9.0, -3.0, 0.0, 2.0, 1.0], [0, 1, 2, 3, 4]),
-        ({"hard_limit": 9}, [9.0, -3.0, 0.0, 2.0, 1.0], [2]),
-        ({"hard_limit": 10}, [9.0, -3.0, 0.0, 2.0, 1.0], [2, 3, 4]),
-        ({"hard_limit": 9}, [9.0, -3.0, -12.0, 30.0, 1.0], [2]),
-        ({"hard_limit": 9}, [9.0, -3.0, NEVER, 2.0, 1.0], [3, 4]),  # a masked token stays masked
-        ({"hard_limit": 9, "end_token_ids": [4, 2]}, [9.0, -3.0, NEVER, 2.0, 1.0], [4]),
-        ({"hard_limit": 9}, [NEVER, -3.0, NEVER, NEVER, NEVER], [1]),
-        ({}, [5.0, NEVER, NEVER, NEVER, NEVER], [0]),  # the only allowed token
-        ({}, [NEVER, NEVER, NEVER, 2.0, NEVER], [3]),
-    ],
-)
-def test_possible_tokens(device, backend, dtype, asked, logits, possible):
-    """At every temperature in use. A second call for the same step changes no probability."""
-    arguments = of_nodes(logits, device, dtype, **asked)
-    before = arguments["logits"].float().cpu()[0]
-    for _ in range(2):
-        assert limit_span(**arguments, backend=backend).ended.tolist() == [False]
-        for temperature in (0.01, 1.0, 20.0):
-            p = torch.softmax(arguments["logits"].float().cpu()[0] / temperature, 0)
-            wanted = torch.zeros(5)
-            wanted[possible] = torch.softmax(before[possible] / temperature, 0)
-            torch.testing.assert_close(p, wanted)
-    assert arguments["logits"].isneginf().cpu()[0].tolist() == before.isneginf().tolist()

@@ -91,13 +91,10 @@ def test_square_sums_replace_those_of_x(device, backend):
 
 # Columns, size and swiglu of a weight, and its splits. All but the first splits cost a pass over the result.
 SPLITS = {
-    "down of the 0.5B": ((896, 4864, False), 5),
     "down of the 1.5B": ((1536, 8960, False), 5),
     "down of the 3B": ((2048, 11008, False), 4),
     "down of the 7B": ((3584, 18944, False), 2),
-    "down of Qwen3-1.7B": ((2048, 6144, False), 4),
     "projection of a probe": ((256, 10752, False), 28),  # 28 * 4 programs
-    "projection of a small probe": ((256, 3840, False), 15),
     "one column": ((1, 8960, False), 28),
     "a short sum": ((1536, 1536, False), 1),
     "wide enough": ((32_000, 8960, False), 1),
@@ -148,13 +145,11 @@ TILES = [
         (("sm_90", ""), BF16, rows, tiles)
         for rows, tiles in (
             (1, (S64, S64, (64, 256), S64, S64)),
-            (48, (S64, S64, (64, 256), S64, S64)),
             (96, (S64, S64, WIDE, TALL, TALL)),
             (192, (S64, S64, (64, 256), SQUARE, SQUARE)),
             (384, (TALL, TALL, WIDE, WIDE, WIDE)),
             (768, (SQUARE, SQUARE, WIDE, WIDE, WIDE)),
             (1536, (WIDE,) * 5),
-            (24_576, (WIDE,) * 5),
         )
     ),
     # The matmul instruction may depend on the tile, so the tile must not depend on the rows.
@@ -317,11 +312,7 @@ def test_launch_prefetches_the_first_lines_of_each_row(monkeypatch, dtype, size,
 
 @pytest.mark.parametrize(
     ("columns", "splits", "dtype", "expected"),
-    [
-        *((columns, 1, torch.bfloat16, 1536) for columns in (1536, 2048)),
-        (17920, 1, torch.bfloat16, 279),
-        (1536, 5, torch.bfloat16, 651),
-    ],
+    [(2048, 1, torch.bfloat16, 1536), (17920, 1, torch.bfloat16, 279), (1536, 5, torch.bfloat16, 651)],
 )
 def test_length_of_the_prefetch(columns, splits, dtype, expected):
     """Small weights entirely; of large weights, 10 MB over all splits, which arrive in three microseconds."""

@@ -1,4 +1,4 @@
-"""``topk_candidates``: cases by hand, golden pairs of the fork, tokens beyond the last slot, and scored candidates."""
+"""``topk_candidates``: cases by hand, golden pairs of the fork, and the largest sizes."""
 
 import json
 import math
@@ -13,11 +13,9 @@ from hypothesis import given, settings
 
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.begin_step import empty_requests
-from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, TILE, CandidateColumns, empty_scored, topk_candidates
+from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, TILE, CandidateColumns, topk_candidates
 from lenvm_kernels.types import GUIDANCE_COLUMNS, Candidates, Status
 from tests.helpers.cases import assert_right, cases
-from tests.helpers.drafts import i32
 from tests.helpers.matches import assert_matches
 
 SLOTS = 4
@@ -124,22 +122,6 @@ END_LISTS = [
     for filters, least, slots, ids, lost in LISTS
     for logits in (False, True)
 ]
-# If filters leave only end tokens, the most probable other token is added.
-NOT_ONLY_ENDS = [
-    tail(options, ids, least=least, ends=ends, logits=True)
-    for ends, least, options, ids in (
-        ((-2, 5, 1), 0.01, {"top_k": 1}, [5, 2]),
-        ((-2, 5, 2), 0.01, {"min_p": 0.9}, [5, 2, 6]),
-        ((-2, 2, 5, 6, 8), 0.01, {"top_k": 1, "max_candidates": 4}, [5, 2, 6]),  # four end tokens are the most probable
-        ((-2, 2, 5, 6, 8), 0.01, {"top_k": 1}, [5, 2, 6, 8, 0]),
-        ((-2, 5, 1), 0.01, {"top_k": 1, "max_candidates": 1}, [5]),
-        ((-2, 5, 1), INF, {"top_k": 1}, [5]),
-        ((-2, 5, 1), 2.0, {"top_k": 1}, [5, 2]),
-        ((-2, 5, 0), 0.01, {"vocab_mask": [1 << 5]}, [5]),
-        ((-2, 5, 0), 0.01, {"vocab_mask": [(1 << 5) + (1 << 8) + 1], "top_k": 1}, [5, 8, 0]),
-        ((-2, 5, 2), 0.01, {"guided": False, "top_k": 1}, []),
-    )
-]
 # Past the due length, the minimum probability halves per tenth of it, and per hundredth from one half on.
 LATE = [
     tail({"top_k": 1, "due_length": due, "generated": generated}, ids, least=least)
@@ -151,18 +133,6 @@ LATE = [
         (0.01, 0.0, 11, [5, 7, 4, 1]),  # 2^-120
         (0.03, 100.0, 154, [5, 7, 4]),  # 0.03 / 2^9 = 0.000059
         (0.02, 40.0, 0, [5, 7]),  # met exactly
-    )
-]
-# The larger of min_p and the least share applies to all tokens except ends and the first. Shares of tokens 2, 6, 8 and
-# 0: 0.75, 0.275, 0.27 and 0.15.
-SHARES = [
-    tail({"min_p": min_p, "least_share": share}, ids, least=0.01, ends=(7,))
-    for min_p, share, ids in (
-        (0.0, 0.01, [5, 2, 6, 8, 0, 7]),
-        (0.9, 0.0, [5, 7]),
-        (0.1, 0.7, [5, 2, 7]),
-        (0.27, 0.2, [5, 2, 6, 8, 7]),
-        (0.0, 1.0, [5, 7]),
     )
 ]
 # 1/10,000 of the minimum probability after a sentence (token 2), a tenth after a line (0 and 3), 100 times it
@@ -186,7 +156,7 @@ AFTER_BREAKS = [
         (INF, 2, 99, [5]),
     )
 ]
-HAND_CASES = [*FILTERS, *END_LISTS, *NOT_ONLY_ENDS, *LATE, *SHARES, *AFTER_BREAKS]
+HAND_CASES = [*FILTERS, *END_LISTS, *LATE, *AFTER_BREAKS]
 DTYPES = {name: GUIDANCE_COLUMNS[name].dtype for name in CandidateColumns._fields}
 DTYPES |= {"text_breaks": torch.int8, "generated": torch.int32}
 DTYPES |= {"last_tokens": torch.int64, "guided": torch.bool, "vocab_mask": torch.int32}
@@ -217,16 +187,6 @@ def test_cases_by_hand(device, backend, case):
         found.probs, torch.nn.functional.pad(x[:, case.ids], (0, len(padding))), rtol=1e-5, atol=0
     )
     assert not count or found.lost_mass.item() == pytest.approx(case.lost, abs=1e-6)
-
-
-def test_requests_use_the_end_tokens_of_their_table_row(device, backend):
-    """Table columns are strided; the requests' rows are in any order."""
-    table = torch.tensor([[6, -2, 9, 9], [0, 8, 9, 9], [-2, -2, 9, 9], [2, 7, 9, 9]], dtype=torch.int32)
-    columns = torch.tensor([[0.2, 0.08, 0.0, 1e-3], [0.9, 0.5, 0.9, 0.0], [INF, 40.0, 40.0, INF]]).T
-    options = dict(ending_token_ids=table[:, :2], min_end_prob=columns[:, 0], least_share=columns[:, 1], top_k=2)
-    options |= dict(due_length=columns[:, 2], generated=torch.tensor([50, 50, 44, 50], dtype=torch.int32))
-    found = choose(torch.tensor(TAIL).repeat(4, 1), device, backend, **options, table_rows=torch.tensor([3, 0, 1, 2]))
-    assert found.token_ids.tolist() == [[5, 2, 7, -1], [5, -1, -1, -1], [5, 2, 8, 0], [5, -1, -1, -1]]
 
 
 @pytest.mark.parametrize("backend, dtype", [("reference", "float64"), ("reference", "float32"), ("triton", "float32")])
@@ -295,117 +255,3 @@ def test_each_tile_whose_best_token_equals_the_limit_of_min_p_is_searched(
     p[0, [7, 70, 40, 130]] = torch.tensor([0.5, 0.25, 0.125, 0.125])
     found = choose(p, device, backend, min_p=min_p)
     assert found.token_ids[0, : found.counts[0]].tolist() == expected
-
-
-# --- candidates that the value model scores ---
-
-
-UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE = Status
-VOCAB = 80
-NEVER, ALWAYS = NAN, 100.0  # entropy thresholds
-
-
-def choose_in_step(device, backend, requests, step=None, **options):
-    """The candidates of the requests of a step, and the choice among them, moved to the CPU.
-
-    Args:
-        requests: the candidates, status, whether it is due, and end tokens of each.
-        step: number of the step.
-        options: ``max_candidates``, ``wants_length`` of all requests, ``drawn``, ``sample`` and ``score_all``.
-    """
-    listed, status, due, ends = zip(*requests, strict=True)
-    count = len(requests)
-    scores = torch.zeros(count, VOCAB)
-    for row, tokens in enumerate(listed):
-        scores[row, tokens] = 0.5 ** torch.arange(1.0, 1 + len(tokens))
-    in_step = empty_requests(count, device)
-    in_step.positions.copy_(torch.arange(4, 4 + count))
-    in_step.wants_length.fill_(options.pop("wants_length"))
-    in_step.due.copy_(torch.tensor(due))
-    scored = empty_scored(count, options["max_candidates"], device)
-    for x in scored:
-        x.fill_(9)
-    if "drawn" in options:
-        options["drawn"] = i32(*options["drawn"])
-    candidates = choose(
-        scores,
-        device,
-        backend,
-        guided=torch.tensor([s != UNGUIDED for s in status]),
-        top_k=i32(*map(len, listed)),
-        # The rows of the table are in descending order.
-        table_rows=torch.arange(count).flip(0),
-        entropy_threshold=torch.tensor([ALWAYS if s == SKIP else NEVER for s in status]).flip(0),
-        ending_token_ids=torch.tensor([[*e, *[-2] * (3 - len(e))] for e in ends], dtype=torch.int32).flip(0),
-        requests=in_step,
-        scored=scored,
-        step=step,
-        **options,
-    )
-    return candidates, scored._make(x.cpu() for x in scored)
-
-
-# One request of each status; the last is not due, because no candidate is an end.
-STEP = [
-    ([5, 6], UNGUIDED, False, ()),
-    ([7, 8], GUIDE, True, ()),
-    ([0], SINGLE, False, ()),
-    ([9, 4], SKIP, False, (4, 9)),
-    ([2, 3], NOT_DUE, False, (6, 5)),
-]
-IDS, COUNTS = [[-1, -1], [7, 8], [0, -1], [9, 4], [2, 3]], [0, 2, 1, 2, 2]
-# Options; then tokens, counts, and which requests have one token alone, the next one.
-SELECTIONS = [
-    ({}, IDS, [0, 2, 0, 0, 0], [0, 0, 0, 0, 0]),
-    ({"score_all": True}, IDS, COUNTS, [0, 0, 0, 0, 0]),
-    ({"sample": True}, IDS, [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),  # the single candidate, token 0
-    ({"drawn": [3] * 5}, [[3, -1], [7, 8], [3, -1], [3, 4], [3, 3]], [1, 2, 1, 1, 1], [1, 0, 1, 1, 1]),
-    ({"drawn": [0, 0, -1, -2, -1]}, [[0, -1], *IDS[1:]], [1, 2, 0, 0, 0], [1, 0, 0, 0, 0]),
-    ({"drawn": [-1, 3, 3, -1, -1], "sample": True}, IDS, [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),
-    (
-        {"drawn": [3, -1, -1, 3, 0], "score_all": True},
-        [[3, -1], [7, 8], [0, -1], [3, 4], [0, 3]],
-        [1, 2, 1, 1, 1],
-        [1, 0, 0, 1, 1],
-    ),
-    ({"drawn": [-1] * 4 + [7], "score_all": True}, [*IDS[:4], [7, 3]], [0, 2, 1, 2, 1], [0, 0, 0, 0, 1]),
-]
-
-
-@pytest.mark.parametrize(("options", "token_ids", "counts", "alone"), SELECTIONS)
-def test_scored_tokens_of_each_status(device, backend, options, token_ids, counts, alone):
-    """Without requested lengths, no token is scored alone."""
-    step, options = torch.tensor([2**32 - 1], device=device), options | {"max_candidates": 2}
-    candidates, scored = choose_in_step(device, backend, STEP, step=step, wants_length=True, **options)
-    assert candidates.status.tolist() == [*Status] and candidates.token_ids.tolist() == IDS
-    assert scored.token_ids.tolist() == token_ids
-    assert scored.counts.tolist() == counts
-    assert scored.positions.tolist() == [5, 6, 7, 8, 9]
-    assert scored.alone.int().tolist() == alone
-    assert step.item() == 2**32
-    candidates, scored = choose_in_step(device, backend, STEP, wants_length=False, **options)
-    assert candidates.status.tolist() == [*Status] and scored.token_ids.tolist() == IDS and not scored.alone.any()
-    assert scored.counts.tolist() == (COUNTS if options.get("score_all") else [0, 2, 0, 0, 0])
-
-
-def test_end_token_among_candidates_makes_request_due(device, backend):
-    """No request is due by its stride."""
-    requests = [
-        ([1, 2, 3, 4], GUIDE, False, (4,)),  # first end token, in the last candidate column
-        ([30, 31, 32, 33], GUIDE, False, (11, 12, 32)),  # last end token
-        ([30, 31], NOT_DUE, False, (33,)),
-        ([8, 9, 33, 4], NOT_DUE, False, (7,)),  # end tokens of other requests
-        ([40, 41], NOT_DUE, False, (-1, -2)),  # -1 pads candidates, -2 pads end tokens
-        ([1, 2, 3, 4], SKIP, False, (4,)),
-        ([1, 2, 3, 9], SKIP, False, (4,)),
-        ([9], SINGLE, False, (4,)),
-        ([], UNGUIDED, False, (4,)),
-        ([70, 5, 60, 61], GUIDE, False, (5, -2, 70)),
-    ]
-    listed, status, _, _ = zip(*requests, strict=True)
-    candidates, scored = choose_in_step(device, backend, requests, max_candidates=4, wants_length=False)
-    assert candidates.status.tolist() == list(status)
-    assert candidates.counts.tolist() == list(map(len, listed))
-    assert scored.counts.tolist() == [
-        len(tokens) if s == GUIDE else 0 for tokens, s in zip(listed, status, strict=True)
-    ]

@@ -1,4 +1,4 @@
-"""Value-tree attention: the reference against dense masks, splits and plans, and dependencies of candidates."""
+"""Value-tree attention: masks of the fork, splits and plans, and dependencies of candidates."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.launches import intercept_launches
-from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
+from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs
 from lenvm_kernels.ops import value_tree_attention as ops
 from lenvm_kernels.ops.value_tree_attention import make_plan, num_counters, plan_shape, value_tree_attention
 from lenvm_kernels.ops.value_tree_attention import plan as plans
@@ -21,8 +21,8 @@ from lenvm_kernels.reference.lay_out import attention_plan
 from lenvm_kernels.reference.value_tree_attention import tree_mask
 from tests.helpers.matches import assert_matches, assert_same
 
-SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = ops.SPLIT_LEN.value, ops.MAX_SPLITS.value, ops.PLAN_BLOCK.value
-ONE_SPLIT = SPLIT_LEN + ops.SPLIT_SLACK.value  # largest number of cached tokens without a split
+SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = plans.SPLIT_LEN.value, plans.MAX_SPLITS.value, plans.PLAN_BLOCK.value
+ONE_SPLIT = SPLIT_LEN + plans.SPLIT_SLACK.value  # largest number of cached tokens without a split
 TILE = ops.BLOCK_M.value // 3  # tokens per tile if three query heads share a key head
 GOLDEN = Path(__file__).parents[1] / "golden" / "tree_mask.jsonl"
 
@@ -49,56 +49,6 @@ def test_masks_are_those_of_the_fork(line):
     for total, cached, candidates in zip(*lens, strict=True):
         bits += tree_mask(cached, total - cached, candidates, [], torch.device("cpu")).flatten().int().tolist()
     assert "".join(map(str, bits)) == golden["mask"]
-
-
-def dense_attention(inputs: Inputs, trees: list[list[int]], scale: float) -> list[torch.Tensor]:
-    """Dense fp64 attention per request, with masks from the transitive closure of the trees."""
-    results = []
-    for i, tree in enumerate(trees):
-        cached, candidates = int(inputs.cached_lens[i]), len(tree)
-        start, end = inputs.q_offsets[i : i + 2].tolist()
-        delta = end - start - candidates
-        reaches = torch.eye(candidates, dtype=torch.float64)
-        for child, parent in enumerate(tree):
-            if parent >= 0:
-                reaches[child, parent] = 1
-        new = torch.ones(end - start, end - start).tril().bool()
-        new[delta:, delta:] = torch.linalg.matrix_power(reaches, candidates + 1) > 0
-        mask = torch.cat([torch.ones(end - start, cached).bool(), new], dim=1)
-
-        pages = inputs.slot_table[inputs.table_rows[i]].tolist()
-        slots = [pages[t // inputs.page_size] * inputs.page_size + t % inputs.page_size for t in range(cached)]
-        kept = []
-        for cache, x in ((inputs.k_cache, inputs.k_new), (inputs.v_cache, inputs.v_new)):
-            kept.append(torch.cat([cache[slots].double(), x[start:end].double()]).transpose(0, 1))
-        group = inputs.q.shape[1] // inputs.k_new.shape[1]
-        k, v = (x.repeat_interleave(group, 0) for x in kept)
-        scores = (inputs.q[start:end].double().transpose(0, 1) @ k.mT * scale).masked_fill(~mask, float("-inf"))
-        results.append((scores.softmax(-1) @ v).transpose(0, 1))
-    return results
-
-
-@given(
-    requests=st.lists(
-        st.tuples(st.integers(0, 20), st.integers(0, 5), st.sampled_from([0, 1, 5, 17]), st.sampled_from([1, 2, 64])),
-        min_size=1,
-        max_size=3,
-    ),
-    heads=st.sampled_from([(1, 1), (3, 1), (2, 2), (6, 2)]),
-    malformed=st.booleans(),
-    sm_scale=st.sampled_from([None, 0.7]),
-    seed=st.integers(0, 9),
-)
-def test_reference_is_dense_attention_under_trees(requests, heads, malformed, sm_scale, seed):
-    """Invalid parents change nothing at roots, delta tokens and padding."""
-    cached, delta, candidates, reach = map(list, zip(*requests, strict=True))
-    trees = [random_tree(n, r, seed + i) for i, (n, r) in enumerate(zip(candidates, reach, strict=True))]
-    sizes = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=4, page_size=3, padding=seed % 3, seed=seed)
-    inputs = make_inputs(cached, delta, candidates, dtype=torch.float64, **sizes).with_trees(trees)
-    inputs = inputs.with_malformed_parents(seed) if malformed else inputs
-    found = rows_of(inputs, inputs.run("auto", sm_scale=sm_scale))
-    for actual, expected in zip(found, dense_attention(inputs, trees, sm_scale or 0.5), strict=True):
-        torch.testing.assert_close(actual, expected)
 
 
 # --- splits and plans -------------------------------------------------------------------------------------------------
@@ -165,8 +115,7 @@ def test_plans_agree_with_the_reference(device, requests, group, spare_rows, wid
     total_tokens, max_len = int(lens.sum()) + spare_rows, max([0, *cached])
     plan = make_plan(*arguments, total_tokens=total_tokens, group=group, max_len=max_len)
     assert plan.shape == plan_shape(total_tokens, len(requests), group, max_len) and int(plan[0, 0]) < len(plan)
-    constants = dict(split_tiles=plans.SPLIT_TILES.value, num_splits=plans.most_splits)
-    expected = attention_plan(*arguments, tile_tokens=ops.BLOCK_M.value // group, **constants)
+    expected = attention_plan(*arguments, ops.BLOCK_M.value // group, plans.SPLIT_TILES.value, plans.most_splits)
     assert items_of(plan) == items_of(expected)
 
 

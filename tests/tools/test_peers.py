@@ -11,9 +11,9 @@ import torch
 
 from bench import peers, ways
 from lenvm_kernels.fuzz.ops.value_tree_attention import make_inputs
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.reference.topk_candidates import topk_candidates
 from lenvm_kernels.reference.value_head import value_head
-from lenvm_kernels.reference.value_tree_attention import value_tree_attention
 
 # Numbers of cached tokens, delta tokens and candidates, per request.
 RAGGED, EQUAL = ([5, 70, 0, 9, 0], [1, 3, 0, 0, 4], [5, 0, 2, 3, 1]), ([11] * 3, [2] * 3, [3] * 3)

@@ -31,7 +31,6 @@ FUNCTIONS = {
 EXACT = {
     "div_rn": lambda x, y: tl.div_rn(x, y),
     "sqrt_rn": lambda x, y: tl.sqrt_rn(y),
-    "fma": lambda x, y: tl.fma(x, y, -(x * y)),
     "polynomial": lambda x, y: x * y + x - y,
 }
 

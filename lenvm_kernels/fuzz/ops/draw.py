@@ -15,7 +15,6 @@ from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.draw import DrawColumns, draw
-from lenvm_kernels.ops.reweight_scatter import ReweightColumns
 from lenvm_kernels.reference.draw import draw_tokens
 from lenvm_kernels.types import ScoredCandidates
 
@@ -138,7 +137,7 @@ OPERATOR = named_operator(
     },
     reads={
         "candidates": weights.READS,
-        "table": (*ReweightColumns._fields, *DrawColumns._fields),
+        "table": DrawColumns._fields,
         "requests": ("table_rows", "generated", "wants_length", "greedy"),
         "scored": ("token_ids", "counts", "positions"),
     },

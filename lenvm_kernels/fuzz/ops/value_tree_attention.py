@@ -25,7 +25,8 @@ from lenvm_kernels.fuzz.case import (
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.lay_out import owners_of_tokens
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.ops.value_tree_attention.plan import SPLIT_LEN, SPLIT_SLACK
 
 UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
 UNTOUCHED = 7.0

@@ -7,39 +7,30 @@ The matmul of the value model's layers (projections of a Qwen2 or Llama decoder 
 
 cuBLAS takes the number of rows from the host, so a CUDA graph captured for the maximum always computes all rows. It
 also chooses tiles and splits by the number of rows, so a row's bits change with the batch. Here, launches depend on
-shapes only, programs without live rows exit at once, and a row's reduction order is the same in any tile. Norm, SwiGLU
-and residual are fused because PyTorch's operators would compute the padding.
+shapes only, programs without live rows exit at once, and a row's reduction order is the same in any tile.
 
-RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row, so that x is the
-matmul's operand without another rounding. The factor needs the row's sum of squares. The call that stores a row also
-stores the sums of squares of its groups of columns, and the next call adds them in order.
+RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row. The factor needs
+the row's sum of squares. The call that stores a row also stores the sums of squares of its groups of columns, and the
+next call adds them in order.
 
 Long sums are split over programs, and a second launch adds the parts in order. If the last program of a tile added
 them, most of the GPU would wait for a few programs: measured on an H200, 2.7 times as long for 384 rows.
 """
 
+import functools
+from collections import namedtuple
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    architecture,
-    ceil_div,
-    check_norm_eps,
-    fitting_stages,
-    overlapping,
-    row_stride,
-    with_row_stride,
-)
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._common import architecture, ceil_div, check_int, check_number, overlapping, with_row_stride
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.ragged_linear.device import (
-    LinearStrides,
-    LinearTensors,
     _finish,
     _first,
     _live_rows,
@@ -47,22 +38,12 @@ from lenvm_kernels.ops.ragged_linear.device import (
     _sum_parts,
     _weight_row,
 )
-from lenvm_kernels.ops.ragged_linear.tiles import (
-    BLOCK_K_BYTES,
-    TILES,
-    TILES_SM_90,
-    Tile,
-    fetching_least,
-    prefetch_len,
-)
 from lenvm_kernels.reference._common import SQUARES_GROUP, sums_of_squares
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
-# Unless a measurement is named, the numbers below are estimates for an H100 or H200: 132 multiprocessors, 3.35 or
-# 4.8 TB/s; 990 Tflop/s in bf16; 34 bytes per cycle from L2 to each multiprocessor, and twice that if few read.
+# Unless a measurement is named, the numbers below are estimates for an H100 or H200 with 132 multiprocessors.
 
-# A long sum over few columns is split over more programs; for few rows, at most one per multiprocessor. Each part
-# writes and reads 8 N bytes per row, and the loads of all parts of a piece are in flight at once.
+# A long sum over few columns is split over more programs; for few rows, at most one per multiprocessor.
 # - down (N = 1536, K = 8960, 28 MB, 8 us of HBM), 5 * 24 programs. Measured on an H200 with 3, 4, 5 and 8 parts: 13.5,
 #   11.2, 10.0 and 10.0 us for 6 rows, and 94, 116, 104 and 105 us for 1,536.
 # - A probe's projection (N = 256, K = 10752), 28 * 4 programs: more parts, up to K / N, with which all parts of a row
@@ -73,26 +54,70 @@ SPLIT_STEP = 64  # a split's columns are a multiple of this, for any dtype
 # Piece of the result per program that adds parts. Measured on an H200: 384 rows take 31 us with 4, 36 us with 8, 39 us
 # with 16.
 ADD_ROWS, ADD_COLUMNS = 4, SQUARES_GROUP
-# AMD's warps are twice as wide: with 4 of them, a thread would load 16 bits at a time.
-ADD_WARPS, ADD_WARPS_HIP = 4, 2
 MULTIPROCESSORS = 132
-# GPUs on which all TILES use one matmul instruction (fused multiply-add in fp32). Others (sm_100, AMD) choose it by the
-# tile, which could change a row's bits: there, the tile is chosen for a fixed number of rows.
+# GPUs on which all TILES use one matmul instruction. Others (sm_100, AMD) choose it by the tile, which could change a
+# row's bits: there, the tile is chosen for a fixed number of rows.
 ONE_INSTRUCTION = ("sm_8", "sm_90", "sm_12")
 FIXED_ROWS = 384
 NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
-# Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn. With a
-# program for every possible tile, exiting the thousands without live rows would take longer than a small batch's work.
+# Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn:
+# exiting thousands of programs without live rows would take longer than a small batch's work.
 MAX_PROGRAMS = 528
 MAX_SMALL_PROGRAMS = 2048  # of the launch that adds parts; a multiprocessor holds 16: one wave suffices
+# Bytes of a row of x per block of products, whole cache lines. Blocks and splits determine the order of a row's sums.
+# Both depend on the weight alone, so that a row's result is bitwise identical in any batch and any tile.
+BLOCK_K_BYTES = 128
 
 
-# num_rows may be an element of a tensor of offsets, and the others slices of larger tensors, so their alignment changes
-# with the batch.
-@triton.jit(
-    do_not_specialize=["stride_square_sums_group", "stride_square_sums_out_group", "T"],
-    do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr"],
+class Tile(NamedTuple):
+    """Rows and columns of the result that a program computes at once, with its warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Tiles by size, the largest first. For each k, a tile fetches one number per row and per column from L2, which bounds
+# most launches: on an H200, 128 x 256 reaches 71 % of the tensor cores' rate, 128 x 128 53 %, 128 x 64 35 %. A launch
+# therefore uses the tile with which a multiprocessor fetches least, and the largest of equal ones.
+#
+# sm_90, 16-bit: 64 rows are the least of its matmul instruction. Measured on an H200: gate_up (N = 2 * 8960) of 192
+# rows takes 30 us with 64 x 256, and 44 us without that tile.
+TILES_SM_90 = (
+    Tile(128, 256, num_warps=8, num_stages=4),
+    Tile(128, 128, num_warps=8, num_stages=6),
+    Tile(128, 64, num_warps=8, num_stages=8),
+    Tile(64, 256, num_warps=8, num_stages=4),
+    Tile(64, 128, num_warps=4, num_stages=4),
+    Tile(64, 64, num_warps=4, num_stages=8),
 )
+# Other GPUs, and fp32, which has no tensor cores. The instruction of sm_80 to sm_89 and sm_120 has 16 rows in every
+# tile. A tile takes at most 96 KB of shared memory, because sm_86, sm_89 and sm_120 have 99 KB. With few rows, a tile
+# with 128 columns takes at most 48 KB, so that two fit on a multiprocessor. Not measured.
+TILES = (
+    Tile(128, 128, num_warps=8, num_stages=3),
+    Tile(128, 64, num_warps=8, num_stages=4),
+    Tile(64, 128, num_warps=8, num_stages=4),
+    Tile(64, 64, num_warps=4, num_stages=6),
+    Tile(32, 128, num_warps=4, num_stages=3),
+    Tile(32, 64, num_warps=4, num_stages=8),
+    Tile(16, 128, num_warps=4, num_stages=3),
+    Tile(16, 64, num_warps=4, num_stages=8),
+)
+# Up to this many rows are in one tile: smaller ones would read the weight once per 16 or 32 rows.
+FEW_ROWS = 64
+# Bytes of the weight that a launch prefetches before the previous launch has ended: about 3 us of HBM bandwidth. Much
+# more might delay the first loads of the matmul.
+PREFETCH_BYTES = 10_000_000
+
+
+# Tensors that the matmul reads and writes, except slices of larger tensors. The parts are fp32 [SPLITS, T, N].
+LinearTensors = namedtuple("LinearTensors", "out x weight bias residual partial")
+LinearStrides = namedtuple("LinearStrides", "x residual")  # row strides
+
+
+@kernel()
 def _ragged_linear_kernel(
     ptr,  # LinearTensors
     stride,  # LinearStrides
@@ -156,10 +181,7 @@ def _ragged_linear_kernel(
             tl.store(part_ptr + offsets, acc, mask=is_sum)
 
 
-@triton.jit(
-    do_not_specialize=["stride_square_sums_group", "stride_square_sums_out_group", "T"],
-    do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr"],
-)
+@kernel()
 def _add_parts_kernel(
     ptr,  # LinearTensors
     stride,  # LinearStrides
@@ -201,9 +223,27 @@ def split_len(size: int, splits: int) -> int:
     return ceil_div(ceil_div(size, SPLIT_STEP), splits) * SPLIT_STEP
 
 
+@functools.lru_cache(4096)  # a step without a CUDA graph calls it four times per layer
+def fetching_least(
+    tiles: tuple[Tile, ...], rows: int, columns: int, splits: int, swiglu: bool, multiprocessors: int
+) -> Tile:
+    """The tile with which the busiest multiprocessor fetches the fewest numbers for each k."""
+
+    def fetched(tile: Tile) -> int:
+        count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
+        return ceil_div(count, multiprocessors) * (tile.block_m + tile.block_n)
+
+    def fits(tile: Tile) -> bool:
+        """Whether it holds few rows at once, no smaller tile does, and its columns are whole groups of squares."""
+        is_full = rows > tile.block_m // 2 or tile.block_m == tiles[-1].block_m
+        is_large = tile.block_m >= min(rows, FEW_ROWS)
+        return is_full and is_large and tile.block_n >= (2 if swiglu else 1) * SQUARES_GROUP
+
+    return min(filter(fits, tiles), key=fetched)  # the first, i.e. largest, of equal ones
+
+
 def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
-    """The tile of a launch with about ``rows`` rows and a weight of ``dtype``. It affects the time of the launch, but
-    no bit of the result."""
+    """The tile of a launch with about ``rows`` rows and a weight of ``dtype``. It changes no bit of the result."""
     name = architecture()
     if dtype.itemsize == 2 and name in ("sm_90", ""):  # without a GPU, the interpreter uses the tiles of sm_90
         return fetching_least(TILES_SM_90, rows, columns, splits, swiglu, MULTIPROCESSORS)
@@ -228,31 +268,47 @@ def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.d
     return list(first.values())
 
 
+def prefetch_len(weight: Tensor, splits: int, split_len: int) -> int:
+    """Columns of each split whose weights a launch prefetches while it waits for the previous launches."""
+    bytes_of_column = weight.shape[0] * splits * weight.element_size()
+    return min(split_len, PREFETCH_BYTES // bytes_of_column)
+
+
 def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
     """Shape of the sums of squares of ``tokens`` rows of ``columns`` columns."""
     return ceil_div(columns, SQUARES_GROUP), tokens
 
 
-@operator(reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
+_SPEC = Spec("""
+    x: float [T, K+]
+    weight: =x [rows+, K]
+    bias?: =x|float32 [rows]
+    num_rows?: int32 [1]
+    square_sums?: single [(K + 63) // 64, T]
+    residual?: =x [T, rows // (1 + swiglu)]
+    square_sums_out?: single [(rows // (1 + swiglu) + 63) // 64, T]
+""")
+
+
+@operator(_SPEC, reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
 def launch_linear(
     out: Tensor,  # in the dtype of x, or fp32
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    num_rows: Tensor | None,
+    x,
+    weight,
+    bias,
+    num_rows,
+    square_sums,
+    residual,
+    square_sums_out,
     norm_eps: float | None,
     swiglu: bool,
-    residual: Tensor | None,
-    square_sums: Tensor | None,
-    square_sums_out: Tensor | None,
-    expected_rows: int,
-) -> None:
+    expected_rows: int | None,
+):
     (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
     if tokens == 0:
         return
     splits = num_splits(columns, size, swiglu)
-    tile = choose_tile(expected_rows, columns, splits, swiglu, weight.dtype)
-    block_k = BLOCK_K_BYTES // x.element_size()
+    tile = choose_tile(tokens if expected_rows is None else expected_rows, columns, splits, swiglu, weight.dtype)
     split_columns = split_len(size, splits)
     tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
 
@@ -263,69 +319,42 @@ def launch_linear(
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
     operands = (
         LinearTensors(out, x, weight, bias, residual, partial),
-        LinearStrides(x.stride(0), row_stride(residual)),
-        num_rows,
-        *with_row_stride(square_sums),
-        *with_row_stride(square_sums_out),
-        norm_eps,
-        tokens,
+        LinearStrides(x.stride(0), with_row_stride(residual)[1]),
+        *(num_rows, *with_row_stride(square_sums), *with_row_stride(square_sums_out), norm_eps, tokens),
     )
     # The compiler might fuse different products and additions in different tiles.
-    options = dict(enable_fp_fusion=False, **overlapping())
+    options = dict(K=size, N=outputs, SPLITS=splits, enable_fp_fusion=False, **overlapping())
     _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
         *operands,
-        K=size,
-        N=outputs,
         SWIGLU=swiglu,
         STRIDE_WEIGHT=weight.stride(0),
-        SPLITS=splits,
         SPLIT_LEN=split_columns,
         PREFETCH_LEN=prefetch_len(weight, splits, split_columns),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=BLOCK_K_BYTES // x.element_size(),
         num_warps=tile.num_warps,
-        num_stages=fitting_stages(tile.num_stages),
+        # AMD GPUs have 64 KB of shared memory per block.
+        num_stages=min(tile.num_stages, 3) if architecture() == "hip" else tile.num_stages,
         **options,
     )
     if splits > 1:
         pieces = ceil_div(tokens, ADD_ROWS) * ceil_div(outputs, ADD_COLUMNS)
-        sizes = dict(K=size, N=outputs, SPLITS=splits, ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS)
-        warps = ADD_WARPS_HIP if architecture() == "hip" else ADD_WARPS
-        _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](*operands, **sizes, num_warps=warps, **options)
+        # AMD's warps are twice as wide: with 4 of them, a thread would load 16 bits at a time.
+        options |= dict(ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=2 if architecture() == "hip" else 4)
+        _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](*operands, **options)
 
 
-def check_norm(norm_eps: float | None, square_sums: Tensor | None) -> float | None:
-    """Check the epsilon of a norm, and return it as a float."""
-    if norm_eps is not None:
-        check_norm_eps(norm_eps, "a positive number or None")
-        return float(norm_eps)
-    if square_sums is not None:
+def check_options(norm_eps: float | None, square_sums: Tensor | None, expected_rows: int | None) -> float | None:
+    """Check options that :func:`value_head` passes on, and return ``norm_eps`` as a float."""
+    if norm_eps is None and square_sums is not None:
         raise ValueError("square_sums belong to the norm: norm_eps must be passed as well")
-    return None
-
-
-def check_rows(expected_rows: int | None, tokens: int) -> int:
-    """Check the expected number of rows, and return it; ``tokens`` if None."""
-    if expected_rows is None:
-        return tokens
-    if isinstance(expected_rows, bool) or not isinstance(expected_rows, int) or expected_rows < 0:
-        raise ValueError(f"expected_rows must be an int of at least 0 or None, got {expected_rows!r}")
-    return expected_rows
-
-
-_SPEC = Spec("""
-    x: float [T, K+]
-    weight: =x [rows, K]
-""")
-_REST = Spec("""
-    x: float [T, K]
-    bias?: =x|float32 [rows]
-    num_rows?: int32 [1]
-    square_sums?: single [(K + 63) // 64, T]
-    residual?: =x [T, N]
-    square_sums_out?: single [(N + 63) // 64, T]
-""")
+    if expected_rows is not None:
+        check_int("expected_rows", expected_rows, 0)
+    if norm_eps is None:
+        return None
+    check_number("norm_eps", norm_eps, "a positive number or None", above=0)
+    return float(norm_eps)
 
 
 def ragged_linear(
@@ -344,18 +373,17 @@ def ragged_linear(
 ) -> Tensor:  # [T, N]
     """Linear layer over the first ``num_rows`` rows, with RMSNorm before it and SwiGLU and a residual after it.
 
-    Unlike cuBLAS, it reads the number of rows from device memory, so that a CUDA graph captured for the maximum costs
-    only the rows in use, and a row's result is bitwise identical in any batch and at any index. Causes no host-device
-    sync. A new ``num_rows`` triggers no recompilation. ``expected_rows`` selects one of at most eight tiles, each
-    of which is compiled once per shape and row stride of a weight.
+    The number of rows is read from device memory, so that a CUDA graph captured for the maximum costs only the rows in
+    use. A row's result is bitwise identical in any batch and at any index. ``expected_rows`` selects one of at most
+    eight tiles, each of which is compiled once per shape and row stride of a weight.
 
     Args:
         x: [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
         weight: [N, K], stored as in ``nn.Linear`` (out, in), in the dtype of ``x``. With ``swiglu``, [2 N, K]: N gate
             rows, then N up rows. Rows may be strided.
         bias: [N] ([2 N] with ``swiglu``), the dtype of ``x`` or fp32. The norm does not scale it. If ``None``, 0.
-        num_rows: int32 [1] on the device of ``x``; number of rows, clamped to 0 .. T. Rows from it on are neither read
-            nor written. If ``None``, all T.
+        num_rows: int32 [1]; number of rows, clamped to 0 .. T. Rows from it on are neither read nor written. If
+            ``None``, all T.
         norm_eps: divide ``x`` by its root mean square first: ``W (x / sqrt(mean(x^2) + norm_eps))``. The norm's weight
             ``w`` must be folded into ``weight``, as ``W diag(w)``. If ``None``, no norm.
         swiglu: whether to return ``silu(gate) * up`` of the two halves of the columns.
@@ -368,7 +396,7 @@ def ragged_linear(
             Columns from ``num_rows`` on are not written.
         expected_rows: approximate number of rows for which the launch is optimized. It changes no bit of the result. If
             ``None``, T.
-        backend: ``auto`` (Triton for GPU tensors, the reference for CPU tensors), ``triton`` or ``reference``.
+        backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
         [T, N] in the dtype of ``x``, accumulated in fp32 (fp64 for fp64 inputs). Rows from ``num_rows`` on are
@@ -378,7 +406,6 @@ def ragged_linear(
         TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
-        >>> import torch
         >>> x = torch.tensor([[3.0, 4.0], [1.0, 0.0], [9.0, 9.0]])
         >>> there_are_two = torch.tensor([2], dtype=torch.int32)
         >>> ragged_linear(x, torch.eye(2), num_rows=there_are_two, residual=torch.ones(3, 2))
@@ -386,17 +413,10 @@ def ragged_linear(
                 [2., 1.],
                 [0., 0.]])
     """
-    swiglu = bool(swiglu)
-    backend, sizes = _SPEC.check(backend, x, weight)
-    tokens, columns = sizes["T"], sizes["rows"]
-    if columns == 0 or (swiglu and columns % 2):
-        wanted = "an even number of rows, gate and up," if swiglu else "at least one row,"
-        raise ValueError(f"weight must have {wanted} got shape {list(weight.shape)}")
-    norm_eps, expected_rows = check_norm(norm_eps, square_sums), check_rows(expected_rows, tokens)
-    outputs = columns // 2 if swiglu else columns
-    sizes["N"] = outputs
-    _REST.check(backend, x, bias, num_rows, square_sums, residual, square_sums_out, sizes=sizes)
-    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    operands = (out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out)
-    launch_linear(backend, *operands, expected_rows)
-    return out
+    operands, swiglu = (x, weight, bias, num_rows, square_sums, residual, square_sums_out), bool(swiglu)
+    backend, sizes = _SPEC.check(backend, *operands, sizes={"swiglu": int(swiglu)})
+    if swiglu and sizes["rows"] % 2:
+        raise ValueError(f"weight must have an even number of rows, gate and up, got shape {list(weight.shape)}")
+    norm_eps = check_options(norm_eps, square_sums, expected_rows)
+    out = torch.empty(sizes["T"], sizes["rows"] // (1 + swiglu), dtype=x.dtype, device=x.device)
+    return launch_linear(backend, out, *operands, norm_eps, swiglu, expected_rows)

@@ -1,14 +1,11 @@
 """Device functions of :mod:`lenvm_kernels.ops.ragged_linear`: everything but the loop over products."""
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from lenvm_kernels.ops._device import prefetch
 from lenvm_kernels.reference._common import SQUARES_GROUP
 
-# Columns per sum of squares. No tile has fewer columns of the result.
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
 LINE_BYTES = tl.constexpr(128)  # L2 cache line; a thread prefetches one line
 
@@ -72,24 +69,6 @@ def _prefetch_weight(
     for start in range(0, PREFETCH_LEN, 2 * LINE):
         k = split * SPLIT_LEN + start + LINE * tl.arange(0, 2)
         prefetch(rows + k[None, :], (column < COLUMNS)[:, None] & (k < K)[None, :])
-
-
-class LinearTensors(NamedTuple):
-    """Tensors that the matmul reads and writes, except those that may be slices of larger tensors."""
-
-    out: Any  # [T, N]
-    x: Any  # [T, K]
-    weight: Any  # [N, K], or [2 N, K]
-    bias: Any  # [N] or [2 N], or None
-    residual: Any  # [T, N], or None
-    partial: Any  # fp32 [SPLITS, T, N], or None
-
-
-class LinearStrides(NamedTuple):
-    """Row strides."""
-
-    x: int
-    residual: int
 
 
 @triton.jit

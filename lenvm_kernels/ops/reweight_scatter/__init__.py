@@ -7,14 +7,14 @@ one-hot on the candidate that a hard constraint chooses. Source: section 4 of th
 ``lvm_combined_guidance`` in the LenVM fork of SGLang.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, row_strides, select_columns, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_stride
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.reweight_scatter.reweight import _GUIDE, _SINGLE, _UNGUIDED, _reweight
@@ -23,36 +23,23 @@ from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _refere
 from lenvm_kernels.reference.reweight_scatter import scatter_probs as _scatter_reference
 from lenvm_kernels.types import Candidates, GuidanceColumns
 
-# Candidates per program, two per lane of its one warp. Few, because a program iterates until its last request has
-# converged, and because 256 candidates spill registers.
+# Candidates per program, two per lane of its one warp. A program iterates until its last request has converged, and 256
+# candidates spill registers.
 TILE = 64
-# Elements of [B, V] zeroed per program of the scatter: 64 KB of fp32. Chosen when one launch reweighted and scattered
-# (on an H200, V = 151,936: 19 us at B 64, 50 us at B 256). Neither other sizes nor the two launches have been measured.
-SLICE = 16_384
+SLICE = 16_384  # elements of [B, V] zeroed per program of the scatter. Not measured.
 # The slowest of a million requests took 43: hard_rows(10_000, 8, seed 0 to 99) in tests/ops/test_reweight_scatter.py.
 MAX_STEPS = tl.constexpr(64)
 
 
-class ReweightColumns(NamedTuple):
-    """Columns of the guidance table that the kernels access."""
-
-    mode: Tensor
-    scale: Tensor
-    nats_per_token: Tensor
-    value_min: Tensor
-    target_length: Tensor
-    tolerance: Tensor
-    counts_down: Tensor
-    faults: Tensor
-    answer_length: Tensor
-    target_logit: Tensor
-    ending_token_ids: Tensor
-
-
-@triton.jit(
-    do_not_specialize=["B", "E", "S"],  # a new batch size must not trigger a recompilation
-    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr", "text_breaks_ptr"],
+# Columns of the guidance table that the kernels access.
+ReweightColumns = namedtuple(
+    "ReweightColumns",
+    "mode scale nats_per_token value_min target_length tolerance counts_down faults answer_length target_logit "
+    "ending_token_ids",
 )
+
+
+@kernel(specialized="out_ptr value_logits_ptr stride_value_logits_request")
 def _reweight_kernel(
     out_ptr,  # [B, K]
     candidates,  # Candidates
@@ -78,7 +65,7 @@ def _reweight_kernel(
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
 
-@triton.jit(do_not_specialize=["stride_dense_request"], do_not_specialize_on_alignment=["table_rows_ptr"])
+@kernel(specialized="dense_ptr guided_probs_ptr token_ids_ptr status_ptr mode_ptr stride_mode V")
 def _scatter_kernel(
     dense_ptr,  # [B, V]
     stride_dense_request,
@@ -108,10 +95,20 @@ def _scatter_kernel(
         tl.store(row_ptr + candidate, tl.load(guided_probs_ptr + place), mask=is_here)
 
 
-@operator(reference=_scatter_reference, name="scatter_probs")
-def _launch_scatter(
-    out: Tensor, guided_probs: Tensor, candidates: Candidates, modes: Tensor, table_rows: Tensor | None
-) -> None:
+_SPEC = Spec(f"""
+    candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
+    value_logits?: single [B, K]
+    table: GuidanceColumns ({", ".join(ReweightColumns._fields)}) strided single
+    table_rows?: int [B]
+    generated?: int32 [B]
+    text_breaks?: int8 [S]
+    probs?: float [B, V]
+""")
+
+
+@operator(_SPEC, reference=_scatter_reference, name="scatter_probs")
+def scatter_probs(out: Tensor, guided_probs: Tensor, candidates, modes: Tensor, table_rows):
+    """Write guided probabilities into the rows of ``out``, see :func:`reweight_scatter`. Checks no argument."""
     (requests, vocab), columns = out.shape, guided_probs.shape[1]
     if requests == 0:
         return
@@ -121,29 +118,8 @@ def _launch_scatter(
     )
 
 
-def scatter_probs(
-    probs: Tensor,  # [B, V]
-    guided_probs: Tensor,  # [B, K]
-    candidates: Candidates,
-    table: GuidanceColumns,
-    table_rows: Tensor | None,  # [B]
-    *,
-    backend: str,
-) -> None:
-    """Write guided probabilities into the rows of ``probs``, see :func:`reweight_scatter`. Checks no argument."""
-    _launch_scatter(backend, probs, guided_probs, candidates, table.mode, table_rows)
-
-
-@operator(reference=_reference, mutates=["table.faults"])
-def _launch(
-    out: Tensor,
-    candidates: Candidates,
-    value_logits: Tensor | None,
-    table: ReweightColumns,
-    table_rows: Tensor | None,
-    generated: Tensor | None,
-    text_breaks: Tensor | None,
-) -> None:
+@operator(_SPEC, reference=_reference, mutates=["table.faults"])
+def _launch(out: Tensor, candidates, value_logits, table: ReweightColumns, table_rows, generated, text_breaks):
     requests, columns = out.shape
     if requests == 0:
         return
@@ -156,17 +132,6 @@ def _launch(
     )
 
 
-_SPEC = Spec(f"""
-    candidates: Candidates of topk_candidates (token_ids, probs, status, lost_mass) contiguous single
-    value_logits?: single [B, K]
-    table: GuidanceColumns ({", ".join(ReweightColumns._fields)}) strided single
-    table_rows?: int [B]
-    generated?: int32 [B]
-    text_breaks?: int8 [S]
-    probs?: float [B, V]
-""")
-
-
 def reweight_scatter(
     candidates: Candidates,
     value_logits: Tensor | None,
@@ -177,7 +142,6 @@ def reweight_scatter(
     text_breaks: Tensor | None = None,
     probs: Tensor | None = None,
     backend: str = "auto",
-    validate: bool = True,
 ) -> Tensor:
     """Compute the candidates' guided probabilities; with ``probs``, also write them into the rows of ``[B, V]``.
 
@@ -202,7 +166,6 @@ def reweight_scatter(
         probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous. The rows of guided and ``SINGLE`` requests are
             overwritten with the candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.
-        validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
         fp32 ``[B, K]``, 0 in padding.
@@ -218,17 +181,13 @@ def reweight_scatter(
         >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output: the shortest
         tensor([[0., 1.]])
     """
-    if validate:
-        arguments = (candidates, value_logits, table, table_rows, generated, text_breaks, probs)
-        backend, sizes = _SPEC.check(backend, *arguments)
-        requests, rows = sizes["B"], sizes["R"]
-        if table_rows is None and rows < requests:
-            came = f"{rows} (or give table_rows)"
-            raise ValueError(f"table must have a row for each of the {requests} requests, got {came}")
-    dtype = compute_dtype(candidates.probs, value_logits)
-    out = torch.empty_like(candidates.probs, dtype=dtype)
-    columns = select_columns(ReweightColumns, table)
-    _launch(backend, out, candidates, value_logits, columns, table_rows, generated, text_breaks)
+    operands = (candidates, value_logits, table, table_rows, generated, text_breaks)
+    backend, sizes = _SPEC.check(backend, *operands, probs)
+    requests, rows = sizes["B"], sizes["R"]
+    if table_rows is None and rows < requests:
+        raise ValueError(f"table must have a row for each of the {requests} requests, got {rows} (or give table_rows)")
+    out = torch.empty_like(candidates.probs, dtype=compute_dtype(candidates.probs, value_logits))
+    _launch(backend, out, *operands)
     if probs is not None:
-        scatter_probs(probs, out, candidates, table, table_rows, backend=backend)
+        scatter_probs(backend, probs, out, candidates, table.mode, table_rows)
     return out

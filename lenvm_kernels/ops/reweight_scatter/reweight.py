@@ -4,10 +4,8 @@ fp32 is precise enough because values are never subtracted. A request works in s
 range`` and ``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. Derived numbers
 are measured from the nearer end: exponents from the favoured end, deviations from the end near the mean. Newton steps
 guarded by a bracket find the root of ``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly linear
-in the tails of more. It is the root for the rounded weights, so their errors do not add to the error of the mean.
-A relative distance is the logarithm of a quotient of two lengths, with an error of a few 1e-7. Distances are relative
-to the smallest, so that no strength underflows all weights, and equally near candidates keep the ratios of ``q``.
-Every mode is computed for every request, and the request's own mode is selected, to avoid divergence.
+in the tails of more. Relative distances are measured from the smallest, so that no strength underflows all weights, and
+equally near candidates keep the ratios of ``q``. Every mode is computed for every request, to avoid divergence.
 """
 
 import triton

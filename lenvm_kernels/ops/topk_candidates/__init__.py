@@ -7,18 +7,17 @@ selection of the LenVM fork of SGLang.
 Two launches. The first streams the scores once and stores the maximum and the sum of exponentials of every tile of 128
 tokens. The K best tokens are in the K tiles with the largest maxima, because a token of any other tile has K better
 ones. The second launch, with one program per request, adds the sums and rereads these tiles to extract the tokens.
-The selection is exact, and no reduction order depends on the number of requests.
+No reduction order depends on the number of requests.
 
-For a step, the second launch also decides which candidates the value model scores: the candidates of all requests that
-are reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
-candidates would end it, because there the longest and the shortest output part. If predicted lengths are requested
-without reweighting, only the next token is scored, provided it is known.
+For a step, the second launch also decides which candidates the value model scores: those of all requests that are
+reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
+candidates would end it. If predicted lengths are requested without reweighting, only the next token is scored, provided
+it is known.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -29,9 +28,9 @@ from lenvm_kernels.ops._common import (
     next_power_of_2,
     per_request,
     row_strides,
-    select_columns,
     with_row_stride,
 )
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.ops.topk_candidates.filter import _exponent_scale, _filter_kernel, _load_scores, _located
@@ -43,36 +42,27 @@ from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, S
 MAX_VOCAB = 1_048_576
 
 # Tokens per tile: four per lane of a warp in fp32, eight per lane of half a warp in 16 bits, so that both reductions
-# are shuffles without a barrier. Smaller tiles give the second launch more to choose from (1,187 for
-# V = 151,936), larger ones more to reread. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth
-# (67 % with a cold L2 cache), and 7.1 us at B 1; each further candidate takes 1.3 us (88 us with 64). Empty columns
-# take no time but for more registers, which is a prediction. Other sizes of tiles and programs have not been measured.
+# are shuffles without a barrier. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth (67 % with a
+# cold L2 cache), and 7.1 us at B 1; each further candidate takes 1.3 us (88 us with 64). Other sizes of tiles and
+# programs have not been measured.
 TILE = 128
-# Bytes read by a program of the first launch. It needs about 32 registers per thread, so that 64 warps share a
-# multiprocessor, each with one to three loads of 512 bytes in flight: 32 KB and more, without asynchronous copies.
-# Half the size would double the overhead of starting programs; twice the size would leave more multiprocessors idle at
-# B = 1. It must not depend on the batch: Triton 3.6 would distribute a tile with a vocab_mask differently over threads.
+# Bytes read by a program of the first launch. Half the size would double the overhead of starting programs; twice the
+# size would leave more multiprocessors idle at B = 1. It must not depend on the batch: Triton 3.6 would distribute a
+# tile with a vocab_mask differently over threads.
 PROGRAM_BYTES = 8192
 # In scores. If the vocabulary is a multiple of it, every row of a contiguous tensor begins at a multiple.
 ALIGNMENT = 16
 
 
-class CandidateColumns(NamedTuple):
-    """Columns of the guidance table that the second launch reads."""
-
-    min_end_prob: Tensor
-    least_share: Tensor
-    due_length: Tensor
-    entropy_threshold: Tensor
-    ending_token_ids: Tensor
-
-
-# The row stride of a batch of one is arbitrary. ROWS_ALIGNED, not the stride, therefore determines the width of loads,
-# and thereby which thread adds which numbers.
-@triton.jit(
-    do_not_specialize=["stride_scores_request", "stride_mask_request"],
-    do_not_specialize_on_alignment=["guided_ptr", "temperature_ptr"],
+# Columns of the guidance table that the second launch reads.
+CandidateColumns = namedtuple(
+    "CandidateColumns", "min_end_prob least_share due_length entropy_threshold ending_token_ids"
 )
+
+
+# The row stride of a batch of one is arbitrary. ALIGNMENT, not the stride, therefore determines the width of loads, and
+# thereby which thread adds which numbers.
+@kernel(specialized="tile_max_ptr tile_sum_ptr scores_ptr mask_ptr addresses_ptr V")
 def _scan_kernel(
     tile_max_ptr,  # [B, tiles]
     tile_sum_ptr,  # [B, tiles]
@@ -111,32 +101,48 @@ def _scan_kernel(
     tl.store(tile_sum_ptr + request * tiles + tile, total, mask=tile < tiles)
 
 
-@operator(reference=_reference, mutates=["scored", "step"], only_kernels=["addresses", "is_aligned"])
+_SPEC = Spec(f"""
+    scores: float [B, V=1..{MAX_VOCAB}]
+    guided?: bool [B]
+    vocab_mask?: int32 [B, (V + 31) // 32]
+    table?: GuidanceColumns ({", ".join(CandidateColumns._fields)}) strided
+    table_rows?: int [B]
+    generated?: int32 [B]
+    text_breaks?: int8 [S]
+    last_tokens?: int [B]
+    requests?: StepRequests of begin_step (positions, wants_length, due) [B]
+    drawn?: int32 [B]
+    step?: int64 [1]
+    scored?: ScoredCandidates contiguous
+""")
+
+
+@operator(_SPEC, reference=_reference, mutates=["scored", "step"], only_kernels=["addresses", "is_aligned"])
 def _launch(
     out: Candidates,
-    scores: Tensor,
+    scores,
+    guided,
+    vocab_mask,
+    table: CandidateColumns | None,
+    table_rows,
+    generated,
+    text_breaks,
+    last_tokens,
+    requests,
+    drawn,
+    step,
+    scored,
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    max_candidates: int,
     temperature: Tensor | None,
-    is_logits: bool,
-    guided: Tensor | None,
-    vocab_mask: Tensor | None,
     addresses: Tensor | None,
+    max_candidates: int,
+    is_logits: bool,
     is_aligned: bool,
-    table: CandidateColumns | None,
-    table_rows: Tensor | None,
-    generated: Tensor | None,
-    text_breaks: Tensor | None,
-    last_tokens: Tensor | None,
-    requests: StepRequests | None,
-    drawn: Tensor | None,
     sample: bool,
     score_all: bool,
-    step: Tensor | None,
-    scored: ScoredCandidates | None,
-) -> None:
+):
     (count, vocab), device = scores.shape, scores.device
     if count == 0:
         return
@@ -147,10 +153,7 @@ def _launch(
     alignment = ALIGNMENT if (rows_are_aligned(scores) if addresses is None else is_aligned) else 1
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(count, ceil_div(tiles, program_tiles))](
-        tile_max,
-        tile_sum,
-        guided,
-        temperature,
+        *(tile_max, tile_sum, guided, temperature),
         *inputs,
         IS_LOGITS=is_logits,
         ALIGNMENT=alignment,
@@ -160,24 +163,10 @@ def _launch(
     )
     strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
-    filters = (guided, temperature, top_k, top_p, min_p)
     _filter_kernel[(count,)](
-        out,
-        tile_max,
-        tile_sum,
-        *filters,
-        table,
-        strides,
-        table_rows,
-        generated,
-        text_breaks,
-        sentences,
-        last_tokens,
-        scored,
-        requests,
-        drawn,
-        step,
-        int(sample),
+        *(out, tile_max, tile_sum, guided, temperature, top_k, top_p, min_p),
+        *(table, strides, table_rows, generated, text_breaks, sentences, last_tokens),
+        *(scored, requests, drawn, step, int(sample)),
         *inputs,
         ends,
         SCORE_ALL=score_all,
@@ -200,30 +189,8 @@ def rows_are_aligned(scores: Tensor) -> bool:
 
 
 def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandidates:
-    """Result tensors for ``scored`` of :func:`topk_candidates`.
-
-    Args:
-        rows: N, rows of the step's tensors.
-        columns: K, candidates per row.
-        device: device of the tensors.
-    """
+    """Result tensors for ``scored`` of :func:`topk_candidates`, for ``rows`` requests with ``columns`` candidates."""
     return empty(ScoredCandidates, device, {"N": rows, "K": columns})
-
-
-_SPEC = Spec(f"""
-    scores: float [B, V=1..{MAX_VOCAB}]
-    guided?: bool [B]
-    vocab_mask?: int32 [B, (V + 31) // 32]
-    table?: GuidanceColumns ({", ".join(CandidateColumns._fields)}) strided
-    table_rows?: int [B]
-    generated?: int32 [B]
-    text_breaks?: int8 [S]
-    last_tokens?: int [B]
-    requests?: StepRequests of begin_step (positions, wants_length, due) [B]
-    drawn?: int32 [B]
-    step?: int64 [1]
-    scored?: ScoredCandidates contiguous
-""")
 
 
 def topk_candidates(
@@ -273,10 +240,8 @@ def topk_candidates(
     With ``scored``, the call also decides which candidates the value model scores in a step. A request that is not due
     and that no candidate ends then gets the status ``NOT_DUE`` instead of ``GUIDE``.
 
-    Causes no host-device sync, and no recompilation for a new number of requests.
-
     Args:
-        scores: fp32, bf16 or fp16 ``[B, V]``, V up to 1,048,576, last dimension contiguous; probabilities or logits.
+        scores: fp32, bf16 or fp16 ``[B, V]``, V up to 1,048,576; probabilities or logits. Rows may be strided.
         top_k: int32 ``[B]``, or one number for all requests; number of tokens to keep. ``<= 0`` or ``>= V`` is no
             limit. The list never exceeds ``max_candidates``.
         top_p: fp32 ``[B]`` or a number, in (0, 1]; a token stays while the mass before it is ``<= top_p``.
@@ -303,8 +268,7 @@ def topk_candidates(
         sample: whether the next token of a request with a single candidate is that candidate.
         score_all: whether to score the candidates of all requests, reweighted or not.
         step: int64 ``[1]``; :attr:`StepHistory.step`, incremented if ``scored`` has a row. If None, no history is kept.
-        scored: :class:`ScoredCandidates` of ``B`` rows and ``K`` columns, contiguous, which is written. If None, the
-            candidates are only selected.
+        scored: contiguous :class:`ScoredCandidates` ``[B, K]``, written. If None, the candidates are only selected.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments and convert numbers to tensors. If False, ``backend`` must be
             ``triton`` or ``reference``.
@@ -320,24 +284,23 @@ def topk_candidates(
         >>> topk_candidates(logits, top_k=3, top_p=1.0, min_p=0.0, max_candidates=4, is_logits=True).token_ids
         tensor([[ 2,  0,  1, -1]], dtype=torch.int32)
     """
-    of_table = (table_rows, generated, text_breaks, last_tokens)
-    of_step = (requests, drawn, step, scored)
+    options = (table_rows, generated, text_breaks, last_tokens, requests, drawn, step, scored)
+    operands = (scores, guided, vocab_mask, table, *options)
     if validate:
         if max_candidates not in COLUMNS:
             raise ValueError(f"max_candidates must be a power of two up to {MAX_CANDIDATES}, got {max_candidates!r}")
         if temperature is not None and not is_logits:
             raise ValueError("temperature must be None when scores are probabilities (is_logits=False)")
-        if table is None and any(x is not None for x in (*of_table, *of_step)):
-            options = "table_rows, generated, text_breaks, last_tokens, requests, drawn, step or scored"
-            raise ValueError(f"table must be given with {options}, got None")
+        if table is None and any(x is not None for x in options):
+            names = "table_rows, generated, text_breaks, last_tokens, requests, drawn, step or scored"
+            raise ValueError(f"table must be given with {names}, got None")
         if (text_breaks is None) != (last_tokens is None):
             raise ValueError("text_breaks and last_tokens must be given together")
         if (requests is None) != (scored is None):
             raise ValueError("requests and scored must be given together")
         if scored is None and not (drawn is None and step is None):
             raise ValueError("scored must be given with drawn or step, got None")
-        arguments = (scores, guided, vocab_mask, table, *of_table, *of_step)
-        backend, sizes = _SPEC.check(backend, *arguments, sizes={"K": max_candidates})
+        backend, sizes = _SPEC.check(backend, *operands, sizes={"K": max_candidates})
         count = sizes["B"]
         if table_rows is None and sizes.get("R", count) < count:
             came = f"{sizes['R']} (or give table_rows)"
@@ -349,16 +312,8 @@ def topk_candidates(
         min_p = per_request("min_p", min_p, torch.float32, count, scores.device)
         if temperature is not None:
             temperature = per_request("temperature", temperature, torch.float32, count, scores.device)
-    count, device, dtype = scores.shape[0], scores.device, compute_dtype(scores)
-    candidates = Candidates(
-        token_ids=torch.empty(count, max_candidates, dtype=torch.int32, device=device),
-        probs=torch.empty(count, max_candidates, dtype=dtype, device=device),
-        counts=torch.empty(count, dtype=torch.int32, device=device),
-        status=torch.empty(count, dtype=torch.int8, device=device),
-        lost_mass=torch.empty(count, dtype=dtype, device=device),
-    )
-    columns = None if table is None else select_columns(CandidateColumns, table)
-    filters = (top_k, top_p, min_p, max_candidates, temperature, is_logits, guided, vocab_mask, addresses, is_aligned)
-    scoring = (requests, drawn, sample, score_all, step, scored)
-    _launch(backend, candidates, scores, *filters, columns, *of_table, *scoring)
-    return candidates
+    sizes = {"B": scores.shape[0], "K": max_candidates}
+    candidates = empty(Candidates, scores.device, sizes, single=compute_dtype(scores))
+    filters = (top_k, top_p, min_p, temperature, addresses)
+    switches = (is_logits, is_aligned, sample, score_all)
+    return _launch(backend, candidates, *operands, *filters, max_candidates, *switches)

@@ -4,6 +4,7 @@ choice of the candidates that the value model scores."""
 import triton
 import triton.language as tl
 
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.reference.topk_candidates import (
     AFTER_LINE,
     AFTER_SENTENCE,
@@ -112,21 +113,7 @@ def _store_scored(
     tl.store(scored.alone + request, alone)
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=["sample", "stride_scores_request", "stride_mask_request"],
-    do_not_specialize_on_alignment=[
-        "guided_ptr",
-        "temperature_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "table_rows_ptr",
-        "generated_ptr",
-        "last_tokens_ptr",
-        "drawn_ptr",
-    ],
-)
+@kernel(specialized="tile_max_ptr tile_sum_ptr text_breaks_ptr S step_ptr scores_ptr mask_ptr addresses_ptr V E")
 def _filter_kernel(
     candidates,  # Candidates, written
     tile_max_ptr,  # [B, tiles]

@@ -8,31 +8,27 @@ all cached tokens, to the new tokens ``t <= j`` with ``t < d``, and to itself:
 The mask follows from ``C``, ``d`` and ``n`` and is never materialized (tree attention of LenVM, arXiv 2604.27039). If
 candidates have parents, the sum also includes a candidate's ancestors: a tree of drafts as in speculative decoding.
 
-A query tile packs neighbouring tokens of one request with all query heads that share a key/value head, so that cached
-keys and values are read once per key/value head and tile. The cached prefix is split over programs, as in
-flash-decoding; the last program to finish merges the splits, in order. Splits, tiles and block sizes depend on the
-request and the row's place in it, never on the batch: a request's result is bitwise identical in any batch.
-
-The plan lists the work: an item is one split of one tile. It is the same in every layer of a step.
+A query tile packs neighbouring tokens of one request with all query heads that share a key/value head. The cached
+prefix is split over programs, as in flash-decoding; the last program to finish merges the splits, in order. Splits,
+tiles and block sizes depend on the request and the row's place in it, never on the batch: a request's result is bitwise
+identical in any batch. The plan lists the work: an item is one split of one tile.
 """
 
 import math
+from collections import namedtuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_int, overlapping
-from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
+from lenvm_kernels.ops._common import architecture, check_int, check_number, next_power_of_2, overlapping
+from lenvm_kernels.ops._device import arrives_last, kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.value_tree_attention.plan import (
     BLOCK_M,
     MAX_SPLITS,
-    PLAN_BLOCK,
-    SPLIT_LEN,
-    SPLIT_SLACK,
     SPLIT_TILES,
     load_item,
     make_plan,
@@ -41,45 +37,125 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
     plan_shape,
     workspace_shape,
 )
-from lenvm_kernels.ops.value_tree_attention.tiles import (
-    MERGE_COLUMNS,
-    AttentionStrides,
-    AttentionTensors,
-    _attend,
-    _launch_config,
-    _load_pages,
-    _merge_splits,
-    _parent_row,
-)
-from lenvm_kernels.reference import value_tree_attention as reference
+from lenvm_kernels.reference.value_tree_attention import value_tree_attention as _reference
 
-__all__ = [  # includes the names of plan.py
-    "BLOCK_M",
-    "MAX_SPLITS",
-    "MERGE_COLUMNS",
-    "PLAN_BLOCK",
-    "SPLIT_LEN",
-    "SPLIT_SLACK",
-    "make_plan",
-    "num_counters",
-    "plan_shape",
-    "value_tree_attention",
-    "workspace_shape",
-]
-
-# Maximum programs of a launch. The slot table allows far more splits than most requests have, and a launch sized for
-# all of them would spend more time on idle programs than on attention. About four times what 132 multiprocessors hold.
+# Maximum programs of a launch, about four times what 132 multiprocessors hold. The slot table allows far more splits
+# than most requests have, and a launch sized for all of them would spend more time on idle programs than on attention.
 MAX_PROGRAMS = 1024
-
 MAX_HEAD_DIM = 256
 # Offsets within a query tile are 32-bit.
 MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
+# Columns of the results that are merged at once. With 64, D 128 spills up to 120 bytes on sm_80. Measured on an H200
+# (B 64, 2,048 cached tokens), the attention takes 63 us with 32 or 64, and 84 us with 128, which spills there as well.
+MERGE_COLUMNS = tl.constexpr(32)
 
 
-@triton.jit(
-    do_not_specialize=["workspace_rows"],
-    do_not_specialize_on_alignment=["counters_ptr"],  # may be a slice
+# The partial results are fp32 [max splits, Hkv, W, Hq / Hkv, D], their sums [max splits, Hkv, W, Hq / Hkv] to base 2.
+AttentionTensors = namedtuple(
+    "AttentionTensors", "out q k_new v_new k_cache v_cache slot_table parents plan partial_out partial_lse"
 )
+# Strides of the tensors' first two dimensions.
+AttentionStrides = namedtuple(
+    "AttentionStrides",
+    "out_token out_head q_token q_head k_new_token k_new_head v_new_token v_new_head k_cache_slot k_cache_head "
+    "v_cache_slot v_cache_head table_row",
+)
+
+
+@triton.jit
+def _load_rows(ptr, row, stride, d, mask):
+    return tl.load(ptr + (row.to(tl.int64) * stride)[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N]: pages of a block of cached keys, or rows of a block of new keys, which follow the cached blocks."""
+    is_new = block >= cached_blocks
+    key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(pages_ptr + key // PAGE_SIZE, mask=(key < cached) & (block < cached_blocks), other=first_row + key)
+
+
+@triton.jit
+def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
+    """One step of the online softmax: ``k`` and ``v`` [BLOCK_N, BLOCK_D], ``visible`` [1 | BLOCK_M, BLOCK_N].
+
+    Every row starts from its own key or sees a key in its first block (a cached token, or delta token 0), so its
+    maximum is finite from then on, and no difference of infinities can arise."""
+    scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_max[:, None])
+    decay = tl.exp2(running_max - new_max)
+    running_sum = running_sum * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_max, running_sum, acc
+
+
+@triton.jit
+def _parent_row(row, parents_ptr, first_candidate_row):
+    """Rows of the parents of candidates, -1 for no parent; row -1 has none. For any contents of ``parents``, a parent
+    is an earlier candidate of the same request, so that every walk terminates within its request."""
+    parent = tl.load(parents_ptr + row, mask=row >= 0, other=-1)
+    return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
+
+
+@triton.jit
+def _load_partial(split, splits, out_ptr, lse_ptr, stride_split, offset, is_row, is_column, HEAD_DIM: tl.constexpr):
+    """lse and result of a split; -inf and 0 if the split does not exist."""
+    there = is_row & (split < splits)
+    lse_ptr += split * stride_split
+    lse = tl.load(lse_ptr + tl.arange(0, is_row.shape[0]), mask=there, other=float("-inf"), cache_modifier=".cg")
+    out_ptr += split * (stride_split * HEAD_DIM)
+    return lse, tl.load(out_ptr + offset, mask=there[:, None] & is_column, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _merge_splits(
+    out_ptr,  # [BLOCK_M]
+    partial_out_ptr,
+    partial_lse_ptr,
+    stride_split,
+    splits,
+    is_row,  # [BLOCK_M]
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge the results of a tile's splits in order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
+
+    Loads bypass L1, which may not contain the writes of other programs."""
+    m = tl.arange(0, BLOCK_M)
+    s = tl.arange(0, MAX_SPLITS)[None, :]
+    lse = tl.load(
+        partial_lse_ptr + m[:, None] + s * stride_split,
+        mask=is_row[:, None] & (s < splits),
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )  # [BLOCK_M, MAX_SPLITS]
+    top = tl.where(is_row, tl.max(lse, axis=1), 0.0)
+    factor = 1.0 / tl.where(is_row, tl.sum(tl.exp2(lse - top[:, None]), axis=1), 1.0)
+    COLUMNS: tl.constexpr = min(BLOCK_D, MERGE_COLUMNS)
+    for first_column in range(0, BLOCK_D, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        is_column = (column < HEAD_DIM)[None, :]
+        offset = (m * HEAD_DIM)[:, None] + column[None, :]
+        acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        # Loads of four splits are in flight at once. Software pipelining would copy them through shared memory and
+        # wait. Measured on an H200 (B 64, 2,048 cached tokens), the attention takes 110 us with it and 63 us without.
+        where = (splits, partial_out_ptr, partial_lse_ptr, stride_split, offset, is_row, is_column)
+        for split in tl.range(0, splits, 4, num_stages=1):
+            lse_a, x_a = _load_partial(split, *where, HEAD_DIM)
+            lse_b, x_b = _load_partial(split + 1, *where, HEAD_DIM)
+            lse_c, x_c = _load_partial(split + 2, *where, HEAD_DIM)
+            lse_d, x_d = _load_partial(split + 3, *where, HEAD_DIM)
+            acc += x_a * tl.exp2(lse_a - top)[:, None]
+            acc += x_b * tl.exp2(lse_b - top)[:, None]
+            acc += x_c * tl.exp2(lse_c - top)[:, None]
+            acc += x_d * tl.exp2(lse_d - top)[:, None]
+        acc *= factor[:, None]
+        tl.store(out_ptr[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
+
+
+@kernel()
 def _value_tree_attention_kernel(
     ptr,  # AttentionTensors
     stride,  # AttentionStrides
@@ -142,16 +218,8 @@ def _value_tree_attention_kernel(
         # depend on neighbouring candidates, and the diagonal needs no key block. Only in the last split, like delta.
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_mask = (is_self & is_row)[:, None] & is_dim[None, :]
-        k_self = tl.load(
-            k_new_ptr + (row.to(tl.int64) * stride.k_new_token)[:, None] + d[None, :],
-            mask=self_mask,
-            other=0.0,
-        )
-        v_self = tl.load(
-            v_new_ptr + (row.to(tl.int64) * stride.v_new_token)[:, None] + d[None, :],
-            mask=self_mask,
-            other=0.0,
-        )
+        k_self = _load_rows(k_new_ptr, row, stride.k_new_token, d, self_mask)
+        v_self = _load_rows(v_new_ptr, row, stride.v_new_token, d, self_mask)
         self_score = tl.sum(q.to(tl.float32) * k_self.to(tl.float32), axis=1) * scale_log2
         running_max = tl.where(is_self, self_score, float("-inf"))  # [BLOCK_M]
         running_sum = tl.where(is_self, 1.0, 0.0)  # [BLOCK_M]
@@ -167,16 +235,8 @@ def _value_tree_attention_kernel(
             while tl.max(ancestor, axis=0) >= 0:
                 is_ancestor = ancestor >= 0
                 ancestor_mask = is_ancestor[:, None] & is_dim[None, :]
-                k = tl.load(
-                    k_new_ptr + (ancestor.to(tl.int64) * stride.k_new_token)[:, None] + d[None, :],
-                    mask=ancestor_mask,
-                    other=0.0,
-                )
-                v = tl.load(
-                    v_new_ptr + (ancestor.to(tl.int64) * stride.v_new_token)[:, None] + d[None, :],
-                    mask=ancestor_mask,
-                    other=0.0,
-                )
+                k = _load_rows(k_new_ptr, ancestor, stride.k_new_token, d, ancestor_mask)
+                v = _load_rows(v_new_ptr, ancestor, stride.v_new_token, d, ancestor_mask)
                 score = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2
                 score = tl.where(is_ancestor, score, float("-inf"))
                 new_max = tl.maximum(running_max, score)
@@ -224,76 +284,41 @@ def _value_tree_attention_kernel(
             tl.store(ptr.partial_lse + partial + m, running_max + tl.log2(running_sum), mask=is_row)
             counter = (request * SPLIT_TILES + tile) * tl.num_programs(0) + kv_head
             if arrives_last(counters_ptr + counter, splits):
-                _merge_splits(
-                    out_ptr,
-                    ptr.partial_out + first_partial * HEAD_DIM,
-                    ptr.partial_lse + first_partial,
-                    stride_split,
-                    splits,
-                    is_row,
-                    HEAD_DIM,
-                    BLOCK_D,
-                )
+                partials = (ptr.partial_out + first_partial * HEAD_DIM, ptr.partial_lse + first_partial)
+                _merge_splits(out_ptr, *partials, stride_split, splits, is_row, HEAD_DIM, BLOCK_D)
 
 
-@operator(reference=reference.value_tree_attention, mutates=["counters"], only_kernels=["counters", "plan"])
-def _launch(
-    out: Tensor,
-    counters: Tensor,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_table: Tensor,
-    table_rows: Tensor,
-    cached_lens: Tensor,
-    q_offsets: Tensor,
-    candidate_lens: Tensor,
-    parents: Tensor | None,
-    plan: Tensor | None,
-    page_size: int,
-    sm_scale: float,
-) -> None:
-    """Make a plan if none is given, and attend. Grids and workspace depend on tensor shapes only."""
-    total_tokens, q_heads, head_dim = q.shape
-    kv_heads, num_requests = k_new.shape[1], table_rows.shape[0]
-    if total_tokens == 0 or num_requests == 0:
-        return
-    group = q_heads // kv_heads
-    max_len = slot_table.shape[1] * page_size
-    if plan is None:
-        lens = (cached_lens, q_offsets, candidate_lens)
-        plan = make_plan(table_rows, *lens, total_tokens=total_tokens, group=group, max_len=max_len)
-    max_splits, workspace_rows = workspace_shape(total_tokens, num_requests, group, max_len)
-    partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
-    partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
-    tensors = AttentionTensors(
-        out, q, k_new, v_new, k_cache, v_cache, slot_table, parents, plan, partial_out, partial_lse
-    )
-    of_tokens = (*out.stride()[:2], *q.stride()[:2], *k_new.stride()[:2], *v_new.stride()[:2])
-    of_slots = (*k_cache.stride()[:2], *v_cache.stride()[:2])
+def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Block sizes, warps and pipeline stages. In bf16 and fp16, only D 256 spills on the GPUs of :mod:`bench.codegen`.
+    On sm_90, shared memory and registers hold two programs per multiprocessor up to D 128. Measured on an H200 (D 128,
+    B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. On other GPUs, a block of 64 keys at D 128, or more
+    stages, would spill or exceed the shared memory.
 
-    _value_tree_attention_kernel[(kv_heads, min(plan.shape[0] - 1, max(1, MAX_PROGRAMS // kv_heads)))](
-        tensors,
-        AttentionStrides._make((*of_tokens, *of_slots, slot_table.stride(0))),
-        counters,
-        workspace_rows,
-        sm_scale * math.log2(math.e),
-        PAGE_SIZE=page_size,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        **_launch_config(head_dim, q.dtype),
-        **overlapping(),
+    Raises:
+        RuntimeError: an AMD GPU with a Triton version that needs an environment variable for it."""
+    if architecture() == "hip" and triton.__version__.startswith("3.6.") and triton.knobs.amd.use_buffer_ops:
+        raise RuntimeError(
+            "value_tree_attention: Triton 3.6 fails to compile it for AMD's GPUs with buffer operations; set "
+            "AMDGCN_USE_BUFFER_OPS=0, or take Triton 3.7"
+        )
+    block_d = max(16, next_power_of_2(head_dim))
+    if dtype == torch.float32:  # full fp32 has no tensor cores: operands are in registers, more for wider heads
+        warps = max(8, block_d // 8)
+        return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=warps, num_stages=2)
+    on_sm_90 = architecture() in ("sm_90", "")  # "" is the interpreter
+    stages = 4 if on_sm_90 and block_d <= 64 else 3
+    stages = 2 if architecture() == "sm_100" else stages
+    return dict(
+        BLOCK_D=block_d,
+        BLOCK_N=64 if block_d <= 64 or (on_sm_90 and block_d == 128) else 32,
+        num_warps=4 if block_d <= 128 else 8,
+        num_stages=stages,
     )
 
 
 _SPEC = Spec("""
     q: float [T, Hq, D]
     k_new: =q [T, Hkv, D]
-""")
-_REST = Spec("""
-    q: float [T, Hq, D]
     v_new: =q [T, Hkv, D]
     k_cache: =q [S, Hkv, D]
     v_cache: =q [S, Hkv, D]
@@ -307,6 +332,52 @@ _REST = Spec("""
     counters?: int32 [*]
 """)
 _PLAN = Spec("plan?: int32 [items, size]")
+
+
+@operator(_SPEC, _PLAN, reference=_reference, mutates=["counters"], only_kernels=["counters", "plan"])
+def _launch(
+    out: Tensor,
+    counters: Tensor,
+    q,
+    k_new,
+    v_new,
+    k_cache,
+    v_cache,
+    slot_table,
+    table_rows,
+    cached_lens,
+    q_offsets,
+    candidate_lens,
+    parents,
+    plan,
+    page_size: int,
+    sm_scale: float,
+):
+    total_tokens, q_heads, head_dim = q.shape
+    kv_heads, num_requests = k_new.shape[1], table_rows.shape[0]
+    if total_tokens == 0 or num_requests == 0:
+        return
+    group = q_heads // kv_heads
+    max_len = slot_table.shape[1] * page_size
+    if plan is None:
+        lens = (cached_lens, q_offsets, candidate_lens)
+        plan = make_plan(table_rows, *lens, total_tokens=total_tokens, group=group, max_len=max_len)
+    max_splits, workspace_rows = workspace_shape(total_tokens, num_requests, group, max_len)
+    partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
+    partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
+    tensors = (out, q, k_new, v_new, k_cache, v_cache, slot_table, parents, plan, partial_out, partial_lse)
+    strides = [n for x in (out, q, k_new, v_new, k_cache, v_cache) for n in x.stride()[:2]]
+
+    _value_tree_attention_kernel[(kv_heads, min(plan.shape[0] - 1, max(1, MAX_PROGRAMS // kv_heads)))](
+        AttentionTensors._make(tensors),
+        AttentionStrides._make((*strides, slot_table.stride(0))),
+        *(counters, workspace_rows, sm_scale * math.log2(math.e)),
+        PAGE_SIZE=page_size,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        **_launch_config(head_dim, q.dtype),
+        **overlapping(),
+    )
 
 
 def value_tree_attention(
@@ -332,19 +403,16 @@ def value_tree_attention(
     """Compute attention of delta tokens and candidates over a cached prefix and themselves, for all requests at once.
 
     The new tokens of request ``i`` are rows ``q_offsets[i]`` to ``q_offsets[i + 1] - 1`` of ``q``, ``k_new`` and
-    ``v_new``: first the delta tokens (any number, up to a whole prompt), then ``candidate_lens[i]`` candidates, all
-    at the position after the last delta token. A delta token attends to the cached tokens and causally to the delta
-    tokens; a candidate attends to the cached tokens, all delta tokens and itself.
-
-    With ``parents``, the candidates form a tree of any shape, as in speculative decoding. A candidate then also attends
-    to its ancestors, and is at the position after its parent. The time grows with the depth of the tree.
+    ``v_new``: first the delta tokens (any number, up to a whole prompt), then ``candidate_lens[i]`` candidates. A delta
+    token attends to the cached tokens and causally to the delta tokens; a candidate attends to the cached tokens, all
+    delta tokens and itself. With ``parents``, the candidates form a tree of any shape, and a candidate also attends to
+    its ancestors. The time grows with the depth of the tree.
 
     Cached token ``t`` of request ``i`` is in slot ``slot_table[table_rows[i], t // page_size] * page_size + t %
     page_size``. Slots and table entries past ``cached_lens[i]`` are never read. The cache is not written.
 
-    Causes no host-device sync. Launch and workspace sizes depend on tensor shapes only, so CUDA graphs can capture it.
-    A request's result is bitwise independent of the other requests of the batch, and a candidate's result of all
-    candidates that are not its ancestors.
+    Launch and workspace sizes depend on tensor shapes only, so CUDA graphs can capture it. A request's result is
+    bitwise independent of the other requests of the batch, and a candidate's of all candidates but its ancestors.
 
     Args:
         q: queries, fp32, bf16 or fp16 (fp64 too with the reference).
@@ -373,8 +441,7 @@ def value_tree_attention(
         ``out``, ``[T, Hq, D]`` in the dtype of ``q``.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message names it, the value and what is accepted. Contents
-            of ``slot_table`` and of the lengths are not checked: that would need a host-device sync.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> cache = torch.randn(8, 1, 16)                              # 8 slots, 1 key/value head of 16
@@ -383,23 +450,20 @@ def value_tree_attention(
         >>> row, cached, offsets, candidates = (torch.tensor(x, dtype=torch.int32) for x in ([0], [3], [0, 3], [2]))
         >>> value_tree_attention(q, new, new, cache, cache, table, row, cached, offsets, candidates).shape
         torch.Size([3, 2, 16])
-
-        The second candidate as a child of the first, which is row 1:
-
+        >>> # The second candidate as a child of the first, which is row 1.
         >>> parents = torch.tensor([-1, -1, 1], dtype=torch.int32)
         >>> lens = (table, row, cached, offsets, candidates)
         >>> value_tree_attention(q, new, new, cache, cache, *lens, parents=parents).shape
         torch.Size([3, 2, 16])
     """
-    backend, sizes = _SPEC.check(backend, q, k_new)
+    operands = (q, k_new, v_new, k_cache, v_cache, slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
+    backend, sizes = _SPEC.check(backend, *operands, parents, out, counters)
     total_tokens, q_heads, kv_heads, head_dim = (sizes[name] for name in ("T", "Hq", "Hkv", "D"))
     if kv_heads == 0 or q_heads == 0 or q_heads % kv_heads:
         raise ValueError(
             f"q must have a multiple of the heads of k_new, got {q_heads} query and {kv_heads} key/value heads"
         )
     group, device = q_heads // kv_heads, q.device
-    requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
-    _, sizes = _REST.check(backend, q, v_new, k_cache, v_cache, *requests, parents, out, counters, sizes=sizes)
     least = num_counters(sizes["B"], kv_heads)
     if counters is None:
         counters = torch.zeros(least, dtype=torch.int32, device=device)
@@ -410,14 +474,10 @@ def value_tree_attention(
         raise ValueError(f"q must have a last dimension of at least 1, got {head_dim}")
     if sm_scale is None:
         sm_scale = head_dim**-0.5
-    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)):
-        raise TypeError(f"sm_scale must be a finite number or None, got {type(sm_scale).__name__}")
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"sm_scale must be a finite number or None, got {sm_scale}")
+    check_number("sm_scale", sm_scale, "a finite number or None")
     if backend == "triton" and head_dim > MAX_HEAD_DIM:
         raise ValueError(f"q must have a last dimension of 1 to {MAX_HEAD_DIM} for backend 'triton', got {head_dim}")
-    if backend == "triton" and group > BLOCK_M.value:
-        most = BLOCK_M.value
+    if backend == "triton" and group > (most := BLOCK_M.value):
         raise ValueError(f"q must have at most {most} heads per head of k_new for backend 'triton', got {group}")
     if plan is not None:
         items, size = plan_shape(total_tokens, sizes["B"], group, sizes["pages"] * page_size)
@@ -427,6 +487,4 @@ def value_tree_attention(
     for name, x in (("q", q), ("out", out)):
         if backend == "triton" and max(x.stride()) > MAX_STRIDE:
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
-    options = (parents, plan, page_size, float(sm_scale))
-    _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options)
-    return out
+    return _launch(backend, out, counters, *operands, parents, plan, page_size, float(sm_scale))

@@ -8,22 +8,21 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import ceil_div, overlapping
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 
 # Rows of a query tile: (token, head of the group) pairs. The minimum for sm_90's warp-group matmul (HGMMA).
 BLOCK_M = tl.constexpr(64)
 # Cached tokens per split. Short splits are better for few requests, because they fill the GPU, and long splits for
-# many: the partial results of a split are 18 KB, written and read, next to 512 bytes of keys and values per cached
-# token (2 key/value heads of 128, 6 new tokens). Splits must not depend on the batch. Measured on an H200, in us with
-# splits of 256, 512 and 1,024: 2,048 cached tokens take 17, 20, 29 at B 1 and 80, 63, 50 at B 64; 8,192 take 246, 248,
-# 180 at B 64; 512, which only 256 splits, take 14, 16, 16 at B 1, 21, 22, 22 at B 64 and 82, 55, 55 at B 256.
+# many. Splits must not depend on the batch. Measured on an H200, in us with splits of 256, 512 and 1,024: 2,048 cached
+# tokens take 17, 20, 29 at B 1 and 80, 63, 50 at B 64; 8,192 take 246, 248, 180 at B 64; 512, which only 256 splits,
+# take 14, 16, 16 at B 1, 21, 22, 22 at B 64 and 82, 55, 55 at B 256.
 SPLIT_LEN = tl.constexpr(512)
-# A remainder of at most this many tokens does not get another split: reading that many keys takes as long as a merge.
+# A remainder of at most this many tokens does not get another split.
 SPLIT_SLACK = tl.constexpr(128)
 # Maximum splits of a request. Bounds the workspace; a request of 8k tokens still fills 16 programs per key/value head.
 MAX_SPLITS = tl.constexpr(16)
 # Number of leading tiles of a request that are split. Two hold 1 delta token and 8 candidates even for groups of 8
-# heads. Requests with more tokens have more tiles to run in parallel, and would need a workspace as large as a prompt.
+# heads. With more, a prompt would need a workspace of its size.
 SPLIT_TILES = tl.constexpr(2)
 # Requests whose items are summed at once by the planning kernel, and items stored at once.
 PLAN_BLOCK = tl.constexpr(256)
@@ -79,20 +78,14 @@ def load_item(plan_ptr, item):
 
 @triton.jit
 def _new_and_cached(request, q_offsets_ptr, cached_lens_ptr, num_requests, max_len):
-    """(new tokens, cached tokens) of requests, 0 beyond the last one.
-
-    More cached tokens than a row of the slot table holds would be more splits than ``plan_shape`` has room for."""
+    """(new tokens, cached tokens) of requests, 0 beyond the last one; at most the tokens that the slot table holds."""
     exists = request < num_requests
     start = tl.load(q_offsets_ptr + request, mask=exists, other=0)
     end = tl.load(q_offsets_ptr + request + 1, mask=exists, other=0)
     return end - start, tl.minimum(tl.load(cached_lens_ptr + request, mask=exists, other=0), max_len)
 
 
-# Callers pass slices, whose alignment must not trigger a recompilation.
-@triton.jit(
-    do_not_specialize=["num_requests", "most_items", "max_len"],
-    do_not_specialize_on_alignment=["table_rows_ptr", "cached_lens_ptr", "q_offsets_ptr", "candidate_lens_ptr"],
-)
+@kernel(specialized="plan_ptr")
 def _plan_attention_kernel(
     plan_ptr,  # int32 [1 + most_items, ITEM_SIZE]
     table_rows_ptr,  # int32|int64 [B]
@@ -163,16 +156,6 @@ def make_plan(
     """The plan of one call of :func:`value_tree_attention`; B is at least 1. Rows beyond the items are arbitrary."""
     requests = len(table_rows)
     plan = q_offsets.new_empty(plan_shape(total_tokens, requests, group, max_len))
-    _plan_attention_kernel[(requests,)](
-        plan,
-        table_rows,
-        cached_lens,
-        q_offsets,
-        candidate_lens,
-        requests,
-        len(plan) - 1,
-        max_len,
-        TILE_TOKENS=BLOCK_M.value // group,
-        **overlapping(),
-    )
+    arguments = (plan, table_rows, cached_lens, q_offsets, candidate_lens, requests, len(plan) - 1, max_len)
+    _plan_attention_kernel[(requests,)](*arguments, TILE_TOKENS=BLOCK_M.value // group, **overlapping())
     return plan
