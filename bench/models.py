@@ -73,13 +73,6 @@ def random_probe(
     return config, {name: torch.randn(shape, device=device) * shape[-1] ** -0.5 for name, shape in shapes.items()}
 
 
-def layer_parameters(config: ValueModelConfig) -> int:
-    """Number of weights in the matrices of one layer."""
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = config.hidden_size * (heads + config.num_heads * config.head_dim)
-    return attention + 3 * config.hidden_size * config.intermediate_size
-
-
 def forward_floor(
     config: ValueModelConfig, dtype: torch.dtype, tokens: int, candidates: int, requests: int, cached: int
 ) -> tuple[int, int]:
@@ -95,8 +88,9 @@ def forward_floor(
     """
     size, kv = dtype.itemsize, 2 * config.num_kv_heads * config.head_dim
     head = config.hidden_size * (config.hidden_size + 1)
-    parameters = config.num_layers * layer_parameters(config)
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    parameters = config.num_layers * config.hidden_size * (attention + 3 * config.intermediate_size)
     moved = head + tokens * config.hidden_size + parameters + config.num_layers * kv * requests * cached
     matmuls = parameters * tokens + head * candidates
-    attention = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
-    return moved * size, 2 * (matmuls + attention)
+    pairs = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
+    return moved * size, 2 * (matmuls + pairs)

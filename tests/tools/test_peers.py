@@ -2,14 +2,13 @@
 
 import inspect
 import itertools
-import math
 import sys
 import types
 
 import pytest
 import torch
 
-from bench import peers, ways
+from bench import peers
 from lenvm_kernels.fuzz.ops.value_tree_attention import make_inputs
 from lenvm_kernels.reference.topk_candidates import topk_candidates
 from lenvm_kernels.reference.value_head import value_head
@@ -93,22 +92,3 @@ def test_torch_topk_and_head():
     torch.testing.assert_close((probs, token_ids.int()), (ours.probs, ours.token_ids))
     head = [torch.randn(shape) for shape in ((5, 24), (24, 24), (24,), (1, 24), (1,))]
     torch.testing.assert_close(peers.unfused_head(*head)(), value_head(*head))
-
-
-def test_table_of_ways(monkeypatch):
-    """Ratios compare two times with the same seed; tokens/s cover all seeds."""
-    clock = iter([0.0, 2.0, 2.0, 3.0, 10.0, 16.0, 20.0, 25.0])
-    models = types.SimpleNamespace(
-        eos_token_ids=[1],
-        tokenizer=types.SimpleNamespace(batch_decode=lambda found, **_: ["text."] * len(found)),
-        encode=lambda _: dict(input_ids=torch.tensor([[0, 4], [6, 7]]), attention_mask=torch.tensor([[0, 1], [1, 1]])),
-    )
-    answers = {"plain": [[9, 9, 9, 1], [9] * 6], "slow": [[9, 1], [9, 9, 9, 9, 9, 9, 9, 1]]}
-    functions = {way: lambda inputs, found=found: found for way, found in answers.items()}
-    monkeypatch.setattr(ways.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(ways, "likelihoods", lambda _, prompts, found: [[0.5] * len(ids) for ids in found])
-    plain, slow = ways.compare(models, functions, ["a", "b"], [3, 4], 5)
-    perplexity = pytest.approx(math.exp(0.5))
-    # 10 tokens in 2 s and in 1 s; 10 in 6 s and in 5 s.
-    assert plain == ["plain", 20 / 3, 1.0, 5.0, 1.0, 0.0, 0.5, perplexity]
-    assert slow == ["slow", 20 / 11, 4.0, 5.0, 3.0, 0.0, 0.0, perplexity]
