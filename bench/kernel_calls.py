@@ -4,7 +4,6 @@ An operator's calls are the ``FORMS`` of its benchmark in ``bench/ops``. Random 
 compilation depends on dtypes, sizes and alignments only.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
@@ -13,7 +12,7 @@ import torch
 
 from bench.launches import empty_is_zero
 from bench.models import VOCAB, make_config
-from bench.ops import NAMES
+from bench.ops import operators
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, ModelValues, Sampling, StepBatch, StepConfig
 from lenvm_kernels.values import ValueModel
@@ -22,11 +21,6 @@ VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 MAX_LEN, MAX_CANDIDATES = 4096, 8  # k 5 and 8 use the same kernels
 
 bf16, i32, i64 = (partial(torch.zeros, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
-
-
-def operators() -> dict[str, ModuleType]:
-    """The modules of ``bench/ops`` by name."""
-    return {name: importlib.import_module(f"bench.ops.{name}") for name in NAMES}
 
 
 def operator_calls() -> Iterator[tuple[str, Callable[[], object]]]:

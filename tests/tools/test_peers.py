@@ -1,9 +1,6 @@
 """Peers compute the same results as this package; a peer's package is replaced by its documented behaviour."""
 
 import inspect
-import itertools
-import sys
-import types
 
 import pytest
 import torch
@@ -28,54 +25,24 @@ def attend(q, k, v, visible):
     return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
 
-class PagedPrefill:
-    """FlashInfer's wrapper, as documented."""
-
-    def __init__(self, float_workspace_buffer, kv_layout, backend):
-        assert kv_layout == "NHD" and backend == "fa2"
-
-    def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, *, custom_mask, **sizes):
-        assert sizes["page_size"] == 1 and (paged_kv_last_page_len == 1).all()
-        self.requests, end = [], 0
-        for (first, last), (page, stop) in zip(*map(itertools.pairwise, (qo_indptr, paged_kv_indptr)), strict=True):
-            size = (last - first) * (stop - page)
-            mask, end = custom_mask[end : end + size].view(last - first, stop - page), end + size
-            self.requests.append((slice(first, last), paged_kv_indices[page:stop].long(), mask))
-        assert end == len(custom_mask)
-
-    def run(self, q, paged_kv_cache, *, out):
-        for rows, pages, mask in self.requests:
-            out[rows] = attend(q[rows], *(x[pages, 0] for x in paged_kv_cache), mask)
-        return out
-
-
-def extend_attention_fwd(
-    q, k, v, out, k_buffer, v_buffer, q_offsets, kv_offsets, slots, masks, causal, mask_offsets, *_
-):
-    """SGLang's kernel, as documented: a row of the mask has a column per cached token, which is not read."""
-    assert causal
-    for i, (start, end) in enumerate(itertools.pairwise(q_offsets.tolist())):
-        cached = slots[kv_offsets[i] : kv_offsets[i + 1]]
-        mask = masks[mask_offsets[i] : mask_offsets[i + 1]].view(end - start, -1).clone()
-        mask[:, : len(cached)] = True
-        out[start:end] = attend(
-            q[start:end], torch.cat([k_buffer[cached], k[start:end]]), torch.cat([v_buffer[cached], v[start:end]]), mask
-        )
+@pytest.mark.parametrize("requests", [RAGGED, EQUAL])
+def test_masks_describe_the_tree(requests):
+    """As FlashInfer's and SGLang's attention read the masks: per request, its new rows by its cached and new tokens."""
+    tree = make_tree(requests)
+    masks, found = tree.masks(), []
+    for slots, start, end, _ in tree.requests():
+        keys, values = (torch.cat([x[slots], new[start:end]]) for x, new in zip(tree[3:5], tree[1:3], strict=True))
+        size = (end - start) * len(keys)
+        found.append(attend(tree.q[start:end], keys, values, masks[:size].view(-1, len(keys))))
+        masks = masks[size:]
+    assert not len(masks)
+    torch.testing.assert_close(torch.cat(found), value_tree_attention(*tree), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    ("name", "requests"),
-    [(name, r) for name in ("flashinfer", "sglang") for r in (RAGGED, EQUAL)] + [("flex", EQUAL)],
-)
-def test_attention_masks_describe_the_tree(name, requests, monkeypatch):
-    functions = dict(BatchPrefillWithPagedKVCacheWrapper=PagedPrefill, extend_attention_fwd=extend_attention_fwd)
-    path = itertools.accumulate(["sglang", "kernels", "ops", "attention", "extend_attention"], "{}.{}".format)
-    for package in ("flashinfer", *path):
-        monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(**functions))
-    tree = make_tree(requests)
-    run = getattr(peers, f"{name}_attention")(*tree)
-    torch.testing.assert_close(run(), value_tree_attention(*tree), rtol=1e-5, atol=1e-6)
+def test_flex_attention():
+    tree = make_tree(EQUAL)
+    torch.testing.assert_close(peers.flex_attention(*tree)(), value_tree_attention(*tree), rtol=1e-5, atol=1e-6)
 
 
 def test_flex_attention_rejects_requests_of_several_lengths():

@@ -96,20 +96,6 @@ def test_requests_return_their_slots(device):
     assert both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores).tokens is None
 
 
-@pytest.mark.parametrize(
-    ("guidance", "longer", "filters", "message"),
-    [
-        ([TILT, {"target_length": 9, "op": "eq"}], [], {}, "guidance must be mul, got eq"),
-        ([TILT] * 2, [4, 4], {}, "row 0 must have 5 tokens before these, has 3"),
-        ([TILT] * 2, [], dict(top_k=12, min_p=0.0), r"row 0 has \d+ candidates, room is for max_candidates = 4"),
-        ([TILT] * 2, [], dict(top_k=0), "every row must have a top_k"),
-    ],
-)
-def test_bad_input_is_rejected_by_name(guidance, longer, filters, message, device):
-    with pytest.raises(ValueError, match=message):
-        Both(guidance, device, top_k=4).decode([[*PROMPTS[0], *longer], PROMPTS[1]], 0, **filters)
-
-
 def test_golden_candidates(device):
     """Pairs with a threshold of the entropy are left out: the benchmarks have none."""
     lines = (Path(__file__).parents[1] / "golden" / "candidates.jsonl").open()
