@@ -71,16 +71,16 @@ def check(
 def _check(case, operator, function, device, other_batches) -> Failure | None:
     given = operator.inputs(case, device)
     result = operator.run(given, function)
-    for difference in operator.compare(given, result):
+    for difference in operator.differences(given, result):
         if difference.wrong.any():
             return _failure(case, f"{difference.what} differs from the reference", difference)
     if not other_batches or not case.rows:
         return None
-    whole = operator.outputs(given, result)
+    whole = operator.parts(given, result)
     for what, rows in other_orders(case):
         other = operator.inputs(replace(case, rows=rows), device)
         common = torch.tensor(min(case.rows, rows, key=len), device=device)
-        for expected, actual in zip(whole, operator.outputs(other, operator.run(other, function)), strict=True):
+        for expected, actual in zip(whole, operator.parts(other, operator.run(other, function)), strict=True):
             (wanted, owners), (got, _) = _items(case.rows, common, expected), _items(rows, common, actual)
             difference = differs(expected.name, got, wanted, owners)
             if difference.wrong.any():

@@ -141,10 +141,10 @@ INDICES = {
     "lay_out": (lambda given: given.arguments["requests"].request_rows, {"source": "history"}),
     "verify_drafts": (lambda given: given.arguments["drafts"].parents.flatten(), {"drafts": 9, "parents": "tree"}),
     "embed_tokens": (lambda given: given.arguments["token_ids"], {}),
-    "reweight_scatter": (lambda given: given.table_rows, {}),
+    "reweight_scatter": (lambda given: given.arguments["table_rows"], {}),
     "value_head": (lambda given: given.arguments["token_rows"], {"token_rows": "int64"}),
     "rope_cache": (lambda given: given.arguments["slots"], {}),
-    "value_tree_attention": (lambda call: call.inputs.table_rows, {}),
+    "value_tree_attention": (lambda given: given.arguments["table_rows"], {}),
 }
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of, owners_in_table
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
 from lenvm_kernels.fuzz.ops._drafts import DRAFTS, draw_drafts, owners_of_nodes
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.guidance import GuidanceTable
@@ -51,7 +50,7 @@ def _filters(draws: Draws, rows: Any, options: Mapping[str, Any]) -> Filters:
     return Filters(_strided(top_k, 1), slice_of_longer(shares[0]), shares[1], _strided(shares[2], 2))
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count = len(rows)
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
@@ -112,10 +111,10 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     if options["padding"] != "no out":
         out = empty_requests(count + int(options["padding"]), device, options["drafts"])
         arguments["out"] = to_fill(out, in_slices=options["slices"])
-    return NamedInputs(arguments, count)
+    return CallInputs(arguments, count)
 
 
-def owners(given: NamedInputs) -> dict[str, Tensor]:
+def owners(given: CallInputs) -> dict[str, Tensor]:
     arguments, table_rows = given.arguments, given.arguments["table_rows"].long()
     of_table = owners_in_table(table_rows, len(arguments["table"].faults))
     no_row = torch.full((1,), -1, device=of_table.device)
@@ -132,8 +131,8 @@ def owners(given: NamedInputs) -> dict[str, Tensor]:
     }
 
 
-OPERATOR = exact_operator(
-    ops.begin_step,
+OPERATOR = Operator(
+    function=ops.begin_step,
     options=OPTIONS,
     inputs=inputs,
     writes=("table.faults", "history", "out"),

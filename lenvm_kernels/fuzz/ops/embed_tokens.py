@@ -5,8 +5,18 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, differs, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
+from lenvm_kernels.fuzz.case import (
+    CallInputs,
+    CallResult,
+    Case,
+    Difference,
+    Form,
+    Operator,
+    Output,
+    beyond,
+    differs,
+    dtype_of,
+)
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
@@ -29,7 +39,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": {"MAX_BLOCK_H": 128}}  # several blocks
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
     rows, vocab, half = case.rows_and(options["rows_not_there"]), options["vocab"], options["half"]
     magnitude = draws.choose("magnitude", vocab, 1, values=[0.02, 1.0, 30.0])
@@ -53,10 +63,10 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     if options["slices"]:
         for name in arguments.keys() - {"embedding"}:
             arguments[name] = slice_of_longer(arguments[name])
-    return NamedInputs(arguments | {"rope_scale": options["rope_scale"]}, there)
+    return CallInputs(arguments | {"rope_scale": options["rope_scale"]}, there)
 
 
-def returns(given: NamedInputs) -> dict[str, Form]:
+def returns(given: CallInputs) -> dict[str, Form]:
     embedding, half = given.arguments["embedding"], len(given.arguments["inv_freq"])
     tokens, size = len(given.arguments["token_ids"]), embedding.shape[1]
     return {
@@ -67,13 +77,13 @@ def returns(given: NamedInputs) -> dict[str, Form]:
     }
 
 
-def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
+def outputs(given: CallInputs, result: CallResult) -> list[Output]:
     """The results by token, without absent tokens."""
     by_token = result.tensors | {"square_sums": result.tensors["square_sums"].T}
     return [Output(name, x[: given.rows]) for name, x in by_token.items()]
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     """With the reference in fp64, except for the angles, which are defined in fp32."""
     arguments, rows = given.arguments, given.rows
     dtype = arguments["embedding"].dtype
@@ -89,8 +99,8 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     ]
 
 
-OPERATOR = named_operator(
-    embed_tokens,
+OPERATOR = Operator(
+    function=embed_tokens,
     options=OPTIONS,
     inputs=inputs,
     returns=returns,

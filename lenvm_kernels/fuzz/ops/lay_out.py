@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Output
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, Output, owners_in_table, owners_of_rows
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, exact_operator, owners_in_table, owners_of_rows
 from lenvm_kernels.fuzz.ops._drafts import apart, draw_parents
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
@@ -43,7 +42,7 @@ def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
     return draws.integers(name, rows, *shape, low=1, high=2**31 - 1)
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     """Token ids are distinct, so that any misplaced one is detected."""
     options, draws, count = case.options, case.draws(device), len(case.rows)
     rows, columns = draws.rows(case.rows), options["columns"]
@@ -77,7 +76,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["candidate_lens"] = slice_of_longer(arguments["candidate_lens"])
     heads = options["kv_heads"]
     arguments |= dict(page_size=page_size, num_heads=options["group"] * heads, num_kv_heads=heads)
-    return NamedInputs(arguments, count)
+    return CallInputs(arguments, count)
 
 
 def _delta(draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]) -> DeltaTokens:
@@ -135,7 +134,7 @@ def owners_of_tokens(rows: Tensor, q_offsets: Tensor) -> Tensor:
     return owner.masked_fill(owner >= len(q_offsets) - 1, -1)
 
 
-def owners(given: NamedInputs) -> dict[str, Tensor]:
+def owners(given: CallInputs) -> dict[str, Tensor]:
     arguments = dict(given.arguments)
     found = {}
     if "history" in arguments:
@@ -156,7 +155,7 @@ def _of_tokens(layout: dict[str, Tensor]) -> Tensor:
     return owners_of_tokens(layout["token_ids"], layout["q_offsets"])
 
 
-def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
+def outputs(given: CallInputs, result: CallResult) -> list[Output]:
     layout = result.tensors
     q_offsets, rows, of_tokens = layout["q_offsets"], layout["candidate_rows"], _of_tokens(layout)
     of_requests = owners_of_rows(rows, given.rows)
@@ -175,8 +174,8 @@ def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
     return found
 
 
-OPERATOR = exact_operator(
-    lay_out,
+OPERATOR = Operator(
+    function=lay_out,
     options=OPTIONS,
     inputs=inputs,
     writes=("history",),

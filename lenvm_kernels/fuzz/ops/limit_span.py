@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of, owners_in_table
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
 from lenvm_kernels.fuzz.ops._drafts import DRAFTS, draw_drafts
 from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
 from lenvm_kernels.guidance import GuidanceTable
@@ -43,7 +42,7 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count, vocab, width = len(rows), options["vocab"], options["drafts"]
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
@@ -78,7 +77,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["text_breaks"] = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3]).to(
             torch.int8
         )
-    return NamedInputs(arguments, count)
+    return CallInputs(arguments, count)
 
 
 def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
@@ -146,7 +145,7 @@ def _apart(table: GuidanceColumns) -> GuidanceColumns:
     return table._replace(**read)
 
 
-def owners(given: NamedInputs) -> dict[str, Tensor]:
+def owners(given: CallInputs) -> dict[str, Tensor]:
     table, table_rows, drafts = (given.arguments.get(name) for name in ("table", "table_rows", "drafts"))
     assert table is not None and table_rows is not None
     of_nodes = torch.arange(given.rows, device=table_rows.device)
@@ -159,8 +158,8 @@ def owners(given: NamedInputs) -> dict[str, Tensor]:
     }
 
 
-OPERATOR = exact_operator(
-    ops.limit_span,
+OPERATOR = Operator(
+    function=ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
     returns=lambda given: {

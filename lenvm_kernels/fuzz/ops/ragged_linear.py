@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Difference, Form, Operator, Output, beyond, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, results_to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
@@ -34,7 +33,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": dict(MULTIPROCESSORS=1, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
     rows, width, size = case.rows_and(options["rows_not_there"]), options["outputs"], options["size"]
     dtype, padding, columns = dtype_of(options), options["row_padding"], width * (1 + options["swiglu"])
@@ -71,21 +70,21 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     if options["square_sums_out"]:
         empty = x.new_empty(square_sums_shape(len(x), width), dtype=torch.float32)
         (arguments["square_sums_out"],) = results_to_fill([empty], in_slices=True)
-    return NamedInputs(arguments, there)
+    return CallInputs(arguments, there)
 
 
-def returns(given: NamedInputs) -> dict[str, Form]:
+def returns(given: CallInputs) -> dict[str, Form]:
     x, columns = given.arguments["x"], len(given.arguments["weight"])
     return {"the result": (x.dtype, [len(x), columns // 2 if given.arguments["swiglu"] else columns])}
 
 
-def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
+def outputs(given: CallInputs, result: CallResult) -> list[Output]:
     y, sums = result.tensors["the result"], result.tensors.get("square_sums_out")
     found = [Output("the result", y[: given.rows])]
     return found if sums is None else [*found, Output("the sums of its squares", sums.T[: given.rows])]
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     actual, *sums_out = (output.values for output in outputs(given, result))
     tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
@@ -109,8 +108,8 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return 40 * -(-options["size"] // 32) * -(-columns // 64) / 128 + 1
 
 
-OPERATOR = named_operator(
-    ragged_linear,
+OPERATOR = Operator(
+    function=ragged_linear,
     options=OPTIONS,
     inputs=inputs,
     returns=returns,

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of
-from lenvm_kernels.fuzz.ops._calls import (
+from lenvm_kernels.fuzz.case import (
+    CallInputs,
+    CallResult,
+    Case,
+    Difference,
     Form,
-    NamedInputs,
-    NamedResult,
+    Operator,
+    beyond,
+    differs,
+    dtype_of,
     memory_of,
-    named_operator,
     no_row,
     owners_of_rows,
     unchanged_around,
@@ -63,7 +67,7 @@ CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
 SPARE_ROWS = 2  # table rows that no request of the batch uses
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     vocab, dtype, is_logits = options["vocab"], dtype_of(options), options["scores"] == "logits"
     x = scores_of(draws, rows, vocab, options["kind"], torch.finfo(dtype).max / 8)
@@ -97,7 +101,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments |= table_options(case, device, x)
         if options["scored"]:
             arguments |= step_options(case, device)
-    return NamedInputs(arguments, len(rows))
+    return CallInputs(arguments, len(rows))
 
 
 def table_options(case: Case, device: torch.device, x: Tensor) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
     return sum(of_rows, start=torch.zeros_like(x))
 
 
-def returns(given: NamedInputs) -> dict[str, Form]:
+def returns(given: CallInputs) -> dict[str, Form]:
     slots = given.arguments["max_candidates"]
     return {
         "token_ids": (torch.int32, [given.rows, slots]),
@@ -187,11 +191,11 @@ def returns(given: NamedInputs) -> dict[str, Form]:
     }
 
 
-def owners(given: NamedInputs) -> dict[str, Tensor]:
+def owners(given: CallInputs) -> dict[str, Tensor]:
     return {"step": no_row(given.arguments["step"])} if "step" in given.arguments else {}
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     """A token within BOUND_WIDTH of a filter's bound may be on either side; everything else must match fp64."""
     tensors, tolerance = result.tensors, TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
     found = Candidates(*(tensors[name] for name in Candidates._fields))
@@ -235,7 +239,7 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     ]
 
 
-def _differences_of_choice(given: NamedInputs, result: NamedResult, found: Candidates) -> list[Difference]:
+def _differences_of_choice(given: CallInputs, result: CallResult, found: Candidates) -> list[Difference]:
     """Differences from the choice of scored candidates among the candidates that were found."""
     if "scored" not in given.arguments:
         return []
@@ -253,13 +257,13 @@ def _differences_of_choice(given: NamedInputs, result: NamedResult, found: Candi
     return differences
 
 
-def _table_of(given: NamedInputs) -> tuple[GuidanceColumns, Tensor]:
+def _table_of(given: CallInputs) -> tuple[GuidanceColumns, Tensor]:
     """The table, and the row of each request in it."""
     table_rows = given.arguments.get("table_rows", torch.arange(given.rows, device=given.arguments["scores"].device))
     return given.arguments["table"], table_rows.long()
 
 
-def _reference(given: NamedInputs, width: float) -> Candidates:
+def _reference(given: CallInputs, width: float) -> Candidates:
     """The candidates of the fp64 reference, with each filter's bound moved by ``width``, outwards if positive."""
     arguments = {name: x for name, x in given.arguments.items() if name not in STEP_OPTIONS}
     arguments["scores"] = arguments["scores"].double()
@@ -278,8 +282,8 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return 4 * 40 + programs * 30 + 40 * slots
 
 
-OPERATOR = named_operator(
-    topk_candidates,
+OPERATOR = Operator(
+    function=topk_candidates,
     options=OPTIONS,
     inputs=inputs,
     returns=returns,

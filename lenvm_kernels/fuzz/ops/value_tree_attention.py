@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import (
+    CallInputs,
+    CallResult,
     Case,
     Difference,
     Operator,
     Output,
     beyond,
-    copy_in_place,
     differs,
     dtype_of,
-    expect,
-    whole_memory,
+    memory_with,
+    unchanged_around,
 )
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.lay_out import owners_of_tokens
@@ -194,14 +195,7 @@ def random_tree(candidates: int, reach: int, seed: int | str) -> list[int]:
     return tree
 
 
-@dataclass(frozen=True)
-class Call:
-    inputs: Inputs
-    keywords: dict[str, Any]
-    out_is_apart: bool = False
-
-
-def inputs(case: Case, device: torch.device) -> Call:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws("cpu"), case.rows
     shortest, longest = LENGTHS["short"][0], LENGTHS["short" if options["cached"] == "short" else "long"][1]
     lengths = {
@@ -250,7 +244,10 @@ def inputs(case: Case, device: torch.device) -> Call:
         spread: dict[str, Any] = {name: _among_nan(getattr(made, name), i) for i, name in enumerate(every)}
         made = replace(made, **spread)
     made = replace(made, table_rows=made.table_rows.to(getattr(torch, options["table_rows"])))
-    return Call(made, {"sm_scale": options["sm_scale"]}, options["layout"] == "each its own")
+    out = torch.full_like(made.q, UNTOUCHED)
+    if options["layout"] == "each its own":
+        out = torch.nn.functional.pad(out, (0, 5, 0, 3), value=UNTOUCHED)[:, : out.shape[1], : out.shape[2]]
+    return CallInputs({**vars(made), "sm_scale": options["sm_scale"], "out": out}, len(rows))
 
 
 def _among_nan(x: Tensor, more: int) -> Tensor:
@@ -259,31 +256,23 @@ def _among_nan(x: Tensor, more: int) -> Tensor:
     return wider[:, : x.shape[1], : x.shape[2]]
 
 
-def run(call: Call, function) -> Tensor:
-    q = call.inputs.q
-    out = torch.full_like(q, UNTOUCHED)
-    if call.out_is_apart:
-        out = torch.nn.functional.pad(out, (0, 5, 0, 3), value=UNTOUCHED)[:, : q.shape[1], : q.shape[2]]
-    result = function(**vars(call.inputs), **call.keywords, out=out)
-    return expect("the result", result, dtype=q.dtype, shape=q.shape)
+def outputs(given: CallInputs, result: CallResult) -> list[Output]:
+    x = result.tensors["the result"]
+    return [Output("the result", x, owners_of_tokens(x, given.arguments["q_offsets"]))]
 
 
-def outputs(call: Call, result: Tensor) -> list[Output]:
-    return [Output("the result", result, owners_of_tokens(result, call.inputs.q_offsets))]
-
-
-def compare(call: Call, result: Tensor) -> list[Difference]:
-    owners = owners_of_tokens(result, call.inputs.q_offsets)
-    expected = call.inputs.expected(**call.keywords, out=torch.full_like(result, UNTOUCHED, dtype=torch.float64))
-    tolerance = TOLERANCE["value_tree_attention"][result.dtype]
-    padding = (owners < 0)[:, None, None]
-    around = whole_memory(copy_in_place(result).fill_(UNTOUCHED))
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+    """Padding, and the memory around ``out``, must keep their contents."""
+    (output,), out = outputs(given, result), given.arguments["out"]
+    tensors = {name: x for name, x in given.arguments.items() if name not in ("sm_scale", "out")}
+    expected = Inputs(**tensors).expected(sm_scale=given.arguments["sm_scale"], out=out.double())
+    tolerance = TOLERANCE["value_tree_attention"][out.dtype]
+    padding = (output.owners < 0)[:, None, None]
+    kept = torch.where(padding, UNTOUCHED, output.values)
     return [
-        beyond("the result", result, expected, tolerance, owners),
-        differs("rows past the last request", result, torch.where(padding, UNTOUCHED, result), owners),
-        differs(
-            "memory around the result", around, torch.full_like(around, UNTOUCHED), -torch.ones_like(around).long()
-        ),
+        beyond("the result", output.values, expected, tolerance, output.owners),
+        differs("rows past the last request", output.values, kept, output.owners),
+        unchanged_around("the result", result.around["out"], memory_with(out, result.tensors["out"])),
     ]
 
 
@@ -298,7 +287,8 @@ OPERATOR = Operator(
     function=value_tree_attention,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
+    returns=lambda given: {"the result": (given.arguments["q"].dtype, given.arguments["q"].shape)},
+    writes=("out",),
     outputs=outputs,
     compare=compare,
     most_rows=256,  # the reference processes one request after the other
