@@ -1,7 +1,6 @@
 """``candidate_values``: candidates and padding, strided rows, sizes that are no multiple of a block, and all modes of
 guidance."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Difference, Operator, beyond, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned
+from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import candidate_values as ops
@@ -88,9 +88,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     }
     if options["broken"]:
         for name in ("scale", "shift"):
-            poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf]).to(arguments[name].dtype)
-            is_poisoned = draws.chance(f"poisoned {name}", rows, of=0.1)
-            arguments[name][:, -1] = torch.where(is_poisoned, poison, arguments[name][:, -1])
+            arguments[name].copy_(poisoned(draws, rows, arguments[name], of=0.1))
     return CallInputs(arguments, len(rows))
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Difference, Operator, beyond, differs, owners_in_table
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
 from lenvm_kernels.fuzz.ops import reweight_scatter as weights
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
+from lenvm_kernels.fuzz.results import Difference, beyond, differs, owners_in_table
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.begin_step import empty_requests

@@ -1,23 +1,12 @@
 """``embed_tokens``: widths that are no multiple of a group or block, absent tokens, ids outside of the vocabulary."""
 
-import math
 from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import (
-    CallInputs,
-    CallResult,
-    Case,
-    Difference,
-    Form,
-    Operator,
-    Output,
-    beyond,
-    differs,
-    dtype_of,
-)
-from lenvm_kernels.fuzz.ops._inputs import padded_rows, slice_of_longer
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
+from lenvm_kernels.fuzz.results import Difference, Form, Output, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
@@ -53,10 +42,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if options["broken"]:
         outside = draws.choose("outside", rows, values=[-1, vocab, -(2**40), 2**32, 2**62])
         arguments["token_ids"] = torch.where(draws.chance("unknown", rows, of=0.2), outside, arguments["token_ids"])
-        poison = draws.choose("poison", vocab, values=[math.nan, math.inf, -math.inf])
-        is_poisoned = draws.chance("poisoned", vocab, of=0.1)
-        embedding = arguments["embedding"]
-        embedding[:, 0] = torch.where(is_poisoned, poison.to(embedding.dtype), embedding[:, 0])
+        arguments["embedding"].copy_(poisoned(draws, vocab, arguments["embedding"], of=0.1))
     if options["rows_not_there"] != "none":
         arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
         arguments["token_ids"][there:] = 2**62

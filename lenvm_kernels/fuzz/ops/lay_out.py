@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, Output, owners_in_table, owners_of_rows
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._drafts import apart, draw_parents
-from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
+from lenvm_kernels.fuzz.ops._inputs import apart, draw_parents, fill, slice_of_longer
+from lenvm_kernels.fuzz.results import Output, owners_in_table, owners_of_rows
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of, owners_in_table
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._drafts import DRAFTS, draw_drafts
-from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
+from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, fill, slice_of_longer
+from lenvm_kernels.fuzz.results import owners_in_table
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import (
@@ -69,8 +69,9 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         logits = logits.view(count * (1 + width), vocab).to(dtype_of(options, "logits"))
         logits = torch.nn.functional.pad(logits, (0, options["padding"]), value=UNTOUCHED)
         logits = (slice_of_longer(logits) if options["slices"] else logits)[:, :vocab]
-    columns = _apart(table) if options["table"] == "columns apart" else table
-    arguments: dict[str, Any] = {"logits": logits, "table": columns, **per_request}
+    if options["table"] == "columns apart":
+        table = columns_apart(table, ops.SpanColumns._fields)
+    arguments: dict[str, Any] = {"logits": logits, "table": table, **per_request}
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
     if options["text_breaks"]:
@@ -131,18 +132,6 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     spare[table_rows] = False
     table.span_ended[spare] = torch.arange(SPARE_ROWS, device=device) % 2 == 0  # exposes writes to spare rows
     return table
-
-
-def _apart(table: GuidanceColumns) -> GuidanceColumns:
-    """The columns that are read, each with its own storage and stride."""
-    read = {}
-    for i, name in enumerate(ops.SpanColumns._fields):
-        column = getattr(table, name)
-        if name in ops.LISTS:
-            read[name] = torch.nn.functional.pad(column, (0, 1), value=3)[:, : column.shape[1]]
-        else:
-            read[name] = torch.cat([column[:, None], *[torch.ones_like(column)[:, None]] * i], dim=1)[:, 0]
-    return table._replace(**read)
 
 
 def owners(given: CallInputs) -> dict[str, Tensor]:

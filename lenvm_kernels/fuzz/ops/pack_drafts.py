@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
-from lenvm_kernels.fuzz.ops._drafts import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes
-from lenvm_kernels.fuzz.ops._inputs import slice_of_longer, to_fill
+from lenvm_kernels.fuzz.ops._inputs import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes, slice_of_longer, to_fill
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
 from lenvm_kernels.types import ScoredCandidates
 

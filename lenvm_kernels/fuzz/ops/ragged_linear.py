@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Difference, Form, Operator, Output, beyond, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, results_to_fill
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
+from lenvm_kernels.fuzz.results import Difference, Form, Output, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
@@ -68,8 +69,8 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         if "square_sums" in arguments:
             arguments["square_sums"][:, there:] = float("nan")
     if options["square_sums_out"]:
-        empty = x.new_empty(square_sums_shape(len(x), width), dtype=torch.float32)
-        (arguments["square_sums_out"],) = results_to_fill([empty], in_slices=True)
+        filled = torch.full(square_sums_shape(len(x), width), 0.5, device=device)
+        arguments["square_sums_out"] = slice_of_longer(filled)
     return CallInputs(arguments, there)
 
 

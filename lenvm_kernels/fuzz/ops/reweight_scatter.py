@@ -8,20 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    CallInputs,
-    CallResult,
-    Case,
-    Difference,
-    Operator,
-    beyond,
-    differs,
-    memory_with,
-    owners_in_table,
-    unchanged_around,
-)
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
+from lenvm_kernels.fuzz.results import Difference, beyond, differs, memory_with, owners_in_table, unchanged_around
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
@@ -232,7 +222,7 @@ class Requests:
         return getattr(self.table, name).double()[:, None]
 
     def reference(self, width: float) -> tuple[Tensor, Tensor]:
-        """Guided probabilities and faults in fp64, with scales and requested lengths increased by the share ``width``."""
+        """Guided probabilities and faults in fp64, with scales and requested lengths times ``1 + width``."""
         names = ("scale", "target_length", "answer_length")
         wider = {name: getattr(self.table, name).double() * (1 + width) for name in names}
         table = self.table._replace(**wider, faults=self.table.faults.clone())

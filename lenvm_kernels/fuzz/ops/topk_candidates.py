@@ -8,23 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    CallInputs,
-    CallResult,
-    Case,
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of_longer, to_fill
+from lenvm_kernels.fuzz.results import (
     Difference,
     Form,
-    Operator,
     beyond,
     differs,
-    dtype_of,
     memory_of,
     no_row,
     owners_of_rows,
     unchanged_around,
     with_copies,
 )
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of_longer, to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS

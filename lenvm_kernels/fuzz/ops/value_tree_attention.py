@@ -10,21 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    CallInputs,
-    CallResult,
-    Case,
-    Difference,
-    Operator,
-    Output,
-    beyond,
-    differs,
-    dtype_of,
-    memory_with,
-    unchanged_around,
-)
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.lay_out import owners_of_tokens
+from lenvm_kernels.fuzz.results import Difference, Output, beyond, differs, memory_with, unchanged_around
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Form, Operator
-from lenvm_kernels.fuzz.ops._drafts import DRAFTED, DRAFTS, VOCABULARY, draw_drafts
-from lenvm_kernels.fuzz.ops._inputs import slice_of_longer
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
+from lenvm_kernels.fuzz.ops._inputs import DRAFTED, DRAFTS, VOCABULARY, draw_drafts, slice_of_longer
+from lenvm_kernels.fuzz.results import Form
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {"slices": [False, True], "constants": ["shipped", "small"]}
