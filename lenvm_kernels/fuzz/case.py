@@ -93,6 +93,12 @@ class CallInputs:
     arguments: dict[str, Any]
     rows: int
 
+    @property
+    def table_rows(self) -> Tensor:
+        """int64 ``[rows]``: the row of each request in the argument ``table``."""
+        found = self.arguments.get("table_rows")
+        return torch.arange(self.rows, device=self.arguments["table"].mode.device) if found is None else found.long()
+
 
 @dataclass(frozen=True)
 class CallResult:
@@ -142,7 +148,7 @@ class Operator:
     outputs: Callable[[CallInputs, CallResult], list[Output]] | None = None
     compare: Callable[[CallInputs, CallResult], list[Difference]] | None = None
     most_rows: int = 4096
-    constants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     free: Mapping[str, str] = field(default_factory=dict)
     reads: Mapping[str, Collection[str]] = field(default_factory=dict)
 

@@ -50,7 +50,7 @@ def _filters(draws: Draws, rows: Any, options: Mapping[str, Any]) -> Filters:
         draws.integers("top_k", drawn_rows, low=-1, high=50).int(),
         *(draws.choose(x, drawn_rows, values=[0.0, 0.25, 1.0]).float() for x in Filters._fields[1:]),
     )
-    return columns_apart(filters, Filters._fields) if is_each else filters._make(x.expand(len(rows)) for x in filters)
+    return columns_apart(filters, Filters._fields) if is_each else Filters(*(x.expand(len(rows)) for x in filters))
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:

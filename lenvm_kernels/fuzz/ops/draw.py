@@ -75,11 +75,11 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
 
 def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     a, rows = given.arguments, given.arguments["requests"]
-    candidates, scored, table_rows = a["candidates"], a["scored"], rows.table_rows
-    options = {name: x for name, x in a.items() if name == "text_breaks"} | {"generated": rows.generated}
-    of_weights = weights.Requests.of(candidates, a["value_logits"], a["table"], table_rows=table_rows, **options)
+    candidates, scored = a["candidates"], a["scored"]
+    shared = {name: a[name] for name in ("candidates", "value_logits", "table", "text_breaks") if name in a}
+    of_weights = weights.Requests.of(rows.table_rows, **shared, generated=rows.generated)
     guided_probs, tokens, lengths, faults = result.tensors.values()
-    found = weights.compare_guided(of_weights, guided_probs, table_rows, faults)
+    found = weights.compare_guided(of_weights, guided_probs, rows.table_rows, faults)
     table = of_weights.table
 
     # The draw from given probabilities is exact.

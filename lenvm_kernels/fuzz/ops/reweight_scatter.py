@@ -206,13 +206,11 @@ class Requests:
     candidates: Candidates
     value_logits: Tensor
     table: GuidanceColumns
-    options: dict[str, Tensor]  # generated and text_breaks
+    options: dict[str, Any]  # generated and text_breaks
 
     @classmethod
-    def of(cls, candidates, value_logits, table, *, table_rows=None, **options) -> "Requests":
-        if table_rows is None:
-            table_rows = torch.arange(len(candidates.probs), device=candidates.probs.device)
-        table = table._make(x[table_rows.long()] for x in table)
+    def of(cls, table_rows, *, candidates, value_logits, table, **options) -> "Requests":
+        table = table._make(x[table_rows] for x in table)
         if value_logits is None:
             value_logits = table.target_logit[:, None].expand_as(candidates.probs)
         return cls(candidates, value_logits.double(), table, options)
@@ -256,9 +254,9 @@ def compare_guided(requests: Requests, guided: Tensor, table_rows: Tensor, fault
 
 
 def compare(given: CallInputs, result: CallResult) -> list[Difference]:
-    arguments = {name: x for name, x in given.arguments.items() if name != "probs"}
-    requests, guided = Requests.of(**arguments), result.tensors["guided probabilities"]
-    found = compare_guided(requests, guided, table_rows_of(given), result.tensors["faults"])
+    arguments = {name: x for name, x in given.arguments.items() if name not in ("table_rows", "probs")}
+    requests, guided = Requests.of(given.table_rows, **arguments), result.tensors["guided probabilities"]
+    found = compare_guided(requests, guided, given.table_rows, result.tensors["faults"])
     if "probs" in given.arguments:
         candidates, before = requests.candidates, given.arguments["probs"]
         status = candidates.status
@@ -270,11 +268,6 @@ def compare(given: CallInputs, result: CallResult) -> list[Difference]:
         found.append(differs("probs", result.tensors["probs"], expected))
         found.append(unchanged_around("probs", result.around["probs"], memory_with(before, expected)))
     return found
-
-
-def table_rows_of(given: CallInputs) -> Tensor:
-    rows = torch.arange(given.rows, device=given.arguments["candidates"].probs.device)
-    return given.arguments.get("table_rows", rows).long()
 
 
 def is_one_of(mode: Tensor, modes: Collection[Mode]) -> Tensor:
@@ -412,7 +405,7 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=lambda given: {"guided probabilities": (torch.float32, given.arguments["candidates"].probs.shape)},
     writes=("table.faults", "probs"),
-    owners=lambda given: {"faults": owners_in_table(table_rows_of(given), len(given.arguments["table"].faults))},
+    owners=lambda given: {"faults": owners_in_table(given.table_rows, len(given.arguments["table"].faults))},
     compare=compare,
     most_rows=65_536,
     row_size=lambda options: options["vocab"] + 32 * options["columns"],

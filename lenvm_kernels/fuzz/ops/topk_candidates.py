@@ -27,7 +27,7 @@ from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import CandidateColumns, empty_scored, topk_candidates
 from lenvm_kernels.reference.topk_candidates import choose_scored
-from lenvm_kernels.types import Candidates, GuidanceColumns, Status
+from lenvm_kernels.types import Candidates, Status
 
 NAN, INF = float("nan"), float("inf")
 STEP_OPTIONS = ("requests", "drawn", "sample", "score_all", "step", "scored")
@@ -200,7 +200,7 @@ def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     clear = fewest.counts == most.counts
     known, settled = torch.ones_like(listed), clear
     if "table" in given.arguments:
-        table, table_rows = _table_of(given)
+        table, table_rows = given.arguments["table"], given.table_rows
         # With different ends, neither list is a prefix of the other.
         clear &= (fewest.token_ids == most.token_ids).all(1)
         known = clear[:, None]
@@ -208,29 +208,20 @@ def compare(given: CallInputs, result: CallResult) -> list[Difference]:
         distance = torch.special.entr(q).sum(1) - table.entropy_threshold[table_rows]
         settled = clear & ~(distance.abs() < BOUND_WIDTH)
     between = (fewest.counts <= found.counts) & (found.counts <= most.counts)
+    token_ids = torch.where(listed, most.token_ids, -1).where(known, found.token_ids)
+    probs = torch.where(listed, most.probs, 0).where(known, found.probs.double())
+    lost_mass = expected.lost_mass.where(clear, found.lost_mass.double())
     status = found.status
     if "scored" in given.arguments:
         status = torch.where(status == Status.NOT_DUE, int(Status.GUIDE), status)
     return [
         Difference("counts", ~between, found.counts, expected.counts),
-        differs(
-            "token_ids", found.token_ids, torch.where(known, torch.where(listed, most.token_ids, -1), found.token_ids)
-        ),
-        beyond(
-            "probs",
-            found.probs,
-            torch.where(known, torch.where(listed, most.probs, 0), found.probs.double()),
-            tolerance,
-        ),
+        differs("token_ids", found.token_ids, token_ids),
+        beyond("probs", found.probs, probs, tolerance),
         differs("rows marked as broken", found.lost_mass.isnan(), expected.broken),
         # The difference from 1 has the error of everything subtracted.
-        beyond(
-            "lost_mass",
-            found.lost_mass,
-            torch.where(clear, expected.lost_mass, found.lost_mass.double()),
-            (0.0, sum(tolerance)),
-        ),
-        differs("status before the choice", status, torch.where(settled, expected.status, status)),
+        beyond("lost_mass", found.lost_mass, lost_mass, (0.0, sum(tolerance))),
+        differs("status before the choice", status, expected.status.where(settled, status)),
         *_differences_of_choice(given, result, found._replace(status=status)),
     ]
 
@@ -242,7 +233,7 @@ def _differences_of_choice(given: CallInputs, result: CallResult, found: Candida
     arguments, written = with_copies(given.arguments, ("scored", "step"))
     if "step" in written:
         written["step"] += len(arguments["scored"].counts) > 0
-    table, table_rows = _table_of(given)
+    table, table_rows = given.arguments["table"], given.table_rows
     choice: dict[str, Any] = {name: arguments.get(name) for name in STEP_OPTIONS if name != "step"}
     status = choose_scored(found, ending_token_ids=table.ending_token_ids[table_rows], **choice).status
     differences = [differs("status", result.tensors["status"], status)]
@@ -251,12 +242,6 @@ def _differences_of_choice(given: CallInputs, result: CallResult, found: Candida
         differences.append(differs(name, result.tensors[name], x, of_rows))
         differences.append(unchanged_around(name, result.around[name], memory_of(x)))
     return differences
-
-
-def _table_of(given: CallInputs) -> tuple[GuidanceColumns, Tensor]:
-    """The table, and the row of each request in it."""
-    table_rows = given.arguments.get("table_rows", torch.arange(given.rows, device=given.arguments["scores"].device))
-    return given.arguments["table"], table_rows.long()
 
 
 def _reference(given: CallInputs, width: float) -> Candidates:

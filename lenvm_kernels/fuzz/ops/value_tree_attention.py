@@ -252,15 +252,14 @@ def outputs(given: CallInputs, result: CallResult) -> list[Output]:
 
 def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     """Padding, and the memory around ``out``, must keep their contents."""
-    (output,), out = outputs(given, result), given.arguments["out"]
+    x, out = result.tensors["the result"], given.arguments["out"]
+    owners = owners_of_tokens(x, given.arguments["q_offsets"])
     tensors = {name: x for name, x in given.arguments.items() if name not in ("sm_scale", "out")}
     expected = Inputs(**tensors).expected(sm_scale=given.arguments["sm_scale"], out=out.double())
     tolerance = TOLERANCE["value_tree_attention"][out.dtype]
-    padding = (output.owners < 0)[:, None, None]
-    kept = torch.where(padding, UNTOUCHED, output.values)
     return [
-        beyond("the result", output.values, expected, tolerance, output.owners),
-        differs("rows past the last request", output.values, kept, output.owners),
+        beyond("the result", x, expected, tolerance, owners),
+        differs("rows past the last request", x, torch.where((owners < 0)[:, None, None], UNTOUCHED, x), owners),
         unchanged_around("the result", result.around["out"], memory_with(out, result.tensors["out"])),
     ]
 
