@@ -121,11 +121,11 @@ class Operator:
         returns: dtype and shape of each returned tensor by name, in the order of the result. If None, the reference's
             forms, for a named tuple.
         writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
-        owners: index in the batch of the row that each item of a tensor belongs to, or -1 for no row; by tensor name,
-            or by the part before its dot. By default, item i belongs to row i.
+        owners: from inputs and result tensors, the index in the batch of the row that each item of a tensor belongs
+            to, or -1 for no row; by tensor name, or by the part before its dot. By default, item i belongs to row i.
         moved: tensors that contain batch indices, which differ if the same rows are in another batch.
+        by_row: changes result tensors to ones with the items first, and without batch indices.
         unwritten: returned tensors with arbitrary contents, of which only dtype and shape are compared.
-        outputs: returns the parts of a result that belong to rows. If None, all tensors that are not ``moved``.
         compare: compares a result with the fp64 reference's. If None, both must be bitwise identical.
         most_rows: maximum rows of a batch.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
@@ -142,10 +142,10 @@ class Operator:
     row_work: Callable[[Mapping[str, Any]], float]
     returns: Callable[[CallInputs], Mapping[str, Form]] | None = None
     writes: Sequence[str] = ()
-    owners: Callable[[CallInputs], Mapping[str, Tensor]] = lambda given: {}
+    owners: Callable[[CallInputs, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda given, tensors: {}
     moved: Collection[str] = ()
+    by_row: Callable[[CallInputs, dict[str, Tensor]], dict[str, Tensor]] = lambda given, tensors: tensors
     unwritten: Callable[[CallInputs], Collection[str]] = lambda given: ()
-    outputs: Callable[[CallInputs, CallResult], list[Output]] | None = None
     compare: Callable[[CallInputs, CallResult], list[Difference]] | None = None
     most_rows: int = 4096
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -179,26 +179,21 @@ class Operator:
         """Result of the reference on the same inputs."""
         return self.run(given, partial(self.function, backend="reference"))
 
-    def _owned(self, given: CallInputs, result: CallResult) -> list[Output]:
-        known = self.owners(given)
+    def outputs(self, given: CallInputs, result: CallResult) -> list[Output]:
+        """The tensors of a result with the owners of their items."""
+        known = self.owners(given, result.tensors)
         return [
             Output(name, x, known.get(name, known.get(name.partition(".")[0], owners_of_rows(x, given.rows))))
-            for name, x in result.tensors.items()
+            for name, x in self.by_row(given, result.tensors).items()
         ]
-
-    def parts(self, given: CallInputs, result: CallResult) -> list[Output]:
-        """The parts of a result that belong to rows."""
-        if self.outputs is not None:
-            return self.outputs(given, result)
-        return [output for output in self._owned(given, result) if output.name not in self.moved]
 
     def differences(self, given: CallInputs, result: CallResult) -> list[Difference]:
         """Comparisons of a result with the reference's."""
         if self.compare is not None:
             return self.compare(given, result)
         expected, found = self.expected(given), []
-        for output in self._owned(given, expected):
-            x = output.values
+        for output in self.outputs(given, expected):
+            x = expected.tensors[output.name]
             actual = expect(output.name, result.tensors.get(output.name), dtype=x.dtype, shape=x.shape)
             found.append(differs(output.name, actual, x, output.owners))
         return found + [unchanged_around(name, result.around[name], x) for name, x in expected.around.items()]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lenvm_kernels import __version__
 from lenvm_kernels.fuzz import OPERATORS
-from lenvm_kernels.fuzz.case import Case, Operator
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
 from lenvm_kernels.fuzz.results import Difference, Output, WrongResult, differs
 
 ROWS_ADDED = 3
@@ -85,11 +85,15 @@ def _check(case, operator, function, device, other_batches) -> Failure | None:
             return _failure(case, f"{difference.what} differs from the reference", difference)
     if not other_batches or not case.rows:
         return None
-    whole = operator.parts(given, result)
+
+    def outputs(given: CallInputs, result: CallResult) -> list[Output]:
+        return [x for x in operator.outputs(given, result) if x.name not in operator.moved]
+
+    whole = outputs(given, result)
     for what, rows in other_orders(case):
         other = operator.inputs(replace(case, rows=rows), device)
         common = torch.tensor(min(case.rows, rows, key=len), device=device)
-        for expected, actual in zip(whole, operator.parts(other, operator.run(other, function)), strict=True):
+        for expected, actual in zip(whole, outputs(other, operator.run(other, function)), strict=True):
             (wanted, owners), (got, _) = _items(case.rows, common, expected), _items(rows, common, actual)
             difference = differs(expected.name, got, wanted, owners)
             if difference.wrong.any():

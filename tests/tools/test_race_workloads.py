@@ -48,7 +48,7 @@ def operator_case(name, number):
     case = replace(case, rows=case.rows[:MOST_ROWS], options={**case.options, **options})
     with operator.setting(case):
         given = operator.inputs(case, torch.device("cpu"))
-        outputs = operator.parts(given, operator.run(given, partial(operator.function, backend="triton")))
+        outputs = operator.outputs(given, operator.run(given, partial(operator.function, backend="triton")))
     return [(x.values if x.owners is None else x.values[x.owners >= 0]).contiguous() for x in outputs]
 
 

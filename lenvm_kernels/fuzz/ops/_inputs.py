@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.types import Drafts
 
@@ -104,8 +104,8 @@ def draw_drafts(draws: Draws, rows, options: Mapping[str, Any]) -> Drafts:
     return Drafts(apart(token_ids, 2), apart(parents, 1)) if options["apart"] else Drafts(token_ids, parents)
 
 
-def owners_of_nodes(requests: int, drafts: int, count: int, device: torch.device) -> Tensor:
-    """The row that each node belongs to; -1 for requests beyond the first ``count``."""
-    owners = torch.arange(requests, device=device)
-    owners[count:] = -1
-    return owners.repeat_interleave(1 + drafts)
+def owners_of_nodes(given: CallInputs, x: Tensor) -> Tensor:
+    """Owners of items of nodes: the request, or -1 for requests beyond the batch."""
+    drafts = given.arguments.get("drafts")
+    owner = torch.arange(len(x), device=x.device) // (1 if drafts is None else 1 + drafts.token_ids.shape[1])
+    return owner.masked_fill(owner >= given.rows, -1)

@@ -117,21 +117,11 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, count)
 
 
-def owners(given: CallInputs) -> dict[str, Tensor]:
-    arguments, table_rows = given.arguments, given.arguments["table_rows"].long()
-    of_table = owners_in_table(table_rows, len(arguments["table"].faults))
+def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    of_table = owners_in_table(given.table_rows, len(given.arguments["table"].faults))
     no_row = torch.full((1,), -1, device=of_table.device)
-    out, drafts = arguments.get("out"), arguments.get("drafts")
-    requests = given.rows if out is None else len(out.cached_lens)
-    columns = 0 if drafts is None else drafts.token_ids.shape[1]
-    of_nodes = owners_of_nodes(requests, columns, given.rows, of_table.device)
-    return {
-        **dict.fromkeys(NODE_FIELDS, of_nodes),
-        "faults": of_table,
-        "history": of_table,
-        "history.step": no_row,
-        "history.uncounted": no_row,
-    }
+    of_nodes = {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in NODE_FIELDS}
+    return of_nodes | {"faults": of_table, "history": of_table, "history.step": no_row, "history.uncounted": no_row}
 
 
 OPERATOR = Operator(

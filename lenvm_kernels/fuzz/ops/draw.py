@@ -115,7 +115,7 @@ OPERATOR = Operator(
     },
     compare=compare,
     writes=("table.faults",),
-    owners=lambda given: {
+    owners=lambda given, tensors: {
         "faults": owners_in_table(given.arguments["requests"].table_rows, len(given.arguments["table"].faults))
     },
     most_rows=65_536,

@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
-from lenvm_kernels.fuzz.results import Difference, Form, Output, beyond, differs
+from lenvm_kernels.fuzz.results import Difference, Form, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
@@ -63,10 +64,8 @@ def returns(given: CallInputs) -> dict[str, Form]:
     }
 
 
-def outputs(given: CallInputs, result: CallResult) -> list[Output]:
-    """The results by token, without absent tokens."""
-    by_token = result.tensors | {"square_sums": result.tensors["square_sums"].T}
-    return [Output(name, x[: given.rows]) for name, x in by_token.items()]
+def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"square_sums": tensors["square_sums"].T}
 
 
 def compare(given: CallInputs, result: CallResult) -> list[Difference]:
@@ -74,14 +73,13 @@ def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     arguments, rows = given.arguments, given.rows
     dtype = arguments["embedding"].dtype
     embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")
-    angles = (arguments["positions"][:rows, None].float() * arguments["inv_freq"]).double()
+    angles = (arguments["positions"][:, None].float() * arguments["inv_freq"]).double()
     scale = arguments["rope_scale"]
-    expected = (embedded.hidden[:rows], embedded.square_sums.T[:rows], angles.cos() * scale, angles.sin() * scale)
-    hidden, *others = zip(outputs(given, result), expected, strict=True)
-    tolerance = TOLERANCE["embed_tokens"][dtype]
+    expected = {"square_sums": embedded.square_sums.T, "cos": angles.cos() * scale, "sin": angles.sin() * scale}
+    found = by_row(given, result.tensors)
     return [
-        differs("hidden", hidden[0].values, hidden[1].to(dtype)),
-        *(beyond(output.name, output.values, x, tolerance) for output, x in others),
+        differs("hidden", found["hidden"][:rows], embedded.hidden[:rows].to(dtype)),
+        *(beyond(name, found[name][:rows], x[:rows], TOLERANCE["embed_tokens"][dtype]) for name, x in expected.items()),
     ]
 
 
@@ -90,7 +88,7 @@ OPERATOR = Operator(
     options=OPTIONS,
     inputs=inputs,
     returns=returns,
-    outputs=outputs,
+    by_row=by_row,
     compare=compare,
     most_rows=8192,
     row_size=lambda options: 2 * options["size"],

@@ -1,7 +1,7 @@
 """``limit_span``: spans that begin, end and are ended by one or several tokens; no spans; EOS tokens that end spans."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, fill, slice_of_longer
-from lenvm_kernels.fuzz.results import owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, fill, owners_of_nodes, slice_of_longer
+from lenvm_kernels.fuzz.results import Form, owners_in_table
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import (
@@ -134,27 +134,24 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     return table
 
 
-def owners(given: CallInputs) -> dict[str, Tensor]:
-    table, table_rows, drafts = (given.arguments.get(name) for name in ("table", "table_rows", "drafts"))
-    assert table is not None and table_rows is not None
-    of_nodes = torch.arange(given.rows, device=table_rows.device)
-    of_nodes = of_nodes.repeat_interleave(1 + (0 if drafts is None else drafts.token_ids.shape[1]))
-    return {
-        "ended": of_nodes,
-        "generated": of_nodes,
-        "logits": of_nodes,
-        **dict.fromkeys(ops.WRITTEN, owners_in_table(table_rows, len(table.span_ended))),
-    }
+def returns(given: CallInputs) -> dict[str, Form]:
+    drafts = given.arguments.get("drafts")
+    nodes = given.rows * (1 if drafts is None else 1 + drafts.token_ids.shape[1])
+    return {"ended": (torch.bool, (nodes,)), "generated": (torch.int32, (nodes,))}
+
+
+def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    of_table = owners_in_table(given.table_rows, len(given.arguments["table"].span_ended))
+    nodes = ("ended", "generated", "logits")
+    found = {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in nodes}
+    return found | dict.fromkeys(ops.WRITTEN, of_table)
 
 
 OPERATOR = Operator(
     function=ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
-    returns=lambda given: {
-        "ended": (torch.bool, owners(given)["ended"].shape),
-        "generated": (torch.int32, owners(given)["ended"].shape),
-    },
+    returns=returns,
     writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
     owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
 from lenvm_kernels.fuzz.ops._inputs import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes, slice_of_longer, to_fill
@@ -45,23 +44,12 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, count)
 
 
-def _sizes(given: CallInputs) -> tuple[int, int, int]:
-    """Requests (including those beyond the batch), drafts, and candidates per node."""
-    (nodes, columns), drafts = given.arguments["scored"].token_ids.shape, given.arguments["drafts"].token_ids.shape[1]
-    return nodes // (1 + drafts), drafts, columns
-
-
-def owners(given: CallInputs) -> dict[str, Tensor]:
-    requests, drafts, _ = _sizes(given)
-    return {"columns": owners_of_nodes(requests, drafts, given.rows, given.arguments["scored"].counts.device)}
-
-
 OPERATOR = Operator(
     function=pack_drafts,
     options=OPTIONS,
     inputs=inputs,
     writes=("out",),
-    owners=owners,
+    owners=lambda given, trees: {"columns": owners_of_nodes(given, trees["columns"])},
     row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
-from lenvm_kernels.fuzz.results import Difference, Form, Output, beyond
+from lenvm_kernels.fuzz.results import Difference, Form, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
@@ -79,23 +79,21 @@ def returns(given: CallInputs) -> dict[str, Form]:
     return {"the result": (x.dtype, [len(x), columns // 2 if given.arguments["swiglu"] else columns])}
 
 
-def outputs(given: CallInputs, result: CallResult) -> list[Output]:
-    y, sums = result.tensors["the result"], result.tensors.get("square_sums_out")
-    found = [Output("the result", y[: given.rows])]
-    return found if sums is None else [*found, Output("the sums of its squares", sums.T[: given.rows])]
+def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.T if name == "square_sums_out" else x for name, x in tensors.items()}
 
 
 def compare(given: CallInputs, result: CallResult) -> list[Difference]:
-    actual, *sums_out = (output.values for output in outputs(given, result))
+    actual, *sums_out = (x[: given.rows] for x in by_row(given, result.tensors).values())
     tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
     # A row with an infinity or NaN has no finite result. The order of the sums decides between infinity and NaN.
     broken = ~given.arguments["x"][: given.rows].isfinite().all(1)[:, None]
     expected = torch.where(broken & ~actual.isfinite(), actual.double(), expected)
+    # The sums are of the rounded result.
+    sums, of_sums = sums_of_squares(actual.double()).T, TOLERANCE["embed_tokens"][torch.float32]
     found = [beyond("the result", actual, expected, tolerance)]
-    # Sums of the rounded result.
-    sums, tolerance = sums_of_squares(actual.double()).T, TOLERANCE["embed_tokens"][torch.float32]
-    return found + [beyond("the sums of its squares", x, sums, tolerance) for x in sums_out]
+    return found + [beyond("the sums of its squares", x, sums, of_sums) for x in sums_out]
 
 
 def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
@@ -115,7 +113,7 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=returns,
     writes=("square_sums_out",),
-    outputs=outputs,
+    by_row=by_row,
     compare=compare,
     most_rows=16_384,
     row_size=lambda options: 2 * (options["size"] + options["outputs"]),

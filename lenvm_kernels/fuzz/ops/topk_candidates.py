@@ -187,7 +187,7 @@ def returns(given: CallInputs) -> dict[str, Form]:
     }
 
 
-def owners(given: CallInputs) -> dict[str, Tensor]:
+def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"step": no_row(given.arguments["step"])} if "step" in given.arguments else {}
 
 

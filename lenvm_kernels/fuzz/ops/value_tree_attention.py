@@ -13,7 +13,7 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.lay_out import owners_of_tokens
-from lenvm_kernels.fuzz.results import Difference, Output, beyond, differs, memory_with, unchanged_around
+from lenvm_kernels.fuzz.results import Difference, beyond, differs, memory_with, unchanged_around
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
 
@@ -149,19 +149,9 @@ def make_inputs(
     kv_cache[slots] = draws.normal("kv_cache", token_keys, *kv_cache.shape[1:]).to(dtype)
 
     q, k_new, v_new = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
-    return Inputs(
-        q,
-        k_new,
-        v_new,
-        kv_cache[:, 0],
-        kv_cache[:, 1],
-        slot_table,
-        table_rows,
-        cached_lens.int(),
-        torch.nn.functional.pad(new_lens.cumsum(0), (1, 0)).int(),
-        draws.rows(candidates).int(),
-        page_size,
-    )
+    q_offsets = torch.nn.functional.pad(new_lens.cumsum(0), (1, 0)).int()
+    lens = cached_lens.int(), q_offsets, draws.rows(candidates).int()
+    return Inputs(q, k_new, v_new, kv_cache[:, 0], kv_cache[:, 1], slot_table, table_rows, *lens, page_size)
 
 
 def _token_ids(requests: Tensor, lens: Tensor) -> Tensor:
@@ -200,21 +190,10 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         draws.chance("one token", rows, of=0.5), 1, draws.integers("delta", rows, low=0, high=options["delta"])
     )
     candidates = draws.integers("candidates", rows, low=0, high=options["candidates"])
-    made = make_inputs(
-        cached.tolist(),
-        delta.tolist(),
-        candidates.tolist(),
-        device=device,
-        q_heads=options["group"] * options["kv_heads"],
-        kv_heads=options["kv_heads"],
-        head_dim=options["head_dim"],
-        dtype=dtype_of(options),
-        page_size=options["page_size"],
-        padding=options["padding"],
-        seed=case.seed,
-        rows=rows,
-        longest=longest,
-    )
+    sizes = {name: options[name] for name in ("kv_heads", "head_dim", "page_size", "padding")}
+    sizes |= dict(q_heads=options["group"] * options["kv_heads"], dtype=dtype_of(options), seed=case.seed)
+    lens = (x.tolist() for x in (cached, delta, candidates))
+    made = make_inputs(*lens, device=device, rows=rows, longest=longest, **sizes)
     if options["trees"] == "roots":
         made = made.with_trees([[-1] * n for n in candidates.tolist()])
     elif options["trees"] != "none":
@@ -245,21 +224,20 @@ def _among_nan(x: Tensor, more: int) -> Tensor:
     return wider[:, : x.shape[1], : x.shape[2]]
 
 
-def outputs(given: CallInputs, result: CallResult) -> list[Output]:
-    x = result.tensors["the result"]
-    return [Output("the result", x, owners_of_tokens(x, given.arguments["q_offsets"]))]
+def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict.fromkeys(tensors, owners_of_tokens(given.arguments["q"], given.arguments["q_offsets"]))
 
 
 def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     """Padding, and the memory around ``out``, must keep their contents."""
     x, out = result.tensors["the result"], given.arguments["out"]
-    owners = owners_of_tokens(x, given.arguments["q_offsets"])
+    of_tokens = owners(given, result.tensors)["the result"]
     tensors = {name: x for name, x in given.arguments.items() if name not in ("sm_scale", "out")}
     expected = Inputs(**tensors).expected(sm_scale=given.arguments["sm_scale"], out=out.double())
     tolerance = TOLERANCE["value_tree_attention"][out.dtype]
     return [
-        beyond("the result", x, expected, tolerance, owners),
-        differs("rows past the last request", x, torch.where((owners < 0)[:, None, None], UNTOUCHED, x), owners),
+        beyond("the result", x, expected, tolerance, of_tokens),
+        differs("rows past the last request", x, torch.where((of_tokens < 0)[:, None, None], UNTOUCHED, x), of_tokens),
         unchanged_around("the result", result.around["out"], memory_with(out, result.tensors["out"])),
     ]
 
@@ -277,7 +255,8 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=lambda given: {"the result": (given.arguments["q"].dtype, given.arguments["q"].shape)},
     writes=("out",),
-    outputs=outputs,
+    owners=owners,
+    moved=("out",),
     compare=compare,
     most_rows=256,  # the reference processes one request after the other
     row_size=lambda o: (
