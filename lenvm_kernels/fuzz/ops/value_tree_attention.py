@@ -177,18 +177,12 @@ def random_tree(candidates: int, reach: int, seed: int | str) -> list[int]:
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws("cpu"), case.rows
     shortest, longest = LENGTHS["short"][0], LENGTHS["short" if options["cached"] == "short" else "long"][1]
-    lengths = {
-        kind: draws.integers(f"cached {kind}", rows, low=low, high=high) for kind, (low, high) in LENGTHS.items()
-    }
-    if options["cached"] == "any":
-        is_long = draws.chance("is long", rows, of=0.3)
-        cached = torch.where(is_long, lengths["long"], lengths["short"])
-    else:
-        cached = lengths[options["cached"]]
+    kinds = [draws.integers(f"cached {kind}", rows, low=low, high=high) for kind, (low, high) in LENGTHS.items()]
+    share_of_long = {"short": 0.0, "any": 0.3, "long": 1.0}[options["cached"]]
+    cached = torch.where(draws.chance("is long", rows, of=share_of_long), kinds[1], kinds[0])
     cached = torch.where(draws.chance("nothing cached", rows, of=0.2), shortest, cached)
-    delta = torch.where(
-        draws.chance("one token", rows, of=0.5), 1, draws.integers("delta", rows, low=0, high=options["delta"])
-    )
+    delta = draws.integers("delta", rows, low=0, high=options["delta"])
+    delta = torch.where(draws.chance("one token", rows, of=0.5), 1, delta)
     candidates = draws.integers("candidates", rows, low=0, high=options["candidates"])
     sizes = {name: options[name] for name in ("kv_heads", "head_dim", "page_size", "padding")}
     sizes |= dict(q_heads=options["group"] * options["kv_heads"], dtype=dtype_of(options), seed=case.seed)
