@@ -212,7 +212,7 @@ class Requests:
     def of(cls, table_rows, *, candidates, value_logits, table, **options) -> "Requests":
         table = table._make(x[table_rows] for x in table)
         if value_logits is None:
-            value_logits = table.target_logit[:, None].expand_as(candidates.probs)
+            value_logits = table.target_logit[:, None].repeat(1, candidates.probs.shape[1])
         return cls(candidates, value_logits.double(), table, options)
 
     def column(self, name: str) -> Tensor:
