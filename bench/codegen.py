@@ -1,6 +1,6 @@
 """Compiled code of every kernel, for GPUs that need not be present: ``python -m bench.codegen [--check]``.
 
-The calls of :mod:`bench.kernel_calls` run through the real launchers, on CPU tensors under a driver that compiles for
+The calls run through the real launchers, on CPU tensors under a driver that compiles for
 another GPU and launches nothing. Specialisation, constants and code equal a launch on that GPU. Each GPU compiles a
 prompt and guided steps of each value model. GPUs with the tiles of sm_80 and less shared memory compile one model.
 sm_90 also compiles ``calls``: every operator with all dtypes and options.
@@ -45,8 +45,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from bench.harness import parser, table
-from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
 from bench.launches import compiling_for, kernels
+from bench.models import value_model_step
+from bench.ops import operator_calls
 from lenvm_kernels.ops import ragged_linear, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
@@ -76,7 +77,7 @@ class Gpu(NamedTuple):
 
     target: GPUTarget
     shared: int
-    models: Sequence[str] = VALUE_MODELS
+    models: Sequence[str] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 
 
 GPUS = {
@@ -387,8 +388,7 @@ def main() -> int:
         steps = {subject: compared(figures) for subject, figures in done.items() if subject != CALLS}
         about = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
         text = json.dumps(results | {triton.__version__: about | {"parts": known | steps}}, indent=1)
-        # A kernel's figures on one line.
-        text = re.sub(r"\{[^{}]*\}", lambda match: json.dumps(json.loads(match[0])), text)
+        text = re.sub(r"\{[^{}]*\}", lambda kernel: json.dumps(json.loads(kernel[0])), text)  # a line for each kernel
         RESULTS.write_text(text + "\n")
     elif not known:
         print(f"no figures of Triton {triton.__version__} are committed: nothing to compare")

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from bench import codegen
-from bench.kernel_calls import operator_calls
 from bench.launches import kernels
-from bench.ops import operators
+from bench.ops import operator_calls, operators
 from lenvm_kernels import ops
 from tests.helpers.interpreter import run_compiling
 
