@@ -1,6 +1,6 @@
 """Compiled code of every kernel, for GPUs that need not be present: ``python -m bench.codegen [--check]``.
 
-The calls of :mod:`bench.kernel_calls` run through the real launchers, on CPU tensors under a driver that compiles for
+The calls run through the real launchers, on CPU tensors under a driver that compiles for
 another GPU and launches nothing. Specialisation, constants and code equal a launch on that GPU. Each GPU compiles a
 prompt and guided steps of each value model. GPUs with the tiles of sm_80 and less shared memory compile one model.
 sm_90 also compiles ``calls``: every operator with all dtypes and options.
@@ -18,8 +18,6 @@ sm_90 also compiles ``calls``: every operator with all dtypes and options.
    times and hang at its next barrier;
 5. a figure of a step more than 10 % worse than the one committed for this Triton version in
    ``bench/results/codegen.json`` (``--update`` writes it), or a kernel that no call launches.
-
-Two cores take eight minutes.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,9 +44,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from bench.harness import parser
-from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
+from bench.harness import parser, table
 from bench.launches import compiling_for, kernels
+from bench.models import value_model_step
+from bench.ops import operator_calls
 from lenvm_kernels.ops import ragged_linear, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
@@ -68,6 +68,7 @@ WARP_GROUP_ROWS = 64  # rows of the smallest tile for HGMMA
 # bytes.
 CALLS_SPILL = 64
 TOLERANCE = 0.10
+SHOWN = ("registers", "spilled", "shared", "warps", "async_copies", "loop_instructions")
 COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "loop_instructions": 1, "async_copies": -1}  # sign if worse
 
 
@@ -76,7 +77,7 @@ class Gpu(NamedTuple):
 
     target: GPUTarget
     shared: int
-    models: Sequence[str] = VALUE_MODELS
+    models: Sequence[str] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 
 
 GPUS = {
@@ -92,41 +93,27 @@ SUBJECTS = {CALLS: GPUS["sm_90"]} | GPUS  # the longest first, for two processes
 
 @dataclass(frozen=True)
 class Figures:
-    """A compiled kernel.
+    """A compiled kernel; numbers of instructions, unless noted."""
 
-    Attributes:
-        model: the value model whose step launches it, or the call of an operator.
-        kernel: name, and number among the kernels of this name there.
-        registers, spilled: registers and spilled bytes per thread (on NVIDIA the stack, which has no other use here).
-        shared, warps: bytes of shared memory and number of warps per block.
-        is_half: whether the kernel reads or writes 16-bit floats.
-        tensor_cores: tensor core instructions by kind.
-        loop_instructions: number of instructions in innermost loops.
-        waits_for_all: innermost loops that wait for all of their asynchronous copies.
-        accesses_before_wait: accesses of global memory before the wait for earlier launches (sm_90).
-        batch_dependent_sums: whether the order of a sum depends on the batch.
-    """
-
-    model: str
-    kernel: str
-    registers: int
-    spilled: int
-    shared: int
-    warps: int
-    is_half: bool = False
-    tensor_cores: dict[str, int] = field(default_factory=dict)
+    model: str  # value model whose step launches the kernel, or call of an operator
+    kernel: str  # name, and number among the kernels of this name there
+    registers: int  # per thread
+    spilled: int  # bytes per thread (on NVIDIA the stack, which has no other use here)
+    shared: int  # bytes of shared memory per block
+    warps: int  # per block
+    is_half: bool = False  # whether the kernel reads or writes 16-bit floats
+    tensor_cores: dict[str, int] = field(default_factory=dict)  # by kind
     async_copies: int = 0
-    loop_instructions: int = 0
+    loop_instructions: int = 0  # in innermost loops
     loads_16_in_loops: int = 0
-    waits_for_all: int = 0
+    waits_for_all: int = 0  # innermost loops that wait for all of their asynchronous copies
     fp64: int = 0
     fused_into_shuffles: int = 0
-    accesses_before_wait: int = 0
-    batch_dependent_sums: bool = False
+    accesses_before_wait: int = 0  # of global memory, before the wait for earlier launches (sm_90)
+    batch_dependent_sums: bool = False  # whether the order of a sum depends on the batch
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
         return self.kernel.split()[0]
 
 
@@ -166,12 +153,9 @@ def compile_calls(gpu: Gpu, once: bool) -> list[Figures]:
 
 
 def sums_that_differ(batches: list[list[tuple[str, object]]]) -> set[str]:
-    """Hashes of the kernels whose floating-point sums are divided differently in different batches.
-
-    The order of launches is the same in all batches, so the n-th launch of one batch is the n-th of another.
-    """
+    """Hashes of the kernels whose floating-point sums are divided differently in different batches."""
     found = set()
-    for launches in zip(*batches, strict=True):
+    for launches in zip(*batches, strict=True):  # the order of launches is the same in all batches
         ttgirs = {kernel.hash: kernel.asm["ttgir"] for _, kernel in launches}
         layouts = {key: sum_layouts(ttgir) + matmul_steps(ttgir) for key, ttgir in ttgirs.items()}
         if len({tuple(of_kernel) for of_kernel in layouts.values()}) > 1:
@@ -180,9 +164,7 @@ def sums_that_differ(batches: list[list[tuple[str, object]]]) -> set[str]:
 
 
 def sum_layouts(ttgir: str) -> list[str]:
-    """Layout along the summed axis of each floating-point sum across a tensor, in the order of the code.
-
-    Sums of two numbers are left out: they have one order."""
+    """Layout along the summed axis of each floating-point sum of more than two numbers, in the order of the code."""
     aliases = dict(re.findall(r"^(#\w+) = (#.+)$", ttgir, flags=re.MULTILINE))
     reduction = r'"tt\.reduce"\(.*?\) <\{axis = (\d+).*?\}> \(\{(.*?)\}\) : \((.*?)\) ->'
     found = []
@@ -231,10 +213,8 @@ def describe(kernel: Any, gpu: Gpu) -> dict[str, object]:
     """The fields of :class:`Figures` that follow from a compiled kernel."""
     if gpu.target.backend == "hip":
         code = kernel.asm["amdgcn"]
-        registers, spilled = (
-            int(re.search(rf"\.{key}:\s+(\d+)", code)[1]) for key in ("vgpr_count", "vgpr_spill_count")
-        )
-        spilled *= 4
+        counts = (re.search(rf"\.vgpr_{key}:\s+(\d+)", code)[1] for key in ("count", "spill_count"))
+        registers, spilled = (int(count) * size for count, size in zip(counts, (1, 4), strict=True))
         instructions = list(enumerate(code.splitlines()))
     else:
         code = disassemble(kernel, gpu.target.arch)
@@ -266,10 +246,8 @@ def loops_of(instructions: list[Line]) -> list[tuple[int, int]]:
     """First and last address of each loop: the target of a backward branch, and the branch."""
     labels = {label[1]: at for at, line in instructions if (label := re.match(r"(\.LBB\w+):", line))}  # AMD's
     pattern = r"\b(?:BRA\b.*?|s_c?branch\w*\s+)(0x[0-9a-f]+|\.LBB\w+)"
-    branches = ((at, re.search(pattern, line)) for at, line in instructions)
-    spans = (
-        (labels[branch[1]] if branch[1] in labels else int(branch[1], 16), at) for at, branch in branches if branch
-    )
+    branches = [(at, branch[1]) for at, line in instructions if (branch := re.search(pattern, line))]
+    spans = [(labels[target] if target in labels else int(target, 16), at) for at, target in branches]
     return [(target, at) for target, at in spans if target < at]
 
 
@@ -328,7 +306,7 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
     gpu, found = SUBJECTS[subject], []
     on_sm_90 = gpu is GPUS["sm_90"]
     for f in figures:
-        rows = MATMULS.get(f.name, 0) if f.is_half else 0
+        rows, waits = MATMULS.get(f.name, 0) if f.is_half else 0, f.waits_for_all if subject == "sm_90" else 0
         stack, fp64 = (ANGLE_STACK, ANGLE_FP64) if f.name in TAKES_ANGLES else (0, 0)
         is_small = on_sm_90 and rows >= WARP_GROUP_ROWS and f.tensor_cores and "HGMMA" not in f.tensor_cores
         wrong = {
@@ -338,8 +316,7 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
             f"{', '.join(f.tensor_cores)} but no HGMMA for a tile of {rows} rows": is_small,
             "no asynchronous copies": rows and on_sm_90 and not f.async_copies,
             f"{f.loads_16_in_loops} 16-bit loads in loops": f.loads_16_in_loops,
-            f"{f.waits_for_all} loops wait for all of their asynchronous copies": subject == "sm_90"
-            and f.waits_for_all,
+            f"{waits} loops wait for all of their asynchronous copies": waits,
             f"{f.fp64} instructions in fp64": f.fp64 > fp64,
             "the layout of a sum depends on the number of requests": f.batch_dependent_sums,
             f"{f.accesses_before_wait} accesses of memory before the wait for earlier launches": f.accesses_before_wait,
@@ -372,18 +349,6 @@ def regressions(subject: str, now: dict[str, dict[str, int]], before: dict[str, 
     return found
 
 
-def table(subject: str, figures: list[Figures]) -> str:
-    """The figures of a subject, one line per kernel."""
-    names = ("registers", "spilled", "shared", "warps", "async_copies", "loop_instructions")
-    width = max([14, *(len(f.model) + 1 for f in figures)])
-    lines = [f"{subject:<{width}}{'kernel':<33}" + "".join(f"{name:>18}" for name in names) + "  tensor cores"]
-    for f in figures:
-        numbers = "".join(f"{getattr(f, name):>18}" for name in names)
-        kinds = " ".join(f"{kind}:{count}" for kind, count in f.tensor_cores.items())
-        lines.append(f"{f.model:<{width}}{f.kernel:<33}{numbers}  {kinds}")
-    return "\n".join(lines)
-
-
 def compile_in_process(subject: str, once: bool) -> list[Figures]:
     """Compile for a GPU in a separate process, because Triton keeps one target per process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -394,14 +359,6 @@ def compile_in_process(subject: str, once: bool) -> list[Figures]:
     if done.returncode:
         raise RuntimeError(f"compiling for {subject} failed:\n{done.stderr[-5000:]}")
     return [Figures(**figure) for figure in json.loads(done.stdout)]
-
-
-def record(results: dict[str, Any]) -> None:
-    """Write the committed figures, one kernel a line."""
-    text = json.dumps(results, indent=1)
-    RESULTS.write_text(
-        re.sub(r"\{\s+(\"registers\"[^}]*?)\s+\}", lambda m: "{" + re.sub(r"\s+", " ", m[1]) + "}", text) + "\n"
-    )
 
 
 def main() -> int:
@@ -418,21 +375,21 @@ def main() -> int:
         print(json.dumps([asdict(figure) for figure in figures]))
         return 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = dict(
-            zip(args.parts, pool.map(compile_in_process, args.parts, [args.once] * len(args.parts)), strict=True)
-        )
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        done = dict(zip(args.parts, pool.map(partial(compile_in_process, once=args.once), args.parts), strict=True))
+    results, found = json.loads(RESULTS.read_text()), []
     known = results.get(triton.__version__, {}).get("parts", {})
-    found = []
     for subject, figures in done.items():
-        print(table(subject, figures), end="\n\n")
+        rows = [(f.model, f.kernel, *(getattr(f, name) for name in SHOWN), f.tensor_cores or None) for f in figures]
+        print(*table((subject, "kernel", *SHOWN, "tensor cores"), rows), sep="\n", end="\n\n")
         found += faults(subject, figures)
         if subject in known and not args.update:
             found += regressions(subject, compared(figures), known[subject])
     if args.update:
         steps = {subject: compared(figures) for subject, figures in done.items() if subject != CALLS}
         about = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
-        record(results | {triton.__version__: about | {"parts": known | steps}})
+        text = json.dumps(results | {triton.__version__: about | {"parts": known | steps}}, indent=1)
+        text = re.sub(r"\{[^{}]*\}", lambda kernel: json.dumps(json.loads(kernel[0])), text)  # a line for each kernel
+        RESULTS.write_text(text + "\n")
     elif not known:
         print(f"no figures of Triton {triton.__version__} are committed: nothing to compare")
     print("\n".join(found) or "no faults")

@@ -58,7 +58,7 @@ class Architecture:
 
         Raises:
             FileNotFoundError: ``source`` is none of these.
-            ValueError: the configuration is malformed, or a mixture that is none of :data:`MIXTURES`.
+            ValueError: a mixture that is none of :data:`MIXTURES`.
         """
         if source in KNOWN_MIXTURES:
             return KNOWN_MIXTURES[source]
@@ -68,43 +68,29 @@ class Architecture:
         if not name.is_file():
             names = ", ".join((*DIMENSIONS, *KNOWN_MIXTURES))
             raise FileNotFoundError(f"a model must be a config.json, its folder, or one of {names}, got {source!r}")
-        try:
-            config = json.loads(name.read_text())
-        except ValueError as error:
-            raise ValueError(f"{name} must be JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{name} must hold a JSON object, got {type(config).__name__}")
-
-        def number(key: str, default: int | None = None) -> int:
-            value = default if config.get(key) is None else config[key]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                came = repr(config[key]) if key in config else "nothing"
-                raise ValueError(f"{key} in {name} must be an integer of at least 1, got {came}")
-            return value
-
-        hidden, heads, count = number("hidden_size"), number("num_attention_heads"), number("num_hidden_layers")
-        kv_heads, head_dim = number("num_key_value_heads", heads), number("head_dim", hidden // heads)
+        config = json.loads(name.read_text())
+        hidden, heads, layers = (config[x] for x in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+        intermediate = config["intermediate_size"]
+        model = cls(hidden, intermediate, layers, heads, kv_heads, head_dim, config["vocab_size"])
         experts = next((key for key in EXPERTS if config.get(key)), None)
-        intermediate = number("intermediate_size")
-        model = cls(hidden, intermediate, count, heads, kv_heads, head_dim, number("vocab_size"))
         if experts is None:
             return model
-        kind, dense, step = config.get("model_type"), config.get("mlp_only_layers") or [], "decoder_sparse_step"
+        kind, dense, step = (
+            config["model_type"],
+            config.get("mlp_only_layers") or [],
+            config.get("decoder_sparse_step", 1),
+        )
         if kind not in MIXTURES:
             accepted = ", ".join(MIXTURES)
             raise ValueError(f"model_type in {name} must be one of {accepted} if it has {experts}, got {kind!r}")
-        if not isinstance(dense, list):
-            raise ValueError(f"mlp_only_layers in {name} must be a list of layers, got {dense!r}")
-        if number("num_experts_per_tok") > number(experts):
-            largest, came = config[experts], config["num_experts_per_tok"]
-            raise ValueError(f"num_experts_per_tok in {name} must be at most {largest}, got {came}")
         return replace(
             model,
-            expert_layers=sum((i + 1) % number(step, 1) == 0 and i not in dense for i in range(count)),
-            num_experts=number(experts),
-            experts_per_token=number("num_experts_per_tok"),
-            expert_size=intermediate if kind == "mixtral" else number("moe_intermediate_size"),
-            shared_size=number("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
+            expert_layers=sum((i + 1) % step == 0 and i not in dense for i in range(layers)),
+            num_experts=config[experts],
+            experts_per_token=config["num_experts_per_tok"],
+            expert_size=intermediate if kind == "mixtral" else config["moe_intermediate_size"],
+            shared_size=config["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0,
         )
 
     @property

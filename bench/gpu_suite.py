@@ -2,7 +2,7 @@
 
 - ``tests``: operators with compiled kernels against their references, and bitwise identity across batches;
 - each operator of ``bench/ops`` and ``step``, compared with their peers (:mod:`bench.harness`);
-- ``profile``: measurements of every kernel of the step, for which :mod:`bench.codegen` has predictions.
+- ``profile``: launches and time of every kernel of the step.
 
 Each part is a process with a time limit and a log in DIR. A part that fails or times out does not affect the others; a
 benchmark's JSON file has the cases before that. Needs no network. On a CPU the parts run the references of a few cases.
@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from bench.harness import COLUMNS, parser, row, table
-from bench.ops import NAMES
+from bench.ops import operators
 
 # Time limits in seconds.
 SECONDS = {"tests": 150, "step": 100, "profile": 40, "value_tree_attention": 50, "topk_candidates": 35}
-SECONDS |= {"ragged_linear": 40, "value_head": 25} | {name: 15 for name in NAMES if name not in SECONDS}
+SECONDS |= {"ragged_linear": 40, "value_head": 25} | {name: 15 for name in operators() if name not in SECONDS}
 TESTED = ["tests/ops", "tests/values/test_value_model.py", "tests/step/test_step.py"]
 
 
@@ -64,7 +64,7 @@ def summary(out: Path, outcomes: dict[str, str]) -> list[str]:
             lines += ["", f"## {part}", "", f"{about}, {found['date']}", ""]
             lines += table(COLUMNS, [row(entry) for entry in found["cases"]])
     if "profile" in outcomes:
-        lines += ["", "## profile", "", (out / "profile.txt").read_text().strip()]
+        lines += ["", "## profile", "", "```", (out / "profile.txt").read_text().strip(), "```"]
     return lines
 
 

@@ -1,9 +1,12 @@
 """Value models and probes of real dimensions with random weights, for benchmarks and compilation."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.step import EngineSlots, GuidedStep, ModelValues, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Candidates, Status
 from lenvm_kernels.values import ValueModel, ValueModelConfig
 from lenvm_kernels.values.probe import SIGNS, ProbeConfig
@@ -73,13 +76,6 @@ def random_probe(
     return config, {name: torch.randn(shape, device=device) * shape[-1] ** -0.5 for name, shape in shapes.items()}
 
 
-def layer_parameters(config: ValueModelConfig) -> int:
-    """Number of weights in the matrices of one layer."""
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = config.hidden_size * (heads + config.num_heads * config.head_dim)
-    return attention + 3 * config.hidden_size * config.intermediate_size
-
-
 def forward_floor(
     config: ValueModelConfig, dtype: torch.dtype, tokens: int, candidates: int, requests: int, cached: int
 ) -> tuple[int, int]:
@@ -95,8 +91,27 @@ def forward_floor(
     """
     size, kv = dtype.itemsize, 2 * config.num_kv_heads * config.head_dim
     head = config.hidden_size * (config.hidden_size + 1)
-    parameters = config.num_layers * layer_parameters(config)
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    parameters = config.num_layers * config.hidden_size * (attention + 3 * config.intermediate_size)
     moved = head + tokens * config.hidden_size + parameters + config.num_layers * kv * requests * cached
     matmuls = parameters * tokens + head * candidates
-    attention = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
-    return moved * size, 2 * (matmuls + attention)
+    pairs = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
+    return moved * size, 2 * (matmuls + pairs)
+
+
+def value_model_step(name: str, rows: int) -> None:
+    """A prompt and two steps of one layer of a value model in bf16. All layers of a model launch the same kernels."""
+    bf16, i32, i64 = (partial(torch.zeros, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
+    config = make_config(name, vocab_size=VOCAB, num_layers=1)
+    step = GuidedStep(
+        ModelValues(ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()})),
+        EngineSlots(i32(rows, 4096), 4 * 4096),
+        StepConfig(vocab_size=VOCAB, max_candidates=8, backend="triton"),
+    )
+    for row in range(rows):
+        step.add_request(row, parse_guidance({"target_length": 100}), {0})
+    numbers, ones, prompt, probs = i32(rows), torch.ones(rows), i64(16 * rows), torch.zeros(rows, VOCAB)
+    step.extend(prompt, numbers, numbers, numbers, numbers)
+    sampling, batch = Sampling(numbers, ones, ones, sample=True), StepBatch(prompt[:rows], prompt[:rows], numbers)
+    step.step(step.prepare(None, batch), sampling, scores=probs, probs=probs)
+    step.step(step.prepare(bf16(rows, VOCAB), batch), sampling._replace(temperature=ones, is_logits=True))

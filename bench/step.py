@@ -7,20 +7,15 @@ once, the operations of live tokens, and the scores. Axes:
 - ``values``: a value model, ``probe 7B`` (states of a 7B base model) or ``none``;
 - ``launch graph``: the whole step in one CUDA graph. ``launch python``: called as in an engine, with host time.
 
-``--profile`` measures what :mod:`bench.codegen` compiles: every kernel's launches, time, registers and shared memory.
+``--profile`` lists every kernel's launches and time; :mod:`bench.codegen` has registers and shared memory.
 """
 
-import json
 import sys
-import tempfile
-from collections import defaultdict
 from functools import cache
-from pathlib import Path
-from statistics import median
 
 import torch
 
-from bench.harness import Benchmark, Eager, TimedCase, captured, nbytes, table
+from bench.harness import Benchmark, Eager, TimedCase, captured, nbytes
 from bench.models import DIMENSIONS, PROBE_LAYERS, VOCAB, forward_floor, make_config, make_model, random_probe
 from bench.two_forward import TwoForwardStep
 from lenvm_kernels.guidance import parse_guidance
@@ -29,7 +24,7 @@ from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, Step
 from lenvm_kernels.values import LengthProbe, ValueModel
 
 CACHED, MORE_CACHED, TOP_K = 512, 32, 5
-REPLAYS = 4  # replays per profile, the first of which is ignored
+REPLAYS = 4  # per profile
 
 
 class Decode:
@@ -136,41 +131,18 @@ def make_case(*, values, B, L, launch, dtype="bfloat16"):
     return TimedCase(Eager(guided) if launch == "python" else guided, moved, operations, peers)
 
 
-# --- the profile ---
-
-
-def profile(values: str, B: int) -> list[str]:
-    """Table of a step's kernels in a CUDA graph: launches, microseconds, gap before, registers, shared memory."""
+def profile(values: str, B: int) -> str:
+    """Table of a step's kernels in a CUDA graph: launches and times in ``REPLAYS`` replays."""
     with torch.device("cuda"):
         step = Decode(make_values(values, torch.bfloat16, "cuda", VOCAB), B, graphs=False)
         step.check()
         graph = captured(step)
+    graph.replay()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-        profiler.export_chrome_trace(trace.name)
-        events = json.loads(Path(trace.name).read_text())["traceEvents"]
-    columns = ("kernel", "launches", "us each", "us in all", "gap before", "registers", "shared bytes")
-    return table(columns, kernels_of(events))
-
-
-def kernels_of(events: list[dict]) -> list[tuple]:
-    """Rows of a profile from the trace of ``REPLAYS`` replays, sorted by descending total time."""
-    events = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
-    events = events[len(events) // REPLAYS :]
-    found = defaultdict(list)
-    for before, event in zip([events[0], *events], events, strict=False):
-        found[event["name"][:60]].append((event["dur"], event["ts"] - before["ts"] - before["dur"], event["args"]))
-    rows = []
-    for name, launches in found.items():
-        durations, gaps, arguments = zip(*launches, strict=True)
-        count, last = len(launches) // (REPLAYS - 1), arguments[-1]
-        in_all = sum(durations) / (REPLAYS - 1)
-        resources = last["registers per thread"], last["shared memory"]
-        rows.append((name, count, median(durations), in_all, median(gaps), *resources))
-    return sorted(rows, key=lambda row: -row[3])
+    return profiler.key_averages().table(sort_by="self_device_time_total", max_name_column_width=60)
 
 
 BENCHMARK = Benchmark(
@@ -195,6 +167,6 @@ if __name__ == "__main__":
         if not torch.cuda.is_available():
             sys.exit("--profile needs a GPU")
         for values, B in (("Qwen2.5-1.5B", 1), ("Qwen2.5-1.5B", 64), ("probe 7B", 64), ("none", 64)):
-            print(f"\n{values}, B {B}", *profile(values, B), sep="\n", flush=True)
+            print(f"\n{values}, B {B}", profile(values, B), sep="\n", flush=True)
     else:
         BENCHMARK.main(__doc__)

@@ -1,19 +1,19 @@
 """The published guided step, the baseline of speed comparisons: two forwards with host work in between.
 
 The algorithm of the authors' fork of SGLang (eric-ai-lab/Length-Value-Model, ``sglang-LenVM``, in-process value model)
-in eager PyTorch on the weights of a :class:`ValueModel`, with its host reads. Every row has a top-k. All rows have a
-scale (``mul``), or all a target (``eq``). A step, in the fork's order:
+in eager PyTorch on the weights of a :class:`ValueModel`, with its host reads. Every row has a top-k, and every guided
+row a scale (``mul``). A step, in the fork's order:
 
 1. Candidates by ``torch.topk``, then top-p and min-p.
 2. Extend forward over the tokens that the value model lacks; its head is computed and dropped.
 3. Candidate forward, under a mask built by numpy on the host. The candidates' slots return to the pool.
 4. Value head in the model's dtype; its logits are split into one tensor per request.
-5. Guidance: 20 Newton iterations without a bracket on the device; with a target per request on the host, in fp64.
+5. Guidance: 20 Newton iterations without a bracket.
 6. A clone of ``[B, V]``, a scatter of the guided rows, and a multinomial draw.
 
-As in the fork, ``value_min`` is ignored, values are clamped to 1 - 1e-9 for lengths, and one guided row removes the
-filters of all rows. Unlike in the fork, keys and values are gathered into ``[B, L]`` for torch's attention; norms,
-rotary embedding and activation are PyTorch operators; a request stays until its row is reused.
+As in the fork, ``value_min`` is ignored, and one guided row removes the filters of all rows. Unlike in the fork, keys
+and values are gathered into ``[B, L]`` for torch's attention; norms, rotary embedding and activation are PyTorch
+operators; a request stays until its row is reused.
 """
 
 from __future__ import annotations
@@ -47,18 +47,16 @@ class HostRequest:
     row: int
     params: GuidanceParams
     eos_token_ids: set[int]
-    prompt_len: int
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
 
 
 class HostCandidates(NamedTuple):
-    """Rows with several candidates: lists on the host, and padded ``[rows, K]``, where a probability of 0 pads."""
+    """Rows with several candidates: ids on the host, and padded ``[rows, K]``, where a probability of 0 pads."""
 
     single: list[list[int]]  # row and only token of the other guided rows
     rows: list[int]
     ids: list[list[int]]
-    probs: list[list[float]]
     padded_probs: Tensor
     padded_ids: Tensor
 
@@ -80,19 +78,11 @@ class TwoForwardOutput(NamedTuple):
 
 
 def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], sampling: Sampling) -> HostCandidates:
-    """Candidates of the guided rows of ``probs [B, V]``, at least one.
-
-    Raises:
-        ValueError: a row has no top-k, or only some rows have a target.
-    """
-    guided = [(i, request.params) for i, request in enumerate(requests) if request is not None]
-    index = torch.tensor([i for i, _ in guided], device=probs.device)
+    """Candidates of the guided rows of ``probs [B, V]``, at least one. ValueError if a row has no top-k."""
+    index = torch.tensor([i for i, request in enumerate(requests) if request is not None], device=probs.device)
     top_k, top_p, min_p = (x.index_select(0, index) for x in (sampling.top_k, sampling.top_p, sampling.min_p))
     if bool(((top_k <= 0) | (top_k >= NO_TOP_K)).any()):
         raise ValueError("every row must have a top_k")
-    has_target = {params.target_length is not None for _, params in guided}
-    if len(has_target) > 1:
-        raise ValueError("all rows must have a target, or none")
     top_k = top_k.clamp(max=probs.shape[1])
     most, ids = probs.index_select(0, index).topk(int(top_k.max()), dim=-1)
     p = torch.where(torch.arange(most.shape[1], device=probs.device) < top_k[:, None], most, 0.0)
@@ -102,20 +92,12 @@ def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], samplin
         p = torch.where(p >= (p.amax(-1) * min_p)[:, None], p, 0.0)
     if bool((none := (p > 0).sum(-1) == 0).any()):
         p[:, 0] = torch.where(none, most[:, 0], p[:, 0])
-    single = (p > 0).sum(-1) == 1
-    limits = [-1.0 if params.entropy_threshold is None else params.entropy_threshold for _, params in guided]
-    limits, sent = torch.tensor(limits, dtype=torch.float64, device=probs.device), ~single
-    if bool((limits >= 0).any()):
-        q = p.double() / p.double().sum(-1, keepdim=True).clamp(min=1e-20)
-        sent = sent & (-(q * (q + 1e-20).log()).sum(-1) > limits)
-    only = []
+    single, only = (p > 0).sum(-1) == 1, []
     if bool(single.any()):
         only = torch.stack([index, ids.gather(1, p.argmax(-1, keepdim=True))[:, 0]], 1)[single].tolist()
-    p, ids, rows = p[sent], ids[sent], index[sent].tolist()
-    # Guidance on the device needs on the host only which candidates there are.
-    host_ids, host_p = ids.cpu(), (p if has_target == {True} else p > 0).cpu()
-    ids_of = [x[is_candidate].tolist() for x, is_candidate in zip(host_ids, host_p > 0, strict=True)]
-    return HostCandidates(only, rows, ids_of, [x[x > 0].tolist() for x in host_p], p, ids)
+    p, ids, rows = p[~single], ids[~single], index[~single].tolist()
+    ids_of = [x[is_candidate].tolist() for x, is_candidate in zip(ids.cpu(), (p > 0).cpu(), strict=True)]
+    return HostCandidates(only, rows, ids_of, p, ids)
 
 
 # --- guidance ---
@@ -147,19 +129,6 @@ def reweighted(p: Tensor, v: Tensor, valid: Tensor, scale: Tensor) -> Tensor:
         variance = ((w * v * v).sum(-1, keepdim=True) - expected * expected).clamp(min=1e-16)
         tilt = (tilt - (expected - target) / variance).clamp(-100.0, 100.0)
     return torch.where(moves, tilted(), q)
-
-
-def nearest(probs: Sequence[float], values: Sequence[float], params: GuidanceParams, generated: int) -> list[float]:
-    """The fork's guided probabilities of a row with a target: 1 for the candidate whose length is nearest."""
-    length = max(params.target_length - generated, 0.0) if params.counts_down else params.target_length
-    log_gamma = math.log(params.gamma)
-    target = 1.0 - math.exp(length * log_gamma)
-
-    def length_of(value: float) -> float:
-        return math.log(1.0 - min(max(value, 1e-9), 1.0 - 1e-9)) / log_gamma
-
-    costs = [(abs(length_of(v) - length_of(target)), -p, i) for i, (p, v) in enumerate(zip(probs, values, strict=True))]
-    return [float(i == min(costs)[2]) for i in range(len(costs))]
 
 
 # --- the step ---
@@ -195,15 +164,15 @@ class TwoForwardStep:
         """Admit a request into a row. If ``params`` is None, remove the row's request and free its slots.
 
         Raises:
-            ValueError: guidance other than by a scale (``mul``) or to a target (``eq``).
+            ValueError: guidance other than by a scale (``mul``).
         """
-        if params is not None and params.mode not in (Mode.UNGUIDED, Mode.MUL, Mode.EQ):
-            raise ValueError(f"guidance must be mul or eq, got {params.mode.name.lower()}")
+        if params is not None and params.mode not in (Mode.UNGUIDED, Mode.MUL):
+            raise ValueError(f"guidance must be mul, got {params.mode.name.lower()}")
         if table_row in self.requests:
             self.retract(table_row, 0)
             del self.requests[table_row]
         if params is not None and params.mode != Mode.UNGUIDED:
-            self.requests[table_row] = HostRequest(table_row, params, eos_token_ids, prompt_len)
+            self.requests[table_row] = HostRequest(table_row, params, eos_token_ids)
 
     def retract(self, row: int, length: int) -> None:
         """Remove all but the first ``length`` tokens of a guided request, and give back their slots."""
@@ -243,8 +212,7 @@ class TwoForwardStep:
         """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, filters as tensors.
 
         Raises:
-            ValueError: a row lacks tokens, has more candidates than ``max_candidates`` or no top-k, or only some rows
-                have a target.
+            ValueError: a row lacks tokens, has more candidates than ``max_candidates`` or no top-k.
             RuntimeError: there are no free slots.
         """
         batch, scores = prepared.batch, prepared.logits if scores is None else scores
@@ -272,12 +240,11 @@ class TwoForwardStep:
             sent = [requests[i] for i in found.rows]
             self._extend([(request, len(request.tokens)) for request in sent])
             logits = self._score(sent, found)
-            guide = self._guide_on_device if sent[0].params.target_length is None else self._guide_on_host
-            guide(guided, sent, found, logits)
+            self._guide(guided, sent, found, logits)
         drawn = torch.multinomial(guided, 1).view(-1).int() if sampling.sample else None
         return TwoForwardOutput(guided, drawn, found.rows, found.ids, logits)
 
-    def _guide_on_device(self, guided, sent, found, logits) -> None:
+    def _guide(self, guided, sent, found, logits) -> None:
         p, ids = found.padded_probs, found.padded_ids
         valid, v = p > 0, torch.zeros_like(p)
         for j, (request, row) in enumerate(zip(sent, logits, strict=True)):
@@ -290,14 +257,6 @@ class TwoForwardStep:
         rows = torch.tensor(found.rows, device=self.device)
         guided.index_fill_(0, rows, 0.0)
         guided[rows[:, None].expand_as(ids), ids] = reweighted(p, v, valid, scale)
-
-    def _guide_on_host(self, guided, sent, found, logits) -> None:
-        for request, i, ids, p, z in zip(sent, found.rows, found.ids, found.probs, logits, strict=True):
-            v = torch.tensor(z.float().tolist(), dtype=torch.float64).sigmoid().tolist()
-            v = [0.0 if token in request.eos_token_ids else value for token, value in zip(ids, v, strict=True)]
-            q = nearest(p, v, request.params, len(request.tokens) - request.prompt_len)
-            guided[i].zero_()
-            guided[i, torch.tensor(ids, device=self.device)] = torch.tensor(q, device=self.device)
 
     # --- the two forwards ---
 

@@ -20,17 +20,7 @@ EOS = 2  # tokens that end the sequence of a request
 REQUEST_BYTES = 8 + 8 + 4 + 1 + 4 * (EOS + 1 + MAX_SPAN_TOKENS + MAX_CLOSING_TOKENS) + 4 * 3 + 4 * 2 + 1 + 2 * 17
 
 
-def make_call(
-    *,
-    B=64,
-    D=0,
-    V=VOCAB,
-    dtype="float32",
-    new=None,
-    index=torch.int64,
-    breaks=True,
-    room=None,
-):
+def make_call(*, B=64, D=0, V=VOCAB, dtype="float32", new=None, index=torch.int64, breaks=True, room=None):
     """A call with logits of ``dtype``, and ``new`` tokens per request. If None, no logits; one token and no lengths.
 
     ``room``: numbers of end tokens and of token temperatures of an engine's table, which has no requests.

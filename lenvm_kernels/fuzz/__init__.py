@@ -1,8 +1,7 @@
 """``lenvm fuzz``: compare the operators, or a replacement of one, with the fp64 reference on random inputs.
 
 ``ops/`` describes each operator: its options, the generator of its inputs, and the comparison of its results. The
-property tests draw from the same descriptions. ``check.py`` runs one case, ``run.py`` draws cases and reports, and
-``command.py`` is the command line.
+property tests draw from the same descriptions. ``check.py`` checks and reports cases, ``command.py`` is the command.
 """
 
 # In the order in which a guided step calls them.

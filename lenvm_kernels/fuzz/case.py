@@ -1,4 +1,8 @@
-"""Cases, descriptions of operators under test, and comparisons of results."""
+"""Cases, and descriptions of operators under test.
+
+A description names the returned and written tensors, and the row that owns each item; the call is derived from it. Most
+operators compute with integers, or in a defined order. Their comparison is derived too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +21,17 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.results import (
+    Difference,
+    Form,
+    Output,
+    differs,
+    expect,
+    memory_of,
+    owners_of_rows,
+    unchanged_around,
+    with_copies,
+)
 
 # Maximum interpreter operations per call on a CPU. A case makes three calls: about two seconds on an idle core, at
 # 80 us per operation.
@@ -72,39 +87,25 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Output:
-    """A part of a result that must be bitwise identical for any other rows of the batch.
+class CallInputs:
+    """Arguments by name, and the number of rows. Items of a tensor beyond that number belong to no row."""
 
-    Attributes:
-        values: ``[items, ...]``.
-        owners: int64 ``[items]``; index in the batch of the row that each item belongs to, or -1 for no row. If None,
-            item i belongs to row i. The order of one row's items does not depend on the batch.
-    """
+    arguments: dict[str, Any]
+    rows: int
 
-    name: str
-    values: Tensor
-    owners: Tensor | None = None
+    @property
+    def table_rows(self) -> Tensor:
+        """int64 ``[rows]``: the row of each request in the argument ``table``."""
+        found = self.arguments.get("table_rows")
+        return torch.arange(self.rows, device=self.arguments["table"].mode.device) if found is None else found.long()
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A comparison of a result with the expected result.
+class CallResult:
+    """Tensors that a call returned or wrote, and the storage around written tensors, which must stay unchanged."""
 
-    Attributes:
-        wrong: bool ``[items]``.
-        actual, expected: ``[items, ...]``, for the failure message.
-        owners: as in :class:`Output`.
-    """
-
-    what: str
-    wrong: Tensor
-    actual: Tensor
-    expected: Tensor
-    owners: Tensor | None = None
-
-
-class WrongResult(Exception):
-    """The function under test returned a wrong type, shape or dtype."""
+    tensors: dict[str, Tensor]
+    around: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,17 @@ class Operator:
         function: the public function, whose modules have the same name.
         options: accepted values of each option, the simplest first. Sizes are options; the number of rows is not.
         inputs: returns the inputs of a case on a device.
-        run: calls a function on inputs without changing them, and returns its whole result.
-        outputs: returns the parts of a result that belong to rows.
-        compare: compares a result with the fp64 reference's.
         row_size: numbers per row of the inputs, which bounds batches on a GPU.
         row_work: approximate operations of Triton's interpreter per row, which bounds batches on a CPU.
+        returns: dtype and shape of each returned tensor by name, in the order of the result. If None, the reference's
+            forms, for a named tuple.
+        writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
+        owners: from inputs and result tensors, the index in the batch of the row that each item of a tensor belongs
+            to, or -1 for no row; by tensor name, or by the part before its dot. By default, item i belongs to row i.
+        moved: tensors that contain batch indices, which differ if the same rows are in another batch.
+        by_row: changes result tensors to ones with the items first, and without batch indices.
+        unwritten: returned tensors with arbitrary contents, of which only dtype and shape are compared.
+        compare: compares a result with the fp64 reference's. If None, both must be bitwise identical.
         most_rows: maximum rows of a batch.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
         free: other accepted forms of a tensor argument or field: ``rows`` or ``columns``, any size of the first or last
@@ -130,14 +137,18 @@ class Operator:
 
     function: Callable
     options: Mapping[str, Sequence]
-    inputs: Callable[[Case, torch.device], Any]
-    run: Callable[[Any, Callable], Any]
-    outputs: Callable[[Any, Any], list[Output]]
-    compare: Callable[[Any, Any], list[Difference]]
+    inputs: Callable[[Case, torch.device], CallInputs]
     row_size: Callable[[Mapping[str, Any]], int]
     row_work: Callable[[Mapping[str, Any]], float]
+    returns: Callable[[CallInputs], Mapping[str, Form]] | None = None
+    writes: Sequence[str] = ()
+    owners: Callable[[CallInputs, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda given, tensors: {}
+    moved: Collection[str] = ()
+    by_row: Callable[[CallInputs, dict[str, Tensor]], dict[str, Tensor]] = lambda given, tensors: tensors
+    unwritten: Callable[[CallInputs], Collection[str]] = lambda given: ()
+    compare: Callable[[CallInputs, CallResult], list[Difference]] | None = None
     most_rows: int = 4096
-    constants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     free: Mapping[str, str] = field(default_factory=dict)
     reads: Mapping[str, Collection[str]] = field(default_factory=dict)
 
@@ -145,9 +156,47 @@ class Operator:
     def name(self) -> str:
         return self.function.__name__
 
-    def expected(self, given: Any) -> Any:
+    def run(self, given: CallInputs, function: Callable) -> CallResult:
+        """Call a function on copies of what it writes.
+
+        Raises:
+            WrongResult: a returned tensor has another form than in ``returns``.
+        """
+        arguments, written = with_copies(given.arguments, self.writes)
+        returned = function(**arguments)
+        if self.returns is None:
+            found = {name: x for name, x in returned._asdict().items() if x is not None}
+        else:
+            results = returned if isinstance(returned, tuple) else (returned,)
+            forms = zip(self.returns(given).items(), results, strict=True)
+            found = {name: expect(name, x, dtype=dtype, shape=shape) for (name, (dtype, shape)), x in forms}
+        found |= {name: x for name, x in written.items() if not name.startswith("out.")}
+        for name in self.unwritten(given):
+            del found[name]
+        return CallResult(found, {name.removeprefix("out."): memory_of(x) for name, x in written.items()})
+
+    def expected(self, given: CallInputs) -> CallResult:
         """Result of the reference on the same inputs."""
         return self.run(given, partial(self.function, backend="reference"))
+
+    def outputs(self, given: CallInputs, result: CallResult) -> list[Output]:
+        """The tensors of a result with the owners of their items."""
+        known = self.owners(given, result.tensors)
+        return [
+            Output(name, x, known.get(name, known.get(name.partition(".")[0], owners_of_rows(x, given.rows))))
+            for name, x in self.by_row(given, result.tensors).items()
+        ]
+
+    def differences(self, given: CallInputs, result: CallResult) -> list[Difference]:
+        """Comparisons of a result with the reference's."""
+        if self.compare is not None:
+            return self.compare(given, result)
+        expected, found = self.expected(given), []
+        for output in self.outputs(given, expected):
+            x = expected.tensors[output.name]
+            actual = expect(output.name, result.tensors.get(output.name), dtype=x.dtype, shape=x.shape)
+            found.append(differs(output.name, actual, x, output.owners))
+        return found + [unchanged_around(name, result.around[name], x) for name, x in expected.around.items()]
 
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
         """Draw a case with random options. The logarithm of the number of rows is uniformly distributed.
@@ -163,68 +212,11 @@ class Operator:
         rows = min(most, int(2 ** rng.uniform(0, math.log2(most + 1))))
         return Case(self.name, rng.getrandbits(32), tuple(range(rows)), options)
 
-    @contextmanager
-    def setting(self, case: Case) -> Iterator[None]:
+    def setting(self, case: Case) -> AbstractContextManager:
         """Context with the tuning constants of the case."""
-        with ExitStack() as patches:
-            for name, value in self.constants.get(case.options.get("constants", ""), {}).items():
-                patches.enter_context(mock.patch.object(sys.modules[self.function.__module__], name, value))
-            yield
-
-
-# --- comparisons -----------------------------------------------------------------------------------------------------
-
-
-def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Check a result's type, dtype and shape, and return it.
-
-    Raises:
-        WrongResult: the check failed; the message has the expected and the actual form.
-    """
-    if not isinstance(tensor, Tensor):
-        raise WrongResult(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
-        forms = (dtype, shape), (tensor.dtype, tensor.shape)
-        wanted, got = (f"{str(d).removeprefix('torch.')} {list(s)}" for d, s in forms)
-        raise WrongResult(f"{name} must be {wanted}, got {got}")
-    return tensor
-
-
-def _any_of_item(wrong: Tensor) -> Tensor:
-    return wrong.flatten(1).any(dim=1) if wrong.dim() > 1 else wrong
-
-
-def differs(what: str, actual: Tensor, expected: Tensor, owners: Tensor | None = None) -> Difference:
-    """Find items that are not equal; NaN equals NaN."""
-    wrong = actual != expected
-    if actual.is_floating_point():
-        wrong &= ~(actual.isnan() & expected.isnan())
-    return Difference(what, _any_of_item(wrong), actual, expected, owners)
-
-
-Tolerance = tuple[float, float | Tensor]  # relative, absolute
-
-
-def beyond(
-    what: str, actual: Tensor, expected: Tensor, tolerance: Tolerance, owners: Tensor | None = None
-) -> Difference:
-    """Find items outside the tolerance; NaN equals NaN, and an infinity equals only itself."""
-    relative, absolute = tolerance
-    actual, expected = actual.double(), expected.double()
-    near = (actual - expected).abs() <= absolute + relative * expected.abs()
-    near = torch.where(expected.isfinite(), near, (actual == expected) | (actual.isnan() & expected.isnan()))
-    return Difference(what, _any_of_item(~near), actual, expected, owners)
+        values = self.constants.get(case.options.get("constants", ""))
+        return mock.patch.multiple(sys.modules[self.function.__module__], **values) if values else nullcontext()
 
 
 def dtype_of(options: Mapping[str, Any], name: str = "dtype") -> torch.dtype:
     return getattr(torch, options[name])
-
-
-def whole_memory(x: Tensor) -> Tensor:
-    """The whole storage of a view, flat."""
-    return x.new_empty(0).set_(x.untyped_storage())
-
-
-def copy_in_place(x: Tensor) -> Tensor:
-    """A copy of a view and its whole storage, with the same strides."""
-    return torch.as_strided(whole_memory(x).clone(), x.shape, x.stride(), x.storage_offset())

@@ -38,17 +38,13 @@ def add(commands: Any) -> None:
     seeds = "the same seed and --cases draw the same cases (default: 0)"
     add("--seed", type=seed_of, default=0, metavar="N", help=seeds)
     add("--device", choices=("cuda", "cpu"), help="(default: cuda where there is one)")
-    against = (
-        "a function with the signature of one operator, to be tested in place of its kernels. The operator is the "
-    )
-    against += "the function of that name, or the one in --ops; the working directory is searched for the module"
+    against = "a function with the signature of one operator, tested in place of its kernels. The operator is the one "
+    against += "of that name, or the one in --ops; the working directory is searched for the module"
     add("--against", metavar="MODULE:FUNCTION", help=against)
     only = "draw no other values of these options; an option may be given several times (default: draw all)"
     add("--only", nargs="+", default=[], metavar="OPTION=VALUE", help=only)
-    reference = (
-        "compare with the reference only (default: also with the same rows in other batches, bit by bit, which a "
-    )
-    reference += "function made of PyTorch's matmuls cannot pass)"
+    reference = "compare with the reference only (default: also with the same rows in other batches, bit by bit, which "
+    reference += "a function made of PyTorch's matmuls cannot pass)"
     add("--reference-only", action="store_true", help=reference)
     add("--json", type=Path, metavar="FILE", help="also write all numbers here (default: not written)")
 
@@ -61,30 +57,29 @@ def run_command(args: argparse.Namespace) -> int:
         if device == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-        from lenvm_kernels.fuzz import run
+        from lenvm_kernels.fuzz import check
         from lenvm_kernels.fuzz.case import Case
-        from lenvm_kernels.fuzz.check import check, operators
         from lenvm_kernels.ops._common import INTERPRETED
 
         if (device == "cpu") != INTERPRETED:
             raise ValueError(f"--device {device} needs TRITON_INTERPRET={int(device == 'cpu')} when Python starts")
-        replayed = None if args.replay is None else Case.from_line(args.replay, operators())
+        replayed = None if args.replay is None else Case.from_line(args.replay, check.operators())
         function, ops = None, args.ops or ([*OPERATORS] if replayed is None else [replayed.op])
         if args.against is not None:
             function, ops = _function_of(args.against, ops)
-        chosen = _restricted([operators()[name] for name in ops], args.only)
+        chosen = _restricted([check.operators()[name] for name in ops], args.only)
 
     seconds = args.seconds or (60.0 if args.cases is None else None)
-    cases = run.drawn(chosen, seed=args.seed, cases=args.cases, seconds=seconds, interpreted=device == "cpu")
-    test = partial(check, function=function, device=device, other_batches=not args.reference_only)
-    tallies: dict[str, run.Tally] = {}
+    cases = check.drawn(chosen, seed=args.seed, cases=args.cases, seconds=seconds, interpreted=device == "cpu")
+    test = partial(check.check, function=function, device=device, other_batches=not args.reference_only)
+    tallies: dict[str, check.Tally] = {}
     interrupted = False
     try:
-        run.fuzz(cases if replayed is None else [replayed], test, tallies)
+        check.fuzz(cases if replayed is None else [replayed], test, tallies)
     except KeyboardInterrupt:
         interrupted = True
-    print("\n".join(run.text(tallies)))
-    numbers = run.as_json(tallies, device)
+    print("\n".join(check.text(tallies)))
+    numbers = check.as_json(tallies, device)
     with usage_errors():
         if args.json is not None:
             args.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")

@@ -19,7 +19,6 @@ from transformers import (
 )
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from bench import ways
 from lenvm_kernels.engines.transformers import processor as transformers_adapter
 from lenvm_kernels.engines.transformers.generate import generate
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
@@ -518,23 +517,3 @@ def test_encoder_decoder_models_are_guided_without_values(encoder_decoder, value
     message = "value_model must be None with an encoder-decoder base model, got a ValueModel"
     with pytest.raises(ValueError, match=message):
         generate(encoder_decoder, ids, target_length=5, value_model=value_model, **options)
-
-
-def test_published_way_as_processor(base, value_model, make, prompts):
-    """The processor of ``bench.ways`` gives this package's probabilities in each row until the answer ends."""
-    guidance, steps, width = {"value_mode": "mul", "value_scale": 0.97}, 24, prompts["input_ids"].shape[1]
-    options = dict(ways.SAMPLING, max_candidates=ways.SAMPLING["top_k"], max_new_tokens=steps)
-    kwargs = make(guidance=guidance, **options).generation_kwargs
-    torch.manual_seed(5)
-    output = base.generate(**prompts, **kwargs, **KEEP_SCORES, output_logits=True)
-    theirs = ways.TwoForwardProcessor(value_model, guidance, prompts["attention_mask"], steps, [EOS])
-    compared = Counter()
-    for step, (logits, scores) in enumerate(zip(output.logits, output.scores, strict=True)):
-        found = theirs(output.sequences[:, : width + step], logits)
-        for row in range(3):
-            if EOS not in output.sequences[row, width : width + step]:
-                torch.testing.assert_close(found[row].exp(), scores[row].exp(), rtol=0, atol=1e-4)
-                compared[row] += 1
-    assert min(compared.values()) < steps == max(compared.values())  # one row ends earlier
-    # Ended rows are no longer computed.
-    assert theirs.step.requests.keys() == {row for row, count in compared.items() if count == steps}

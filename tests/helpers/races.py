@@ -21,8 +21,8 @@ import inspect
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from unittest import mock
@@ -148,7 +148,7 @@ def _is_element(tensor: torch.Tensor, offsets: np.ndarray, size: int) -> np.ndar
     return inside & (rest >= 0) & (rest + size <= tensor.itemsize)
 
 
-class LaunchChecker:
+class LaunchChecker(ExitStack):
     """Context that checks every interpreted launch.
 
     Args:
@@ -161,6 +161,7 @@ class LaunchChecker:
     """
 
     def __init__(self, order: str = "forward", garbage: int = 0xA5) -> None:
+        super().__init__()
         self.order, self._random = order, random.Random(0)
         self.conflicts: list[str] = []
         self.launches: Counter[str] = Counter()
@@ -168,21 +169,8 @@ class LaunchChecker:
         self._stored: dict[int, tuple[str, torch.Tensor]] = {}
 
     def __enter__(self) -> "LaunchChecker":
-        with ExitStack() as context:
-            context.enter_context(self._patched_interpreter())
-            context.enter_context(self._memory)
-            context.enter_context(mock.patch.object(begin_step, "address_and_stride", self._address_and_stride))
-            self._context = context.pop_all()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._context.__exit__(*exception)
-
-    @contextmanager
-    def _patched_interpreter(self) -> Iterator[None]:
         checker, builder = self, interpreter.InterpreterBuilder
-        load, store = builder.create_masked_load, builder.create_masked_store
-        atomic_rmw, atomic_cas = builder.create_atomic_rmw, builder.create_atomic_cas
+        load, store, atomic_rmw = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
         def checked_load(self, ptrs, mask, other, *options):
             return load(self, *checker._access("load", ptrs, mask), other, *options)
@@ -195,27 +183,20 @@ class LaunchChecker:
             ptr, mask = checker._access("atomic update", ptr, mask, semantic=semantic)
             return atomic_rmw(self, operation, ptr, value, mask, semantic, scope)
 
-        def checked_cas(self, ptr, compared, value, semantic, scope):
-            mask = Handle(np.ones_like(ptr.data, dtype=bool), interpreter.tl.int1)
-            ptr, mask = checker._access("atomic update", ptr, mask, semantic=semantic)
-            if not mask.data.all():  # it has no mask to skip the access
-                raise RuntimeError(checker.conflicts[-1])
-            return atomic_cas(self, ptr, compared, value, semantic, scope)
+        def run(executor, *args, **kwargs):
+            self._run(executor, args, kwargs)
 
-        with (
-            mock.patch.multiple(
-                builder,
-                create_masked_load=checked_load,
-                create_masked_store=checked_store,
-                create_atomic_rmw=checked_rmw,
-                create_atomic_cas=checked_cas,
-                create_barrier=lambda _: checker._program.barrier(),
-            ),
-            mock.patch.object(
-                interpreter.GridExecutor, "__call__", lambda executor, *a, **k: self._run(executor, a, k)
-            ),
+        for target, name, function in (
+            (builder, "create_masked_load", checked_load),
+            (builder, "create_masked_store", checked_store),
+            (builder, "create_atomic_rmw", checked_rmw),
+            (builder, "create_barrier", lambda _: self._program.barrier()),
+            (interpreter.GridExecutor, "__call__", run),
+            (begin_step, "address_and_stride", self._address_and_stride),
         ):
-            yield
+            self.enter_context(mock.patch.object(target, name, function))
+        self.enter_context(self._memory)
+        return self
 
     def _run(self, executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> None:
         """Run a launch, in place of the interpreter's own loop over programs."""

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import lenvm_kernels.ops._common as ops_common
 from bench.launches import intercept_launches
-from lenvm_kernels.fuzz.case import copy_in_place
 from lenvm_kernels.fuzz.check import check, operators
+from lenvm_kernels.fuzz.results import copy_in_place
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import GuidanceColumns
 from tests.helpers.cases import arguments_of, assert_right, cases, changed, small_case

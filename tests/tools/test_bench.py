@@ -4,24 +4,16 @@ import importlib
 import inspect
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from bench import gpu_suite, harness, step
 from bench.harness import Benchmark, Eager, TimedCase
-from bench.kernel_calls import operators
+from bench.ops import operators
 
 CEILINGS = {"bandwidth": 1e12, "matmul_rate": 1e15}
 BENCHMARKS = {name: module.BENCHMARK for name, module in operators().items()} | {"step": step.BENCHMARK}
-
-
-def test_shapes_begin_with_production_without_duplicates():
-    axes, others, quick = {"B": [1, 64], "V": [5, 9]}, [{"B": 1, "V": 5}, {"V": 5}], [{"B": 2}, {"V": 7}]
-    benchmark = Benchmark("made_up", None, {"B": 64, "V": 9}, axes, others, quick)
-    assert benchmark.shapes() == [{"B": 64, "V": 9}, {"B": 1, "V": 9}, {"B": 64, "V": 5}, {"B": 1, "V": 5}]
-    assert benchmark.shapes(quick=True) == [{"B": 2, "V": 9}, {"B": 64, "V": 7}]
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -81,22 +73,6 @@ def test_results_of_cases_peers_and_errors(monkeypatch, tmp_path):
     assert found["bandwidth"] == 1e12 and found["torch"] == torch.__version__ and found["command"].startswith("python")
 
 
-def test_floor_is_the_larger_of_bytes_and_operations():
-    case = TimedCase(lambda: None, 2_000_000, 10_000_000_000)
-    entry = Benchmark("made_up", lambda B: case, {"B": 1}).measure("cpu", {"B": 1}, CEILINGS)
-    assert entry["floor"] == pytest.approx(10.0) and entry["warm"] > 0 and "cold" not in entry
-
-
-def test_profile_of_replays():
-    """Four replays with two kernels each; the first replay is left out."""
-    events = [dict(cat="cpu_op", ts=0, dur=1, name="x", args={})]
-    for replay in range(4):
-        for name, start, duration in (("_b", 0, 2), ("_a", 5, 10)):
-            args = {"registers per thread": 32, "shared memory": 1024}
-            events.append(dict(cat="kernel", ts=100 * replay + start, dur=duration, name=name, args=args))
-    assert step.kernels_of(events) == [("_a", 1, 10, 10.0, 3, 32, 1024), ("_b", 1, 2, 2.0, 85, 32, 1024)]
-
-
 def test_suite_of_parts(monkeypatch, tmp_path):
     """One part succeeds, one fails and one runs out of time; the summary lists all three."""
     scripts = {"tests": "print('boom'); exit(3)", "profile": "import time; print('begun', flush=True); time.sleep(60)"}
@@ -113,11 +89,3 @@ def test_suite_of_parts(monkeypatch, tmp_path):
     assert log[0].startswith("pack_drafts on ") and log[1].startswith("| case | warm us |")
     shapes = [case["shape"] for case in json.loads((tmp_path / "pack_drafts.json").read_text())["cases"]]
     assert shapes == BENCHMARKS["pack_drafts"].shapes(quick=not torch.cuda.is_available())
-
-
-def test_parts_of_the_suite_are_commands():
-    assert gpu_suite.SECONDS.keys() == {*operators(), "tests", "step", "profile"}
-    assert sum(gpu_suite.SECONDS.values()) <= 660
-    tests = [word for word in gpu_suite.command("tests", Path()) if word.startswith("tests/")]
-    assert "tests/ops" in tests and all(Path(path).exists() for path in tests)
-    assert "pack_drafts" in gpu_suite.command("pack_drafts", Path())

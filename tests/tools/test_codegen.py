@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from bench import codegen
-from bench.kernel_calls import operator_calls, operators
 from bench.launches import kernels
+from bench.ops import operator_calls, operators
 from lenvm_kernels import ops
 from tests.helpers.interpreter import run_compiling
 
@@ -119,10 +119,7 @@ def test_forms_of_launch_are_calls_of_their_operator():
         ("sm_90", ANGLES | {"fp64": 7}, "7 instructions in fp64"),
         ("sm_80", {"shared": 163 * 1024 + 1}, "166913 bytes of shared memory, the GPU has 166912"),
         ("gfx942", {"tensor_cores": {"mfma": 8}, "async_copies": 0}, None),
-        *(
-            (f"sm_{arch}", {"shared": 101_377}, "101377 bytes of shared memory, the GPU has 101376")
-            for arch in (86, 89, 120)
-        ),
+        ("sm_86", {"shared": 101_377}, "101377 bytes of shared memory, the GPU has 101376"),
         ("gfx942", {"shared": 73_728}, "73728 bytes of shared memory, the GPU has 65536"),
         ("sm_100", {"tensor_cores": {}}, "no tensor cores"),
         ("sm_90", {"tensor_cores": {"HMMA": 32}}, "HMMA but no HGMMA for a tile of 64 rows"),
@@ -237,10 +234,3 @@ MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, instrShape = [16, 128, 16]}>\n"
 def test_sums_that_depend_on_the_batch(one, other, is_same):
     batches = [[("_kernel", SimpleNamespace(hash=text, asm={"ttgir": text}))] for text in (one, other)]
     assert codegen.sums_that_differ(batches) == (set() if is_same else {one, other})
-
-
-def test_committed_figures_cover_every_part():
-    for entry in json.loads(codegen.RESULTS.read_text()).values():
-        for part in codegen.GPUS:
-            assert len(entry["parts"][part]) > 30
-            assert all(figures.keys() == codegen.COMPARED.keys() for figures in entry["parts"][part].values())

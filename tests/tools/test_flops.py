@@ -15,9 +15,6 @@ MIXTURE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12)
 SHARED = MIXTURE | dict(shared_expert_intermediate_size=20, mlp_only_layers=[1], head_dim=6, num_hidden_layers=7)
 CASES = [(Qwen3MoeConfig, MIXTURE), (Qwen3MoeConfig, MIXTURE | dict(decoder_sparse_step=2, num_hidden_layers=5))]
 CASES += [(Qwen2MoeConfig, SHARED), (MixtralConfig, dict(num_local_experts=5, num_experts_per_tok=3))]
-BAD = [({"vocab_size": None}, "vocab_size in .* integer of at least 1, got None"), ({"num_hidden_layers": "3"}, "'3'")]
-BAD += [(MIXTURE | {"model_type": "deepseek_v3"}, "mixtral, qwen2_moe, qwen3_moe if it has num_experts, got 'deepseek")]
-BAD += [(MIXTURE | {"model_type": "qwen3_moe", "num_experts_per_tok": 7}, "must be at most 6, got 7")]
 
 
 def test_components_by_hand(tmp_path):
@@ -43,13 +40,6 @@ def test_active_weights_of_mixtures_match_transformers(tmp_path, config_class, c
     share = model.experts_per_token / model.num_experts
     expected = sum(x.numel() * (share if ".experts." in name else 1) for name, x in weights if x.dim() > 1)
     assert model.expert_layers and model.active_weights == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD)
-def test_bad_configurations_are_named(tmp_path, changes, message):
-    (tmp_path / "config.json").write_text(json.dumps(TINY | changes))
-    with pytest.raises(ValueError, match=message):
-        Architecture.load(str(tmp_path))
 
 
 def test_published_figures(monkeypatch, capsys):

@@ -1,15 +1,11 @@
 """Peers compute the same results as this package; a peer's package is replaced by its documented behaviour."""
 
 import inspect
-import itertools
-import math
-import sys
-import types
 
 import pytest
 import torch
 
-from bench import peers, ways
+from bench import peers
 from lenvm_kernels.fuzz.ops.value_tree_attention import make_inputs
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.reference.topk_candidates import topk_candidates
@@ -29,54 +25,24 @@ def attend(q, k, v, visible):
     return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
 
-class PagedPrefill:
-    """FlashInfer's wrapper, as documented."""
-
-    def __init__(self, float_workspace_buffer, kv_layout, backend):
-        assert kv_layout == "NHD" and backend == "fa2"
-
-    def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, *, custom_mask, **sizes):
-        assert sizes["page_size"] == 1 and (paged_kv_last_page_len == 1).all()
-        self.requests, end = [], 0
-        for (first, last), (page, stop) in zip(*map(itertools.pairwise, (qo_indptr, paged_kv_indptr)), strict=True):
-            size = (last - first) * (stop - page)
-            mask, end = custom_mask[end : end + size].view(last - first, stop - page), end + size
-            self.requests.append((slice(first, last), paged_kv_indices[page:stop].long(), mask))
-        assert end == len(custom_mask)
-
-    def run(self, q, paged_kv_cache, *, out):
-        for rows, pages, mask in self.requests:
-            out[rows] = attend(q[rows], *(x[pages, 0] for x in paged_kv_cache), mask)
-        return out
-
-
-def extend_attention_fwd(
-    q, k, v, out, k_buffer, v_buffer, q_offsets, kv_offsets, slots, masks, causal, mask_offsets, *_
-):
-    """SGLang's kernel, as documented: a row of the mask has a column per cached token, which is not read."""
-    assert causal
-    for i, (start, end) in enumerate(itertools.pairwise(q_offsets.tolist())):
-        cached = slots[kv_offsets[i] : kv_offsets[i + 1]]
-        mask = masks[mask_offsets[i] : mask_offsets[i + 1]].view(end - start, -1).clone()
-        mask[:, : len(cached)] = True
-        out[start:end] = attend(
-            q[start:end], torch.cat([k_buffer[cached], k[start:end]]), torch.cat([v_buffer[cached], v[start:end]]), mask
-        )
+@pytest.mark.parametrize("requests", [RAGGED, EQUAL])
+def test_masks_describe_the_tree(requests):
+    """As FlashInfer's and SGLang's attention read the masks: per request, its new rows by its cached and new tokens."""
+    tree = make_tree(requests)
+    masks, found = tree.masks(), []
+    for slots, start, end, _ in tree.requests():
+        keys, values = (torch.cat([x[slots], new[start:end]]) for x, new in zip(tree[3:5], tree[1:3], strict=True))
+        size = (end - start) * len(keys)
+        found.append(attend(tree.q[start:end], keys, values, masks[:size].view(-1, len(keys))))
+        masks = masks[size:]
+    assert not len(masks)
+    torch.testing.assert_close(torch.cat(found), value_tree_attention(*tree), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    ("name", "requests"),
-    [(name, r) for name in ("flashinfer", "sglang") for r in (RAGGED, EQUAL)] + [("flex", EQUAL)],
-)
-def test_attention_masks_describe_the_tree(name, requests, monkeypatch):
-    functions = dict(BatchPrefillWithPagedKVCacheWrapper=PagedPrefill, extend_attention_fwd=extend_attention_fwd)
-    path = itertools.accumulate(["sglang", "kernels", "ops", "attention", "extend_attention"], "{}.{}".format)
-    for package in ("flashinfer", *path):
-        monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(**functions))
-    tree = make_tree(requests)
-    run = getattr(peers, f"{name}_attention")(*tree)
-    torch.testing.assert_close(run(), value_tree_attention(*tree), rtol=1e-5, atol=1e-6)
+def test_flex_attention():
+    tree = make_tree(EQUAL)
+    torch.testing.assert_close(peers.flex_attention(*tree)(), value_tree_attention(*tree), rtol=1e-5, atol=1e-6)
 
 
 def test_flex_attention_rejects_requests_of_several_lengths():
@@ -93,22 +59,3 @@ def test_torch_topk_and_head():
     torch.testing.assert_close((probs, token_ids.int()), (ours.probs, ours.token_ids))
     head = [torch.randn(shape) for shape in ((5, 24), (24, 24), (24,), (1, 24), (1,))]
     torch.testing.assert_close(peers.unfused_head(*head)(), value_head(*head))
-
-
-def test_table_of_ways(monkeypatch):
-    """Ratios compare two times with the same seed; tokens/s cover all seeds."""
-    clock = iter([0.0, 2.0, 2.0, 3.0, 10.0, 16.0, 20.0, 25.0])
-    models = types.SimpleNamespace(
-        eos_token_ids=[1],
-        tokenizer=types.SimpleNamespace(batch_decode=lambda found, **_: ["text."] * len(found)),
-        encode=lambda _: dict(input_ids=torch.tensor([[0, 4], [6, 7]]), attention_mask=torch.tensor([[0, 1], [1, 1]])),
-    )
-    answers = {"plain": [[9, 9, 9, 1], [9] * 6], "slow": [[9, 1], [9, 9, 9, 9, 9, 9, 9, 1]]}
-    functions = {way: lambda inputs, found=found: found for way, found in answers.items()}
-    monkeypatch.setattr(ways.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(ways, "likelihoods", lambda _, prompts, found: [[0.5] * len(ids) for ids in found])
-    plain, slow = ways.compare(models, functions, ["a", "b"], [3, 4], 5)
-    perplexity = pytest.approx(math.exp(0.5))
-    # 10 tokens in 2 s and in 1 s; 10 in 6 s and in 5 s.
-    assert plain == ["plain", 20 / 3, 1.0, 5.0, 1.0, 0.0, 0.5, perplexity]
-    assert slow == ["slow", 20 / 11, 4.0, 5.0, 3.0, 0.0, 0.0, perplexity]

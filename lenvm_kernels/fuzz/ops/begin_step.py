@@ -6,11 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
-from lenvm_kernels.fuzz.ops._drafts import DRAFTS, draw_drafts, owners_of_nodes
-from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
+from lenvm_kernels.fuzz.ops._inputs import (
+    DRAFTS,
+    columns_apart,
+    draw_drafts,
+    fill,
+    owners_of_nodes,
+    slice_of_longer,
+    to_fill,
+)
+from lenvm_kernels.fuzz.results import owners_in_table
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import begin_step as ops
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
@@ -36,22 +43,17 @@ NODE_FIELDS = StepRequests._fields[6:]
 CONSTANTS = {"small": {"NODES": 8}}  # several programs
 
 
-def _strided(x: Tensor, more: int) -> Tensor:
-    """The same numbers with stride ``1 + more``, and ones between."""
-    return torch.cat([x[:, None], torch.ones_like(x)[:, None].expand(-1, more)], dim=1)[:, 0]
-
-
 def _filters(draws: Draws, rows: Any, options: Mapping[str, Any]) -> Filters:
     is_each = options["filters"] == "each"
     drawn_rows = rows if is_each else 1
-    top_k = draws.integers("top_k", drawn_rows, low=-1, high=50).int()
-    shares = [draws.choose(x, drawn_rows, values=[0.0, 0.25, 1.0]).float() for x in Filters._fields[1:]]
-    if not is_each:
-        return Filters(*(x.expand(len(rows)) for x in (top_k, *shares)))
-    return Filters(_strided(top_k, 1), slice_of_longer(shares[0]), shares[1], _strided(shares[2], 2))
+    filters = Filters(
+        draws.integers("top_k", drawn_rows, low=-1, high=50).int(),
+        *(draws.choose(x, drawn_rows, values=[0.0, 0.25, 1.0]).float() for x in Filters._fields[1:]),
+    )
+    return columns_apart(filters, Filters._fields) if is_each else Filters(*(x.expand(len(rows)) for x in filters))
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count = len(rows)
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
@@ -66,8 +68,8 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
     fill(table, table_rows, columns, elsewhere=3)
-    if options["table"] == "columns apart":  # each with a different stride
-        table = table._replace(**{name: _strided(getattr(table, name), i) for i, name in enumerate(columns)})
+    if options["table"] == "columns apart":
+        table = columns_apart(table, [*columns])
     lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
     # Some sequences are no longer than their new tokens.
     lengths = torch.where(draws.chance("short", rows, of=0.1), draws.integers("few", rows, low=0, high=5), lengths)
@@ -112,28 +114,18 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     if options["padding"] != "no out":
         out = empty_requests(count + int(options["padding"]), device, options["drafts"])
         arguments["out"] = to_fill(out, in_slices=options["slices"])
-    return NamedInputs(arguments, count)
+    return CallInputs(arguments, count)
 
 
-def owners(given: NamedInputs) -> dict[str, Tensor]:
-    arguments, table_rows = given.arguments, given.arguments["table_rows"].long()
-    of_table = owners_in_table(table_rows, len(arguments["table"].faults))
+def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    of_table = owners_in_table(given.table_rows, len(given.arguments["table"].faults))
     no_row = torch.full((1,), -1, device=of_table.device)
-    out, drafts = arguments.get("out"), arguments.get("drafts")
-    requests = given.rows if out is None else len(out.cached_lens)
-    columns = 0 if drafts is None else drafts.token_ids.shape[1]
-    of_nodes = owners_of_nodes(requests, columns, given.rows, of_table.device)
-    return {
-        **dict.fromkeys(NODE_FIELDS, of_nodes),
-        "faults": of_table,
-        "history": of_table,
-        "history.step": no_row,
-        "history.uncounted": no_row,
-    }
+    of_nodes = {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in NODE_FIELDS}
+    return of_nodes | {"faults": of_table, "history": of_table, "history.step": no_row, "history.uncounted": no_row}
 
 
-OPERATOR = exact_operator(
-    ops.begin_step,
+OPERATOR = Operator(
+    function=ops.begin_step,
     options=OPTIONS,
     inputs=inputs,
     writes=("table.faults", "history", "out"),

@@ -1,7 +1,6 @@
 """``candidate_values``: candidates and padding, strided rows, sizes that are no multiple of a block, and all modes of
 guidance."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, beyond, dtype_of
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, named_operator
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned
+from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import candidate_values as ops
@@ -39,7 +38,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     names = ("size", "outputs", "bins", "columns", "vocab", "row_padding")
     size, outputs, bins, columns, vocab, row_padding = (options[name] for name in names)
@@ -89,13 +88,11 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     }
     if options["broken"]:
         for name in ("scale", "shift"):
-            poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf]).to(arguments[name].dtype)
-            is_poisoned = draws.chance(f"poisoned {name}", rows, of=0.1)
-            arguments[name][:, -1] = torch.where(is_poisoned, poison, arguments[name][:, -1])
-    return NamedInputs(arguments, len(rows))
+            arguments[name].copy_(poisoned(draws, rows, arguments[name], of=0.1))
+    return CallInputs(arguments, len(rows))
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     tolerance = TOLERANCE["candidate_values"][given.arguments["embedding"].dtype]
     expected = exact(**given.arguments)
     return [beyond(name, result.tensors[name], x, tolerance) for name, x in zip(NAMES, expected, strict=True)]
@@ -119,8 +116,8 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return tiles * (30 * -(-options["size"] // 32) + 40) + 1
 
 
-OPERATOR = named_operator(
-    candidate_values,
+OPERATOR = Operator(
+    function=candidate_values,
     options=OPTIONS,
     inputs=inputs,
     returns=lambda given: dict.fromkeys(NAMES, (torch.float32, given.arguments["token_ids"].shape)),

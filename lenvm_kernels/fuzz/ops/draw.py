@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
 from lenvm_kernels.fuzz.ops import reweight_scatter as weights
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, named_operator, owners_in_table
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
+from lenvm_kernels.fuzz.results import Difference, beyond, differs, owners_in_table
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.begin_step import empty_requests
@@ -29,11 +29,13 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"large tiles": {"TILE": 8192 if INTERPRETED else 128}}
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     of_weights = replace(case, options={**options, "table_rows": "int64", "generated": True})
-    given = weights.inputs(of_weights, device)
-    candidates, table, table_rows, k = given.candidates, given.table, given.table_rows, options["columns"]
+    arguments = weights.inputs(of_weights, device).arguments
+    candidates, table, k = arguments["candidates"], arguments["table"], options["columns"]
+    table_rows, generated = arguments.pop("table_rows"), arguments.pop("generated")
+    arguments.pop("probs", None)
     seeds, positions = (
         draws.bits(name, rows) >> draws.choose(f"width of {name}", rows, values=[0, 31, 32, 50])
         for name in ("seeds", "positions")
@@ -51,7 +53,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     scored_counts = torch.where(all_scored, candidates.counts, candidates.counts // 2).masked_fill(alone, 1)
 
     requests = empty_requests(len(rows), device)
-    of_requests = dict(table_rows=table_rows, generated=given.arguments["generated"], wants_length=wants_length)
+    of_requests = dict(table_rows=table_rows, generated=generated, wants_length=wants_length)
     of_requests["greedy"] = draws.chance("greedy", rows, of=0.3) & options["greedy"]
     fill(requests, slice(None), of_requests)
     scored = ScoredCandidates(
@@ -61,48 +63,38 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         alone=alone,
     )
 
-    value_logits = given.value_logits if given.has_value_logits else None
-    arguments: dict[str, Any] = dict(candidates=candidates, value_logits=value_logits, table=table)
     arguments |= dict(requests=requests, scored=scored, sample=options["sample"])
     if options["predicted"]:
         spread = draws.choose("spread of predicted", rows, values=[1.0, 10.0, 60.0])[:, None]
         arguments["predicted"] = padded_rows((draws.normal("predicted", rows, k) * spread).float(), options["padding"])
     if options["drawn"]:
         arguments["drawn"] = drawn
-    arguments |= {name: x for name, x in given.arguments.items() if name == "text_breaks"}
-    return NamedInputs(arguments, len(rows))
+    return CallInputs(arguments, len(rows))
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
-    a = given.arguments
-    candidates, table, scored = a["candidates"], a["table"], a["scored"]
-    table_rows = a["requests"].table_rows
-    value_logits = a["value_logits"]
-    if value_logits is None:
-        value_logits = table.target_logit[table_rows][:, None].repeat(1, candidates.probs.shape[1])
-    options = {"table_rows": table_rows, "generated": a["requests"].generated}
-    options |= {name: x for name, x in a.items() if name == "text_breaks"}
-    guided_probs, tokens, lengths = (result.tensors[x] for x in ("guided_probs", "tokens", "remaining_lengths"))
-    faults = result.tensors["faults"]
-    is_spare = owners_in_table(table_rows, len(faults)) < 0
-    of_weights = weights.ReweightResult(guided_probs, faults[table_rows], faults[is_spare], None, None)
-    found = weights.compare(weights.ReweightInputs(candidates, value_logits, table, table_rows, options), of_weights)
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+    a, rows = given.arguments, given.arguments["requests"]
+    candidates, scored = a["candidates"], a["scored"]
+    shared = {name: a[name] for name in ("candidates", "value_logits", "table", "text_breaks") if name in a}
+    of_weights = weights.Requests.of(rows.table_rows, **shared, generated=rows.generated)
+    guided_probs, tokens, lengths, faults = result.tensors.values()
+    found = weights.compare_guided(of_weights, guided_probs, rows.table_rows, faults)
+    table = of_weights.table
 
     # The draw from given probabilities is exact.
     passed = a.get("drawn", torch.full_like(tokens, -1))
     expected = passed
     if a["sample"]:
-        requests = table.seed[table_rows], scored.positions
-        own = draw_tokens(candidates, guided_probs, *requests, a["requests"].greedy)
+        own = draw_tokens(candidates, guided_probs, table.seed, scored.positions, rows.greedy)
         expected = torch.where(own >= 0, own, passed)
     found.append(differs("tokens", tokens, expected))
 
     column = torch.arange(candidates.probs.shape[1], device=tokens.device)
     is_token = (column < scored.counts[:, None]) & (scored.token_ids == tokens[:, None])
-    z = torch.where(is_token, a.get("predicted", value_logits).double(), 0.0).sum(1)
-    nats = torch.nn.functional.softplus(z).masked_fill((table.eos_token_ids[table_rows] == tokens[:, None]).any(1), 0.0)
-    is_wanted = a["requests"].wants_length & table.return_values[table_rows] & is_token.any(1)
-    expected = torch.where(is_wanted, nats / table.nats_per_token[table_rows].double(), math.nan)
+    z = torch.where(is_token, a.get("predicted", of_weights.value_logits).double(), 0.0).sum(1)
+    nats = torch.nn.functional.softplus(z).masked_fill((table.eos_token_ids == tokens[:, None]).any(1), 0.0)
+    is_wanted = rows.wants_length & table.return_values & is_token.any(1)
+    expected = torch.where(is_wanted, nats / table.nats_per_token.double(), math.nan)
     found.append(beyond("remaining lengths", lengths, expected, TOLERANCE["draw"][torch.float32]))
     return found
 
@@ -111,8 +103,8 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return weights.row_work({**options, "constants": "shipped"}) + 6 * options["columns"]
 
 
-OPERATOR = named_operator(
-    draw,
+OPERATOR = Operator(
+    function=draw,
     options=OPTIONS,
     inputs=inputs,
     returns=lambda given: {
@@ -122,7 +114,7 @@ OPERATOR = named_operator(
     },
     compare=compare,
     writes=("table.faults",),
-    owners=lambda given: {
+    owners=lambda given, tensors: {
         "faults": owners_in_table(given.arguments["requests"].table_rows, len(given.arguments["table"].faults))
     },
     most_rows=65_536,

@@ -1,13 +1,13 @@
 """``embed_tokens``: widths that are no multiple of a group or block, absent tokens, ids outside of the vocabulary."""
 
-import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, differs, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
-from lenvm_kernels.fuzz.ops._inputs import padded_rows, slice_of_longer
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
+from lenvm_kernels.fuzz.results import Difference, Form, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
@@ -29,7 +29,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": {"MAX_BLOCK_H": 128}}  # several blocks
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
     rows, vocab, half = case.rows_and(options["rows_not_there"]), options["vocab"], options["half"]
     magnitude = draws.choose("magnitude", vocab, 1, values=[0.02, 1.0, 30.0])
@@ -43,20 +43,17 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     if options["broken"]:
         outside = draws.choose("outside", rows, values=[-1, vocab, -(2**40), 2**32, 2**62])
         arguments["token_ids"] = torch.where(draws.chance("unknown", rows, of=0.2), outside, arguments["token_ids"])
-        poison = draws.choose("poison", vocab, values=[math.nan, math.inf, -math.inf])
-        is_poisoned = draws.chance("poisoned", vocab, of=0.1)
-        embedding = arguments["embedding"]
-        embedding[:, 0] = torch.where(is_poisoned, poison.to(embedding.dtype), embedding[:, 0])
+        arguments["embedding"].copy_(poisoned(draws, vocab, arguments["embedding"], of=0.1))
     if options["rows_not_there"] != "none":
         arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
         arguments["token_ids"][there:] = 2**62
     if options["slices"]:
         for name in arguments.keys() - {"embedding"}:
             arguments[name] = slice_of_longer(arguments[name])
-    return NamedInputs(arguments | {"rope_scale": options["rope_scale"]}, there)
+    return CallInputs(arguments | {"rope_scale": options["rope_scale"]}, there)
 
 
-def returns(given: NamedInputs) -> dict[str, Form]:
+def returns(given: CallInputs) -> dict[str, Form]:
     embedding, half = given.arguments["embedding"], len(given.arguments["inv_freq"])
     tokens, size = len(given.arguments["token_ids"]), embedding.shape[1]
     return {
@@ -67,34 +64,31 @@ def returns(given: NamedInputs) -> dict[str, Form]:
     }
 
 
-def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
-    """The results by token, without absent tokens."""
-    by_token = result.tensors | {"square_sums": result.tensors["square_sums"].T}
-    return [Output(name, x[: given.rows]) for name, x in by_token.items()]
+def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"square_sums": tensors["square_sums"].T}
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     """With the reference in fp64, except for the angles, which are defined in fp32."""
     arguments, rows = given.arguments, given.rows
     dtype = arguments["embedding"].dtype
     embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")
-    angles = (arguments["positions"][:rows, None].float() * arguments["inv_freq"]).double()
+    angles = (arguments["positions"][:, None].float() * arguments["inv_freq"]).double()
     scale = arguments["rope_scale"]
-    expected = (embedded.hidden[:rows], embedded.square_sums.T[:rows], angles.cos() * scale, angles.sin() * scale)
-    hidden, *others = zip(outputs(given, result), expected, strict=True)
-    tolerance = TOLERANCE["embed_tokens"][dtype]
+    expected = {"square_sums": embedded.square_sums.T, "cos": angles.cos() * scale, "sin": angles.sin() * scale}
+    found = by_row(given, result.tensors)
     return [
-        differs("hidden", hidden[0].values, hidden[1].to(dtype)),
-        *(beyond(output.name, output.values, x, tolerance) for output, x in others),
+        differs("hidden", found["hidden"][:rows], embedded.hidden[:rows].to(dtype)),
+        *(beyond(name, found[name][:rows], x[:rows], TOLERANCE["embed_tokens"][dtype]) for name, x in expected.items()),
     ]
 
 
-OPERATOR = named_operator(
-    embed_tokens,
+OPERATOR = Operator(
+    function=embed_tokens,
     options=OPTIONS,
     inputs=inputs,
     returns=returns,
-    outputs=outputs,
+    by_row=by_row,
     compare=compare,
     most_rows=8192,
     row_size=lambda options: 2 * options["size"],

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Output
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, NamedResult, exact_operator, owners_in_table, owners_of_rows
-from lenvm_kernels.fuzz.ops._drafts import apart, draw_parents
-from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
+from lenvm_kernels.fuzz.ops._inputs import apart, draw_parents, fill, slice_of_longer
+from lenvm_kernels.fuzz.results import no_row, owners_in_table
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens
@@ -43,7 +42,7 @@ def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
     return draws.integers(name, rows, *shape, low=1, high=2**31 - 1)
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     """Token ids are distinct, so that any misplaced one is detected."""
     options, draws, count = case.options, case.draws(device), len(case.rows)
     rows, columns = draws.rows(case.rows), options["columns"]
@@ -77,7 +76,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["candidate_lens"] = slice_of_longer(arguments["candidate_lens"])
     heads = options["kv_heads"]
     arguments |= dict(page_size=page_size, num_heads=options["group"] * heads, num_kv_heads=heads)
-    return NamedInputs(arguments, count)
+    return CallInputs(arguments, count)
 
 
 def _delta(draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]) -> DeltaTokens:
@@ -135,53 +134,37 @@ def owners_of_tokens(rows: Tensor, q_offsets: Tensor) -> Tensor:
     return owner.masked_fill(owner >= len(q_offsets) - 1, -1)
 
 
-def owners(given: NamedInputs) -> dict[str, Tensor]:
-    arguments = dict(given.arguments)
-    found = {}
-    if "history" in arguments:
-        history = arguments["history"]
-        arguments["history"] = history._replace(cached_lens=history.cached_lens.clone())
-        table_rows = arguments["requests"].request_rows[: given.rows]
-        no_row = torch.full((1,), -1, device=table_rows.device)
-        found["history"] = owners_in_table(table_rows, len(history.cached_lens))
-        found |= {"history.step": no_row, "history.uncounted": no_row}
-    layout = lay_out(**arguments, backend="reference")
-    found |= dict.fromkeys(("token_ids", "positions", "slots", "parents"), _of_tokens(layout._asdict()))
-    requests = torch.arange(len(layout.cached_lens), device=layout.plan.device)
-    found["q_offsets"] = torch.cat([requests[:1] - 1, requests])
-    return found | {name: torch.full((len(getattr(layout, name)),), -1) for name in ("plan", "counters")}
-
-
-def _of_tokens(layout: dict[str, Tensor]) -> Tensor:
-    return owners_of_tokens(layout["token_ids"], layout["q_offsets"])
-
-
-def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
-    layout = result.tensors
-    q_offsets, rows, of_tokens = layout["q_offsets"], layout["candidate_rows"], _of_tokens(layout)
-    of_requests = owners_of_rows(rows, given.rows)
-    relative = torch.where(rows < 0, -1, rows - q_offsets[:-1, None])
-    found = [Output(name, layout[name], of_tokens) for name in ("token_ids", "positions", "slots")]
-    found.append(Output("candidate_rows from the request's first on", relative, of_requests))
-    found.append(Output("cached_lens", layout["cached_lens"], of_requests))
-    if "parents" in layout:
-        first_rows = q_offsets[of_tokens]  # arbitrary for padding, which has no parents
-        from_first = torch.where(layout["parents"] < 0, -1, layout["parents"] - first_rows)
-        found.append(Output("parents from the request's first row on", from_first, of_tokens))
-    if "history.cached_lens" in layout:
-        written = layout["history.cached_lens"]
-        of_table = owners_in_table(given.arguments["requests"].request_rows[: given.rows], len(written))
-        found.append(Output("history.cached_lens", written, of_table))
+def owners(given: CallInputs, layout: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    q_offsets = layout["q_offsets"]
+    of_tokens = owners_of_tokens(layout["token_ids"], q_offsets)
+    found = dict.fromkeys(("token_ids", "positions", "slots", "parents"), of_tokens)
+    found["q_offsets"] = torch.arange(-1, len(q_offsets) - 1, device=q_offsets.device)
+    found |= {name: no_row(layout[name]) for name in ("plan", "counters")}
+    if "history" in given.arguments:
+        table_rows = given.arguments["requests"].request_rows[: given.rows]
+        found["history"] = owners_in_table(table_rows, len(given.arguments["history"].cached_lens))
+        found |= {name: no_row(layout[name]) for name in ("history.step", "history.uncounted")}
     return found
 
 
-OPERATOR = exact_operator(
-    lay_out,
+def by_row(given: CallInputs, layout: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of candidates and parents from the request's first row on."""
+    q_offsets, rows = layout["q_offsets"], layout["candidate_rows"]
+    found = layout | {"candidate_rows": torch.where(rows < 0, -1, rows - q_offsets[:-1, None])}
+    if "parents" in layout:
+        first_rows = q_offsets[owners_of_tokens(layout["token_ids"], q_offsets)]  # arbitrary for padding
+        found["parents"] = torch.where(layout["parents"] < 0, -1, layout["parents"] - first_rows)
+    return found
+
+
+OPERATOR = Operator(
+    function=lay_out,
     options=OPTIONS,
     inputs=inputs,
     writes=("history",),
     owners=owners,
-    outputs=outputs,
+    moved=("q_offsets", "plan", "counters"),
+    by_row=by_row,
     row_size=lambda options: options["longest"] + options["columns"] + options["held"] + options["table_len"],
     row_work=lambda options: 300,
     constants=CONSTANTS,

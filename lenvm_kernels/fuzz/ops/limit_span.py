@@ -1,17 +1,16 @@
 """``limit_span``: spans that begin, end and are ended by one or several tokens; no spans; EOS tokens that end spans."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator, owners_in_table
-from lenvm_kernels.fuzz.ops._drafts import DRAFTS, draw_drafts
-from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
+from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, fill, owners_of_nodes, slice_of_longer
+from lenvm_kernels.fuzz.results import Form, owners_in_table
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import (
@@ -43,7 +42,7 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count, vocab, width = len(rows), options["vocab"], options["drafts"]
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
@@ -70,15 +69,16 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         logits = logits.view(count * (1 + width), vocab).to(dtype_of(options, "logits"))
         logits = torch.nn.functional.pad(logits, (0, options["padding"]), value=UNTOUCHED)
         logits = (slice_of_longer(logits) if options["slices"] else logits)[:, :vocab]
-    columns = _apart(table) if options["table"] == "columns apart" else table
-    arguments: dict[str, Any] = {"logits": logits, "table": columns, **per_request}
+    if options["table"] == "columns apart":
+        table = columns_apart(table, ops.SpanColumns._fields)
+    arguments: dict[str, Any] = {"logits": logits, "table": table, **per_request}
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
     if options["text_breaks"]:
         arguments["text_breaks"] = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3]).to(
             torch.int8
         )
-    return NamedInputs(arguments, count)
+    return CallInputs(arguments, count)
 
 
 def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
@@ -134,39 +134,24 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     return table
 
 
-def _apart(table: GuidanceColumns) -> GuidanceColumns:
-    """The columns that are read, each with its own storage and stride."""
-    read = {}
-    for i, name in enumerate(ops.SpanColumns._fields):
-        column = getattr(table, name)
-        if name in ops.LISTS:
-            read[name] = torch.nn.functional.pad(column, (0, 1), value=3)[:, : column.shape[1]]
-        else:
-            read[name] = torch.cat([column[:, None], *[torch.ones_like(column)[:, None]] * i], dim=1)[:, 0]
-    return table._replace(**read)
+def returns(given: CallInputs) -> dict[str, Form]:
+    drafts = given.arguments.get("drafts")
+    nodes = given.rows * (1 if drafts is None else 1 + drafts.token_ids.shape[1])
+    return {"ended": (torch.bool, (nodes,)), "generated": (torch.int32, (nodes,))}
 
 
-def owners(given: NamedInputs) -> dict[str, Tensor]:
-    table, table_rows, drafts = (given.arguments.get(name) for name in ("table", "table_rows", "drafts"))
-    assert table is not None and table_rows is not None
-    of_nodes = torch.arange(given.rows, device=table_rows.device)
-    of_nodes = of_nodes.repeat_interleave(1 + (0 if drafts is None else drafts.token_ids.shape[1]))
-    return {
-        "ended": of_nodes,
-        "generated": of_nodes,
-        "logits": of_nodes,
-        **dict.fromkeys(ops.WRITTEN, owners_in_table(table_rows, len(table.span_ended))),
-    }
+def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    of_table = owners_in_table(given.table_rows, len(given.arguments["table"].span_ended))
+    nodes = ("ended", "generated", "logits")
+    found = {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in nodes}
+    return found | dict.fromkeys(ops.WRITTEN, of_table)
 
 
-OPERATOR = exact_operator(
-    ops.limit_span,
+OPERATOR = Operator(
+    function=ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
-    returns=lambda given: {
-        "ended": (torch.bool, owners(given)["ended"].shape),
-        "generated": (torch.int32, owners(given)["ended"].shape),
-    },
+    returns=returns,
     writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
     owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),

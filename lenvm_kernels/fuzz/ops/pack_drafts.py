@@ -3,12 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.ops._calls import NamedInputs, exact_operator
-from lenvm_kernels.fuzz.ops._drafts import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes
-from lenvm_kernels.fuzz.ops._inputs import slice_of_longer, to_fill
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
+from lenvm_kernels.fuzz.ops._inputs import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes, slice_of_longer, to_fill
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
 from lenvm_kernels.types import ScoredCandidates
 
@@ -19,7 +16,7 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 }
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws = case.options, case.draws(device)
     rows, columns, nodes = case.rows_and(options["padding"]), options["columns"], 1 + options["drafts"]
     count = len(case.rows)
@@ -44,26 +41,15 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
     if options["padding"] != "no out":
         out = empty_trees(len(rows), options["drafts"], columns, device)
         arguments["out"] = to_fill(out, in_slices=options["slices"])
-    return NamedInputs(arguments, count)
+    return CallInputs(arguments, count)
 
 
-def _sizes(given: NamedInputs) -> tuple[int, int, int]:
-    """Requests (including those beyond the batch), drafts, and candidates per node."""
-    (nodes, columns), drafts = given.arguments["scored"].token_ids.shape, given.arguments["drafts"].token_ids.shape[1]
-    return nodes // (1 + drafts), drafts, columns
-
-
-def owners(given: NamedInputs) -> dict[str, Tensor]:
-    requests, drafts, _ = _sizes(given)
-    return {"columns": owners_of_nodes(requests, drafts, given.rows, given.arguments["scored"].counts.device)}
-
-
-OPERATOR = exact_operator(
-    pack_drafts,
+OPERATOR = Operator(
+    function=pack_drafts,
     options=OPTIONS,
     inputs=inputs,
     writes=("out",),
-    owners=owners,
+    owners=lambda given, trees: {"columns": owners_of_nodes(given, trees["columns"])},
     row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},

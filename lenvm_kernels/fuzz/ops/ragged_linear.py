@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
-from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, results_to_fill
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
+from lenvm_kernels.fuzz.results import Difference, Form, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
@@ -34,7 +34,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": dict(MULTIPROCESSORS=1, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
     rows, width, size = case.rows_and(options["rows_not_there"]), options["outputs"], options["size"]
     dtype, padding, columns = dtype_of(options), options["row_padding"], width * (1 + options["swiglu"])
@@ -69,33 +69,31 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         if "square_sums" in arguments:
             arguments["square_sums"][:, there:] = float("nan")
     if options["square_sums_out"]:
-        empty = x.new_empty(square_sums_shape(len(x), width), dtype=torch.float32)
-        (arguments["square_sums_out"],) = results_to_fill([empty], in_slices=True)
-    return NamedInputs(arguments, there)
+        filled = torch.full(square_sums_shape(len(x), width), 0.5, device=device)
+        arguments["square_sums_out"] = slice_of_longer(filled)
+    return CallInputs(arguments, there)
 
 
-def returns(given: NamedInputs) -> dict[str, Form]:
+def returns(given: CallInputs) -> dict[str, Form]:
     x, columns = given.arguments["x"], len(given.arguments["weight"])
     return {"the result": (x.dtype, [len(x), columns // 2 if given.arguments["swiglu"] else columns])}
 
 
-def outputs(given: NamedInputs, result: NamedResult) -> list[Output]:
-    y, sums = result.tensors["the result"], result.tensors.get("square_sums_out")
-    found = [Output("the result", y[: given.rows])]
-    return found if sums is None else [*found, Output("the sums of its squares", sums.T[: given.rows])]
+def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.T if name == "square_sums_out" else x for name, x in tensors.items()}
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
-    actual, *sums_out = (output.values for output in outputs(given, result))
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+    actual, *sums_out = (x[: given.rows] for x in by_row(given, result.tensors).values())
     tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
     # A row with an infinity or NaN has no finite result. The order of the sums decides between infinity and NaN.
     broken = ~given.arguments["x"][: given.rows].isfinite().all(1)[:, None]
     expected = torch.where(broken & ~actual.isfinite(), actual.double(), expected)
+    # The sums are of the rounded result.
+    sums, of_sums = sums_of_squares(actual.double()).T, TOLERANCE["embed_tokens"][torch.float32]
     found = [beyond("the result", actual, expected, tolerance)]
-    # Sums of the rounded result.
-    sums, tolerance = sums_of_squares(actual.double()).T, TOLERANCE["embed_tokens"][torch.float32]
-    return found + [beyond("the sums of its squares", x, sums, tolerance) for x in sums_out]
+    return found + [beyond("the sums of its squares", x, sums, of_sums) for x in sums_out]
 
 
 def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
@@ -109,13 +107,13 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return 40 * -(-options["size"] // 32) * -(-columns // 64) / 128 + 1
 
 
-OPERATOR = named_operator(
-    ragged_linear,
+OPERATOR = Operator(
+    function=ragged_linear,
     options=OPTIONS,
     inputs=inputs,
     returns=returns,
     writes=("square_sums_out",),
-    outputs=outputs,
+    by_row=by_row,
     compare=compare,
     most_rows=16_384,
     row_size=lambda options: 2 * (options["size"] + options["outputs"]),

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, expect
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._calls import no_row
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
+from lenvm_kernels.fuzz.results import Difference, beyond, differs, memory_with, owners_in_table, unchanged_around
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
@@ -36,7 +36,6 @@ EXPECTED_VALUE_ERROR = 1e-5
 # Value logits of rows with an answer are multiples of it, so that fp32 differences keep their order.
 ANSWERED_STEP = 2.0**-6
 SPARE_ROWS = 3  # table rows that no row of the batch uses
-UNTOUCHED = 0.125
 
 READS = ("token_ids", "probs", "status", "lost_mass")  # fields of the candidates
 FLOATS = ("scale", "nats_per_token", "value_min", "target_length", "tolerance", "answer_length", "target_logit")
@@ -69,17 +68,7 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"large tiles, small slices": {"TILE": 8192 if INTERPRETED else 128, "SLICE": 256}}
 
 
-@dataclass(frozen=True)
-class ReweightInputs:
-    candidates: Candidates
-    value_logits: Tensor  # set even if the function gets None
-    table: GuidanceColumns
-    table_rows: Tensor  # set even if the function gets None
-    arguments: dict[str, Any]
-    has_value_logits: bool = True
-
-
-def inputs(case: Case, device: torch.device) -> ReweightInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     k, vocab = options["columns"], options["vocab"]
     usual = options["rows"] == "usual"
@@ -119,7 +108,9 @@ def inputs(case: Case, device: torch.device) -> ReweightInputs:
     fill(table, table_rows, columns)
 
     candidates = Candidates(torch.where(listed, ids, -1).int(), p, counts, status.to(torch.int8), lost_mass)
-    arguments = {}
+    of_targets = options["values"] == "of targets"
+    value_logits = None if of_targets else padded_rows(z, options["padding"])
+    arguments: dict[str, Any] = dict(candidates=candidates, value_logits=value_logits, table=table)
     if options["table_rows"] != "none":
         arguments["table_rows"] = table_rows.to(getattr(torch, options["table_rows"]))
     if options["generated"]:
@@ -129,11 +120,8 @@ def inputs(case: Case, device: torch.device) -> ReweightInputs:
         arguments["text_breaks"] = breaks.to(torch.int8)
     if options["scatter"]:
         dense = draws.uniform("probs", rows, vocab).to(getattr(torch, options["probs"]))
-        arguments["probs"] = padded_rows(dense, options["padding"], value=UNTOUCHED)
-    if options["values"] == "of targets":
-        z = table.target_logit[table_rows][:, None].repeat(1, k)
-        return ReweightInputs(candidates, z, table, table_rows, arguments, has_value_logits=False)
-    return ReweightInputs(candidates, padded_rows(z, options["padding"]), table, table_rows, arguments)
+        arguments["probs"] = padded_rows(dense, options["padding"])
+    return CallInputs(arguments, len(rows))
 
 
 def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -212,123 +200,109 @@ def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Ten
 
 
 @dataclass(frozen=True)
-class ReweightResult:
-    guided: Tensor  # [B, K]
-    faults: Tensor  # [B], of the table rows in use
-    spare_faults: Tensor
-    probs: Tensor | None  # [B, V], rewritten
-    between: Tensor | None  # memory between the rows of probs
+class Requests:
+    """Arguments with a row of the table per request, and value logits in fp64."""
+
+    candidates: Candidates
+    value_logits: Tensor
+    table: GuidanceColumns
+    options: dict[str, Any]  # generated and text_breaks
+
+    @classmethod
+    def of(cls, table_rows, *, candidates, value_logits, table, **options) -> "Requests":
+        table = table._make(x[table_rows] for x in table)
+        if value_logits is None:
+            value_logits = table.target_logit[:, None].repeat(1, candidates.probs.shape[1])
+        return cls(candidates, value_logits.double(), table, options)
+
+    def column(self, name: str) -> Tensor:
+        """fp64 ``[B, 1]``: a column of the table."""
+        return getattr(self.table, name).double()[:, None]
+
+    def reference(self, width: float) -> tuple[Tensor, Tensor]:
+        """Guided probabilities and faults in fp64, with scales and requested lengths times ``1 + width``."""
+        names = ("scale", "target_length", "answer_length")
+        wider = {name: getattr(self.table, name).double() * (1 + width) for name in names}
+        table = self.table._replace(**wider, faults=self.table.faults.clone())
+        candidates = self.candidates._replace(probs=self.candidates.probs.double())
+        guided = reweight_scatter(candidates, self.value_logits, table, **self.options, backend="reference")
+        return guided, table.faults
 
 
-def run(given: ReweightInputs, function) -> ReweightResult:
-    arguments, between = dict(given.arguments), None
-    table = given.table._replace(faults=given.table.faults.clone())
-    if "probs" in arguments:
-        rows, vocab = arguments["probs"].shape
-        stride = arguments["probs"].stride(0)
-        memory = arguments["probs"].new_full((rows, stride), UNTOUCHED)
-        arguments["probs"] = memory[:, :vocab].copy_(arguments["probs"])
-        between = memory[:, vocab:]
-    value_logits = given.value_logits if given.has_value_logits else None
-    guided = function(given.candidates, value_logits, table, **arguments)
-    guided = expect("the result", guided, dtype=torch.float32, shape=given.value_logits.shape)
-    used = torch.zeros_like(table.faults, dtype=torch.bool)
-    used[given.table_rows] = True
-    return ReweightResult(guided, table.faults[given.table_rows], table.faults[~used], arguments.get("probs"), between)
-
-
-def outputs(given: ReweightInputs, result: ReweightResult) -> list[Output]:
-    parts = {"guided probabilities": result.guided, "faults": result.faults, "probs": result.probs}
-    return [Output(name, values) for name, values in parts.items() if values is not None]
-
-
-def compare(given: ReweightInputs, result: ReweightResult) -> list[Difference]:
-    expected, faults = _reference(given, 0.0)
-    lower, upper = (_reference(given, width)[0] for width in (-TARGET_WIDTH, TARGET_WIDTH))
-    mode = given.table.mode[given.table_rows]
-    v = values_of(given)
+def compare_guided(requests: Requests, guided: Tensor, table_rows: Tensor, faults: Tensor) -> list[Difference]:
+    """Differences of guided probabilities ``[B, K]``, and of the table's faults, which are 0 in unused rows."""
+    expected, faults_of_requests = requests.reference(0.0)
+    expected_faults = torch.zeros_like(faults).index_copy(0, table_rows, faults_of_requests)
+    lower, upper = (requests.reference(width)[0] for width in (-TARGET_WIDTH, TARGET_WIDTH))
+    mode, v = requests.table.mode, values_of(requests)
     tilted, near = is_one_of(mode, TILTING), is_one_of(mode, NEAR)
     relative, absolute = TOLERANCE["reweight_scatter"][torch.float32]
-    moved = (upper - expected).abs() + (lower - expected).abs() + conditioning(given, v, expected)
-    bent = tilted | ((mode == Mode.CENTERED_EXP) & (given.table.answer_length[given.table_rows] > 0))
+    moved = (upper - expected).abs() + (lower - expected).abs() + conditioning(requests, v, expected)
+    bent = tilted | ((mode == Mode.CENTERED_EXP) & (requests.table.answer_length > 0))
     moved = moved.masked_fill(~bent[:, None], 0.0)
-    mean, expected_mean = (torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (result.guided, expected))
-    total, expected_total = (torch.where(near, p.double().sum(1), 0.0) for p in (result.guided, expected))
-    expected = torch.where(is_as_near(given, result.guided, expected)[:, None], result.guided.double(), expected)
-    least, most = near_bounds(given, expected)
-    expected = torch.where(near[:, None], result.guided.double().clamp(least, most), expected)
-    spare = result.spare_faults
-    found = [
-        differs("faults", result.faults, faults),
-        differs("faults of the table's other rows", spare, torch.zeros_like(spare), no_row(spare)),
-        beyond("guided probabilities", result.guided, expected, (relative, absolute + moved)),
+    mean, expected_mean = (torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (guided, expected))
+    total, expected_total = (torch.where(near, p.double().sum(1), 0.0) for p in (guided, expected))
+    expected = torch.where(is_as_near(requests, guided, expected)[:, None], guided.double(), expected)
+    least, most = near_bounds(requests, expected)
+    expected = torch.where(near[:, None], guided.double().clamp(least, most), expected)
+    return [
+        differs("faults", faults, expected_faults, owners_in_table(table_rows, len(faults))),
+        beyond("guided probabilities", guided, expected, (relative, absolute + moved)),
         beyond("expected value", mean, expected_mean, (0.0, EXPECTED_VALUE_ERROR)),
         beyond("sum of guided probabilities", total, expected_total, (0.0, absolute)),
     ]
-    if result.probs is not None:
-        assert result.between is not None  # set together with probs
-        status = given.candidates.status
-        written = ((status == Status.GUIDE) & (mode != Mode.UNGUIDED)) | (status == Status.SINGLE)
-        listed = given.candidates.token_ids >= 0
-        before = given.arguments["probs"]
+
+
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+    arguments = {name: x for name, x in given.arguments.items() if name not in ("table_rows", "probs")}
+    requests, guided = Requests.of(given.table_rows, **arguments), result.tensors["guided probabilities"]
+    found = compare_guided(requests, guided, given.table_rows, result.tensors["faults"])
+    if "probs" in given.arguments:
+        candidates, before = requests.candidates, given.arguments["probs"]
+        status = candidates.status
+        written = ((status == Status.GUIDE) & (requests.table.mode != Mode.UNGUIDED)) | (status == Status.SINGLE)
         dense = torch.zeros_like(before)
-        ids = given.candidates.token_ids.long().clamp(min=0)
-        dense.scatter_add_(1, ids, torch.where(listed, result.guided, 0.0).to(before.dtype))
-        gaps = torch.full_like(result.between, UNTOUCHED)
-        found += [
-            differs("probs", result.probs, torch.where(written[:, None], dense, before)),
-            differs("memory between the rows of probs", result.between, gaps),
-        ]
+        ids = candidates.token_ids.long().clamp(min=0)
+        dense.scatter_add_(1, ids, torch.where(candidates.token_ids >= 0, guided, 0.0).to(before.dtype))
+        expected = torch.where(written[:, None], dense, before)
+        found.append(differs("probs", result.tensors["probs"], expected))
+        found.append(unchanged_around("probs", result.around["probs"], memory_with(before, expected)))
     return found
-
-
-def _reference(given: ReweightInputs, width: float) -> tuple[Tensor, Tensor]:
-    """Guided probabilities and faults in fp64, with scales and requested lengths increased by the share ``width``."""
-    candidates = given.candidates._replace(probs=given.candidates.probs.double())
-    table = given.table._replace(
-        scale=given.table.scale.double() * (1 + width),
-        target_length=given.table.target_length.double() * (1 + width),
-        answer_length=given.table.answer_length.double() * (1 + width),
-        faults=given.table.faults.clone(),
-    )
-    arguments = {name: x for name, x in given.arguments.items() if name != "probs"}
-    guided = reweight_scatter(candidates, given.value_logits.double(), table, **arguments, backend="reference")
-    return guided, table.faults[given.table_rows]
 
 
 def is_one_of(mode: Tensor, modes: Collection[Mode]) -> Tensor:
     return torch.isin(mode, torch.tensor([int(m) for m in modes], dtype=mode.dtype, device=mode.device))
 
 
-def is_eos(given: ReweightInputs) -> Tensor:
+def is_eos(requests: Requests) -> Tensor:
     """bool ``[B, K]``: candidates that end the sequence or the span."""
-    ends = given.table.ending_token_ids[given.table_rows]
-    return (given.candidates.token_ids[:, :, None] == ends[:, None]).any(2)
+    ends = requests.table.ending_token_ids
+    return (requests.candidates.token_ids[:, :, None] == ends[:, None]).any(2)
 
 
-def lengths_of(given: ReweightInputs) -> tuple[Tensor, Tensor]:
+def lengths_of(requests: Requests) -> tuple[Tensor, Tensor]:
     """fp64 lengths in nats, ``-ln(1 - v)``: candidates without the answers ``[B, K]``, and answers ``[B, 1]``."""
-    answer = _column(given, "answer_length") * _column(given, "nats_per_token")
-    nats = torch.nn.functional.softplus(given.value_logits.double().nan_to_num(0.0))
-    return torch.where(is_eos(given), 0.0, (nats - answer).clamp(min=0)), answer
+    answer = requests.column("answer_length") * requests.column("nats_per_token")
+    nats = torch.nn.functional.softplus(requests.value_logits.nan_to_num(0.0))
+    return torch.where(is_eos(requests), 0.0, (nats - answer).clamp(min=0)), answer
 
 
-def values_of(given: ReweightInputs) -> Tensor:
+def values_of(requests: Requests) -> Tensor:
     """fp64 values ``[B, K]``, without the answers."""
-    return -torch.expm1(-lengths_of(given)[0])
+    return -torch.expm1(-lengths_of(requests)[0])
 
 
-def is_as_near(given: ReweightInputs, guided: Tensor, expected: Tensor) -> Tensor:
+def is_as_near(requests: Requests, guided: Tensor, expected: Tensor) -> Tensor:
     """bool ``[B]``: requests of mode ``eq`` whose candidate is as near the target as the expected one within fp32."""
-    target, lengths = target_of(given), lengths_of(given)[0]
+    target, lengths = target_of(requests), lengths_of(requests)[0]
     distance = (lengths - target).abs()
     farther = ((guided.double() - expected) * distance).sum(1).abs()
     error = ((guided.double() + expected) * (lengths + target)).sum(1) * LENGTH_WIDTH
     is_one = (guided.amax(1) == 1) & (expected.amax(1) == 1)
-    return (_column(given, "mode")[:, 0] == Mode.EQ) & is_one & (farther <= error)
+    return (requests.column("mode")[:, 0] == Mode.EQ) & is_one & (farther <= error)
 
 
-def near_bounds(given: ReweightInputs, expected: Tensor) -> tuple[Tensor, Tensor]:
+def near_bounds(requests: Requests, expected: Tensor) -> tuple[Tensor, Tensor]:
     """``[B, K]``: bounds of a near constraint's probabilities in fp32; ``expected`` where it changes nothing.
 
     fp32 resolves distances to a few 1e-7, and exponents to that times the strength. Up to ``USUAL_STRENGTH``, this is
@@ -336,13 +310,13 @@ def near_bounds(given: ReweightInputs, expected: Tensor) -> tuple[Tensor, Tensor
     only candidates farther away must get none. A length from which an answer is subtracted has an error of
     ``LENGTH_WIDTH`` relative to both, which counts at any strength.
     """
-    mode, two = given.table.mode[given.table_rows][:, None], 2 * _column(given, "nats_per_token")
-    nats, answer = lengths_of(given)
-    p = given.candidates.probs.double()
-    active, length, distance = p > 0, nats + two, near_distances(given)
+    mode, two = requests.table.mode[:, None], 2 * requests.column("nats_per_token")
+    nats, answer = lengths_of(requests)
+    p = requests.candidates.probs.double()
+    active, length, distance = p > 0, nats + two, near_distances(requests)
     least = torch.where(active, distance, torch.inf).amin(1, keepdim=True)
-    strength = _column(given, "scale")
-    error = torch.where((answer > 0) & ~is_eos(given), (nats + 2 * answer) / length, 0.0)
+    strength = requests.column("scale")
+    error = torch.where((answer > 0) & ~is_eos(requests), (nats + 2 * answer) / length, 0.0)
     error = strength * LENGTH_WIDTH * torch.where(strength > USUAL_STRENGTH, error + 1 + distance / 2, error)
     error = error + torch.where(active, error, 0.0).amax(1, keepdim=True)
 
@@ -357,44 +331,39 @@ def near_bounds(given: ReweightInputs, expected: Tensor) -> tuple[Tensor, Tensor
     return torch.where(is_moved, lower, expected), torch.where(is_moved, upper, expected)
 
 
-def near_distances(given: ReweightInputs) -> Tensor:
+def near_distances(requests: Requests) -> Tensor:
     """fp64 ``[B, K]``: distances from the target, up to a constant per row for all active candidates."""
-    mode, nats_per_token = given.table.mode[given.table_rows][:, None], _column(given, "nats_per_token")
-    lengths = lengths_of(given)[0] + 2 * nats_per_token
+    mode, nats_per_token = requests.table.mode[:, None], requests.column("nats_per_token")
+    lengths = lengths_of(requests)[0] + 2 * nats_per_token
     reached = torch.stack([lengths, lengths])
-    if "text_breaks" in given.arguments:
-        ids, breaks = given.candidates.token_ids.long(), given.arguments["text_breaks"]
-        is_known = (ids >= 0) & (ids < len(breaks)) & ~is_eos(given)
-        p = given.candidates.probs.double()
+    if "text_breaks" in requests.options:
+        ids, breaks = requests.candidates.token_ids.long(), requests.options["text_breaks"]
+        is_known = (ids >= 0) & (ids < len(breaks)) & ~is_eos(requests)
+        p = requests.candidates.probs.double()
         is_known &= p >= LIKELY * p.amax(1, keepdim=True)
         ends_sentence = is_known & ((breaks[torch.where(is_known, ids, 0)] & TextBreak.SENTENCE) != 0)
         reached[1] = torch.where(ends_sentence, 3 * nats_per_token, lengths)
-    active = given.candidates.probs > 0
+    active = requests.candidates.probs > 0
     shortest = torch.where(active, reached, torch.inf).amin((0, 2))[:, None]
     longest = torch.where(active, reached, 0.0).amax((0, 2))[:, None]
-    tolerance = _column(given, "tolerance")
-    least, most = (target_of(given, more) + 2 * nats_per_token for more in (-tolerance, tolerance))
+    tolerance = requests.column("tolerance")
+    least, most = (target_of(requests, more) + 2 * nats_per_token for more in (-tolerance, tolerance))
     least, most = (x.maximum(shortest).minimum(longest).log() for x in (least, most))
     below = torch.where(mode == Mode.LE_NEAR, 0.0, (least - reached.log()).clamp(min=0))
     above = torch.where(mode == Mode.GE_NEAR, 0.0, (reached.log() - most).clamp(min=0))
     return (below + above).amin(0)
 
 
-def target_of(given: ReweightInputs, more: Tensor | float = 0.0) -> Tensor:
+def target_of(requests: Requests, more: Tensor | float = 0.0) -> Tensor:
     """fp64 ``[B, 1]``: the remaining length of the target plus ``more`` tokens, in nats."""
-    remaining = _column(given, "target_length")
-    if "generated" in given.arguments:
-        left = remaining - given.arguments["generated"].double()[:, None]
-        remaining = torch.where(_column(given, "counts_down") > 0, left, remaining)
-    return (remaining + more).clamp(min=0) * _column(given, "nats_per_token")
+    remaining = requests.column("target_length")
+    if "generated" in requests.options:
+        left = remaining - requests.options["generated"].double()[:, None]
+        remaining = torch.where(requests.column("counts_down") > 0, left, remaining)
+    return (remaining + more).clamp(min=0) * requests.column("nats_per_token")
 
 
-def _column(given: ReweightInputs, name: str) -> Tensor:
-    """fp64 ``[B, 1]``: a column of the table, by request."""
-    return getattr(given.table, name)[given.table_rows].double()[:, None]
-
-
-def conditioning(given: ReweightInputs, v: Tensor, expected: Tensor) -> Tensor:
+def conditioning(requests: Requests, v: Tensor, expected: Tensor) -> Tensor:
     """``[B, K]``: error of tilted probabilities due to ROOT_SHARE and to fp32 exponents.
 
     An error of ``E[w]``, the expected share of the range of values, moves ``p_i`` by ``p_i |w_i - E[w]| / Var[w]``
@@ -403,7 +372,7 @@ def conditioning(given: ReweightInputs, v: Tensor, expected: Tensor) -> Tensor:
     """
     listed = expected > 0
     # The range includes candidates whose expected probability underflows in fp64.
-    is_there = given.candidates.probs > 0
+    is_there = requests.candidates.probs > 0
     low, high = (
         torch.where(is_there, v, 2.0).amin(1, keepdim=True),
         torch.where(is_there, v, -1.0).amax(1, keepdim=True),
@@ -412,10 +381,10 @@ def conditioning(given: ReweightInputs, v: Tensor, expected: Tensor) -> Tensor:
     w = torch.where(listed, (v - low) / span, 0.0)
     deviation = (w - (expected * w).sum(1, keepdim=True)).abs()
     variance = (expected * deviation**2).sum(1, keepdim=True).clamp(min=1e-12)
-    ratio = torch.where(listed, expected / given.candidates.probs.double(), 0.0).log()
+    ratio = torch.where(listed, expected / requests.candidates.probs.double(), 0.0).log()
     exponent = torch.where(listed, ratio.amax(1, keepdim=True) - ratio, 0.0)  # 0 for the favoured candidate
-    nats, answer = lengths_of(given)
-    is_rounded = listed & ~is_eos(given) & (answer > 0)
+    nats, answer = lengths_of(requests)
+    is_rounded = listed & ~is_eos(requests) & (answer > 0)
     wrong_by = torch.where(is_rounded, (1 - v) * (nats + 2 * answer) * LENGTH_WIDTH / span, 0.0)
     wrong_by = wrong_by.amax(1, keepdim=True)
     of_length = torch.where(exponent > 0, 2 * wrong_by * exponent.amax(1, keepdim=True), 0.0)
@@ -434,8 +403,9 @@ OPERATOR = Operator(
     function=reweight_scatter,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
+    returns=lambda given: {"guided probabilities": (torch.float32, given.arguments["candidates"].probs.shape)},
+    writes=("table.faults", "probs"),
+    owners=lambda given, tensors: {"faults": owners_in_table(given.table_rows, len(given.arguments["table"].faults))},
     compare=compare,
     most_rows=65_536,
     row_size=lambda options: options["vocab"] + 32 * options["columns"],

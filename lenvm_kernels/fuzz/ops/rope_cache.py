@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of
-from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, NamedResult, named_operator
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.results import Difference, Form, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.rope_cache import rope_cache
 
@@ -45,7 +45,7 @@ def make_cache(layout: str, kv_heads: int, head_dim: int, dtype, device, slots: 
     return select(torch.full(shape, UNTOUCHED, dtype=dtype, device=device))
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
     rows, dtype, padding = case.rows_and(options["rows_not_there"]), dtype_of(options), options["row_padding"]
     (heads, kv_heads), head_dim = options["heads"], options["head_dim"]
@@ -76,16 +76,16 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
         for name in ("qkv", "cos", "sin"):
             arguments[name][there:] = float("nan")
-    return NamedInputs(arguments, there)
+    return CallInputs(arguments, there)
 
 
-def returns(given: NamedInputs) -> dict[str, Form]:
+def returns(given: CallInputs) -> dict[str, Form]:
     qkv, (_, kv_heads, head_dim) = given.arguments["qkv"], given.arguments["k_cache"].shape
     heads = {"q": given.arguments["num_heads"], "k": kv_heads, "v": kv_heads}
     return {name: (qkv.dtype, [len(qkv), number, head_dim]) for name, number in heads.items()}
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     rows = given.rows
     dtype = given.arguments["qkv"].dtype
     q, k, v = (x[:rows] for x in expected_of(given.arguments))
@@ -122,8 +122,8 @@ def rotated(what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> 
     return beyond(what, actual.double() / length, expected.double() / length, TOLERANCE["rope_cache"][dtype])
 
 
-OPERATOR = named_operator(
-    rope_cache,
+OPERATOR = Operator(
+    function=rope_cache,
     options=OPTIONS,
     inputs=inputs,
     returns=returns,

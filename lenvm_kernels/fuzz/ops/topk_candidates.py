@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of
-from lenvm_kernels.fuzz.ops._calls import (
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of_longer, to_fill
+from lenvm_kernels.fuzz.results import (
+    Difference,
     Form,
-    NamedInputs,
-    NamedResult,
+    beyond,
+    differs,
     memory_of,
-    named_operator,
     no_row,
     owners_of_rows,
     unchanged_around,
     with_copies,
 )
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of_longer, to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import CandidateColumns, empty_scored, topk_candidates
 from lenvm_kernels.reference.topk_candidates import choose_scored
-from lenvm_kernels.types import Candidates, GuidanceColumns, Status
+from lenvm_kernels.types import Candidates, Status
 
 NAN, INF = float("nan"), float("inf")
 STEP_OPTIONS = ("requests", "drawn", "sample", "score_all", "step", "scored")
@@ -63,7 +63,7 @@ CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
 SPARE_ROWS = 2  # table rows that no request of the batch uses
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     vocab, dtype, is_logits = options["vocab"], dtype_of(options), options["scores"] == "logits"
     x = scores_of(draws, rows, vocab, options["kind"], torch.finfo(dtype).max / 8)
@@ -97,7 +97,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments |= table_options(case, device, x)
         if options["scored"]:
             arguments |= step_options(case, device)
-    return NamedInputs(arguments, len(rows))
+    return CallInputs(arguments, len(rows))
 
 
 def table_options(case: Case, device: torch.device, x: Tensor) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
     return sum(of_rows, start=torch.zeros_like(x))
 
 
-def returns(given: NamedInputs) -> dict[str, Form]:
+def returns(given: CallInputs) -> dict[str, Form]:
     slots = given.arguments["max_candidates"]
     return {
         "token_ids": (torch.int32, [given.rows, slots]),
@@ -187,11 +187,11 @@ def returns(given: NamedInputs) -> dict[str, Form]:
     }
 
 
-def owners(given: NamedInputs) -> dict[str, Tensor]:
+def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"step": no_row(given.arguments["step"])} if "step" in given.arguments else {}
 
 
-def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     """A token within BOUND_WIDTH of a filter's bound may be on either side; everything else must match fp64."""
     tensors, tolerance = result.tensors, TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
     found = Candidates(*(tensors[name] for name in Candidates._fields))
@@ -200,7 +200,7 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
     clear = fewest.counts == most.counts
     known, settled = torch.ones_like(listed), clear
     if "table" in given.arguments:
-        table, table_rows = _table_of(given)
+        table, table_rows = given.arguments["table"], given.table_rows
         # With different ends, neither list is a prefix of the other.
         clear &= (fewest.token_ids == most.token_ids).all(1)
         known = clear[:, None]
@@ -208,41 +208,32 @@ def compare(given: NamedInputs, result: NamedResult) -> list[Difference]:
         distance = torch.special.entr(q).sum(1) - table.entropy_threshold[table_rows]
         settled = clear & ~(distance.abs() < BOUND_WIDTH)
     between = (fewest.counts <= found.counts) & (found.counts <= most.counts)
+    token_ids = torch.where(listed, most.token_ids, -1).where(known, found.token_ids)
+    probs = torch.where(listed, most.probs, 0).where(known, found.probs.double())
+    lost_mass = expected.lost_mass.where(clear, found.lost_mass.double())
     status = found.status
     if "scored" in given.arguments:
         status = torch.where(status == Status.NOT_DUE, int(Status.GUIDE), status)
     return [
         Difference("counts", ~between, found.counts, expected.counts),
-        differs(
-            "token_ids", found.token_ids, torch.where(known, torch.where(listed, most.token_ids, -1), found.token_ids)
-        ),
-        beyond(
-            "probs",
-            found.probs,
-            torch.where(known, torch.where(listed, most.probs, 0), found.probs.double()),
-            tolerance,
-        ),
+        differs("token_ids", found.token_ids, token_ids),
+        beyond("probs", found.probs, probs, tolerance),
         differs("rows marked as broken", found.lost_mass.isnan(), expected.broken),
         # The difference from 1 has the error of everything subtracted.
-        beyond(
-            "lost_mass",
-            found.lost_mass,
-            torch.where(clear, expected.lost_mass, found.lost_mass.double()),
-            (0.0, sum(tolerance)),
-        ),
-        differs("status before the choice", status, torch.where(settled, expected.status, status)),
+        beyond("lost_mass", found.lost_mass, lost_mass, (0.0, sum(tolerance))),
+        differs("status before the choice", status, expected.status.where(settled, status)),
         *_differences_of_choice(given, result, found._replace(status=status)),
     ]
 
 
-def _differences_of_choice(given: NamedInputs, result: NamedResult, found: Candidates) -> list[Difference]:
+def _differences_of_choice(given: CallInputs, result: CallResult, found: Candidates) -> list[Difference]:
     """Differences from the choice of scored candidates among the candidates that were found."""
     if "scored" not in given.arguments:
         return []
     arguments, written = with_copies(given.arguments, ("scored", "step"))
     if "step" in written:
         written["step"] += len(arguments["scored"].counts) > 0
-    table, table_rows = _table_of(given)
+    table, table_rows = given.arguments["table"], given.table_rows
     choice: dict[str, Any] = {name: arguments.get(name) for name in STEP_OPTIONS if name != "step"}
     status = choose_scored(found, ending_token_ids=table.ending_token_ids[table_rows], **choice).status
     differences = [differs("status", result.tensors["status"], status)]
@@ -253,13 +244,7 @@ def _differences_of_choice(given: NamedInputs, result: NamedResult, found: Candi
     return differences
 
 
-def _table_of(given: NamedInputs) -> tuple[GuidanceColumns, Tensor]:
-    """The table, and the row of each request in it."""
-    table_rows = given.arguments.get("table_rows", torch.arange(given.rows, device=given.arguments["scores"].device))
-    return given.arguments["table"], table_rows.long()
-
-
-def _reference(given: NamedInputs, width: float) -> Candidates:
+def _reference(given: CallInputs, width: float) -> Candidates:
     """The candidates of the fp64 reference, with each filter's bound moved by ``width``, outwards if positive."""
     arguments = {name: x for name, x in given.arguments.items() if name not in STEP_OPTIONS}
     arguments["scores"] = arguments["scores"].double()
@@ -278,8 +263,8 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return 4 * 40 + programs * 30 + 40 * slots
 
 
-OPERATOR = named_operator(
-    topk_candidates,
+OPERATOR = Operator(
+    function=topk_candidates,
     options=OPTIONS,
     inputs=inputs,
     returns=returns,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect
-from lenvm_kernels.fuzz.ops._calls import NamedInputs
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned
+from lenvm_kernels.fuzz.results import Difference, Form, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.reference._common import sums_of_squares
@@ -31,7 +31,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     size, padding, dtype = options["size"], options["row_padding"], dtype_of(options)
     vector_dtype = torch.float32 if options["fp32_vectors"] else dtype
@@ -65,7 +65,7 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         arguments["norm_eps"] = options["norm_eps"]
     if options["norm"] and options["square_sums"]:
         arguments["square_sums"] = padded_rows(square_sums_of(hidden), padding)
-    return NamedInputs(arguments, len(rows))
+    return CallInputs(arguments, len(rows))
 
 
 def square_sums_of(hidden: Tensor) -> Tensor:
@@ -73,19 +73,14 @@ def square_sums_of(hidden: Tensor) -> Tensor:
     return sums_of_squares(hidden.double()).float()
 
 
-def run(given: NamedInputs, function) -> Tensor:
-    rows = given.arguments.get("token_rows", given.arguments["hidden"][:, 0])
-    logits = expect("logits", function(**given.arguments), dtype=torch.float32, shape=rows.shape)
-    return logits[: given.rows]
+def returns(given: CallInputs) -> dict[str, Form]:
+    rows = given.arguments.get("token_rows", given.arguments["hidden"])
+    return {"logits": (torch.float32, rows.shape[:1])}
 
 
-def outputs(given: NamedInputs, logits: Tensor) -> list[Output]:
-    return [Output("logits", logits)]
-
-
-def compare(given: NamedInputs, logits: Tensor) -> list[Difference]:
-    tolerance = TOLERANCE["value_head"][given.arguments["hidden"].dtype]
-    return [beyond("logits", logits, exact(**given.arguments)[: given.rows], tolerance)]
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+    tolerance, rows = TOLERANCE["value_head"][given.arguments["hidden"].dtype], given.rows
+    return [beyond("logits", result.tensors["logits"][:rows], exact(**given.arguments)[:rows], tolerance)]
 
 
 def exact(**inputs) -> Tensor:
@@ -102,8 +97,7 @@ OPERATOR = Operator(
     function=value_head,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
+    returns=returns,
     compare=compare,
     most_rows=16_384,
     row_size=lambda options: options["size"],

@@ -10,20 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    beyond,
-    copy_in_place,
-    differs,
-    dtype_of,
-    expect,
-    whole_memory,
-)
+from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.lay_out import owners_of_tokens
+from lenvm_kernels.fuzz.results import Difference, beyond, differs, memory_with, unchanged_around
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.ops.value_tree_attention.plan import SPLIT_LEN, SPLIT_SLACK
@@ -160,19 +150,9 @@ def make_inputs(
     kv_cache[slots] = draws.normal("kv_cache", token_keys, *kv_cache.shape[1:]).to(dtype)
 
     q, k_new, v_new = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
-    return Inputs(
-        q,
-        k_new,
-        v_new,
-        kv_cache[:, 0],
-        kv_cache[:, 1],
-        slot_table,
-        table_rows,
-        cached_lens.int(),
-        torch.nn.functional.pad(new_lens.cumsum(0), (1, 0)).int(),
-        draws.rows(candidates).int(),
-        page_size,
-    )
+    q_offsets = torch.nn.functional.pad(new_lens.cumsum(0), (1, 0)).int()
+    lens = cached_lens.int(), q_offsets, draws.rows(candidates).int()
+    return Inputs(q, k_new, v_new, kv_cache[:, 0], kv_cache[:, 1], slot_table, table_rows, *lens, page_size)
 
 
 def _token_ids(requests: Tensor, lens: Tensor) -> Tensor:
@@ -195,44 +175,20 @@ def random_tree(candidates: int, reach: int, seed: int | str) -> list[int]:
     return tree
 
 
-@dataclass(frozen=True)
-class Call:
-    inputs: Inputs
-    keywords: dict[str, Any]
-    out_is_apart: bool = False
-
-
-def inputs(case: Case, device: torch.device) -> Call:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws("cpu"), case.rows
     shortest, longest = LENGTHS["short"][0], LENGTHS["short" if options["cached"] == "short" else "long"][1]
-    lengths = {
-        kind: draws.integers(f"cached {kind}", rows, low=low, high=high) for kind, (low, high) in LENGTHS.items()
-    }
-    if options["cached"] == "any":
-        is_long = draws.chance("is long", rows, of=0.3)
-        cached = torch.where(is_long, lengths["long"], lengths["short"])
-    else:
-        cached = lengths[options["cached"]]
+    kinds = [draws.integers(f"cached {kind}", rows, low=low, high=high) for kind, (low, high) in LENGTHS.items()]
+    share_of_long = {"short": 0.0, "any": 0.3, "long": 1.0}[options["cached"]]
+    cached = torch.where(draws.chance("is long", rows, of=share_of_long), kinds[1], kinds[0])
     cached = torch.where(draws.chance("nothing cached", rows, of=0.2), shortest, cached)
-    delta = torch.where(
-        draws.chance("one token", rows, of=0.5), 1, draws.integers("delta", rows, low=0, high=options["delta"])
-    )
+    delta = draws.integers("delta", rows, low=0, high=options["delta"])
+    delta = torch.where(draws.chance("one token", rows, of=0.5), 1, delta)
     candidates = draws.integers("candidates", rows, low=0, high=options["candidates"])
-    made = make_inputs(
-        cached.tolist(),
-        delta.tolist(),
-        candidates.tolist(),
-        device=device,
-        q_heads=options["group"] * options["kv_heads"],
-        kv_heads=options["kv_heads"],
-        head_dim=options["head_dim"],
-        dtype=dtype_of(options),
-        page_size=options["page_size"],
-        padding=options["padding"],
-        seed=case.seed,
-        rows=rows,
-        longest=longest,
-    )
+    sizes = {name: options[name] for name in ("kv_heads", "head_dim", "page_size", "padding")}
+    sizes |= dict(q_heads=options["group"] * options["kv_heads"], dtype=dtype_of(options), seed=case.seed)
+    lens = (x.tolist() for x in (cached, delta, candidates))
+    made = make_inputs(*lens, device=device, rows=rows, longest=longest, **sizes)
     if options["trees"] == "roots":
         made = made.with_trees([[-1] * n for n in candidates.tolist()])
     elif options["trees"] != "none":
@@ -251,7 +207,10 @@ def inputs(case: Case, device: torch.device) -> Call:
         spread: dict[str, Any] = {name: _among_nan(getattr(made, name), i) for i, name in enumerate(every)}
         made = replace(made, **spread)
     made = replace(made, table_rows=made.table_rows.to(getattr(torch, options["table_rows"])))
-    return Call(made, {"sm_scale": options["sm_scale"]}, options["layout"] == "each its own")
+    out = torch.full_like(made.q, UNTOUCHED)
+    if options["layout"] == "each its own":
+        out = torch.nn.functional.pad(out, (0, 5, 0, 3), value=UNTOUCHED)[:, : out.shape[1], : out.shape[2]]
+    return CallInputs({**vars(made), "sm_scale": options["sm_scale"], "out": out}, len(rows))
 
 
 def _among_nan(x: Tensor, more: int) -> Tensor:
@@ -260,31 +219,21 @@ def _among_nan(x: Tensor, more: int) -> Tensor:
     return wider[:, : x.shape[1], : x.shape[2]]
 
 
-def run(call: Call, function) -> Tensor:
-    q = call.inputs.q
-    out = torch.full_like(q, UNTOUCHED)
-    if call.out_is_apart:
-        out = torch.nn.functional.pad(out, (0, 5, 0, 3), value=UNTOUCHED)[:, : q.shape[1], : q.shape[2]]
-    result = function(**vars(call.inputs), **call.keywords, out=out)
-    return expect("the result", result, dtype=q.dtype, shape=q.shape)
+def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict.fromkeys(tensors, owners_of_tokens(given.arguments["q"], given.arguments["q_offsets"]))
 
 
-def outputs(call: Call, result: Tensor) -> list[Output]:
-    return [Output("the result", result, owners_of_tokens(result, call.inputs.q_offsets))]
-
-
-def compare(call: Call, result: Tensor) -> list[Difference]:
-    owners = owners_of_tokens(result, call.inputs.q_offsets)
-    expected = call.inputs.expected(**call.keywords, out=torch.full_like(result, UNTOUCHED, dtype=torch.float64))
-    tolerance = TOLERANCE["value_tree_attention"][result.dtype]
-    padding = (owners < 0)[:, None, None]
-    around = whole_memory(copy_in_place(result).fill_(UNTOUCHED))
+def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+    """Padding, and the memory around ``out``, must keep their contents."""
+    x, out = result.tensors["the result"], given.arguments["out"]
+    of_tokens = owners(given, result.tensors)["the result"]
+    tensors = {name: x for name, x in given.arguments.items() if name not in ("sm_scale", "out")}
+    expected = Inputs(**tensors).expected(sm_scale=given.arguments["sm_scale"], out=out.double())
+    tolerance = TOLERANCE["value_tree_attention"][out.dtype]
     return [
-        beyond("the result", result, expected, tolerance, owners),
-        differs("rows past the last request", result, torch.where(padding, UNTOUCHED, result), owners),
-        differs(
-            "memory around the result", around, torch.full_like(around, UNTOUCHED), -torch.ones_like(around).long()
-        ),
+        beyond("the result", x, expected, tolerance, of_tokens),
+        differs("rows past the last request", x, torch.where((of_tokens < 0)[:, None, None], UNTOUCHED, x), of_tokens),
+        unchanged_around("the result", result.around["out"], memory_with(out, result.tensors["out"])),
     ]
 
 
@@ -299,8 +248,10 @@ OPERATOR = Operator(
     function=value_tree_attention,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
+    returns=lambda given: {"the result": (given.arguments["q"].dtype, given.arguments["q"].shape)},
+    writes=("out",),
+    owners=owners,
+    moved=("out",),
     compare=compare,
     most_rows=256,  # the reference processes one request after the other
     row_size=lambda o: (

@@ -4,17 +4,16 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.ops._calls import Form, NamedInputs, exact_operator
-from lenvm_kernels.fuzz.ops._drafts import DRAFTED, DRAFTS, VOCABULARY, draw_drafts
-from lenvm_kernels.fuzz.ops._inputs import slice_of_longer
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
+from lenvm_kernels.fuzz.ops._inputs import DRAFTED, DRAFTS, VOCABULARY, draw_drafts, slice_of_longer
+from lenvm_kernels.fuzz.results import Form
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {"slices": [False, True], "constants": ["shipped", "small"]}
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
-def inputs(case: Case, device: torch.device) -> NamedInputs:
+def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     drafts = draw_drafts(draws, rows, options)
     width = options["drafts"]
@@ -27,17 +26,17 @@ def inputs(case: Case, device: torch.device) -> NamedInputs:
         is_taken = follows.gather(1, node)[:, 0] & (token >= 0) & draws.chance(f"draft {j}", rows, of=0.7)
         drawn.scatter_(1, node, torch.where(is_taken, token, drawn.gather(1, node)[:, 0])[:, None])
     drawn = drawn.flatten().int()
-    return NamedInputs({"drawn": slice_of_longer(drawn) if options["slices"] else drawn, "drafts": drafts}, len(rows))
+    return CallInputs({"drawn": slice_of_longer(drawn) if options["slices"] else drawn, "drafts": drafts}, len(rows))
 
 
-def returns(given: NamedInputs) -> dict[str, Form]:
+def returns(given: CallInputs) -> dict[str, Form]:
     count, drafts = given.arguments["drafts"].token_ids.shape
     shapes = {"tokens": (count, 1 + drafts), "lens": (count,), "nodes": (count, 1 + drafts)}
     return {name: (torch.int32, shape) for name, shape in shapes.items()}
 
 
-OPERATOR = exact_operator(
-    verify_drafts,
+OPERATOR = Operator(
+    function=verify_drafts,
     options=OPTIONS,
     inputs=inputs,
     returns=returns,
