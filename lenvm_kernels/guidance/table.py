@@ -224,7 +224,12 @@ class GuidanceTable:
     def remaining_lengths(
         self, table_rows: torch.Tensor, value_logits: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """fp32 ``[B]``: predicted tokens after ``tokens [B]``, by their value logits; 0 after an end of sequence."""
-        columns = self.columns
-        lengths = torch.nn.functional.softplus(value_logits) / columns.nats_per_token[table_rows]
-        return lengths.masked_fill((columns.eos_token_ids[table_rows] == tokens[:, None]).any(1), 0.0)
+        """fp32, in the shape of ``tokens``: tokens predicted after them by their value logits; 0 after an end token.
+
+        Args:
+            table_rows: int64 ``[B]``.
+            value_logits, tokens: ``[B]`` or ``[B, N]``.
+        """
+        columns, rows = self.columns, table_rows.view(-1, *[1] * (tokens.dim() - 1))
+        lengths = torch.nn.functional.softplus(value_logits) / columns.nats_per_token[rows]
+        return lengths.masked_fill((columns.eos_token_ids[rows] == tokens[..., None]).any(-1), 0.0)

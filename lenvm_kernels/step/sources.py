@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
-from lenvm_kernels.step import checks
+from lenvm_kernels.ops._common import check_tensor
 from lenvm_kernels.step.inputs import CANDIDATES, CANDIDATES_OF_MODEL
-from lenvm_kernels.step.tensors import StepRows, StepState
+from lenvm_kernels.step.state import StepRows, StepState
 from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
@@ -22,6 +22,7 @@ EARLY_WITH_VALUES, EARLY_WITHOUT_VALUES = 6.0, 3.0
 # Expected share of a forward's rows in use, out of one delta token and K candidates per request. A request with five
 # of eight candidates uses six of nine rows.
 LIVE_SHARE = 2 / 3
+_NO_IMAGES = "images must be None unless the value model is a vision-language model"
 
 
 class ValueSource(ABC):
@@ -75,7 +76,7 @@ class ValueSource(ABC):
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
         """Raise unless the source reads images and ``images`` describe ``tokens`` tokens."""
-        raise ValueError(checks.NO_IMAGES)
+        raise ValueError(_NO_IMAGES)
 
     def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:  # noqa: B027
         """Compute and cache the tokens of prompts, see :meth:`GuidedStep.extend`."""
@@ -188,7 +189,12 @@ class ModelValues(ValueSource):
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
         """See :class:`ValueSource`."""
-        checks.check_images(images, tokens, self.value_model)
+        config, dtype, device = self.value_model.config, self.value_model.dtype, self.device
+        if config.mrope_sections is None:
+            raise ValueError(_NO_IMAGES)
+        check_tensor("images.positions", images.positions, dtypes=torch.int64, shape=(3, tokens), device=device)
+        check_tensor("images.rows", images.rows, dtypes=torch.int64, shape=(tokens,), device=device)
+        check_tensor("images.embeds", images.embeds, dtypes=dtype, shape=(None, config.hidden_size), device=device)
 
     def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
         """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""

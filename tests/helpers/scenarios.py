@@ -18,7 +18,7 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.reference.draw import draw_tokens
 from lenvm_kernels.step import StepBatch
-from lenvm_kernels.step.graphs import bucket_of
+from lenvm_kernels.step.state import bucket_of
 from lenvm_kernels.step.inputs import FILTER_DTYPES
 from lenvm_kernels.types import Mode, Status
 from tests.helpers.drafted_steps import paths

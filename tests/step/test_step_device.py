@@ -11,7 +11,7 @@ from bench.launches import intercept_launches, without_kernels
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig, value_source, working_bytes
-from lenvm_kernels.step.graphs import Graphs, bucket_of
+from lenvm_kernels.step.state import Graphs, bucket_of
 from lenvm_kernels.step.sources import chunks_of
 from lenvm_kernels.types import Status
 from tests.helpers.drafts import random_drafts
@@ -426,8 +426,7 @@ def test_large_batches_are_computed_in_parts(models, monkeypatch):
     prompts = [[*PROMPTS[i % 4], 20 + i] for i in range(7)]
     results = []
     for largest in (512, 3):
-        for module in ("step", "parts"):
-            monkeypatch.setattr(f"lenvm_kernels.step.{module}.MAX_ROWS", largest)
+        monkeypatch.setattr("lenvm_kernels.step.step.MAX_ROWS", largest)
         engine = Engine(*make_step(models.value, max_drafts=2, max_delta=9))
         engine.start(range(7), prompts, guidance[:7], room=9)
         rows, last = engine.tensor(range(7)), engine.tensor([tokens[-1] for tokens in prompts])
