@@ -106,19 +106,12 @@ class RaggedLayout(NamedTuple):
 
 
 class EmbeddedTokens(NamedTuple):
-    """Input of a value model's first layer, for ``T`` tokens.
+    """Input of a value model's first layer, for ``T`` tokens."""
 
-    Attributes:
-        hidden: ``[T, H]``; embeddings.
-        square_sums: fp32 ``[ceil(H / 64), T]``; sums of the squared embeddings over groups of 64 columns.
-        cos: fp32 ``[T, D / 2]``; cosine of the rotary angles of each token's position.
-        sin: fp32 ``[T, D / 2]``; sine of the same angles.
-    """
-
-    hidden: Tensor
-    square_sums: Tensor
-    cos: Tensor
-    sin: Tensor
+    hidden: Annotated[Tensor, "float [T, H]", "embeddings"]
+    square_sums: Annotated[Tensor, "float32 [(H + 63) // 64, T]", "sums of squares over groups of 64 columns"]
+    cos: Annotated[Tensor, "float32 [T, D // 2]", "cosine of the rotary angles of each token's position"]
+    sin: Annotated[Tensor, "float32 [T, D // 2]", "sine of the same angles"]
 
 
 class Drafts(NamedTuple):
