@@ -96,11 +96,10 @@ class ConstantValues(ValueSource):
     early = EARLY_WITHOUT_VALUES
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
-        """See :class:`ValueSource`."""
         check_without_values(params or GuidanceParams())
 
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> None:
-        """Return None, because the guidance table stores the values; see :class:`ValueSource`."""
+        """Return None, because the guidance table stores the values."""
 
 
 class ProbeValues(ValueSource):
@@ -115,12 +114,10 @@ class ProbeValues(ValueSource):
         self.needs_states: tuple[int, torch.dtype] = (probe.config.state_size, probe.dtype)
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
-        """See :class:`ValueSource`."""
         if params is not None:
             check_with_probe(params)
 
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`ValueSource`."""
         assert states is not None
         return self.probe.value_logits(
             states,
@@ -132,7 +129,6 @@ class ProbeValues(ValueSource):
         )
 
     def warm_up(self, table_row: int) -> None:
-        """See :class:`ValueSource`."""
         scored = self._state.tensors.largest.scored.token_ids
         (size, dtype), device = self.needs_states, scored.device
         for rows in self.probe.rows_of_every_tile(len(scored)):
@@ -160,12 +156,10 @@ class ModelValues(ValueSource):
         self.value_model, self.device = value_model, value_model.device
 
     def bind(self, state: StepState) -> None:
-        """See :class:`ValueSource`."""
         super().bind(state)
         self.cache: KVCache = KVCache.of_slots(self.value_model, state.slots.num_slots)
 
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`ValueSource`."""
         state, trees, (requests, nodes) = self._state, rows.trees, rows.sizes
         computed = rows.scored if trees is None else trees
         batch = RaggedBatch.build(
@@ -188,7 +182,6 @@ class ModelValues(ValueSource):
         return z, z
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
-        """See :class:`ValueSource`."""
         config, dtype, device = self.value_model.config, self.value_model.dtype, self.device
         if config.mrope_sections is None:
             raise ValueError(_NO_IMAGES)
@@ -223,7 +216,6 @@ class ModelValues(ValueSource):
             self.value_model.forward(batch, self.cache, backend=config.backend)
 
     def warm_up(self, table_row: int) -> None:
-        """See :class:`ValueSource`."""
         none = torch.zeros(1, dtype=torch.int32, device=self.device)
         prompt = torch.zeros(self._state.config.chunk_tokens, dtype=torch.int64, device=self.device)
         for length in self.value_model.sizes_of_every_tile(len(prompt)):

@@ -7,25 +7,15 @@ import torch
 
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import StepBatch
-from tests.helpers.drafted_steps import BaseModel, run_drafted, run_plain
+from tests.helpers.drafted_steps import END, BaseModel, run_drafted, run_plain
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import GUIDANCE as KINDS
 from tests.helpers.engine import PROMPTS
 from tests.helpers.models import EOS, VOCAB
 
-END, OTHER_END = 11, 60
+OTHER_END = 60
 TILT = {"value_mode": "centered_exp", "value_scale": -6}
 SOFT = {"target_length": 8, "op": "le_soft", "gamma": 0.9}
-
-
-class EndingModel(BaseModel):
-    """A base model in which the end of sequence is likely everywhere, and the end of a span sometimes."""
-
-    def __init__(self):
-        super().__init__()
-        self.by_token[:, EOS] = 6.0
-        self.by_length[:, EOS] = torch.arange(VOCAB) % 3
-        self.by_token[:, END] = 4.0
 
 
 GUIDANCE = [
@@ -40,7 +30,7 @@ PROMPTS_OF_ALL = [*PROMPTS, [40, END, 42, OTHER_END]]
 
 def test_sequence_cannot_end_before_its_span(models):
     """Spans cut at a limit, spans that end by themselves, a hard limit alone, ``allow_eos``, and no span."""
-    base, count = EndingModel(), 40
+    base, count = BaseModel(), 40
     texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, GUIDANCE, count, base, max_delta=6)
     ends = [[END, OTHER_END], [OTHER_END], [END]]
     for text, of_span, limit in zip(texts, ends, (9, 14, 5), strict=False):
@@ -76,7 +66,7 @@ BREAKS = (torch.arange(VOCAB) % 4 == 1).to(torch.int8)
 
 def test_several_spans_and_closings(models):
     """Each span has its own limit. The value model also computes tokens between spans."""
-    base, count = EndingModel(), 60
+    base, count = BaseModel(), 60
     texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, SEVERAL, count, base, max_delta=6, text_breaks=BREAKS)
     for text, prompt, asked in zip(texts[:4], PROMPTS_OF_ALL, SEVERAL, strict=False):
         params, spans, guided = parse_guidance(asked), 0, 0
@@ -115,7 +105,7 @@ KERNELS = {"backend": "triton", "max_delta": 7}
 )
 def test_output_is_unchanged_by_drafts(models, guidance, options):
     """Drafts that are right, partly right, wrong and absent; ends of spans and tokens after them."""
-    base, rows, count = EndingModel(), [4, 0, 6, 2, 5], 14 if options is KERNELS else 30
+    base, rows, count = BaseModel(), [4, 0, 6, 2, 5], 14 if options is KERNELS else 30
     plain_options = {name: x for name, x in options.items() if name != "padded"} | {"text_breaks": BREAKS}
     plain = run_plain(models, rows, PROMPTS_OF_ALL, guidance, count, base, **plain_options)
 
