@@ -77,20 +77,13 @@ class GuidanceTable:
     def from_params(
         cls, params: Sequence[GuidanceParams | None], eos_token_ids: Sequence[set[int]], device: torch.device | str
     ) -> GuidanceTable:
-        """Pack requests into a table.
-
-        Args:
-            params: one per row. If None, the request is unguided.
-            eos_token_ids: the ids that end each request's output, which may be none.
-            device: device of the table.
+        """Pack requests into a table, one per row, with the ids that end each request's output.
 
         Raises:
             ValueError: the two lists differ in length.
         """
-        if len(eos_token_ids) != len(params):
-            raise ValueError(
-                f"eos_token_ids must have one set per request ({len(params)}), got {len(eos_token_ids)} sets"
-            )
+        if (count := len(eos_token_ids)) != len(params):
+            raise ValueError(f"eos_token_ids must have one set per request ({len(params)}), got {count} sets")
         scaled = max([1, *(len(p.token_temperature_scale) for p in params if p)])
         table = cls(len(params), device, max_eos=max([1, *map(len, eos_token_ids)]), max_scaled_tokens=scaled)
         for row, (p, eos) in enumerate(zip(params, eos_token_ids, strict=True)):

@@ -493,24 +493,24 @@ class GuidedStep:
         table_rows = torch.full((size,), self._state.padding_row, dtype=torch.int64, device=device)
         lens = torch.zeros(size, dtype=torch.int32, device=device)
 
-        def rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+        def zeros(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
             # One row in memory: the scores of a large batch would take gigabytes that an engine has reserved.
-            return torch.zeros(1, width, dtype=dtype, device=device).expand(size * nodes, -1)
+            return torch.zeros(1, width, dtype=dtype, device=device).expand(count, -1)
 
-        for nodes, width in sorted(
-            {(1, 1), (1, 1 + config.max_drafts), (1 + config.max_drafts, 1 + config.max_drafts)}
-        ):
-            scores = rows(config.vocab_size, scores_dtype)
+        most = 1 + config.max_drafts
+        for nodes, width in sorted({(1, 1), (1, most), (most, most)}):
+            count = size * nodes
+            scores = zeros(count, config.vocab_size, scores_dtype)
             tokens = torch.zeros((size, width) if width > 1 else (size,), dtype=torch.int64, device=device)
-            row_states = None if states is None else rows(*states).contiguous()
+            row_states = None if states is None else zeros(count, *states).contiguous()
             batch = StepBatch(tokens, table_rows, lens, lens if width > 1 else None, states=row_states)
             none = torch.full((size, nodes - 1), -1, dtype=torch.int32, device=device)
             drafts = None if nodes == 1 else Drafts(none.long(), none)
-            prepared, masks, probs = [self.prepare(None, batch, drafts)], [None], None
+            prepared, probs, masks = [self.prepare(None, batch, drafts)], None, list[torch.Tensor | None]([None])
             if is_last:
                 spans = stages.limit_spans(self._state, None, batch, drafts)
                 prepared.append(prepared[0]._replace(spans=spans))
-                masks.append(rows(ceil_div(config.vocab_size, 32), torch.int32))
+                masks.append(zeros(count, ceil_div(config.vocab_size, 32), torch.int32))
                 if sampling.is_logits:
                     stages.limit_spans(self._state, scores.contiguous(), batch, drafts)
                 if probs_dtype is not None:

@@ -41,7 +41,7 @@ CALLS = {
     "step": take_step,
     "predict": lambda step, **batch: step.predict(StepBatch(**batch)),
     "extend": lambda step, **arguments: step.extend(**arguments),
-    "any": lambda step, **methods: [getattr(step, name)(*arguments) for name, arguments in methods.items()],
+    "any": lambda step, /, **methods: [getattr(step, name)(*arguments) for name, arguments in methods.items()],
 }
 
 
