@@ -138,27 +138,6 @@ def test_requests_that_need_a_step():
     assert not parse_guidance({"return_values": False, "token_temperature_scale": {1: 2.0}}).needs_step
 
 
-THOUGHT = Thoughts(ends=((9, 4),), starts=((8,),))
-
-
-@pytest.mark.parametrize(
-    "request_, thoughts, ends, starts",
-    [
-        ({"thinking_budget": 100}, Thoughts(ends=((9,), (4,))), ((9,), (4,)), ()),
-        ({"thinking_budget": 100}, THOUGHT, ((9, 4),), ((8,),)),
-        ({"thinking_budget": 100, "start_token_ids": []}, THOUGHT, ((9, 4),), ()),
-        ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, ((9, 4),), ((3,),)),
-        # The tokenizer's start belongs to its end.
-        ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, ((3,),), ()),
-        ({"target_length": 100}, THOUGHT, (), ()),
-    ],
-)
-def test_budget_takes_the_marks_of_thoughts_from_the_tokenizer(request_, thoughts, ends, starts):
-    params = parse_guidance(request_, thoughts=thoughts)
-    assert (params.end_token_ids, params.start_token_ids, params.target_length) == (ends, starts, 100.0)
-    assert params.hard_limit == (125 if ends else None)
-
-
 # The name of a field, the requirement in its message, and values that it rejects.
 REJECTED_ALONE = [
     ("value_mode", "be one of mul, linear, exp, length_mul, centered_exp, value_bias", ["tilt", 3]),
@@ -277,6 +256,9 @@ def test_custom_params_must_be_a_mapping():
         parse_guidance([("scale", 2)])
 
 
+THOUGHT = {"thoughts": Thoughts(ends=((9, 4),), starts=((8,),))}
+
+
 @pytest.mark.parametrize(
     ("request_", "defaults", "expected"),
     [
@@ -290,8 +272,16 @@ def test_custom_params_must_be_a_mapping():
         ({"target_length": 9}, {"has_values": False}, dict(scale=10.0, least_share=0.0, min_end_prob=1e-4)),
         ({"target_length": 9}, {"has_values": False, "strength": 7}, dict(scale=10.0)),  # unused without values
         ({}, {"has_values": False}, dict(mode=Mode.UNGUIDED)),
+        # A budget takes the marks of thoughts from the tokenizer, whose start belongs to its end.
+        ({"thinking_budget": 100}, {"thoughts": Thoughts(ends=((9,), (4,)))},
+         dict(end_token_ids=((9,), (4,)), start_token_ids=(), target_length=100.0, hard_limit=125)),
+        ({"thinking_budget": 100}, THOUGHT, dict(end_token_ids=((9, 4),), start_token_ids=((8,),))),
+        ({"thinking_budget": 100, "start_token_ids": []}, THOUGHT, dict(end_token_ids=((9, 4),), start_token_ids=())),
+        ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, dict(start_token_ids=((3,),))),
+        ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, dict(end_token_ids=((3,),), start_token_ids=())),
+        ({"target_length": 100}, THOUGHT, dict(end_token_ids=(), start_token_ids=(), hard_limit=None)),
     ],
-)
+)  # fmt: skip
 def test_defaults_of_a_server(request_, defaults, expected):
     params = parse_guidance(request_, **defaults)
     assert {name: getattr(params, name) for name in expected} == expected
