@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 
 from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
+from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.types import Drafts, Filters, SpanNodes
 
 # Most requests that a step computes at once. Engines admit thousands, and reserve the memory of the largest batch.
@@ -118,20 +119,6 @@ class StepConfig:
         return scores[:, : self.vocab_size] if scores.shape[1] > self.vocab_size else scores
 
 
-@runtime_checkable
-class SlotTable(Protocol):
-    """A slot table: :class:`PagedSlots`, or :class:`EngineSlots` for an engine that assigns its own slots."""
-
-    @property
-    def table(self) -> torch.Tensor: ...
-
-    @property
-    def num_slots(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-
 class EngineSlots(NamedTuple):
     """The slots that an engine has assigned to its requests.
 
@@ -145,6 +132,9 @@ class EngineSlots(NamedTuple):
     table: torch.Tensor
     num_slots: int
     page_size: int = 1
+
+
+SlotTable = PagedSlots | EngineSlots
 
 
 class StepBatch(NamedTuple):

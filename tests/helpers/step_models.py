@@ -8,7 +8,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import ValueModel
-from tests.helpers.engine import PROMPTS, Engine, make_step
 from tests.helpers.models import TINY, last_value_logits, random_head, random_model
 
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
@@ -40,9 +39,3 @@ class StepModels:
             expected = self.values([[*sequences[i], ids[i][j]] for i, j in wanted])
             torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
         return len(wanted)
-
-    def start(self, rows, guidance, *, prompts=PROMPTS, **options):
-        """An engine with the first ``len(rows)`` prompts and room for 60 more tokens each, and its sequences."""
-        prompts = prompts[: len(rows)]
-        engine = Engine(*make_step(self.value, **options)).start(rows, prompts, guidance, room=60)
-        return engine, [list(tokens) for tokens in prompts]

@@ -128,16 +128,16 @@ def test_output_is_unchanged_by_drafts(models, guidance, options):
 
 def test_logits_are_changed_only_if_a_request_asks_for_it(models):
     """Token temperatures or a span, at all nodes of their request alone. Without logits, spans are still followed."""
-    engine, sequences = models.start([3, 1], [TILT] * 2, max_drafts=1)
+    engine = Engine(*make_step(models.value, max_drafts=1)).start([3, 1], PROMPTS[:2], [TILT] * 2)
     step, logits, drafts = engine.step, torch.ones(4, VOCAB), make_drafts([[5], [END]], [[-1], [-1]])
-    batch = StepBatch(engine.tensor([8, 9]), engine.tensor([3, 1]), engine.tensor([len(s) for s in sequences]))
+    batch = StepBatch(engine.tensor([8, 9]), engine.tensor([3, 1]), engine.tensor([len(s) for s in PROMPTS[:2]]))
     prepared = step.prepare(logits, batch, drafts)
     assert not prepared.is_changed and prepared.spans is None and (logits == 1).all()
     step.add_request(3, parse_guidance({"token_temperature_scale": {7: 3.0}}), {EOS})
     assert step.prepare(logits, batch, drafts).is_changed
     assert (logits != 1).nonzero().tolist() == [[0, 7], [1, 7]] and logits[0, 7] == 3
     step.remove_request(3)
-    step.add_request(1, parse_guidance({"end_token_ids": [END]}), {EOS}, prompt_len=len(sequences[1]))
+    step.add_request(1, parse_guidance({"end_token_ids": [END]}), {EOS}, prompt_len=len(PROMPTS[1]))
     for scores in (logits.fill_(1), None):
         prepared = step.prepare(scores, batch, drafts)
         assert prepared.is_changed == (scores is not None) and prepared.spans.ended.tolist() == [False] * 3 + [True]
