@@ -10,7 +10,7 @@ from lenvm_kernels.step import StepBatch
 from tests.helpers.drafted_steps import END, BaseModel, run_drafted, run_plain
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import GUIDANCE as KINDS
-from tests.helpers.engine import PROMPTS
+from tests.helpers.engine import PROMPTS, Engine, make_step
 from tests.helpers.models import EOS, VOCAB
 
 OTHER_END = 60
