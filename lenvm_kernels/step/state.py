@@ -48,7 +48,6 @@ class StepRows(NamedTuple):
         computed.token_ids[:b, :columns] = tokens.int()
         computed.counts.zero_()
         computed.counts[:b] = counts
-        computed.positions.copy_(self.requests.lengths)
         if self.trees is not None:
             requests, most = self.trees.parents.shape
             self.trees.parents.copy_(torch.arange(most, device=tokens.device) - 1)

@@ -241,14 +241,23 @@ REJECTED_TOGETHER = [
     ({"return_values": True}, "return_values must not be given without a value model, got True", {"has_values": False}),
     ({"value_min": 0.0}, "value_min must not be given without a value model, got 0.0", {"has_values": False}),
     ({}, "gamma must be a finite number > 0 and < 1, got 1.5", {"gamma": 1.5}),
+    # Among parameters of other components.
+    ({"target_length": 5, "op": "ge"}, "op must be value_constraint, or be inside lenvm", {"is_shared": True}),
+    ({"target_length": 5, "value_scal": 2}, r"value_scal is not a guidance parameter; did you mean value_scale\?",
+     {"is_shared": True}),
+    ({"minLength": 5}, "minLength is not a guidance parameter: give .* ge_near, .*", {"is_shared": True}),
+    ({"lenvm": {"thinking_budget": 0}}, r"thinking_budget must be a finite number > 0 and < 1e\+09, got 0",
+     {"is_shared": True}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("rejected", REJECTED_TOGETHER, ids=lambda rejected: str(rejected[0]))
 def test_conflicting_fields_are_named(rejected):
-    request_, message, *defaults = rejected
+    request_, message, *more = rejected
+    defaults = dict(*more)
+    is_shared = defaults.pop("is_shared", False)
     with pytest.raises(ValueError, match=f"^{message}$"):
-        parse_guidance(request_, **dict(*defaults))
+        parse_guidance(read_names(request_, is_shared=is_shared), **defaults)
 
 
 def test_custom_params_must_be_a_mapping():
@@ -307,19 +316,6 @@ SHARED = [
 @pytest.mark.parametrize(("request_", "fields"), SHARED, ids=lambda x: str(x))
 def test_fields_among_parameters_of_other_components(request_, fields):
     assert read_names(request_, is_shared=True) == fields
-
-
-SHARED_REJECTED = [
-    ({"target_length": 5, "op": "ge"}, "op must be value_constraint, or be inside lenvm"),
-    ({"minLength": 5}, "minLength is not a guidance parameter: give target_length with .* ge_near, .*"),
-    ({"lenvm": {"thinking_budget": 0}}, r"thinking_budget must be a finite number > 0 and < 1e\+09, got 0"),
-]
-
-
-@pytest.mark.parametrize(("request_", "message"), SHARED_REJECTED)
-def test_shared_parameters_that_are_rejected(request_, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        parse_guidance(read_names(request_, is_shared=True))
 
 
 NAMES = ["lenvm", *(name for field in FIELDS.values() for name in (*field.names, *field.elsewhere.split()))]

@@ -195,7 +195,7 @@ class Driver:
             case WarmUp():
                 before = self.engine.step.values.cache.keys.clone()
                 self.engine.step.warm_up(progress=False)
-                self.seen.deltas.clear()
+                self.forget()
                 assert torch.equal(self.engine.step.values.cache.keys, before), "warm-up wrote to the cache"
             case Predict():
                 self.predict(event)
@@ -235,11 +235,15 @@ class Driver:
 
     def forward(self, deltas, expected=None):
         computed = [*chain.from_iterable(self.seen.deltas)]  # a step in parts makes several forwards
-        self.seen.deltas.clear()
+        self.forget()
         assert computed[: len(deltas)] == deltas, f"computed {computed}, not {deltas}"
         size = bucket_of(len(deltas), self.engine.step.max_requests) if self.is_padded else len(deltas)
         assert computed[len(deltas) :] == [0] * (size - len(deltas)), "padding is computed, or missing"
         assert expected is None or deltas == list(expected), f"computed {deltas}, not {expected}"
+
+    def forget(self):
+        self.seen.deltas.clear()
+        self.seen.candidates.clear()
 
     def predict(self, event):
         batch = [self.live[name] for name in event.names]
@@ -252,13 +256,16 @@ class Driver:
         cache = self.engine.step.values.cache
         before = cache.keys.clone()
         found = self.engine.step.predict(StepBatch(told, i32([a.row for a in batch]), i32(lengths), new_lens))
-        deltas = []
+        deltas, scored = [], []
         for asked, row, n in zip(batch, found.view(len(batch), -1), new, strict=True):
             wants = asked.params.return_values
+            scored.append(n if wants else 0)
             deltas.append(self.catch_up(asked, len(asked.tokens) - n, wants, False))
             ends = [len(asked.tokens) - n + i + 1 for i in range(n)]
             expected = [self.length(asked, asked.tokens[:end]) if wants else math.nan for end in ends]
             same(row, torch.tensor([*expected, *[math.nan] * (len(row) - n)]), rtol=0, atol=2e-3)
+        candidates = [*chain.from_iterable(self.seen.candidates)][: len(batch)]
+        assert candidates == scored, f"scored {candidates}, not {scored}"
         self.forward(deltas, event.deltas)
         written = (cache.keys != before).transpose(0, 1).flatten(1).any(1).sum()
         assert written <= sum(deltas), f"predict wrote {written} slots"
