@@ -27,7 +27,7 @@ from bench.launches import without_kernels
 from bench.models import make_config, make_model, random_probe
 from bench.step import Decode
 from lenvm_kernels.step import GuidedStep, StepBatch
-from lenvm_kernels.step.graphs import Graphs
+from lenvm_kernels.step.state import Graphs
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
 

@@ -7,6 +7,8 @@ import griffe
 
 # A link to a file outside of docs/ is valid in the repository, but not in the site.
 _LINK_OUT = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[^)]*\)")
+# Annotated[type, form, description], see lenvm_kernels/types.py. griffe takes the quotes off a description of one name.
+_DESCRIBED = re.compile(r"""^Annotated\[.*, (?:["'](?P<text>.+)["']|(?P<name>[^,"']+))\]$""")
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?\.?([^`]+)`")
 
 
@@ -16,9 +18,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Replace roles by code, and ``Example:`` by griffe's section ``Examples:``."""
+    """Replace roles by code and ``Example:`` by griffe's section ``Examples:``; read descriptions in annotations."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             text = _ROLE.sub(r"`\1`", obj.docstring.value)
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+
+    def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        if match := _DESCRIBED.search(str(attr.annotation or "")):
+            attr.docstring = griffe.Docstring(_ROLE.sub(r"`\1`", match["text"] or match["name"]), parent=attr)

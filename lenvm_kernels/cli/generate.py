@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.guidance.fields import FIELDS, Field, Number
+from lenvm_kernels.guidance.fields import FIELDS, Field
 from lenvm_kernels.loading.arguments import (
     A_MODEL,
     add_device,
@@ -98,7 +98,7 @@ def _add_field(group: Any, field: Field) -> None:
         *(f"--{name.replace('_', '-')}" for name in field.names),
         dest=field.name,
         nargs="+" if is_list else None,
-        type=float if isinstance(field, Number) else None,
+        type=float if field.metavar in ("X", "N") else None,  # numbers
         metavar=field.metavar,
         help=f"{meaning} (default: {default})".replace("%", "%%"),
     )

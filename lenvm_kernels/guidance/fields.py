@@ -4,9 +4,10 @@ Names and defaults follow the LenVM fork of SGLang (section Parameters of the sp
 no torch, so that the command line can read it without waiting.
 """
 
+from __future__ import annotations
+
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import ge, gt, lt
@@ -19,6 +20,14 @@ MAX_DIVISOR = 1e6  # so that no logit becomes infinite
 MAX_SPAN_ENDS = 4  # sequences that end a span, and also that begin one
 FP32_MAX = (2 - 2**-23) * 2.0**127
 _COMPARISONS = {">": gt, ">=": ge, "<": lt}
+# Other accepted spellings of words.
+_SYNONYMS = {
+    "total": "budget",
+    "eq": "= == equal equals",
+    "ge": ">= > gte greater_equal",
+    "le": "<= < lte less_equal",
+    "eq_soft": "soft equal_soft",
+}
 
 _A_TARGET = ("a target: give target_length or target_value as well", "target_length", "target_value", "thinking_budget")
 _A_SPAN = ("end_token_ids, or a thinking_budget", "end_token_ids", "thinking_budget")
@@ -27,10 +36,11 @@ _A_LANDING = ("a landing", "landing")
 
 
 @dataclass(frozen=True)
-class Field(ABC):
+class Field:
     """A field of a request.
 
     Attributes:
+        parser: computes the value of a field from what came.
         spellings: its name, and short names in the fork. Servers accept short names in the namespace only.
         meaning: a sentence without its first capital and full stop.
         default: the value of requests without the field, or None.
@@ -41,6 +51,7 @@ class Field(ABC):
         is_common: the name may be another component's; servers read it outside the namespace only beside other fields.
     """
 
+    parser: Callable[[Field, Any], Any]
     spellings: str
     meaning: str
     default: Any = None
@@ -60,122 +71,89 @@ class Field(ABC):
         """The canonical name."""
         return self.names[0]
 
-    @abstractmethod
     def parse(self, given: Any) -> Any:
         """The value of the field, without regard to other fields.
 
         Raises:
             ValueError: naming the field, what came and what is accepted.
         """
+        return self.parser(self, given)
 
     def rejected(self, given: Any, must: str) -> ValueError:
         """The error for a value that is not accepted."""
         return ValueError(f"{self.name} must {must}, got {given!r}")
 
 
-@dataclass(frozen=True)
-class Number(Field):
-    """A finite number within ``limits``: comparisons joined by "and"."""
-
-    metavar: str | None = "X"
-    is_integer: bool = False
-
-    def parse(self, given: Any) -> float:
-        try:
-            number = float("nan") if isinstance(given, bool) else float(given)
-        except (TypeError, ValueError, OverflowError):
-            number = float("nan")
-        is_accepted = abs(number) <= FP32_MAX and not (self.is_integer and number % 1)  # NaN compares false
-        for limit in filter(None, self.limits.split(" and ")):
-            sign, bound = limit.split()
-            is_accepted &= _COMPARISONS[sign](number, float(bound))
-        if not is_accepted:
-            kind = "an integer" if self.is_integer else "a finite number"
-            raise self.rejected(given, f"be {kind} {self.limits}".rstrip())
-        return int(number) if self.is_integer else number
+def _number(field: Field, given: Any, kind: str = "a finite number") -> float:
+    """A finite number within the limits: comparisons joined by "and"."""
+    try:
+        number = float("nan") if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    is_accepted = abs(number) <= FP32_MAX  # NaN compares false
+    for limit in filter(None, field.limits.split(" and ")):
+        sign, bound = limit.split()
+        is_accepted &= _COMPARISONS[sign](number, float(bound))
+    if not is_accepted:
+        raise field.rejected(given, f"be {kind} {field.limits}".rstrip())
+    return number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Word(Field):
-    """One of ``words``, each with further accepted spellings behind it."""
-
-    metavar: str | None = "WORD"
-    words: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "limits", f"one of {', '.join(word.split()[0] for word in self.words)}")
-
-    def parse(self, given: Any) -> str:
-        known = {spelling: word.split()[0] for word in self.words for spelling in word.split()}
-        word = given.strip().lower() if isinstance(given, str) else ""
-        if word not in known:
-            raise self.rejected(given, f"be one of {', '.join(known)}")
-        return known[word]
+def _integer(field: Field, given: Any) -> int:
+    number = _number(field, given, "an integer")
+    if number % 1:
+        raise field.rejected(given, f"be an integer {field.limits}")
+    return int(number)
 
 
-@dataclass(frozen=True)
-class Switch(Field):
+def _word(field: Field, given: Any) -> str:
+    words = field.limits.removeprefix("one of ").split(", ")
+    known = {spelling: word for word in words for spelling in (word, *_SYNONYMS.get(word, "").split())}
+    word = given.strip().lower() if isinstance(given, str) else ""
+    if word not in known:
+        raise field.rejected(given, f"be one of {', '.join(known)}")
+    return known[word]
+
+
+def _switch(field: Field, given: Any) -> bool:
     """True or false, or 1 or 0, to which vLLM converts them."""
-
-    def parse(self, given: Any) -> bool:
-        if given not in (0, 1):
-            raise self.rejected(given, "be true or false")
-        return bool(given)
+    if given not in (0, 1):
+        raise field.rejected(given, "be true or false")
+    return bool(given)
 
 
-@dataclass(frozen=True)
-class Sequences(Field):
+def _sequences(field: Field, given: Any, least: int = 1) -> TokenSequences:
     """A list of token ids and of lists of token ids, or its JSON text. A token id stands for a list of that token."""
-
-    default: Any = ()
-    least: int = 1
-
-    def parse(self, given: Any) -> TokenSequences:
-        given = read_json(given)
-        if not _is_list(given) or not self.least <= len(given) <= MAX_SPAN_ENDS:
-            raise self.rejected(given, f"be a list of {self.least} to {MAX_SPAN_ENDS} token ids, or its JSON text")
-        lists = [each if _is_list(each) else [each] for each in given]
-        if not all(tokens and all(map(_is_token_id, tokens)) for tokens in lists):
-            raise self.rejected(given, "hold token ids >= 0, or lists of them")
-        return tuple(dict.fromkeys(map(tuple, lists)))
+    given = read_json(given)
+    if not _is_list(given) or not least <= len(given) <= MAX_SPAN_ENDS:
+        raise field.rejected(given, f"be a list of {least} to {MAX_SPAN_ENDS} token ids, or its JSON text")
+    lists = [each if _is_list(each) else [each] for each in given]
+    if not all(tokens and all(map(_is_token_id, tokens)) for tokens in lists):
+        raise field.rejected(given, "hold token ids >= 0, or lists of them")
+    return tuple(dict.fromkeys(map(tuple, lists)))
 
 
-@dataclass(frozen=True)
-class Text(Field):
+def _text(field: Field, given: Any) -> str | tuple[int, ...]:
     """A text, or its token ids."""
-
-    default: Any = ()
-    metavar: str | None = "TEXT"
-
-    def parse(self, given: Any) -> str | tuple[int, ...]:
-        if isinstance(given, str):
-            return given
-        if not _is_list(given) or not all(map(_is_token_id, given)):
-            raise self.rejected(given, "be a text, or a list of token ids >= 0")
-        return tuple(given)
+    if isinstance(given, str):
+        return given
+    if not _is_list(given) or not all(map(_is_token_id, given)):
+        raise field.rejected(given, "be a text, or a list of token ids >= 0")
+    return tuple(given)
 
 
-@dataclass(frozen=True)
-class Divisors(Field):
+def _divisors(field: Field, given: Any) -> dict[int, float]:
     """Token ids, each with the divisor of its temperature, or their JSON text."""
-
-    metavar: str | None = "ID=D"
-
-    def parse(self, given: Any) -> dict[int, float]:
-        given = read_json(given)
-        if not isinstance(given, Mapping):
-            raise self.rejected(given, "be a mapping of token id to divisor, or its JSON text")
-        return {_digits(self, t): replace(_DIVISOR, spellings=f"{self.name}[{t}]").parse(x) for t, x in given.items()}
+    given = read_json(given)
+    if not isinstance(given, Mapping):
+        raise field.rejected(given, "be a mapping of token id to divisor, or its JSON text")
+    return {_digits(field, t): replace(_DIVISOR, spellings=f"{field.name}[{t}]").parse(x) for t, x in given.items()}
 
 
-@dataclass(frozen=True)
-class TokenIds(Field):
-    """A list of token ids."""
-
-    def parse(self, given: Any) -> tuple[int, ...]:
-        if not _is_list(given):
-            raise self.rejected(given, "be a list of token ids")
-        return tuple(_digits(self, token) for token in given)
+def _token_ids(field: Field, given: Any) -> tuple[int, ...]:
+    if not _is_list(given):
+        raise field.rejected(given, "be a list of token ids")
+    return tuple(_digits(field, token) for token in given)
 
 
 def read_json(given: Any) -> Any:
@@ -201,17 +179,19 @@ def _is_token_id(given: Any) -> bool:
     return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**31
 
 
-_MODES = ("mul", "linear", "exp", "length_mul", "centered_exp", "value_bias")
-_CONSTRAINTS = (
-    *("eq = == equal equals", "ge >= > gte greater_equal", "le <= < lte less_equal"),
-    *("eq_soft soft equal_soft", "ge_soft", "le_soft", "near", "ge_near", "le_near"),
-)
-_Integer = partial(Number, metavar="N", is_integer=True)
+Number = partial(Field, _number, metavar="X")
+Integer = partial(Field, _integer, metavar="N")
+Word = partial(Field, _word, metavar="WORD")
 _DIVISOR = Number(
     "token_temp_divisor", "the divisor of boosted_token_ids", limits=f"> 0 and < {MAX_DIVISOR:g}", metavar=None
 )
 _ALL = (
-    Word("value_mode mode", "how values reweight the candidates", "mul", words=_MODES),
+    Word(
+        "value_mode mode",
+        "how values reweight the candidates",
+        "mul",
+        "one of mul, linear, exp, length_mul, centered_exp, value_bias",
+    ),
     Number(
         "value_scale scale",
         "strength of the mode; centered_exp, value_bias: < 0 shorter, > 0 longer; other modes: < 1 shorter, > 1 longer",
@@ -231,7 +211,7 @@ _ALL = (
         "target_length_mode length_mode",
         "total, the target counts all new tokens; remaining, at every step those still to come",
         "total",
-        words=("total budget", "remaining"),
+        "one of total, remaining",
     ),
     Number("target_value", "the target as a value; takes precedence over target_length", limits=">= 0 and < 1"),
     Word(
@@ -240,8 +220,8 @@ _ALL = (
         "ge_soft, le_soft, as eq_soft where the average is shorter or longer; near, candidates weighted by "
         "their distance; ge_near, le_near, as near for shorter or longer candidates only",
         "near",
-        needs=_A_TARGET,
-        words=_CONSTRAINTS,
+        "one of eq, ge, le, eq_soft, ge_soft, le_soft, near, ge_near, le_near",
+        _A_TARGET,
     ),
     Number(
         "strength",
@@ -274,59 +254,68 @@ _ALL = (
         elsewhere="thinking_token_budget thinking_budget_tokens max_thinking_tokens reasoning_budget "
         "reasoning_max_tokens budget_tokens",
     ),
-    Sequences(
+    Field(
+        _sequences,
         "end_token_ids",
         "up to 4 tokens that end the guided span, such as a thought, and have value 0; a sequence of tokens is a list "
         "of its own, whose first token has value 0",
+        (),
     ),
-    Sequences(
+    Field(
+        partial(_sequences, least=0),
         "start_token_ids",
         "up to 4 tokens or sequences that begin a span; default: the answer begins the only span; <think> with a "
         "thinking_budget without end_token_ids, if <think> is a token",
+        (),
         needs=_A_SPAN,
-        least=0,
     ),
-    Switch("allow_eos", "let the sequence end before one of end_token_ids", False, needs=_A_SPAN),
+    Field(_switch, "allow_eos", "let the sequence end before one of end_token_ids", False, needs=_A_SPAN),
     Number("answer_length", "tokens after the span, subtracted from predicted lengths", 0.0, ">= 0", _A_SPAN),
-    _Integer(
+    Integer(
         "hard_limit",
         "tokens of a span at which the first of end_token_ids is forced; 1.25 times a thinking_budget by default",
         limits=">= 1 and < 2147483647",
         needs=_A_SPAN,
     ),
-    _Integer(
+    Integer(
         "hard_limit_grace", "tokens that the hard_limit waits for the end of a line", 0, ">= 0 and < 1e+06", _A_LIMIT
     ),
-    Text(
+    Field(
+        _text,
         "end_message",
         "words or token ids that are forced before the end that the hard_limit forces; up to 32 tokens with that end",
+        (),
         needs=_A_LIMIT,
-        metavar=None,
     ),
-    Text(
+    Field(
+        _text,
         "landing",
         "words or up to 32 token ids that are forced once when target_length leaves just enough for the answer, if "
         "possible at the end of a line; the output then goes on and ends by itself",
+        (),
+        metavar="TEXT",
     ),
-    _Integer("landing_tokens", "tokens of target_length from the landing on", 24, ">= 1 and < 1e+06", _A_LANDING),
+    Integer("landing_tokens", "tokens of target_length from the landing on", 24, ">= 1 and < 1e+06", _A_LANDING),
     Number("value_min", "do not reweight steps whose expected value is below this"),
     Number(
         "value_entropy_threshold entropy_threshold",
         "do not reweight steps whose candidates have at most this entropy, in nats",
         limits=">= 0",
     ),
-    Divisors(
+    Field(
+        _divisors,
         "token_temperature_scale",
         "divide the temperature of single tokens: each token id with the factor of its logit, > 0 and < 1e+06",
+        metavar="ID=D",
     ),
-    TokenIds("boosted_token_ids", "the same with one divisor: a list of the token ids"),
+    Field(_token_ids, "boosted_token_ids", "the same with one divisor: a list of the token ids"),
     _DIVISOR,
-    _Integer(
+    Integer(
         "value_stride",
         "guide every n-th step of the engine, and any that may end the output",
         limits=">= 1 and < 1e+06",
     ),
-    Switch("return_values", "predict lengths of the prompt and of each token, guided or not", False),
+    Field(_switch, "return_values", "predict lengths of the prompt and of each token, guided or not", False),
 )
 FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
 NAMESPACE = "lenvm"  # a dictionary of fields among parameters of other components

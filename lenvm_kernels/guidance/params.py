@@ -17,6 +17,7 @@ from lenvm_kernels.guidance.spans import (
     SpanState,
     Thoughts,
     TokenSequences,
+    closing_from,
 )
 from lenvm_kernels.types import Mode
 
@@ -108,9 +109,20 @@ class GuidanceParams:
         return self.end_message + (self.end_token_ids[0] if self.end_token_ids else ())
 
     def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
-        """The state of the request's span, see :meth:`SpanState.of`."""
-        limits = self.closing_token_ids, self.hard_limit, self.hard_limit_grace
-        return SpanState.of(self.span_patterns, prompt, output, *limits)
+        """The state of the request's span, after ``output``. Without an end sequence, the whole output is one span."""
+        patterns, begin, seen, place = self.span_patterns, len(prompt), len(prompt) + len(output), None
+        end = None if patterns.leave_open(prompt) else begin
+        match = patterns.at_end_of(prompt)
+        for length, token in enumerate(output, len(prompt) + 1):
+            match = patterns.after(match, token)
+            if end is None and match & patterns.end_bits:
+                end = length
+            elif end is not None and match & patterns.start_bits:
+                begin, end = length, None
+        if end is None and self.hard_limit is not None:
+            span = output[begin - len(prompt) :]
+            place = closing_from(self.closing_token_ids, span, self.hard_limit, self.hard_limit_grace)
+        return SpanState(seen, begin, end, match, None if place is None else begin + place)
 
 
 def parse_guidance(
@@ -142,16 +154,28 @@ def parse_guidance(
         >>> parse_guidance({"target_length": 60}).mode.name
         'NEAR'
     """
-    given = _parsed(custom_params)
+    given = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
+    for name in given:
+        if FIELDS[name].needs and given.keys().isdisjoint(FIELDS[name].needs[1:]):
+            raise ValueError(f"{name} needs {FIELDS[name].needs[0]}")
     strength = strength if has_values else _STRENGTH_WITHOUT_VALUES
     defaults = {"gamma": gamma, "strength": strength, "value_constraint": constraint}
     values = {name: field.default for name, field in FIELDS.items()}
     values |= {name: FIELDS[name].parse(default) for name, default in defaults.items() if default is not None}
     values |= _budget_fields(given, thoughts or Thoughts()) | given
     for name in ("end_message", "landing"):
-        values[name] = _token_ids(name, values[name], thoughts)
+        if isinstance(text := values[name], str):
+            if thoughts is None or thoughts.encode is None:
+                raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {text!r}")
+            values[name] = tuple(thoughts.encode(text))
     values |= _landing_fields(given, values)
-    _check_span(values)
+    # The device table has room for so many tokens.
+    ends, starts, message = values["end_token_ids"], values["start_token_ids"], values["end_message"]
+    if (total := sum(map(len, ends + starts))) > MAX_SPAN_TOKENS:
+        accepted = f"of at most {MAX_SPAN_TOKENS} tokens together"
+        raise ValueError(f"end_token_ids and start_token_ids must be {accepted}, got {total}")
+    if message and len(message) > (most := MAX_CLOSING_TOKENS - len(ends[0])):
+        raise ValueError(f"end_message must be of at most {most} tokens, got {len(message)}")
 
     target_length, counts_down = values["target_length"], values["target_length_mode"] == "total"
     if values["target_value"] is not None:  # takes precedence, as in the fork
@@ -159,7 +183,8 @@ def parse_guidance(
         counts_down = False
     has_target = target_length is not None
     mode = Mode[values["value_constraint" if has_target else "value_mode"].upper()]
-    if not has_target and _is_neutral(mode, values["value_scale"]):
+    neutral = 0 if mode in (Mode.CENTERED_EXP, Mode.VALUE_BIAS) else 1
+    if not has_target and (values["value_scale"] == neutral or (mode == Mode.MUL and values["value_scale"] <= 0)):
         mode = Mode.UNGUIDED
     is_near = mode in NEAR_CONSTRAINTS
     for name in ("strength", "tolerance"):
@@ -187,17 +212,16 @@ def parse_guidance(
 
 def check_without_values(params: GuidanceParams) -> None:
     """Raise ValueError, naming the field, unless a request can be guided by its end tokens alone."""
-    if params.mode in NEAR_CONSTRAINTS or params.mode == Mode.UNGUIDED:
-        wrong = {"return_values": params.return_values, "value_min": params.value_min is not None}
-        for name, is_given in wrong.items():
-            if is_given:
-                raise ValueError(f"{name} must not be given without a value model, got {getattr(params, name)!r}")
-        return
     name = params.mode.name.lower()
-    if params.target_length is None:
-        raise ValueError(f"value_mode {name} needs a value model; without one, give a target_length")
-    accepted = ", ".join(mode.name.lower() for mode in NEAR_CONSTRAINTS)
-    raise ValueError(f"value_constraint must be one of {accepted} without a value model, got {name!r}")
+    if params.mode not in (*NEAR_CONSTRAINTS, Mode.UNGUIDED):
+        if params.target_length is None:
+            raise ValueError(f"value_mode {name} needs a value model; without one, give a target_length")
+        accepted = ", ".join(mode.name.lower() for mode in NEAR_CONSTRAINTS)
+        raise ValueError(f"value_constraint must be one of {accepted} without a value model, got {name!r}")
+    if params.return_values:
+        raise ValueError("return_values must not be given without a value model, got True")
+    if params.value_min is not None:
+        raise ValueError(f"value_min must not be given without a value model, got {params.value_min}")
 
 
 def check_with_probe(params: GuidanceParams) -> None:
@@ -266,15 +290,6 @@ def _main_name(name: Any, names: Mapping[str, str], *, is_known: bool) -> str | 
     return None
 
 
-def _parsed(custom_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields by their main names, each parsed by itself and with the fields that it needs."""
-    given = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
-    for name in given:
-        if FIELDS[name].needs and given.keys().isdisjoint(FIELDS[name].needs[1:]):
-            raise ValueError(f"{name} needs {FIELDS[name].needs[0]}")
-    return given
-
-
 def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
     budget = given.get("thinking_budget")
     if budget is None:
@@ -304,34 +319,6 @@ def _landing_fields(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict
         hard_limit=min(max(1, longest - room), 2**31 - 2),
         hard_limit_grace=max(0, room - len(landing) - _ANSWER_AFTER_LANDING),
     )
-
-
-def _check_span(values: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the field, unless the device table has room for a span."""
-    ends, message = values["end_token_ids"], values["end_message"]
-    total = sum(map(len, ends + values["start_token_ids"]))
-    if total > MAX_SPAN_TOKENS:
-        raise ValueError(
-            f"end_token_ids and start_token_ids must be of at most {MAX_SPAN_TOKENS} tokens together, got {total}"
-        )
-    if message and len(message) + len(ends[0]) > MAX_CLOSING_TOKENS:
-        most = MAX_CLOSING_TOKENS - len(ends[0])
-        raise ValueError(f"end_message must be of at most {most} tokens, got {len(message)}")
-
-
-def _is_neutral(mode: Mode, scale: float) -> bool:
-    if mode in (Mode.CENTERED_EXP, Mode.VALUE_BIAS):
-        return scale == 0
-    return scale == 1 or (mode == Mode.MUL and scale <= 0)
-
-
-def _token_ids(name: str, given: str | tuple[int, ...], thoughts: Thoughts | None) -> tuple[int, ...]:
-    """The tokens of a text field."""
-    if not isinstance(given, str):
-        return given
-    if thoughts is None or thoughts.encode is None:
-        raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {given!r}")
-    return tuple(thoughts.encode(given))
 
 
 def _token_divisors(given: Mapping[str, Any]) -> dict[int, float]:

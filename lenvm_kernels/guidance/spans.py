@@ -63,6 +63,24 @@ class SpanPatterns(NamedTuple):
             match = self.after(match, token)
         return match
 
+    def leave_open(self, prompt: Sequence[int]) -> bool:
+        """Whether a span is open after a prompt.
+
+        Without start sequences, it is unless an end is among the last :data:`CLOSED_WITHIN` tokens: without thinking, a
+        chat template puts ``<think></think>`` and line breaks there. With start sequences, it is only if the last start
+        follows the last end.
+        """
+        lasts = {token for token, bits in self.bits_of.items() if bits & (self.end_bits | self.start_bits)}
+        within = len(prompt) if self.start_bits else CLOSED_WITHIN
+        for i in range(len(prompt) - 1, max(len(prompt) - within, 0) - 1, -1):
+            if prompt[i] in lasts:
+                match = self.at_end_of(prompt[max(i + 1 - MAX_SPAN_TOKENS, 0) : i + 1])
+                if match & self.end_bits:
+                    return False
+                if match & self.start_bits:
+                    return True
+        return not self.start_bits
+
 
 @dataclass(frozen=True)
 class SpanState:
@@ -82,58 +100,9 @@ class SpanState:
     match: int = 0
     closing_from: int | None = None
 
-    @classmethod
-    def of(
-        cls,
-        patterns: SpanPatterns,
-        prompt: Sequence[int],
-        output: Sequence[int],
-        closing: Sequence[int],
-        hard_limit: int | None,
-        grace: int,
-    ) -> SpanState:
-        """The state of a request that has generated ``output`` after ``prompt``.
 
-        A prompt leaves no span open if an end is among its last :data:`CLOSED_WITHIN` tokens: without thinking, a chat
-        template puts ``<think></think>`` and line breaks there. With start sequences, it leaves a span open only if its
-        last start follows its last end.
-
-        Args:
-            patterns: sequences that begin and end spans. Without an end, the whole output is one span.
-            prompt, output: tokens.
-            closing: tokens that are forced once a span has between ``hard_limit`` and ``hard_limit + grace`` tokens.
-        """
-        begin, seen = len(prompt), len(prompt) + len(output)
-        end = None if _leaves_open(patterns, prompt) else begin
-        match = patterns.at_end_of(prompt)
-        for place, token in enumerate(output, len(prompt) + 1):
-            match = patterns.after(match, token)
-            if end is None and match & patterns.end_bits:
-                end = place
-            elif end is not None and match & patterns.start_bits:
-                begin, end = place, None
-        closing_from = None
-        if end is None and hard_limit is not None:
-            closing_from = _closing_from(closing, output[begin - len(prompt) :], hard_limit, grace)
-        return cls(seen, begin, end, match, None if closing_from is None else begin + closing_from)
-
-
-def _leaves_open(patterns: SpanPatterns, prompt: Sequence[int]) -> bool:
-    """Whether a span is open after a prompt."""
-    lasts = {token for token, bits in patterns.bits_of.items() if bits & (patterns.end_bits | patterns.start_bits)}
-    within = len(prompt) if patterns.start_bits else CLOSED_WITHIN
-    for i in range(len(prompt) - 1, max(len(prompt) - within, 0) - 1, -1):
-        if prompt[i] in lasts:
-            match = patterns.at_end_of(prompt[max(i + 1 - MAX_SPAN_TOKENS, 0) : i + 1])
-            if match & patterns.end_bits:
-                return False
-            if match & patterns.start_bits:
-                return True
-    return not patterns.start_bits
-
-
-def _closing_from(closing: Sequence[int], span: Sequence[int], limit: int, grace: int) -> int | None:
-    """The place in an open span where the closing begins. If None, it has not begun."""
+def closing_from(closing: Sequence[int], span: Sequence[int], limit: int, grace: int) -> int | None:
+    """The place in an open span, from ``limit`` to ``limit + grace``, where the closing begins. If None, nowhere."""
     for start in range(limit, min(limit + grace + 1, len(span))):
         if list(span[start : start + len(closing)]) == list(closing[: len(span) - start]):
             return start

@@ -80,20 +80,13 @@ class GuidanceTable:
     def from_params(
         cls, params: Sequence[GuidanceParams | None], eos_token_ids: Sequence[set[int]], device: torch.device | str
     ) -> GuidanceTable:
-        """Pack requests into a table.
-
-        Args:
-            params: one per row. If None, the request is unguided.
-            eos_token_ids: the ids that end each request's output, which may be none.
-            device: device of the table.
+        """Pack requests into a table, one per row, with the ids that end each request's output.
 
         Raises:
             ValueError: the two lists differ in length.
         """
-        if len(eos_token_ids) != len(params):
-            raise ValueError(
-                f"eos_token_ids must have one set per request ({len(params)}), got {len(eos_token_ids)} sets"
-            )
+        if (count := len(eos_token_ids)) != len(params):
+            raise ValueError(f"eos_token_ids must have one set per request ({len(params)}), got {count} sets")
         scaled = max([1, *(len(p.token_temperature_scale) for p in params if p)])
         table = cls(len(params), device, max_eos=max([1, *map(len, eos_token_ids)]), max_scaled_tokens=scaled)
         for row, (p, eos) in enumerate(zip(params, eos_token_ids, strict=True)):
@@ -227,7 +220,12 @@ class GuidanceTable:
     def remaining_lengths(
         self, table_rows: torch.Tensor, value_logits: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """fp32 ``[B]``: predicted tokens after ``tokens [B]``, by their value logits; 0 after an end of sequence."""
-        columns = self.columns
-        lengths = torch.nn.functional.softplus(value_logits) / columns.nats_per_token[table_rows]
-        return lengths.masked_fill((columns.eos_token_ids[table_rows] == tokens[:, None]).any(1), 0.0)
+        """fp32, in the shape of ``tokens``: tokens predicted after them by their value logits; 0 after an end token.
+
+        Args:
+            table_rows: int64 ``[B]``.
+            value_logits, tokens: ``[B]`` or ``[B, N]``.
+        """
+        columns, rows = self.columns, table_rows.view(-1, *[1] * (tokens.dim() - 1))
+        lengths = torch.nn.functional.softplus(value_logits) / columns.nats_per_token[rows]
+        return lengths.masked_fill((columns.eos_token_ids[rows] == tokens[..., None]).any(-1), 0.0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from lenvm_kernels.ops._common import COLUMNS, INT_DTYPES, check_tensor, per_request
+from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
+from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
+from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.types import Drafts, Filters, SpanNodes
 
 # Most requests that a step computes at once. Engines admit thousands, and reserve the memory of the largest batch.
@@ -17,6 +19,13 @@ MAX_ROWS = 512
 CANDIDATES_OF_MODEL, CANDIDATES = 8, 64
 FILTER_DTYPES = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32, temperature=torch.float32)
 MAX_NUMBERS = 64
+_DRAFTS = Spec("drafts: Drafts")
+
+
+def check_class(name: str, value: object, accepted: type) -> None:
+    """Raise TypeError unless ``value`` is an instance of the named tuple ``accepted``."""
+    if value.__class__ is not accepted:  # no isinstance: a step makes few host calls
+        raise TypeError(f"{name} must be {accepted.__name__}, got {type(value).__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +85,38 @@ class StepConfig:
         if self.text_breaks is not None:
             check_tensor("text_breaks", self.text_breaks, dtypes=torch.int8, shape=(None,))
 
+    def completed(self, slots: SlotTable, device: torch.device, candidates: int, *, has_graphs: bool) -> StepConfig:
+        """The configuration with its defaults resolved, and its tensors on the step's ``device``.
 
-@runtime_checkable
-class SlotTable(Protocol):
-    """A slot table: :class:`PagedSlots`, or :class:`EngineSlots` for an engine that assigns its own slots."""
+        ``candidates`` and ``has_graphs`` are the defaults of ``max_candidates`` and ``graphs``.
+        """
+        can_have_graphs = has_graphs and self.backend != "reference"
+        if self.graphs and not can_have_graphs:
+            raise ValueError("graphs must be None or False unless kernels run on a GPU, got True")
+        return replace(
+            self,
+            max_requests=self.max_requests or slots.table.shape[0],
+            max_candidates=self.max_candidates or candidates,
+            text_breaks=None if self.text_breaks is None else self.text_breaks.to(device),
+            graphs=can_have_graphs if self.graphs is None else self.graphs,
+        )
 
-    @property
-    def table(self) -> torch.Tensor: ...
+    def checked_drafts(self, drafts: Drafts, requests: int, device: torch.device) -> Drafts:
+        """The checked drafts, with token ids as int64: kernels are compiled for one dtype."""
+        _DRAFTS.check("auto", drafts, device=device, sizes={"B": requests})
+        if (columns := drafts.token_ids.shape[1]) != self.max_drafts:
+            raise ValueError(f"drafts must have max_drafts = {self.max_drafts} columns, got {columns}")
+        return drafts._replace(token_ids=drafts.token_ids.long())
 
-    @property
-    def num_slots(self) -> int: ...
+    def checked_scores(self, scores: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
+        """The checked scores, without padding columns beyond the vocabulary.
 
-    @property
-    def page_size(self) -> int: ...
+        They may have fewer columns: the output layers of some models have no row for special tokens of the prompt.
+        """
+        check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(rows, None), device=device)
+        if scores.shape[1] == 0:
+            raise ValueError("scores must have at least one column, got none")
+        return scores[:, : self.vocab_size] if scores.shape[1] > self.vocab_size else scores
 
 
 class EngineSlots(NamedTuple):
@@ -104,6 +132,9 @@ class EngineSlots(NamedTuple):
     table: torch.Tensor
     num_slots: int
     page_size: int = 1
+
+
+SlotTable = PagedSlots | EngineSlots
 
 
 class StepBatch(NamedTuple):
@@ -132,11 +163,7 @@ class StepBatch(NamedTuple):
     counts: bool = True
 
     def checked(self, max_requests: int, device: torch.device) -> StepBatch:
-        """The checked batch, with token ids and rows as int64: kernels are compiled for one dtype.
-
-        Raises:
-            TypeError, ValueError: naming the field, what came and what is accepted.
-        """
+        """The checked batch, with token ids and rows as int64: kernels are compiled for one dtype."""
         is_many = self.new_lens is not None
         shape = (None, None) if is_many else (None,)
         check_tensor("batch.tokens", self.tokens, dtypes=INT_DTYPES, shape=shape, device=device)
@@ -154,6 +181,14 @@ class StepBatch(NamedTuple):
         if self.tokens.dtype is torch.int64 and self.table_rows.dtype is torch.int64:
             return self
         return self._replace(tokens=self.tokens.long(), table_rows=self.table_rows.long())
+
+    def check_states(self, rows: int, needed: tuple[int, torch.dtype] | None) -> None:
+        """Raise unless ``states`` are those that a value source needs (:attr:`ValueSource.needs_states`)."""
+        if needed is not None:
+            shape, device = (rows, needed[0]), self.lengths.device
+            check_tensor("batch.states", self.states, dtypes=needed[1], shape=shape, device=device)
+        elif self.states is not None:
+            raise ValueError("batch.states must be None unless values are made of the base model's states, got some")
 
     def grown_by(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The new tokens as ``[B, N]``, and their number in each row."""
@@ -197,12 +232,18 @@ class Sampling(NamedTuple):
     vocab_mask: torch.Tensor | None = None
     sample: bool = False
 
-    def filters(self, requests: int, device: torch.device, numbers: dict[Any, torch.Tensor]) -> Filters:
-        """The filters as tensors ``[requests]``. ``numbers`` keeps a tensor of each number for later steps.
+    def checked_mask(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """The checked ``vocab_mask`` for the columns of the scores."""
+        mask, words = self.vocab_mask, ceil_div(scores.shape[1], 32)
+        if mask is None:
+            return None
+        check_tensor("sampling.vocab_mask", mask, dtypes=torch.int32, shape=(len(scores), None), device=scores.device)
+        if mask.shape[1] < words:
+            raise ValueError(f"sampling.vocab_mask must have at least {words} columns, got {mask.shape[1]}")
+        return mask[:, :words]
 
-        Raises:
-            TypeError, ValueError: naming the field, what came and what is accepted.
-        """
+    def filters(self, requests: int, device: torch.device, numbers: dict[Any, torch.Tensor]) -> Filters:
+        """The filters as tensors ``[requests]``. ``numbers`` keeps a tensor of each number for later steps."""
         if self.temperature is not None and not self.is_logits:
             raise ValueError("sampling.temperature must be None when scores are probabilities (is_logits=False)")
         if len(numbers) > MAX_NUMBERS:
@@ -213,10 +254,10 @@ class Sampling(NamedTuple):
             if name == "temperature" and value is None:
                 value = 1.0
             if isinstance(value, torch.Tensor):
-                label = f"sampling.{name}"
-                fields.append(
-                    check_tensor(label, value, dtypes=dtype, shape=(requests,), device=device, unit_stride=False)
+                check_tensor(
+                    f"sampling.{name}", value, dtypes=dtype, shape=(requests,), device=device, unit_stride=False
                 )
+                fields.append(value)
                 continue
             key = name, type(value), value if isinstance(value, (int, float)) else None
             if key not in numbers:

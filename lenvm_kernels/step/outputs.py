@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.step.stages import StepResult
 from lenvm_kernels.types import Candidates, VerifiedTokens
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """The result of a guided step, on the device.
 
     On a GPU, a later step overwrites ``candidates``, ``value_logits`` and ``probs``, which belong to its CUDA graph.
@@ -42,47 +37,21 @@ class StepOutput:
     verified: VerifiedTokens | None = None
 
 
-def first_rows(result: StepResult, requests: int, count: int, *, is_reused: bool) -> StepOutput:
-    """The output of the first ``requests``, which have ``count`` nodes.
-
-    If ``is_reused``, the next step overwrites the result, and the tensors that callers keep are copied.
-    """
-    rows = len(result.drawn.tokens)
-    candidates, value_logits, (probs, tokens, lengths), verified = result
-    if count < rows:
-        candidates = Candidates(*(x[:count] for x in candidates))
-        value_logits = None if value_logits is None else value_logits[:count]
-        probs, tokens, lengths = probs[:count], tokens[:count], lengths[:count]
-        verified = None if verified is None else VerifiedTokens(*(x[:requests] for x in verified))
-    if is_reused:
-        tokens, lengths = tokens.clone(), lengths.clone()
-        verified = None if verified is None else VerifiedTokens(*(x.clone() for x in verified))
-    return StepOutput(candidates, value_logits, probs, tokens, lengths, verified)
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    """The result for a tensor, or for all tensors of a named tuple. Anything else is returned unchanged."""
+    if isinstance(x, torch.Tensor):
+        return function(x)
+    return type(x)(*(map_tensors(function, field) for field in x)) if isinstance(x, tuple) else x
 
 
-def joined(outputs: Sequence[StepOutput]) -> StepOutput:
-    """The outputs of the parts of a batch as one."""
-
-    def join(parts: Sequence[Any]) -> Any:
-        first = parts[0]
-        if first is None or isinstance(first, torch.Tensor):
-            return first if first is None else torch.cat(list(parts))
-        return type(first)(*map(join, zip(*parts, strict=True)))
-
-    return StepOutput(**{x.name: join([getattr(output, x.name) for output in outputs]) for x in fields(StepOutput)})
+def rows_of(x: Any, rows: slice) -> Any:
+    """Some rows of a tensor, or of all tensors of a named tuple."""
+    return map_tensors(lambda tensor: tensor[rows], x)
 
 
-def lengths_of(
-    value_logits: torch.Tensor,
-    tokens: torch.Tensor,
-    table: GuidanceTable,
-    table_rows: torch.Tensor,
-    wanted: torch.Tensor,
-) -> torch.Tensor:
-    """fp32 ``[B]`` or ``[B, N]``: lengths predicted after ``tokens`` from their value logits; NaN where not ``wanted``.
-
-    Also NaN without ``return_values``: requests between two spans are wanted as well, but only feed the value model.
-    """
-    rows = table_rows.view(-1, *[1] * (tokens.dim() - 1)).expand_as(tokens)
-    lengths = table.remaining_lengths(rows.flatten(), value_logits.flatten(), tokens.flatten()).view(tokens.shape)
-    return torch.where(wanted & table.columns.return_values[rows], lengths, math.nan)
+def joined(parts: Sequence[Any]) -> Any:
+    """The rows of several tensors, or named tuples of tensors, as one. If they are None, None."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))
+    return None if first is None else type(first)(*map(joined, zip(*parts, strict=True)))

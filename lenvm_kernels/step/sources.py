@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
-from lenvm_kernels.step import checks
+from lenvm_kernels.ops._common import check_tensor
 from lenvm_kernels.step.inputs import CANDIDATES, CANDIDATES_OF_MODEL
-from lenvm_kernels.step.tensors import StepRows, StepState
+from lenvm_kernels.step.state import StepRows, StepState
 from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
@@ -22,6 +22,7 @@ EARLY_WITH_VALUES, EARLY_WITHOUT_VALUES = 6.0, 3.0
 # Expected share of a forward's rows in use, out of one delta token and K candidates per request. A request with five
 # of eight candidates uses six of nine rows.
 LIVE_SHARE = 2 / 3
+_NO_IMAGES = "images must be None unless the value model is a vision-language model"
 
 
 class ValueSource(ABC):
@@ -75,7 +76,7 @@ class ValueSource(ABC):
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
         """Raise unless the source reads images and ``images`` describe ``tokens`` tokens."""
-        raise ValueError(checks.NO_IMAGES)
+        raise ValueError(_NO_IMAGES)
 
     def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:  # noqa: B027
         """Compute and cache the tokens of prompts, see :meth:`GuidedStep.extend`."""
@@ -95,11 +96,10 @@ class ConstantValues(ValueSource):
     early = EARLY_WITHOUT_VALUES
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
-        """See :class:`ValueSource`."""
         check_without_values(params or GuidanceParams())
 
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> None:
-        """Return None, because the guidance table stores the values; see :class:`ValueSource`."""
+        """Return None, because the guidance table stores the values."""
 
 
 class ProbeValues(ValueSource):
@@ -114,12 +114,10 @@ class ProbeValues(ValueSource):
         self.needs_states: tuple[int, torch.dtype] = (probe.config.state_size, probe.dtype)
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
-        """See :class:`ValueSource`."""
         if params is not None:
             check_with_probe(params)
 
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`ValueSource`."""
         assert states is not None
         return self.probe.value_logits(
             states,
@@ -131,7 +129,6 @@ class ProbeValues(ValueSource):
         )
 
     def warm_up(self, table_row: int) -> None:
-        """See :class:`ValueSource`."""
         scored = self._state.tensors.largest.scored.token_ids
         (size, dtype), device = self.needs_states, scored.device
         for rows in self.probe.rows_of_every_tile(len(scored)):
@@ -159,12 +156,10 @@ class ModelValues(ValueSource):
         self.value_model, self.device = value_model, value_model.device
 
     def bind(self, state: StepState) -> None:
-        """See :class:`ValueSource`."""
         super().bind(state)
         self.cache: KVCache = KVCache.of_slots(self.value_model, state.slots.num_slots)
 
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`ValueSource`."""
         state, trees, (requests, nodes) = self._state, rows.trees, rows.sizes
         computed = rows.scored if trees is None else trees
         batch = RaggedBatch.build(
@@ -187,8 +182,12 @@ class ModelValues(ValueSource):
         return z, z
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
-        """See :class:`ValueSource`."""
-        checks.check_images(images, tokens, self.value_model)
+        config, dtype, device = self.value_model.config, self.value_model.dtype, self.device
+        if config.mrope_sections is None:
+            raise ValueError(_NO_IMAGES)
+        check_tensor("images.positions", images.positions, dtypes=torch.int64, shape=(3, tokens), device=device)
+        check_tensor("images.rows", images.rows, dtypes=torch.int64, shape=(tokens,), device=device)
+        check_tensor("images.embeds", images.embeds, dtypes=dtype, shape=(None, config.hidden_size), device=device)
 
     def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
         """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""
@@ -217,7 +216,6 @@ class ModelValues(ValueSource):
             self.value_model.forward(batch, self.cache, backend=config.backend)
 
     def warm_up(self, table_row: int) -> None:
-        """See :class:`ValueSource`."""
         none = torch.zeros(1, dtype=torch.int32, device=self.device)
         prompt = torch.zeros(self._state.config.chunk_tokens, dtype=torch.int64, device=self.device)
         for length in self.value_model.sizes_of_every_tile(len(prompt)):

@@ -11,9 +11,13 @@ from lenvm_kernels.ops.draw import draw
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.ops.verify_drafts import verify_drafts
+from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.step.inputs import StepBatch
-from lenvm_kernels.step.tensors import StepRows, StepState
-from lenvm_kernels.types import Candidates, Drafts, DrawnTokens, Filters, SpanNodes, VerifiedTokens
+from lenvm_kernels.step.outputs import StepOutput
+from lenvm_kernels.step.sources import ValueSource
+from lenvm_kernels.step.state import StepRows, StepState
+from lenvm_kernels.types import Drafts, Filters, SpanNodes
 
 
 class StepCall(NamedTuple):
@@ -23,6 +27,7 @@ class StepCall(NamedTuple):
         scores: ``[rows, V]``. With ``addresses``, a tensor of the same dtype and width that is not read.
         vocab_mask: int32 ``[rows, ceil(V / 32)]``. With ``addresses``, a tensor of the same width that is not read. If
             None, all tokens are allowed.
+        drawn, probs: arguments of :meth:`GuidedStep.step`, outside of its CUDA graph.
         is_logits: whether the scores are logits.
         sample: whether tokens are drawn from the candidates.
         verifies: whether drafts are verified.
@@ -33,6 +38,8 @@ class StepCall(NamedTuple):
 
     scores: torch.Tensor
     vocab_mask: torch.Tensor | None
+    drawn: torch.Tensor | None
+    probs: torch.Tensor | None
     is_logits: bool
     sample: bool
     verifies: bool
@@ -43,22 +50,14 @@ class StepCall(NamedTuple):
     @property
     def key(self) -> tuple[object, ...]:
         """The properties on which a CUDA graph of the step depends."""
-        scores, mask, *options = self
-        return scores.dtype, scores.shape[1], mask is None, *options[:-1]
+        scores, mask, _, _, *options, _ = self
+        return scores.dtype, scores.shape[1], mask is None, *options
 
     def at_addresses(self, addresses: torch.Tensor, rows: int) -> StepCall:
         """The same call for ``rows`` rows of scores and mask that are found at ``addresses`` when it runs."""
         mask = None if self.vocab_mask is None else self.vocab_mask[:1].expand(rows, -1)
-        return self._replace(scores=self.scores[:1].expand(rows, -1), vocab_mask=mask, addresses=addresses)
-
-
-class StepResult(NamedTuple):
-    """Results of a step's operators, for all rows."""
-
-    candidates: Candidates
-    value_logits: torch.Tensor | None
-    drawn: DrawnTokens
-    verified: VerifiedTokens | None
+        scores = self.scores[:1].expand(rows, -1)
+        return self._replace(scores=scores, vocab_mask=mask, drawn=None, probs=None, addresses=addresses)
 
 
 def scale_tokens(state: StepState, logits: torch.Tensor, table_rows: torch.Tensor) -> None:
@@ -126,59 +125,56 @@ def begin(
         state.history.columns.uncounted.add_(1)
 
 
-def choose(state: StepState, rows: StepRows, call: StepCall) -> Candidates:
-    """The candidates of all nodes. Writes the candidates whose values are needed, and the trees that they form."""
-    requests, config = rows.requests, state.config
-    candidates = topk_candidates(
-        call.scores,
-        top_k=requests.top_k,
-        top_p=requests.top_p,
-        min_p=requests.min_p,
-        max_candidates=rows.scored.token_ids.shape[1],
-        temperature=requests.temperature if call.is_logits else None,
-        is_logits=call.is_logits,
-        guided=requests.guided,
-        vocab_mask=call.vocab_mask,
-        addresses=call.addresses,
-        is_aligned=call.is_aligned,
-        table=state.table.columns,
-        table_rows=requests.table_rows,
-        generated=requests.generated,
-        text_breaks=config.text_breaks,
-        last_tokens=None if config.text_breaks is None else requests.last_tokens,
-        requests=requests,
-        drawn=requests.drawn,
-        sample=call.sample,
-        score_all=config.score_all,
-        step=state.history.columns.step,
-        scored=rows.scored,
-        backend=call.backend,
-        validate=False,
-    )
-    if rows.trees is not None:
-        pack_drafts(rows.scored, requests.drafts, out=rows.trees, backend=call.backend)
-    return candidates
-
-
-def draw_tokens(
-    state: StepState,
-    rows: StepRows,
-    candidates: Candidates,
-    values: tuple[torch.Tensor, torch.Tensor] | None,
-    call: StepCall,
-) -> DrawnTokens:
-    """Guided probabilities, next tokens, and predicted lengths of all nodes."""
-    value_logits, predicted = (None, None) if values is None else values
-    return draw(
-        candidates,
-        value_logits,
-        state.table.columns,
-        rows.requests,
-        rows.scored,
-        predicted=predicted,
-        sample=call.sample,
-        drawn=rows.requests.drawn,
-        text_breaks=state.config.text_breaks,
-        backend=call.backend,
-        validate=False,
-    )
+def guide(
+    state: StepState, rows: StepRows, values: ValueSource, call: StepCall, states: torch.Tensor | None
+) -> StepOutput:
+    """Choose the candidates of all nodes, compute the values of candidates that need them, and draw tokens."""
+    requests, scored, table = rows.requests, rows.scored, state.table.columns
+    text_breaks = state.config.text_breaks
+    with profiler_range("candidates"):
+        candidates = topk_candidates(
+            call.scores,
+            top_k=requests.top_k,
+            top_p=requests.top_p,
+            min_p=requests.min_p,
+            max_candidates=scored.token_ids.shape[1],
+            temperature=requests.temperature if call.is_logits else None,
+            is_logits=call.is_logits,
+            guided=requests.guided,
+            vocab_mask=call.vocab_mask,
+            addresses=call.addresses,
+            is_aligned=call.is_aligned,
+            table=table,
+            table_rows=requests.table_rows,
+            generated=requests.generated,
+            text_breaks=text_breaks,
+            last_tokens=None if text_breaks is None else requests.last_tokens,
+            requests=requests,
+            drawn=requests.drawn,
+            score_all=state.config.score_all,
+            step=state.history.columns.step,
+            scored=scored,
+            sample=call.sample,
+            backend=call.backend,
+            validate=False,
+        )
+        if rows.trees is not None:
+            pack_drafts(scored, requests.drafts, out=rows.trees, backend=call.backend)
+    with profiler_range("values"):
+        value_logits, predicted = values.value_logits(rows, states) or (None, None)
+    with profiler_range("draw"):
+        drawn = draw(
+            candidates,
+            value_logits,
+            table,
+            requests,
+            scored,
+            predicted=predicted,
+            drawn=requests.drawn,
+            text_breaks=text_breaks,
+            sample=call.sample,
+            backend=call.backend,
+            validate=False,
+        )
+        verified = verify_drafts(drawn.tokens, requests.drafts, backend=call.backend) if call.verifies else None
+    return StepOutput(candidates, value_logits, *drawn, verified)

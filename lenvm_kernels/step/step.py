@@ -7,8 +7,8 @@ value model's cache uses the engine's slots. A request's parameters are written 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,21 +19,16 @@ from tqdm import tqdm
 from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.spans import SpanState
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, ceil_div, check_tensor, resolve_backend
 from lenvm_kernels.ops.reweight_scatter import scatter_probs
 from lenvm_kernels.ops.topk_candidates import rows_are_aligned
-from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.profiling import profiler_range
-from lenvm_kernels.step import checks, stages
-from lenvm_kernels.step.graphs import Graphs, bucket_of
-from lenvm_kernels.step.history import History
-from lenvm_kernels.step.inputs import MAX_ROWS, PreparedStep, Sampling, SlotTable, StepBatch, StepConfig
-from lenvm_kernels.step.outputs import StepOutput, first_rows, joined, lengths_of
-from lenvm_kernels.step.parts import parts_of
+from lenvm_kernels.step import stages
+from lenvm_kernels.step.inputs import MAX_ROWS, PreparedStep, Sampling, SlotTable, StepBatch, StepConfig, check_class
+from lenvm_kernels.step.outputs import StepOutput, joined, map_tensors, rows_of
 from lenvm_kernels.step.sources import ValueSource
-from lenvm_kernels.step.stages import StepCall, StepResult
-from lenvm_kernels.step.tensors import StepRows, StepState, StepTensors
-from lenvm_kernels.step.warm_up import dummy_steps
+from lenvm_kernels.step.stages import StepCall
+from lenvm_kernels.step.state import Graphs, History, StepRows, StepState, StepTensors, bucket_of
 from lenvm_kernels.types import DeltaTokens, Drafts, Filters, Mode
 from lenvm_kernels.values import ImageTokens
 
@@ -82,8 +77,16 @@ class GuidedStep:
         if not isinstance(values, ValueSource):
             accepted = "a ValueSource: ModelValues(value_model), ProbeValues(probe) or ConstantValues()"
             raise TypeError(f"values must be {accepted}, got {type(values).__name__}")
-        self.config = config = checks.completed(config, slots, values.device, values.candidates, self.graphs_class)
-        self.device, self.values = slots.table.device, values
+        if not isinstance(config, StepConfig):
+            raise TypeError(f"config must be a StepConfig, got {type(config).__name__}")
+        if not isinstance(slots, SlotTable):
+            raise TypeError(f"slots must be PagedSlots or EngineSlots, got {type(slots).__name__}")
+        self.values, self.device = values, values.device or slots.table.device
+        check_tensor("slots.table", slots.table, dtypes=torch.int32, shape=(None, None), device=self.device)
+        if slots.num_slots < 1:
+            raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
+        has_graphs = self.graphs_class.supports(self.device)
+        self.config = config = config.completed(slots, self.device, values.candidates, has_graphs=has_graphs)
         table_rows = slots.table.shape[0]
         self.max_requests = config.max_requests or table_rows
         # The extra row is for the dummy requests that pad a batch to its graph's size.
@@ -199,8 +202,14 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        checks.check_prompts(tokens, table_rows, starts, lens, cached_lens, self.device)
-        begins = checks.check_begins(begins, len(tokens))
+        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=self.device)
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=self.device)
+        for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
+            check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=self.device)
+        begins = [0] if begins is None else [int(begin) for begin in begins]
+        if begins != sorted(begins) or not all(0 <= begin <= len(tokens) for begin in begins):
+            accepted = f"ascending places of 0 to {len(tokens)}, the number of tokens"
+            raise ValueError(f"begins must be {accepted}, got {begins}")
         if images is not None:
             self.values.check_images(images, len(tokens))
         self.flush()
@@ -234,11 +243,11 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         config, device = self.config, self.device
-        checks.check_class("batch", batch, StepBatch)
+        check_class("batch", batch, StepBatch)
         batch = batch.checked(self.max_requests, device)
         requests, nodes, is_changed = batch.tokens.shape[0], 1, False
         if drafts is not None:
-            drafts, nodes = checks.checked_drafts(drafts, requests, config, device), 1 + config.max_drafts
+            drafts, nodes = config.checked_drafts(drafts, requests, device), 1 + config.max_drafts
         if logits is not None:
             check_tensor("logits", logits, dtypes=FLOAT_DTYPES, shape=(requests * nodes, None), device=device)
             is_changed = bool(self._scaled_rows or self._span_rows)
@@ -290,8 +299,8 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         config, device = self.config, self.device
-        checks.check_class("prepared", prepared, PreparedStep)
-        checks.check_class("sampling", sampling, Sampling)
+        check_class("prepared", prepared, PreparedStep)
+        check_class("sampling", sampling, Sampling)
         if scores is None and (scores := prepared.logits) is None:
             raise ValueError("scores must be given unless logits were passed to prepare, got neither")
         backend = resolve_backend(config.backend, "scores", scores)
@@ -300,70 +309,72 @@ class GuidedStep:
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
         requests, nodes = batch.tokens.shape[0], 1 if drafts is None else 1 + config.max_drafts
         count = requests * nodes
-        scores = checks.checked_scores(scores, (count, config.vocab_size), device)
-        mask = checks.checked_mask(sampling.vocab_mask, scores)
-        checks.check_step(count, device, probs=probs, drawn=drawn, backend=backend)
-        checks.check_states(batch.states, count, device, self.values.needs_states)
+        scores = config.checked_scores(scores, count, device)
+        mask = sampling.checked_mask(scores)
+        if drawn is not None:
+            drawn = check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(count,), device=device).long()
+        if probs is not None:
+            check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(count, None), device=device)
+        batch.check_states(count, self.values.needs_states)
         filters = sampling.filters(requests, device, self._numbers)
         self.flush()
-        call = StepCall(
-            scores,
-            mask,
-            sampling.is_logits,
-            sampling.sample,
-            verifies=verify is not None,
-            backend=backend,
-            is_aligned=rows_are_aligned(scores) and scores.data_ptr() % 16 == 0,
-        )
-        drawn = None if drawn is None else drawn.long()
+        is_aligned = rows_are_aligned(scores) and scores.data_ptr() % 16 == 0
+        options = sampling.is_logits, sampling.sample, verify is not None, backend, is_aligned
+        call = StepCall(scores, mask, drawn, probs, *options)
         if requests <= MAX_ROWS:
-            return self._launch(prepared, call, filters, drawn, probs)
+            return self._launch(prepared, call, filters)
         outputs = []
-        for part in parts_of(requests, nodes):
-            of_part = part.of(prepared), part.of_call(call), part.of_requests(filters)
-            output = self._launch(*of_part, part.of_nodes(drawn), part.of_nodes(probs))
-            outputs.append(deepcopy(output))  # the next part overwrites it
+        for first in range(0, requests, MAX_ROWS):
+            own = slice(first, min(first + MAX_ROWS, requests))
+            of_nodes = slice(own.start * nodes, own.stop * nodes)
+            part = rows_of(batch._replace(states=None), own)._replace(
+                states=rows_of(batch.states, of_nodes), counts=batch.counts and own.stop == requests
+            )
+            prepared_part = prepared._replace(
+                batch=part, drafts=rows_of(drafts, own), spans=rows_of(prepared.spans, of_nodes)
+            )
+            output = self._launch(prepared_part, rows_of(call, of_nodes), rows_of(filters, own))
+            outputs.append(map_tensors(torch.clone, output))  # the next part overwrites it
         return joined(outputs)
 
-    def _launch(
-        self,
-        prepared: PreparedStep,
-        call: StepCall,
-        filters: Filters,
-        drawn: torch.Tensor | None,
-        probs: torch.Tensor | None,
-    ) -> StepOutput:
+    def _launch(self, prepared: PreparedStep, call: StepCall, filters: Filters) -> StepOutput:
         """A step of at most ``MAX_ROWS`` requests, with checked arguments."""
         _, batch, drafts, spans, _ = prepared
-        requests, count = len(batch.lengths), len(call.scores)
+        state, requests, count = self._state, len(batch.lengths), len(call.scores)
         graphs, rows = self._rows_for(requests, count // requests)
         with profiler_range("begin"):
             stages.begin(
-                self._state,
+                state,
                 rows,
                 batch,
                 drafts=drafts,
                 spans=None if drafts is None else spans,  # without drafts the table has the same state
-                drawn=drawn,
+                drawn=call.drawn,
                 filters=filters,
                 scores=call.scores,
                 vocab_mask=call.vocab_mask,
                 backend=call.backend,
             )
         if graphs is None:
-            result = self._guide(rows, call, batch.states)
+            output = stages.guide(state, rows, self.values, call, batch.states)
         else:
             if rows.states is not None and batch.states is not None:
                 rows.states[:count].copy_(batch.states)
-            key = rows.sizes, call.key
-            result = graphs.run(key, lambda: self._guide_from_addresses(rows, call))
-        output = first_rows(result, requests, count, is_reused=graphs is not None)
-        if probs is not None:
-            of_batch = self._state.table.columns.mode, rows.requests.table_rows[:count]
-            scatter_probs(call.backend, probs, output.probs, output.candidates, *of_batch)
-        if not call.sample and drawn is None:
-            output = replace(output, tokens=None, remaining_lengths=None)
-        return output if self._value_rows else replace(output, remaining_lengths=None)
+            at_addresses = call.at_addresses(state.tensors.addresses, len(rows.requests.positions))
+            guide = partial(stages.guide, state, rows, self.values, at_addresses, rows.states)
+            output = graphs.run((rows.sizes, call.key), guide)
+            if count < len(output.probs):
+                verified = rows_of(output.verified, slice(requests))
+                output = rows_of(output._replace(verified=None), slice(count))._replace(verified=verified)
+            # A later step overwrites the result. Callers keep these fields.
+            names = "tokens", "remaining_lengths", "verified"
+            output = output._replace(**{name: map_tensors(torch.clone, getattr(output, name)) for name in names})
+        if call.probs is not None:
+            of_batch = state.table.columns.mode, rows.requests.table_rows[:count]
+            scatter_probs(call.backend, call.probs, output.probs, output.candidates, *of_batch)
+        if not call.sample and call.drawn is None:
+            return output._replace(tokens=None, remaining_lengths=None)
+        return output if self._value_rows else output._replace(remaining_lengths=None)
 
     def _rows_for(self, requests: int, nodes: int) -> tuple[Graphs | None, StepRows]:
         """The graphs, None if the batch must be launched eagerly, and the tensors of its rows, padded for a graph."""
@@ -371,23 +382,6 @@ class GuidedStep:
         graphs = None if is_captured else self._graphs
         size = requests if graphs is None else bucket_of(requests, self._max_rows)
         return graphs, self._state.tensors.rows(size, nodes)
-
-    def _guide(self, rows: StepRows, call: StepCall, states: torch.Tensor | None) -> StepResult:
-        with profiler_range("candidates"):
-            candidates = stages.choose(self._state, rows, call)
-        with profiler_range("values"):
-            values = self.values.value_logits(rows, states)
-        with profiler_range("draw"):
-            drawn = stages.draw_tokens(self._state, rows, candidates, values, call)
-            verified = (
-                verify_drafts(drawn.tokens, rows.requests.drafts, backend=call.backend) if call.verifies else None
-            )
-        return StepResult(candidates, None if values is None else values[0], drawn, verified)
-
-    def _guide_from_addresses(self, rows: StepRows, call: StepCall) -> StepResult:
-        """A step that reads tensors at fixed addresses only, for a CUDA graph."""
-        call = call.at_addresses(self._state.tensors.addresses, len(rows.requests.positions))
-        return self._guide(rows, call, rows.states)
 
     @torch.no_grad()
     def predict(self, batch: StepBatch) -> torch.Tensor:
@@ -414,16 +408,19 @@ class GuidedStep:
         if not self.values.needs_tokens and not has_states:
             came = type(self.values).__name__
             raise ValueError(f"values must be ModelValues or ProbeValues to predict lengths, got {came}")
-        checks.check_class("batch", batch, StepBatch)
+        check_class("batch", batch, StepBatch)
         batch = batch.checked(self.max_requests, device)
         backend = resolve_backend(config.backend, "batch.tokens", batch.tokens)
         nodes = 1 if has_states else 1 + config.max_drafts
-        checks.check_predict(batch.tokens, nodes)
-        checks.check_states(batch.states, len(batch.lengths), device, self.values.needs_states)
-        if (requests := len(batch.lengths)) > MAX_ROWS:
-            return torch.cat([self.predict(part.of_requests(batch)) for part in parts_of(requests, 1)])
         table_rows, lengths, (tokens, new_lens) = batch.table_rows, batch.lengths, batch.grown_by()
         b, columns = tokens.shape
+        if columns > nodes:
+            accepted = "1 column" if nodes == 1 else f"1 to 1 + max_drafts = {nodes} columns"
+            raise ValueError(f"batch.tokens must have {accepted}, got {columns}")
+        batch.check_states(b, self.values.needs_states)
+        if b > MAX_ROWS:
+            parts = [slice(first, first + MAX_ROWS) for first in range(0, b, MAX_ROWS)]
+            return torch.cat([self.predict(rows_of(batch, part)) for part in parts])
         self.flush()
 
         # The sequence ends before the tokens, which are scored as candidates at their own positions.
@@ -443,8 +440,11 @@ class GuidedStep:
             values = compute() if graphs is None else graphs.run((rows.sizes, "values"), compute)
         assert values is not None  # sources that read tokens or states compute values
         z = values[1].view(-1, nodes, values[1].shape[1])[:b, :columns, 0]
+        # Requests between two spans want a length, too, but only to feed the value model.
+        wants_length = wants_length & self.table.columns.return_values[table_rows]
         is_wanted = wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
-        return lengths_of(z, tokens, self.table, table_rows, is_wanted).view(batch.tokens.shape)
+        found = self.table.remaining_lengths(table_rows, z, tokens)
+        return found.masked_fill(~is_wanted, math.nan).view(batch.tokens.shape)
 
     @torch.no_grad()
     def warm_up(
@@ -469,37 +469,57 @@ class GuidedStep:
             progress: show a progress bar on stderr.
         """
         sizes = sorted({bucket_of(b, self._max_rows) for b in range(1, self._max_rows + 1)})
+        temperature = 1.0 if is_logits else None
+        sampling = Sampling(0, 1.0, 0.0, temperature=temperature, is_logits=is_logits, sample=sample)
         with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
             for size in bar:  # largest first: the later graphs reuse its memory
-                self._warm_up_size(size, size == sizes[0], scores_dtype, probs_dtype, is_logits, sample)
+                self._warm_up_size(size, sampling, scores_dtype, probs_dtype, is_last=size == sizes[0])
         self.values.warm_up(self._state.padding_row)
 
     def _warm_up_size(
         self,
         size: int,
-        is_last: bool,
+        sampling: Sampling,
         scores_dtype: torch.dtype,
         probs_dtype: torch.dtype | None,
-        is_logits: bool,
-        sample: bool,
+        *,
+        is_last: bool,
     ) -> None:
-        rows = torch.full((size,), self._state.padding_row, dtype=torch.int64, device=self.device)
-        arguments = (self.config, rows, scores_dtype, self.values.needs_states)
-        for has_mask in (False, True) if is_last else (False,):
-            steps = dummy_steps(*arguments, is_logits=is_logits, sample=sample, has_mask=has_mask)
-            for scores, batch, drafts, sampling in steps:
-                prepared, probs = [self.prepare(None, batch, drafts)], None
-                if is_last:
-                    spans = stages.limit_spans(self._state, None, batch, drafts)
-                    prepared.append(prepared[0]._replace(spans=spans))
-                    if is_logits:
-                        stages.limit_spans(self._state, scores.contiguous(), batch, drafts)
-                    if probs_dtype is not None:
-                        probs = torch.zeros(scores.shape, dtype=probs_dtype, device=self.device)
+        """Steps of dummy requests: without drafts, with one and with several new tokens, and with drafts.
+
+        The requests are not guided, so that no element of the scores is read.
+        """
+        config, device, states = self.config, self.device, self.values.needs_states
+        table_rows = torch.full((size,), self._state.padding_row, dtype=torch.int64, device=device)
+        lens = torch.zeros(size, dtype=torch.int32, device=device)
+
+        def zeros(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            # One row in memory: the scores of a large batch would take gigabytes that an engine has reserved.
+            return torch.zeros(1, width, dtype=dtype, device=device).expand(count, -1)
+
+        most = 1 + config.max_drafts
+        for nodes, width in sorted({(1, 1), (1, most), (most, most)}):
+            count = size * nodes
+            scores = zeros(count, config.vocab_size, scores_dtype)
+            tokens = torch.zeros((size, width) if width > 1 else (size,), dtype=torch.int64, device=device)
+            row_states = None if states is None else zeros(count, *states).contiguous()
+            batch = StepBatch(tokens, table_rows, lens, lens if width > 1 else None, states=row_states)
+            none = torch.full((size, nodes - 1), -1, dtype=torch.int32, device=device)
+            drafts = None if nodes == 1 else Drafts(none.long(), none)
+            prepared, probs, masks = [self.prepare(None, batch, drafts)], None, list[torch.Tensor | None]([None])
+            if is_last:
+                spans = stages.limit_spans(self._state, None, batch, drafts)
+                prepared.append(prepared[0]._replace(spans=spans))
+                masks.append(zeros(count, ceil_div(config.vocab_size, 32), torch.int32))
+                if sampling.is_logits:
+                    stages.limit_spans(self._state, scores.contiguous(), batch, drafts)
+                if probs_dtype is not None:
+                    probs = torch.zeros(scores.shape, dtype=probs_dtype, device=device)
+            for mask in masks:
                 for each in prepared:
-                    self.step(each, sampling, scores=scores, probs=probs)
-                    if drafts is not None and sample:
-                        self.step(each, sampling, scores=scores, verify="same_draws")
-                # With a probe, a prediction has one token per request.
-                if self.values.needs_tokens or (batch.states is not None and len(scores) == batch.tokens.numel()):
-                    self.predict(batch)
+                    self.step(each, sampling._replace(vocab_mask=mask), scores=scores, probs=probs)
+                    if drafts is not None and sampling.sample:
+                        self.step(each, sampling._replace(vocab_mask=mask), scores=scores, verify="same_draws")
+            # With a probe, a prediction has one token per request.
+            if self.values.needs_tokens or (states is not None and nodes == width == 1):
+                self.predict(batch)

@@ -64,6 +64,8 @@ def test_request_is_written_into_its_row(request_, eos, expected):
     """A request overwrites all columns of the previous one, and its removal leaves the row unguided."""
     table, params = new_table(), request_ and parse_guidance(request_)
     table.add_request(1, parse_guidance(FULL), {1, 2}, seed=3, span=SpanState(9, 4, end=8, match=3, closing_from=6))
+    state = dict(prompt_len=4, span_seen=9, span_ended=True, span_match=3, closing_from=6, seed=3)
+    assert {name: getattr(table.columns, name)[1].item() for name in state} == state
     table.columns.faults[1] = 4
     table.add_request(1, params, eos, prompt_len=9, seed=-(2**63))
     assert_row(table, 0)
@@ -105,7 +107,13 @@ def test_totals_with_an_early_aim(request_, shift):
 
 @pytest.mark.parametrize(
     ("asked", "length"),
-    [(None, 8), (NEAR | {"target_length": 0}, 8), (NEAR, 100), ({"target_length": 9, "answer_length": 4.5}, 13.5)],
+    [
+        (None, 8),
+        (NEAR | {"target_length": 0}, 8),
+        (NEAR, 100),
+        ({"target_length": 9, "answer_length": 4.5}, 13.5),
+        (NEAR | {"target_length": 3e38, "gamma": 0.1}, torch.finfo(torch.float32).max / -math.log(0.1)),
+    ],
 )
 def test_target_logit_is_the_value_of_target_and_answer(asked, length):
     """At least 8 tokens, without the early aim."""
@@ -113,28 +121,6 @@ def test_target_logit_is_the_value_of_target_and_answer(asked, length):
     table.add_request(0, None if asked is None else parse_guidance({"end_token_ids": [3]} | asked), set())
     nats = torch.nn.functional.softplus(table.columns.target_logit.double())
     torch.testing.assert_close(nats / table.columns.nats_per_token, torch.tensor([length]).double(), rtol=1e-5, atol=0)
-
-
-def test_target_logit_is_finite():
-    table = GuidanceTable.from_params([GuidanceParams(Mode.NEAR, target_length=3e38, gamma=0.1)], [set()], "cpu")
-    assert table.columns.target_logit.tolist() == [torch.finfo(torch.float32).max]
-
-
-def test_columns_of_ending_tokens_share_memory():
-    table = new_table(max_eos=2)
-    table.add_request(1, None, {7})
-    columns = table.columns
-    columns.eos_token_ids[1, 1], columns.span_end_token_ids[1, 0] = 60, 61
-    assert columns.ending_token_ids[1].tolist() == [7, 60, 61, -2, -2, -2]
-    columns.ending_token_ids[0] = 6
-    assert columns.eos_token_ids[0].tolist() == [6] * 2 and columns.span_end_token_ids[0].tolist() == [6] * 4
-
-
-def test_state_of_a_span_is_written():
-    table, params = new_table(), parse_guidance({"end_token_ids": [9]})
-    table.add_request(2, params, {0}, seed=2**63 - 1, span=SpanState(9, 4, end=8, match=1, closing_from=6))
-    state = dict(prompt_len=4, span_seen=9, span_ended=True, span_match=1, closing_from=6, seed=2**63 - 1)
-    assert {name: getattr(table.columns, name)[2].item() for name in state} == state
 
 
 def test_lengths_of_rows_out_of_order():

@@ -1,12 +1,9 @@
 """Ends of sentences and lines in texts, and in the tokens of a vocabulary."""
 
-from importlib.util import find_spec
-
 import pytest
 
 from lenvm_kernels import TextBreak, text_breaks_of
 from lenvm_kernels.guidance.sentences import ends_sentence
-from lenvm_kernels.loading import MODEL_PACKAGE, model_path
 
 ENDS = "a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "वर्षा।", "لماذا؟", "`a.`", "```\nx = 1\n```", "_a._"
 OTHERS = "", "a", "a,", "a:", '"', "a. b", "x = 1`", "1.5", "(a.) b)"
@@ -38,19 +35,3 @@ def test_text_breaks_of_hand_written_vocabulary():
     assert text_breaks_of(words, 10).tolist() == [*expected, none, none]
     assert text_breaks_of(words, 3).tolist() == expected[:3]
     assert text_breaks_of(Words("a", "\n", ":")) is None
-
-
-@pytest.mark.skipif(find_spec(MODEL_PACKAGE) is None, reason=f"{MODEL_PACKAGE} is not installed")
-def test_text_breaks_of_real_tokenizer():
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path().parent, gguf_file=model_path().name)
-    breaks = text_breaks_of(tokenizer)
-    assert len(breaks) == 49_152 and breaks.dtype.itemsize == 1
-
-    def break_after(text):
-        return breaks[tokenizer(text).input_ids[-1]].item()
-
-    assert {break_after(text) for text in ("It rains.", "Does it?", 'He said "no."')} == {2}
-    assert {break_after(text) for text in ("- one\n", "if x:\n", "It rains.\n\n")} == {1}
-    assert {break_after(text) for text in ("It rains", "It,", "one:", "<|im_end|>")} == {0}

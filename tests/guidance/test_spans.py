@@ -55,38 +55,40 @@ def test_begin_and_end_of_span(prompt, output, starts, expected):
     assert GuidanceParams().span_state(prompt, output) == SpanState(state.seen, len(prompt))
 
 
+CLOSED = dict(end_token_ids=((7, 9),), hard_limit=2, hard_limit_grace=2, end_message=(5, 6))
+LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_tokens": 10})
+
+
 @pytest.mark.parametrize(
-    ("output", "expected"),
+    ("params", "prompt", "output", "begin", "expected"),
     [
-        ([1, 1], None),
-        ([1, 1, 5], 5),
-        ([1, 1, 1, 5, 6], 6),
-        ([1, 1, 1, 1, 5], 7),
-        ([1, 1, 1, 1, 1, 5], None),  # the message began too late
-        ([1, 5, 6], None),
-        ([1, 1, 5, 1], None),
-        ([1, 1, 5, 6, 7, 9], None),  # the forced end has ended the span
+        # The message and the end after it begin within the grace.
+        (CLOSED, [3, 3, 3], [1, 1], 3, None),
+        (CLOSED, [3, 3, 3], [1, 1, 5], 3, 5),
+        (CLOSED, [3, 3, 3], [1, 1, 1, 5, 6], 3, 6),
+        (CLOSED, [3, 3, 3], [1, 1, 1, 1, 5], 3, 7),
+        (CLOSED, [3, 3, 3], [1, 1, 1, 1, 1, 5], 3, None),  # the message began too late
+        (CLOSED, [3, 3, 3], [1, 5, 6], 3, None),
+        (CLOSED, [3, 3, 3], [1, 1, 5, 1], 3, None),
+        (CLOSED, [3, 3, 3], [1, 1, 5, 6, 7, 9], 3, None),  # the forced end has ended the span
+        # The limit counts from the span.
+        (dict(end_token_ids=((9,),), start_token_ids=((8,),), hard_limit=2, end_message=(5,)), [3],
+         [1, 1, 5, 8, 1, 1, 5], 5, 7),
+        # A landing has no end tokens, and its tokens in the prompt do not count.
+        (vars(LANDING), [3, 5, 6], [1, 1], 3, None),
+        (vars(LANDING), [3, 5, 6], [1, 1, 5, 6, 5, 1], 3, 5),
+        (vars(LANDING), [3, 5, 6], [5, 6], 3, None),
+        (vars(LANDING), [3, 5, 6], [1, 5, 6], 3, None),
     ],
-)
-def test_progress_of_forced_end(output, expected):
-    """The message and the end after it begin within the grace."""
-    params = GuidanceParams(end_token_ids=((7, 9),), hard_limit=2, hard_limit_grace=2, end_message=(5, 6))
-    assert params.closing_token_ids == (5, 6, 7, 9)
-    assert params.span_state([3, 3, 3], output).closing_from == expected
+)  # fmt: skip
+def test_progress_of_closing(params, prompt, output, begin, expected):
+    state = GuidanceParams(**params).span_state(prompt, output)
+    assert (state.seen, state.begin, state.closing_from) == (len(prompt) + len(output), begin, expected)
 
 
-def test_progress_of_forced_end_counts_from_the_span():
-    params = GuidanceParams(end_token_ids=((9,),), start_token_ids=((8,),), hard_limit=2, end_message=(5,))
-    assert params.span_state([3], [1, 1, 5, 8, 1, 1, 5]).closing_from == 7
-
-
-def test_progress_of_landing():
-    """A landing has no end tokens, and its tokens in the prompt do not count."""
-    params = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_tokens": 10})
-    assert params.has_span and params.closing_token_ids == (5, 6) and not params.span_patterns.token_ids
-    for output, expected in ([1, 1], None), ([1, 1, 5], 5), ([1, 1, 5, 6, 5, 1], 5), ([5, 6], None), ([1, 5, 6], None):
-        state = params.span_state([3, 5, 6], output)
-        assert (state.seen, state.begin, state.end, state.closing_from) == (3 + len(output), 3, None, expected)
+def test_tokens_that_are_forced():
+    assert GuidanceParams(**CLOSED).closing_token_ids == (5, 6, 7, 9)
+    assert LANDING.has_span and LANDING.closing_token_ids == (5, 6) and not LANDING.span_patterns.token_ids
 
 
 def ends_with(tokens, sequences):
@@ -162,10 +164,8 @@ def test_thought_markers_of_tokenizers():
     assert (of_one.ends, of_one.starts, of_one.encode("ab")) == (((4,),), ((3,),), [97, 98])
     of_several = Thoughts.of(tokenizer_of({}, "{{ '<think>' }} {{ content.split('</think>')[-1] }}"))
     text = [ord(x) for x in "</think"]
-    assert (
-        of_several.ends == ((*text, ord(">")), (*text, ord("}")), (*text, ord("}"), ord("\n")))
-        and not of_several.starts
-    )
+    assert of_several.ends == ((*text, ord(">")), (*text, ord("}")), (*text, ord("}"), ord("\n")))
+    assert not of_several.starts
     none = Thoughts.of(tokenizer_of({}, "{{ content }}"))
     assert (none.ends, none.starts) == ((), ())
     params = parse_guidance({"thinking_budget": 8, "end_message": "So", "hard_limit": 5}, thoughts=of_several)

@@ -4,16 +4,24 @@ import torch
 
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import MOST_LIKELY, Engine, make_step
-from tests.helpers.models import VOCAB
+from tests.helpers.models import EOS, VOCAB
 from tests.helpers.padded_step import PaddedStep
+
+END = 11
 
 
 class BaseModel:
-    """Scores of the next token that depend on the last token and the length alone."""
+    """Scores of the next token that depend on the last token and the length alone.
 
-    def __init__(self, peak=2.0):
+    The end of sequence is likely everywhere, and :data:`END` sometimes.
+    """
+
+    def __init__(self):
         generator = torch.Generator().manual_seed(3)
-        self.by_token, self.by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * peak for _ in range(2))
+        self.by_token, self.by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * 2 for _ in range(2))
+        self.by_token[:, EOS] = 6.0
+        self.by_length[:, EOS] = torch.arange(VOCAB) % 3
+        self.by_token[:, END] = 4.0
 
     def scores(self, sequence):
         return self.by_token[sequence[-1]] + self.by_length[len(sequence)]
@@ -27,24 +35,6 @@ def paths(tokens, parents):
             break
         drafts.append([*drafts[parent + 1], token])
     return drafts
-
-
-def nodes_of(sequences, tokens, parents):
-    """The tokens before the candidates of each node of each request; None for an absent draft."""
-    requests = [(s, paths(t, p), 1 + len(t)) for s, t, p in zip(sequences, tokens, parents, strict=True)]
-    return [[*s, *drafts[j]] if j < len(drafts) else None for s, drafts, nodes in requests for j in range(nodes)]
-
-
-def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_others=False, **options):
-    """A step with drafts, after each sequence has grown by ``new[i]`` tokens.
-
-    ``draws_others``: unguided requests get their most likely token."""
-    nodes, drafts = nodes_of(sequences, tokens, parents), make_drafts(tokens, parents)
-    scores = torch.stack([torch.zeros(VOCAB) if node is None else base.scores(node) for node in nodes])
-    options = dict(min_p=0.02, top_p=1.0, temperature=0.8, verify="same_draws") | options
-    if draws_others:
-        options["drawn"] = MOST_LIKELY
-    return engine.decode(rows, sequences, scores, new=new, drafts=drafts, **options)
 
 
 def run_plain(models, rows, prompts, guidance, count, base, **options):
@@ -68,8 +58,12 @@ def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, pa
     sequences, new, steps = [list(tokens) for tokens in prompts], [1] * len(rows), 0
     while any(len(s) - len(p) < count for s, p in zip(sequences, prompts, strict=True)):
         tokens = [draft(i, s) for i, s in enumerate(sequences)]
-        all_parents = [parents] * len(rows)
-        output = step_with(engine, rows, sequences, new, base, tokens, all_parents, draws_others=True)
+        scores = torch.zeros(len(rows), 1 + len(parents), VOCAB)
+        for i, sequence in enumerate(sequences):
+            for j, path in enumerate(paths(tokens[i], parents)):
+                scores[i, j] = base.scores([*sequence, *path])
+        options = dict(drafts=make_drafts(tokens, [parents] * len(rows)), verify="same_draws", drawn=MOST_LIKELY)
+        output = engine.decode(rows, sequences, scores.flatten(0, 1), min_p=0.02, new=new, **options)
         new = output.verified.lens.tolist()
         for i, sequence in enumerate(sequences):
             nodes = output.verified.nodes[i, : new[i]].tolist()

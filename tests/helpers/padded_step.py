@@ -4,7 +4,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.step.graphs import Graphs
+from lenvm_kernels.step.state import Graphs
 
 
 class RecordedGraphs(Graphs):

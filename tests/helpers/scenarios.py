@@ -5,7 +5,7 @@ references in PyTorch, values with plain forwards of ``transformers``, and the n
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -18,8 +18,8 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.reference.draw import draw_tokens
 from lenvm_kernels.step import StepBatch
-from lenvm_kernels.step.graphs import bucket_of
-from lenvm_kernels.step.inputs import FILTER_DTYPES
+from lenvm_kernels.step.inputs import FILTER_DTYPES, MAX_ROWS
+from lenvm_kernels.step.state import bucket_of
 from lenvm_kernels.types import Mode, Status
 from tests.helpers.drafted_steps import paths
 from tests.helpers.drafts import make_drafts
@@ -57,7 +57,7 @@ class Asked:
         return self.params.mode != Mode.UNGUIDED or self.params.return_values
 
     def renewed(self):
-        return Asked(self.row, self.prompt, self.guidance, self.eos, self.seed, list(self.prompt))
+        return replace(self, tokens=list(self.prompt))
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,14 @@ class Step:
 
 
 class Scenario:
-    """Requests by name, lists of events in their order, and options of the step; ``is_padded`` as with CUDA graphs."""
+    """Requests by name, lists of events in their order, and options of the step.
 
-    def __init__(self, name, requests, *events, is_padded=False, **options):
+    ``is_padded``: as with CUDA graphs. ``parts_of``: requests that are computed at once.
+    """
+
+    def __init__(self, name, requests, *events, is_padded=False, parts_of=MAX_ROWS, **options):
         self.name, self.requests, self.events = name, requests, [*chain.from_iterable(events)]
-        self.is_padded, self.options = is_padded, options
+        self.is_padded, self.parts_of, self.options = is_padded, parts_of, options
 
 
 def same(found, expected, **tolerance):
@@ -192,6 +195,7 @@ class Driver:
             case WarmUp():
                 before = self.engine.step.values.cache.keys.clone()
                 self.engine.step.warm_up(progress=False)
+                self.forget()
                 assert torch.equal(self.engine.step.values.cache.keys, before), "warm-up wrote to the cache"
             case Predict():
                 self.predict(event)
@@ -230,10 +234,16 @@ class Driver:
         return delta
 
     def forward(self, deltas, expected=None):
-        assert self.seen.deltas[-1][: len(deltas)] == deltas, f"computed {self.seen.deltas[-1]}, not {deltas}"
+        computed = [*chain.from_iterable(self.seen.deltas)]  # a step in parts makes several forwards
+        self.forget()
+        assert computed[: len(deltas)] == deltas, f"computed {computed}, not {deltas}"
         size = bucket_of(len(deltas), self.engine.step.max_requests) if self.is_padded else len(deltas)
-        assert self.seen.deltas[-1][len(deltas) :] == [0] * (size - len(deltas)), "padding is computed, or missing"
+        assert computed[len(deltas) :] == [0] * (size - len(deltas)), "padding is computed, or missing"
         assert expected is None or deltas == list(expected), f"computed {deltas}, not {expected}"
+
+    def forget(self):
+        self.seen.deltas.clear()
+        self.seen.candidates.clear()
 
     def predict(self, event):
         batch = [self.live[name] for name in event.names]
@@ -243,15 +253,26 @@ class Driver:
             told, new_lens = i32([sequence[-1] for sequence in tokens]), None
         else:
             told, new_lens = self.engine.told(tokens, new)[:, : 1 + self.options["max_drafts"]], i32(new)
+        cache = self.engine.step.values.cache
+        before = cache.keys.clone()
         found = self.engine.step.predict(StepBatch(told, i32([a.row for a in batch]), i32(lengths), new_lens))
-        deltas = []
+        deltas, scored = [], []
         for asked, row, n in zip(batch, found.view(len(batch), -1), new, strict=True):
             wants = asked.params.return_values
+            scored.append(n if wants else 0)
             deltas.append(self.catch_up(asked, len(asked.tokens) - n, wants, False))
             ends = [len(asked.tokens) - n + i + 1 for i in range(n)]
             expected = [self.length(asked, asked.tokens[:end]) if wants else math.nan for end in ends]
             same(row, torch.tensor([*expected, *[math.nan] * (len(row) - n)]), rtol=0, atol=2e-3)
+        candidates = [*chain.from_iterable(self.seen.candidates)][: len(batch)]
+        assert candidates == scored, f"scored {candidates}, not {scored}"
         self.forward(deltas, event.deltas)
+        written = (cache.keys != before).transpose(0, 1).flatten(1).any(1).sum()
+        assert written <= sum(deltas), f"predict wrote {written} slots"
+
+    @staticmethod
+    def span(asked, sequence):
+        return asked.params.span_state(asked.prompt, sequence[len(asked.prompt) :])
 
     def length(self, asked, sequence):
         if sequence[-1] in asked.eos:
@@ -326,10 +347,10 @@ class Driver:
             asked, params = self.live[name], self.live[name].params
             length = len(asked.tokens)
             is_gap = asked.told < length - asked.new
-            span = params.span_state(asked.prompt, asked.tokens[len(asked.prompt) :])
-            guided = active[i] and params.mode != Mode.UNGUIDED and span.end is None
-            wants = active[i] and params.return_values
-            is_lost = (guided or wants) and (is_gap or length - asked.cached > self.options["max_delta"])
+            is_open = self.span(asked, asked.tokens).end is None
+            is_guided, wants = active[i] and params.mode != Mode.UNGUIDED, active[i] and params.return_values
+            reads = wants or (is_guided and (is_open or bool(params.start_token_ids)))
+            is_lost = reads and (is_gap or length - asked.cached > self.options["max_delta"])
             asked.faults += is_lost
             asked.told = asked.told if is_gap else max(asked.told, length)
             stride = params.value_stride or self.options["value_stride"]
@@ -337,14 +358,15 @@ class Driver:
             for _, path in nodes[width * i : width * (i + 1)]:
                 exists = path is not None and not is_lost
                 sequence = [*asked.tokens, *(path or ())]
-                rows.append((asked, sequence, params, guided and exists, wants and exists))
+                guided = is_guided and exists and self.span(asked, sequence).end is None
+                rows.append((asked, sequence, params, guided, wants and exists))
         asked_of, sequences, params, guided, wants = map(list, zip(*rows, strict=True))
         table = GuidanceTable.from_params(params, [set(asked.eos) for asked in asked_of], "cpu").columns
         for row, p in enumerate(params):
             for token, scale in p.token_temperature_scale.items():
                 if token < VOCAB:
                     scores[row, token] *= scale
-        generated = torch.tensor([len(s) - len(a.prompt) for s, a in zip(sequences, asked_of, strict=True)])
+        generated = torch.tensor([len(s) - self.span(a, s).begin for s, a in zip(sequences, asked_of, strict=True)])
         filters = dict(top_k=6, top_p=1.0, min_p=0.05, temperature=0.8)
         filters |= {name: options[name] for name in filters if name in options}
         filters = {
@@ -365,7 +387,8 @@ class Driver:
             backend="reference",
         )
         for row, (asked, _) in enumerate(zip(asked_of, sequences, strict=True)):
-            ends = set(candidates.token_ids[row, : candidates.counts[row]].tolist()) & {*asked.eos}
+            ends = {*asked.eos, *(first for first, *_ in params[row].end_token_ids)}
+            ends &= set(candidates.token_ids[row, : candidates.counts[row]].tolist())
             name = nodes[row][0]
             if candidates.status[row] == Status.GUIDE and not due[name] and not ends:
                 candidates.status[row] = Status.NOT_DUE

@@ -6,12 +6,9 @@ import torch
 from torch.nn.functional import softplus
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import ValueModel
-from tests.helpers.engine import PROMPTS, Engine, make_step
-from tests.helpers.models import EOS, TINY, last_value_logits, random_head, random_model
+from tests.helpers.models import TINY, last_value_logits, random_head, random_model
 
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
 
@@ -42,27 +39,3 @@ class StepModels:
             expected = self.values([[*sequences[i], ids[i][j]] for i, j in wanted])
             torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
         return len(wanted)
-
-    def assert_guided(self, output, sequences, guidance, prompt_lens):
-        """As :meth:`assert_values`; also checks guided probabilities and that drawn tokens are probable."""
-        ids, status = output.candidates.token_ids.tolist(), output.candidates.status.tolist()
-        count = self.assert_values(output, sequences)
-        params = [None if g is None else parse_guidance(g) for g in guidance]
-        generated = [len(tokens) - n for tokens, n in zip(sequences, prompt_lens, strict=True)]
-        probs = reweight_scatter(
-            output.candidates,
-            output.value_logits,
-            GuidanceTable.from_params(params, [{EOS}] * len(params), "cpu").columns,
-            generated=torch.tensor(generated, dtype=torch.int32),
-        )
-        torch.testing.assert_close(output.probs, probs, rtol=0, atol=1e-5)
-        for i, token in enumerate(output.tokens.tolist()):
-            assert (token >= 0) == (status[i] in (Status.GUIDE, Status.SINGLE))
-            assert token < 0 or output.probs[i, ids[i].index(token)] > 0
-        return count
-
-    def start(self, rows, guidance, *, prompts=PROMPTS, **options):
-        """An engine with the first ``len(rows)`` prompts and room for 60 more tokens each, and its sequences."""
-        prompts = prompts[: len(rows)]
-        engine = Engine(*make_step(self.value, **options)).start(rows, prompts, guidance, room=60)
-        return engine, [list(tokens) for tokens in prompts]

@@ -7,7 +7,16 @@ import torch
 
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
-from lenvm_kernels.step import ConstantValues, EngineSlots, GuidedStep, ModelValues, Sampling, StepBatch, StepConfig
+from lenvm_kernels.step import (
+    ConstantValues,
+    EngineSlots,
+    GuidedStep,
+    ModelValues,
+    PreparedStep,
+    Sampling,
+    StepBatch,
+    StepConfig,
+)
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import make_step, take_step
 from tests.helpers.models import EOS, VOCAB
@@ -32,6 +41,7 @@ CALLS = {
     "step": take_step,
     "predict": lambda step, **batch: step.predict(StepBatch(**batch)),
     "extend": lambda step, **arguments: step.extend(**arguments),
+    "any": lambda step, /, **methods: [getattr(step, name)(*arguments) for name, arguments in methods.items()],
 }
 
 
@@ -105,24 +115,16 @@ NO_VERIFY = "verify must be None, or 'same_draws' with drafts and sample, got"
         ("extend", EXTEND | {"begins": [2, 1]}, "begins must be ascending places of 0 to 3, the number of tokens"),
         ("extend", EXTEND | {"begins": [-1]}, "begins must be ascending places of 0 to 3, the number of tokens"),
         ("extend", EXTEND | {"begins": [0, 4]}, "begins must be ascending places of 0 to 3, the number of tokens"),
+        ("any", dict(prepare=(None, (1, 2))), "batch must be StepBatch, got tuple"),
+        ("any", dict(predict=((1, 2),)), "batch must be StepBatch, got tuple"),
+        ("any", dict(step=(StepBatch(**BATCH), Sampling(2, 1.0, 0.0))), "prepared must be PreparedStep, got StepBatch"),
+        ("any", dict(step=(PreparedStep(*[None] * 5), 3)), "sampling must be Sampling, got int"),
     ],
 )  # fmt: skip
 def test_refused_calls(models, call, arguments, message):
     step = make_step(models.value, max_drafts=2, max_requests=2)[0]
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
         CALLS[call](step, **arguments)
-
-
-def test_classes_of_arguments(models):
-    step, batch = make_step(models.value)[0], StepBatch(**BATCH)
-    for message, call, arguments in (
-        ("batch must be StepBatch, got tuple", step.prepare, (None, tuple(batch))),
-        ("batch must be StepBatch, got tuple", step.predict, (tuple(batch),)),
-        ("prepared must be PreparedStep, got StepBatch", step.step, (batch, Sampling(2, 1.0, 0.0))),
-        ("sampling must be Sampling, got int", step.step, (step.prepare(SCORES, batch), 3)),
-    ):
-        with pytest.raises(TypeError, match=f"^{message}$"):
-            call(*arguments)
 
 
 SLOTS, CONFIG = EngineSlots(torch.zeros(3, 4, dtype=torch.int32), 12), {"vocab_size": VOCAB}

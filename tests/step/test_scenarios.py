@@ -11,6 +11,8 @@ from tests.helpers.scenarios import Asked, Driver, Extend, Grow, Leave, Predict,
 
 LENGTHS = {"return_values": True, "gamma": 0.9}
 NEVER = {"value_stride": 999_999}
+TEMPERATURES = {"token_temperature_scale": {5: 4.0, 11: 0.25}}
+SPAN = TILT | {"end_token_ids": [11, 60], "allow_eos": True}
 SURE = {50: 30.0}  # a single candidate
 
 
@@ -80,37 +82,10 @@ SCENARIOS = [
         ],
     ),
     Scenario(
-        "every field and filter differs",
-        EVERY_FIELD,
-        [Start("abcdef")],
-        [Step("abcdef", likely=ENDS, options=OWN_FILTERS | {"probs": True, "vocab_mask": NO_TOKEN_3})] * 4
-        + [Step("fedcba", options={"dtype": torch.bfloat16})],
-        max_requests=6,
-    ),
-    Scenario(
-        "two candidates, and limits of the table",
-        requests(*[TILT | {"token_temperature_scale": {8: 2.0}}] * 3, rows=(2, 0, 1), eos=[(1, EOS)] * 3),
-        [Start("abc"), Step("abc", "GGG")],
-        rows=3,
-        max_candidates=2,
-        max_eos=2,
-        max_scaled_tokens=1,
-    ),
-    Scenario(
         "the next request of a row has the same last token at the same place",
         {"a": Asked(0, [5, 6, 7], TILT), "b": Asked(0, [30, 31, 7], TILT | LENGTHS), "c": Asked(0, [32, 33, 7], TILT)},
         [Start("a"), Step("a", takes={"a": 9}), Leave("a"), Start("b"), Predict("b", deltas=(0,)), Leave("b")],
         [Start("c"), Step("c", "G", deltas=(1,))],
-    ),
-    Scenario(
-        "rows that no guidance changes",
-        requests(None, TILT, {"value_mode": "mul", "value_scale": 1.0}, None),
-        [Start("abcd"), Step("abcd", "-G--", deltas=(0, 1, 0, 0), options={"probs": True})],
-    ),
-    Scenario(
-        "an inactive request",
-        requests(TILT, TILT),
-        [Start("ab"), Step("ab", "G-", deltas=(1, 0), options={"active": "a", "probs": True})],
     ),
     Scenario(
         "a token that extend adds between steps",
@@ -378,11 +353,89 @@ SCENARIOS = [
         **DRAFTS,
         is_padded=True,
     ),
+    Scenario(
+        "requests that arrive after a graph is captured",
+        requests(TILT, TILT, TILT, LENGTHS | {"target_length": 30}, TILT | TEMPERATURES | {"value_stride": 2})
+        | {"f": Asked(5, [40, 41, 42, 8], LENGTHS)},
+        [Start("abc"), Step("abc", draws=False), Leave("b"), Leave("c"), Start("de"), Step("ade", draws=False)],
+        [Start("f"), *[Step("adef"), Predict("df")] * 2, Step("fdea")],
+        is_padded=True,
+    ),
+    # Batches that are computed in parts, because of their size.
+    Scenario(
+        "every field and filter differs",
+        EVERY_FIELD,
+        [Start("abcdef"), Predict("abcdef")],
+        [Step("abcdef", likely=ENDS, options=OWN_FILTERS | {"probs": True, "vocab_mask": NO_TOKEN_3})] * 3,
+        [Step("fabedc", options={"active": "abdef", "probs": True}), Step("fedcba", options={"dtype": torch.bfloat16})],
+        max_requests=6,
+        parts_of=4,
+    ),
+    Scenario(
+        "drafts and masks of each part, whose steps count once",
+        requests(TILT | {"value_stride": 2}, LENGTHS | TILT, None, LENGTHS, TILT | {"value_stride": 3}),
+        [Start("abcde")],
+        [
+            Step(
+                "abcde",
+                drafts={name: ([30 + number, 31, 30], [-1, -1, 1]) for name in "abcd"},
+                options=VERIFY | {"vocab_mask": torch.full((20, 4), -1 - number, dtype=torch.int32)},
+            )
+            for number in range(4)
+        ],
+        **(DRAFTS | {"max_delta": 9}),
+        parts_of=2,
+    ),
+    # Spans.
+    Scenario(
+        "span ends in the prompt do not count, those before a restart do, and the next request has a new span",
+        {"a": Asked(3, [11, 5, 6, 7, 8], SPAN), "b": Asked(1, [9], SPAN), "c": Asked(1, [30, 31], SPAN)},
+        [Start("ab"), Step("ab", "GG", takes={"a": 20, "b": 11}), Step("ab", "G-", takes={"a": 21, "b": 22})],
+        [Step("ab", "G-", takes={"a": 23, "b": 11}), Extend("b", restarts=True), Extend("a", restarts=True)],
+        [Step("ab", "G-", takes={"a": 60}), Leave("b", is_removed=False), Start("c"), Step("ac", "-G")],
+    ),
+    Scenario(
+        "nodes after an end are not guided",
+        requests(SPAN, SPAN | {"end_token_ids": [7, 11]}, TILT),
+        [
+            Start("abc"),
+            Step(
+                "abc",
+                "GG-G-G" + "G--G--" + "GGGGGG",
+                drafts={
+                    "a": ([20, 11, 21, 22, 23], [-1, -1, 0, 1, 2]),
+                    "b": ([7, 8, 9, 11, -1], [-1, 0, -1, 2, 3]),
+                    "c": ([11, 7, 8, EOS, 9], [-1, 0, 1, 2, 3]),
+                },
+            ),
+        ],
+        max_drafts=5,
+        max_candidates=4,
+    ),
+    Scenario(
+        "a row whose span might end is due",
+        requests(*[SPAN | NEVER] * 4),
+        [Start("abcd"), Step("abcd", "NGGG", likely={"b": {60: 1.5}, "c": {EOS: 1.5}, "d": {11: 1.5}})],
+    ),
+    # Predictions of a request beside others.
+    Scenario(
+        "predictions of a prompt of one repeated token at two lengths",
+        {"a": Asked(5, PROMPTS[2], TILT), "b": Asked(2, [9], LENGTHS)},
+        [Start("ab"), Predict("b"), Grow("b", (9,), told=1), Extend("b"), Predict("b"), Step("ab")],
+        page_size=1,
+    ),
+    Scenario(
+        "a predicted prompt of the length and the last token of another request",
+        {"a": Asked(0, PROMPTS[0], TILT), "b": Asked(3, [40, 41, 42, 8], LENGTHS)},
+        [Start("ab"), Step("a"), Predict("b"), Step("a"), Predict("b"), Step("ba")],
+        page_size=1,
+    ),
 ]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_scenario(models, monkeypatch, scenario):
+    monkeypatch.setattr("lenvm_kernels.step.step.MAX_ROWS", scenario.parts_of)
     driver = Driver(models, monkeypatch, scenario.options, scenario.is_padded).run(scenario)
     assert driver.scored > 0
 

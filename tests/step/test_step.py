@@ -7,7 +7,6 @@ from torch.utils._pytree import tree_leaves
 
 from bench.launches import intercept_launches
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Mode, Status
 from tests.helpers.engine import PROMPTS, TILT, Engine, make_step, random_scores
 from tests.helpers.models import EOS, VOCAB
@@ -82,46 +81,6 @@ def test_score_all_scores_drawn_token_alone(models):
     assert output.candidates.status.tolist() == [Status.SKIP] and output.candidates.token_ids[0, 1] == second
     expected = models.lengths([[*PROMPTS[0], second.item()]], 0.997)
     torch.testing.assert_close(output.remaining_lengths, expected, rtol=1e-4, atol=0)
-
-
-def test_predict_writes_to_no_slot(models):
-    """A prompt of one repeated token, predicted at two lengths. The scored token has no slot and must not be written to
-    slot 0, which belongs to another request."""
-    engine = Engine(*make_step(models.value, page_size=1))
-    engine.admit(5, PROMPTS[2], TILT, prompt_len=9)
-    engine.admit(2, [9, 9], {"return_values": True, "gamma": 0.9}, prompt_len=2)
-    engine.prefill([5], [PROMPTS[2]])
-    assert engine.slots.slots(torch.tensor([5]), torch.tensor([0])).item() == 0
-    tokens, row, i32 = torch.tensor([9]), torch.tensor([2]), engine.tensor
-    found, cache = [], engine.step.values.cache
-    for length in (1, 2):
-        before = cache.keys.clone(), cache.values.clone()
-        found.append(engine.step.predict(StepBatch(tokens, row, i32([length]))))
-        assert torch.equal(cache.keys, before[0]) and torch.equal(cache.values, before[1])
-        if length == 1:
-            engine.step.extend(*engine.prompts([2], [[9]]))
-    torch.testing.assert_close(torch.cat(found), models.lengths([[9], [9, 9]], 0.9), rtol=0, atol=1e-3)
-
-
-def test_predict_between_steps_changes_no_other_request(models):
-    """The predicted prompt has the length and the last token of the stepped sequence."""
-    results = []
-    for is_disturbed in (False, True):
-        engine = Engine(*make_step(models.value, backend="triton", page_size=1))
-        engine.start([0], [PROMPTS[0]], [TILT], room=4)
-        sequence, cache = list(PROMPTS[0]), engine.step.values.cache
-        for _ in range(2):
-            output = engine.decode([0], [sequence], random_scores(1))
-            sequence.append(int(output.tokens))
-            if is_disturbed:
-                other = [*range(40, 40 + len(sequence) - 1), sequence[-1]]
-                engine.start([3], [other], [{"return_values": True}])
-                batch = StepBatch(engine.tensor(other[-1:]), engine.tensor([3]), engine.tensor([len(other)]))
-                assert engine.step.predict(batch) > 0
-        slots = engine.slots.table[0, : len(sequence) - 1].long()
-        results.append((output.value_logits, cache.keys[:, slots], cache.values[:, slots]))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-    assert (results[0][1] != 0).any(dim=(0, 2, 3)).all()
 
 
 def test_steps_of_one_model_share_its_weights_only(models):

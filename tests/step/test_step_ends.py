@@ -8,7 +8,7 @@ import torch
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.types import Mode, Status, TextBreak
 from tests.helpers.drafts import i32, make_drafts
-from tests.helpers.engine import Engine, make_step, run_requests, take_step
+from tests.helpers.engine import Engine, make_step, take_step
 from tests.helpers.models import EOS, VOCAB
 
 CONSTANT_GUIDANCE = [
@@ -53,19 +53,6 @@ def test_guidance_without_value_model_by_end_tokens_only(monkeypatch):
     assert seen > 15 and 0 not in not_due and len(not_due) > 2
     assert not step.table.columns.faults.any()
     assert step.values.cache is None and not step.values.needs_tokens
-
-
-def test_draws_without_value_model_are_reproducible():
-    """Draws of a request depend on its seed and length only, alone (after warm-up) and in a batch."""
-    sequences = [[5, 6], [9], [10, 11, 12]]
-    guidance = [{"target_length": t} for t in (4, 30, 9)]
-    alone = []
-    for i in range(3):
-        engine = Engine(*make_step(None, max_drafts=2 * (i == 1)))
-        engine.step.warm_up(progress=False)
-        alone += run_requests(engine, sequences[i : i + 1], guidance[i : i + 1], 6, seeds=[100 + i])[0]
-    together, _ = run_requests(Engine(*make_step(None)), sequences, guidance, 6, rows=[4, 0, 7])
-    assert together == alone
 
 
 def scores_of_a_rare_end(rows, prob):

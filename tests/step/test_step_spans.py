@@ -1,37 +1,21 @@
-"""Spans of guided steps: their ends, the suppressed end of sequence, and the tokens after them."""
+"""Outputs of guided steps with drafts and with spans: ends, the suppressed end of sequence, the tokens after them."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 
-from lenvm_kernels.guidance import SpanState, parse_guidance
+from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import StepBatch
-from lenvm_kernels.types import Status
-from tests.helpers.drafted_steps import BaseModel, run_drafted, run_plain, step_with
+from tests.helpers.drafted_steps import END, BaseModel, run_drafted, run_plain
 from tests.helpers.drafts import make_drafts
+from tests.helpers.engine import GUIDANCE as KINDS
 from tests.helpers.engine import PROMPTS, Engine, make_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import StepModels
 
-END, OTHER_END = 11, 60
+OTHER_END = 60
 TILT = {"value_mode": "centered_exp", "value_scale": -6}
 SOFT = {"target_length": 8, "op": "le_soft", "gamma": 0.9}
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
-
-
-class EndingModel(BaseModel):
-    """A base model in which the end of sequence is likely everywhere, and the end of a span sometimes."""
-
-    def __init__(self):
-        super().__init__()
-        self.by_token[:, EOS] = 6.0
-        self.by_length[:, EOS] = torch.arange(VOCAB) % 3
-        self.by_token[:, END] = 4.0
 
 
 GUIDANCE = [
@@ -46,7 +30,7 @@ PROMPTS_OF_ALL = [*PROMPTS, [40, END, 42, OTHER_END]]
 
 def test_sequence_cannot_end_before_its_span(models):
     """Spans cut at a limit, spans that end by themselves, a hard limit alone, ``allow_eos``, and no span."""
-    base, count = EndingModel(), 40
+    base, count = BaseModel(), 40
     texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, GUIDANCE, count, base, max_delta=6)
     ends = [[END, OTHER_END], [OTHER_END], [END]]
     for text, of_span, limit in zip(texts, ends, (9, 14, 5), strict=False):
@@ -60,32 +44,6 @@ def test_sequence_cannot_end_before_its_span(models):
         place = 1 + min(i for i, token in enumerate(text) if token in of_span)
         after = [*prompt, *text[:place]]
         assert text[place:] == run_plain(models, [1], [after], [None], count - place, base)[0]
-
-
-def test_span_ends_in_the_prompt_do_not_count(models):
-    """Only generated tokens count, including those generated before a retraction."""
-    engine = Engine(*make_step(models.value))
-    guidance = TILT | {"end_token_ids": [END]}
-    engine.start([3, 1], [[5, END, 7], [END]], [guidance] * 2, room=9)
-    scores = torch.zeros(2, VOCAB)
-    scores[:, 20:26] = 5.0
-    status = engine.decode([3, 1], [[5, END, 7], [END]], scores).candidates.status
-    assert status.tolist() == [Status.GUIDE] * 2
-    status = engine.decode([3, 1], [[5, END, 7, 8], [END, END]], scores).candidates.status
-    assert status.tolist() == [Status.GUIDE, Status.UNGUIDED]
-    status = engine.decode([3, 1], [[5, END, 7, 8, 9], [END, END, 4]], scores).candidates.status
-    assert status.tolist() == [Status.GUIDE, Status.UNGUIDED]
-    for row, sequence in ((1, [END, END, 4]), (3, [5, END, 7, 8, 9])):
-        engine.step.restart_request(row)
-        engine.prefill([row], [sequence])
-    status = engine.decode([3, 1], [[5, END, 7, 8, 9], [END, END, 4]], scores).candidates.status
-    assert status.tolist() == [Status.GUIDE, Status.UNGUIDED] and not engine.step.table.columns.faults.any()
-    # The row's next request has a new span, which has ended only if its ``SpanState`` has an end.
-    for end, expected in ((None, Status.GUIDE), (2, Status.UNGUIDED)):
-        engine.admit(1, [9, 9, 9, 9], guidance, prompt_len=1)
-        engine.step.add_request(1, parse_guidance(guidance), {EOS}, prompt_len=1, span=SpanState(2, 1, end))
-        engine.prefill([1], [[9, 8]])
-        assert engine.decode([1], [[9, 8]], scores[:1]).candidates.status.item() == expected
 
 
 # Several spans with starts and ends of several tokens, and closings. The end of sequence begins the next span.
@@ -108,7 +66,7 @@ BREAKS = (torch.arange(VOCAB) % 4 == 1).to(torch.int8)
 
 def test_several_spans_and_closings(models):
     """Each span has its own limit. The value model also computes tokens between spans."""
-    base, count = EndingModel(), 60
+    base, count = BaseModel(), 60
     texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, SEVERAL, count, base, max_delta=6, text_breaks=BREAKS)
     for text, prompt, asked in zip(texts[:4], PROMPTS_OF_ALL, SEVERAL, strict=False):
         params, spans, guided = parse_guidance(asked), 0, 0
@@ -127,75 +85,59 @@ def test_several_spans_and_closings(models):
     assert start == 9 or BREAKS[texts[2][start - 1]] == 1
 
 
+WITHOUT_SPANS = [*KINDS[:4], None]
 OF_EACH_KIND = [GUIDANCE[0], SEVERAL[1], SEVERAL[2], LANDINGS[1], LANDINGS[3]]
+KERNELS = {"backend": "triton", "max_delta": 7}
 
 
 @pytest.mark.parametrize(
     ("guidance", "options"),
-    [(GUIDANCE, {}), (SEVERAL, {}), (LANDINGS, {}), (OF_EACH_KIND, {"backend": "triton", "max_delta": 7})],
-    ids=["one span", "several", "landings", "kernels"],
+    [
+        (WITHOUT_SPANS, {}),
+        (WITHOUT_SPANS, {"padded": True}),
+        (WITHOUT_SPANS, KERNELS),
+        (GUIDANCE, {}),
+        (SEVERAL, {}),
+        (LANDINGS, {}),
+        (OF_EACH_KIND, KERNELS),
+    ],
+    ids=["no span", "padded", "kernels", "one span", "several spans", "landings", "kernels with spans"],
 )
-def test_output_with_spans_is_unchanged_by_drafts(models, guidance, options):
-    """Drafts include ends of spans and tokens after them."""
-    base, rows, count = EndingModel(), [4, 0, 6, 2, 5], 14 if options else 30
-    options = options | {"text_breaks": BREAKS}
-    plain = run_plain(models, rows, PROMPTS_OF_ALL, guidance, count, base, **options)
+def test_output_is_unchanged_by_drafts(models, guidance, options):
+    """Drafts that are right, partly right, wrong and absent; ends of spans and tokens after them."""
+    base, rows, count = BaseModel(), [4, 0, 6, 2, 5], 14 if options is KERNELS else 30
+    plain_options = {name: x for name, x in options.items() if name != "padded"} | {"text_breaks": BREAKS}
+    plain = run_plain(models, rows, PROMPTS_OF_ALL, guidance, count, base, **plain_options)
 
     def draft(i, sequence):
         done = len(sequence) - len(PROMPTS_OF_ALL[i])
         right = [*plain[i], *[3] * 9][done : done + 3]
+        wrong = (right[0] + 1) % VOCAB
         return [
             [END, right[0], right[1], END, OTHER_END, right[2]],
+            [wrong, right[0], wrong, right[1], 5, 6],
             [right[0], EOS, -1, right[1], 8, 8],
             [END, right[0], EOS, right[1], 5, right[2]],
-        ][(i + done) % 3]
+            [-1] * 6,
+        ][(i + done) % 5]
 
-    drafted, steps = run_drafted(
-        models, rows, PROMPTS_OF_ALL, guidance, count, base, [-1, -1, 1, 1, 0, 2], draft, **options
-    )
-    assert drafted == plain and steps < count * 0.8
-
-
-def test_nodes_after_an_end_are_not_guided(models):
-    """Ends are found along the tree, with the token count of each node."""
-    guidance = [TILT | {"end_token_ids": [END], "hard_limit": 2}, TILT | {"end_token_ids": [7, END]}, TILT]
-    engine, sequences = models.start([5, 1, 3], guidance, max_drafts=5, max_candidates=4)
-    tokens = [[20, END, 21, 22, 23], [7, 8, 9, END, -1], [END, 7, 8, EOS, 9]]
-    parents = [[-1, -1, 0, 1, 2], [-1, 0, -1, 2, 3], [-1, 0, 1, 2, 3]]
-    output = step_with(engine, [5, 1, 3], sequences, [1] * 3, EndingModel(), tokens, parents)
-    is_guided = (output.candidates.status != Status.UNGUIDED).view(3, 6).tolist()
-    assert is_guided == [[True, True, False, True, False, True], [True, False, False, True, False, False], [True] * 6]
-    # At these nodes two tokens are generated, so the end is forced.
-    probs = output.probs.view(3, 6, -1)
-    for node in (3, 5):
-        assert output.candidates.token_ids.view(3, 6, -1)[0, node, 0] == END and probs[0, node].tolist() == [1, 0, 0, 0]
-    listed = output.candidates.token_ids.view(3, 6, -1)
-    assert ((listed == EOS) & (probs > 0)).flatten(1).any(1).tolist() == [False, False, True]
-
-
-def test_step_at_which_a_span_might_end_is_due(models):
-    """At any stride, a row is due only if its span or its sequence might end."""
-    guidance = TILT | {"end_token_ids": [END, OTHER_END], "allow_eos": True, "value_stride": 999_999}
-    engine, _ = models.start([3, 1, 5, 2], [guidance] * 4)
-    scores = torch.zeros(4, VOCAB)
-    scores[:, 20:23] = 5.0
-    scores[[1, 2, 3], [OTHER_END, EOS, END]] = 5.0
-    status = engine.decode([3, 1, 5, 2], PROMPTS, scores).candidates.status
-    assert status.tolist() == [Status.NOT_DUE, Status.GUIDE, Status.GUIDE, Status.GUIDE]
+    parents, options = [-1, -1, 1, 1, 0, 2], options | {"text_breaks": BREAKS}
+    drafted, steps = run_drafted(models, rows, PROMPTS_OF_ALL, guidance, count, base, parents, draft, **options)
+    assert drafted == plain and count / 4 < steps < count * 0.8
 
 
 def test_logits_are_changed_only_if_a_request_asks_for_it(models):
     """Token temperatures or a span, at all nodes of their request alone. Without logits, spans are still followed."""
-    engine, sequences = models.start([3, 1], [TILT] * 2, max_drafts=1)
+    engine = Engine(*make_step(models.value, max_drafts=1)).start([3, 1], PROMPTS[:2], [TILT] * 2)
     step, logits, drafts = engine.step, torch.ones(4, VOCAB), make_drafts([[5], [END]], [[-1], [-1]])
-    batch = StepBatch(engine.tensor([8, 9]), engine.tensor([3, 1]), engine.tensor([len(s) for s in sequences]))
+    batch = StepBatch(engine.tensor([8, 9]), engine.tensor([3, 1]), engine.tensor([len(s) for s in PROMPTS[:2]]))
     prepared = step.prepare(logits, batch, drafts)
     assert not prepared.is_changed and prepared.spans is None and (logits == 1).all()
     step.add_request(3, parse_guidance({"token_temperature_scale": {7: 3.0}}), {EOS})
     assert step.prepare(logits, batch, drafts).is_changed
     assert (logits != 1).nonzero().tolist() == [[0, 7], [1, 7]] and logits[0, 7] == 3
     step.remove_request(3)
-    step.add_request(1, parse_guidance({"end_token_ids": [END]}), {EOS}, prompt_len=len(sequences[1]))
+    step.add_request(1, parse_guidance({"end_token_ids": [END]}), {EOS}, prompt_len=len(PROMPTS[1]))
     for scores in (logits.fill_(1), None):
         prepared = step.prepare(scores, batch, drafts)
         assert prepared.is_changed == (scores is not None) and prepared.spans.ended.tolist() == [False] * 3 + [True]

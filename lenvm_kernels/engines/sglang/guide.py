@@ -284,7 +284,7 @@ class SGLangGuide:
             return None
         self._agreed = tokens = self.agreed(self._drawn, len(logits))
         if self._drawn is not None and self.settings.trace is not None:
-            trace_batch(self.settings.trace, batch, replace(self._drawn.output, tokens=tokens))
+            trace_batch(self.settings.trace, batch, self._drawn.output._replace(tokens=tokens))
         return tokens
 
     def run(

@@ -23,7 +23,6 @@ from lenvm_kernels.engines.tokenizers import check_same_tokens
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput, value_source
-from lenvm_kernels.step.outputs import lengths_of
 from lenvm_kernels.types import Mode
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.values.images import ImageSize, ImageTokens, image_positions, image_sizes
@@ -221,7 +220,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
             options: dict[str, Any] = dict(table_rows=rows, backend=self._step.config.backend)
             options["generated"] = torch.zeros_like(self._prompt_lens)
             _, predicted = self._probe.value_logits(lengths, first[:, None].int(), table.columns, **options)
-            lengths = 1 + lengths_of(predicted[:, 0], first, table, rows, torch.ones_like(rows, dtype=torch.bool))
+            lengths = 1 + table.remaining_lengths(rows, predicted[:, 0], first)
+            lengths = lengths.masked_fill(~table.columns.return_values[rows], math.nan)
         return [round(length, 3) if math.isfinite(length) else None for length in lengths.tolist()]
 
     @torch.no_grad()

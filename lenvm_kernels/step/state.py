@@ -1,18 +1,23 @@
-"""The state of a guided step, and the preallocated tensors that its operators write, at fixed addresses for graphs."""
+"""State of a guided step at fixed addresses, as CUDA graphs need it: the tensors that its operators write, the history
+of the requests, and the graphs.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.ops.begin_step import empty_requests
+from lenvm_kernels.ops._common import next_power_of_2
+from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.pack_drafts import empty_trees
 from lenvm_kernels.ops.topk_candidates import empty_scored
-from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import SlotTable, StepConfig
-from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates, StepRequests
+from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates, StepHistory, StepRequests
+
+Result = TypeVar("Result")
 
 
 class StepRows(NamedTuple):
@@ -43,7 +48,6 @@ class StepRows(NamedTuple):
         computed.token_ids[:b, :columns] = tokens.int()
         computed.counts.zero_()
         computed.counts[:b] = counts
-        computed.positions.copy_(self.requests.lengths)
         if self.trees is not None:
             requests, most = self.trees.parents.shape
             self.trees.parents.copy_(torch.arange(most, device=tokens.device) - 1)
@@ -95,14 +99,16 @@ class StepTensors:
         """The rows of ``requests`` requests with ``nodes`` nodes each. Cached, because slicing takes microseconds."""
         sizes, count = (requests, nodes), requests * nodes
         if sizes not in self._rows:
-            drafts, most = nodes - 1, len(self._requests.lengths)
-            fields = [x[: requests if len(x) == most else count] for x in self._requests]
-            inputs = StepRequests(*fields)
+            drafts, most, trees = nodes - 1, len(self._requests.lengths), None
+            inputs = StepRequests(*(x[: requests if len(x) == most else count] for x in self._requests))
+            if drafts and self._trees is not None:
+                columns = self._trees.columns[:count]
+                trees = CandidateTrees(*(x[:requests] for x in self._trees))._replace(columns=columns)
             self._rows[sizes] = StepRows(
                 sizes,
                 inputs._replace(draft_ids=inputs.draft_ids[:, :drafts], draft_parents=inputs.draft_parents[:, :drafts]),
                 ScoredCandidates(*(x[:count] for x in self._scored)),
-                self._tree_rows(requests, nodes) if drafts else None,
+                trees,
                 None if self._states is None else self._states[:count],
             )
         return self._rows[sizes]
@@ -112,11 +118,44 @@ class StepTensors:
         """All rows."""
         return self.rows(len(self._requests.lengths), 1 + self._requests.draft_ids.shape[1])
 
-    def _tree_rows(self, requests: int, nodes: int) -> CandidateTrees | None:
-        if self._trees is None:
-            return None
-        trees = CandidateTrees(*(x[:requests] for x in self._trees))
-        return trees._replace(columns=self._trees.columns[: requests * nodes])
+
+class History:
+    """The last tokens of each request of a slot table, and its number of cached tokens. The host reads neither.
+
+    Args:
+        table_rows: R, rows of the slot table.
+        max_delta: M, tokens held per request.
+        device: device of the tensors.
+        reads_tokens: whether the value source reads tokens. If False, no token is ever missing.
+
+    Attributes:
+        columns: :class:`StepHistory`.
+    """
+
+    def __init__(self, table_rows: int, max_delta: int, device: torch.device, *, reads_tokens: bool) -> None:
+        self._no_lens = 0 if reads_tokens else 2**31 - 1
+        # One tensor, so that one operator resets both rows.
+        self._lens = torch.full((2, table_rows), self._no_lens, dtype=torch.int32, device=device)
+        told_lens, cached_lens = self._lens
+        columns = empty_history(table_rows, max_delta, device)
+        self.columns: StepHistory = columns._replace(told_lens=told_lens, cached_lens=cached_lens)
+        self._forgotten: set[int] = set()
+
+    def forget(self, table_row: int) -> None:
+        """Discard the state of a row at the next :meth:`flush`, because it belongs to a new request."""
+        self._forgotten.add(table_row)
+
+    def flush(self) -> None:
+        """Discard on the device the rows passed to :meth:`forget`."""
+        if self._forgotten:
+            rows = torch.tensor(list(self._forgotten))
+            rows = (rows.pin_memory() if self._lens.is_cuda else rows).to(self._lens.device, non_blocking=True)
+            self._lens.index_fill_(1, rows, self._no_lens)
+            self._forgotten.clear()
+
+    def extend(self, table_rows: torch.Tensor, lens: torch.Tensor) -> None:
+        """Record that the first ``lens [B]`` tokens of ``table_rows [B]`` are cached. Lengths never decrease."""
+        self._lens[:, table_rows] = torch.maximum(self._lens[:, table_rows], lens)
 
 
 class StepState(NamedTuple):
@@ -140,3 +179,44 @@ class StepState(NamedTuple):
     def padding_row(self) -> int:
         """Table row of the dummy requests that pad a batch to its graph's size."""
         return len(self.table) - 1
+
+
+def bucket_of(requests: int, max_requests: int) -> int:
+    """The batch size of the graph that runs a batch of ``requests``: a power of two, or ``max_requests``."""
+    return min(next_power_of_2(requests), max_requests)
+
+
+class Graphs:
+    """Runs functions through CUDA graphs, one per key. They must read and write tensors at fixed addresses.
+
+    Args:
+        device: device of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # memory shared by all graphs: only one runs at a time
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+
+    @staticmethod
+    def supports(device: torch.device) -> bool:
+        """Whether functions on the device can be captured."""
+        return device.type == "cuda"
+
+    def run(self, key: Hashable, function: Callable[[], Result]) -> Result:
+        """Run the function that was captured for ``key``; the next run overwrites its result.
+
+        The first call with a key runs and captures ``function``. Later calls replay the graph and ignore ``function``.
+        """
+        if key in self._captured:
+            graph, result = self._captured[key]
+            graph.replay()
+            return result
+        # The first call runs eagerly: a capture launches no kernel and must not compile one.
+        result = function()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+            self._captured[key] = graph, function()
+        return result
