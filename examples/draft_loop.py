@@ -26,9 +26,7 @@ REQUESTS = [  # a prompt and its custom_params
 ]
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument(
-    "models", nargs="*", default=["demo", "demo"], help="BASE VALUE: directories in Hugging Face format"
-)
+parser.add_argument("models", nargs="*", default=["demo", "demo"], help="BASE VALUE, in Hugging Face format")
 parser.add_argument("--no-drafts", action="store_true", help="draw one token a step")
 args = parser.parse_args()
 

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from lenvm_kernels import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from tests.helpers.cases import simplest
-from tests.helpers.models import EOS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
