@@ -1,7 +1,9 @@
 """Length-guided ``model.generate`` of transformers: prompts of one batch, each with its own guidance.
 
-python examples/transformers_generate.py             # the demo's models, see docs/install.md
-python examples/transformers_generate.py BASE VALUE  # directories in Hugging Face format with the same vocabulary
+    python examples/transformers_generate.py
+    python examples/transformers_generate.py BASE VALUE
+
+BASE and VALUE are directories in Hugging Face format with the same vocabulary. The default is the demo's models.
 """
 
 import sys

@@ -54,12 +54,6 @@ def generate(
 
     Raises:
         ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
-
-    Example:
-        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        >>> output = lenvm_kernels.generate(
-        ...     model, **inputs, tokenizer=tokenizer, target_length=60, max_new_tokens=200
-        ... )
     """
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
