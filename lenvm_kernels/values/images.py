@@ -117,14 +117,6 @@ def check_pixels(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: t
         )
 
 
-@torch.no_grad()
-def embed_images(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
-    """See :meth:`lenvm_kernels.values.ValueModel.embed_images`."""
-    check_pixels(tower, pixel_values, grid_thw)
-    weight = tower.get_parameter("patch_embed.proj.weight")
-    return tower(pixel_values.to(weight.device, weight.dtype), grid_thw=grid_thw.to(weight.device)).pooler_output
-
-
 def embedding_with_images(
     token_ids: torch.Tensor, embedding: torch.Tensor, images: ImageTokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
