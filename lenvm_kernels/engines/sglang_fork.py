@@ -118,10 +118,9 @@ class ForkHooks:
             return
         from sglang.srt.lvm.lvm_value_utils import get_eos_token_ids
 
-        custom_params = req.sampling_params.custom_params
+        given = req.sampling_params.custom_params if isinstance(req.sampling_params.custom_params, dict) else {}
         req.lenvm_guidance, req.lenvm_end_tokens = GuidanceParams(), get_eos_token_ids(req)
         try:
-            given = custom_params if isinstance(custom_params, dict) else {}
             params = parse_guidance(given, gamma=self.gamma, constraint="eq")  # the fork's default constraint
             if params.has_span:
                 raise ValueError("end_token_ids and landing must be absent in the fork, whose sampler reads neither")
@@ -203,10 +202,6 @@ class InprocRunner:
         runner: runner of the base model, with its pools. Its options state the share of the free memory for the value
             model's weights, cache and steps.
 
-    Attributes:
-        step: the guided step.
-        own: slots of the value model.
-
     Raises:
         ValueError: the value model has another vocabulary, or does not fit; the message names the option.
     """
@@ -263,7 +258,7 @@ class InprocRunner:
         Returns:
             ``probs``, with the filters of every row applied; None if no request is guided and ``probs`` is unchanged.
         """
-        lengths, prompts = {}, []  # lengths of the guided requests by table row, and parts of prompts to compute
+        lengths, prompts = {}, []  # lengths of the guided requests by table row, and tokens to compute before
         for req, length in zip(reqs, batch.seq_lens_cpu.tolist(), strict=False):  # a padded batch has more lengths
             row = req.req_pool_idx
             # After a retraction the engine may drop a token; a request also changes its row after a chunk.
@@ -288,7 +283,7 @@ class InprocRunner:
             self._end(row)
         if not lengths:
             return None
-        self._extend([part for part in prompts if part.table_row in lengths])
+        self._extend([(part, tokens) for part, tokens in prompts if part.table_row in lengths])
 
         prepared = self.step.prepare(None, last_tokens(batch, len(reqs)))
         output = self.step.step(prepared, sampling, scores=probs, probs=probs)
@@ -317,9 +312,10 @@ class InprocRunner:
             return False
         return True
 
-    def _admit(self, req: Req, length: int) -> PromptPart:
-        """Give a request its row; returns the part of its sequence to compute before the step."""
-        row, images, tokens = req.req_pool_idx, req.lenvm_images, _tokens(req, length - 1)
+    def _admit(self, req: Req, length: int) -> tuple[PromptPart, list[int]]:
+        """Give a request its row; returns the part of its sequence to compute before the step, and its tokens."""
+        row, images = req.req_pool_idx, req.lenvm_images
+        tokens = [*req.origin_input_ids, *req.output_ids][: length - 1]  # the last may be on the device only
         if req.sampling_params.top_k > (most := self.step.config.max_candidates):
             warn_once(
                 f"LenVM: requests with a top_k above {most}, or none, are drawn from their {most} most probable tokens "
@@ -334,7 +330,7 @@ class InprocRunner:
             prompt_len=len(req.origin_input_ids),
         )
         self._guided[row] = req
-        return PromptPart(row, computed, length - 1)
+        return PromptPart(row, computed, length - 1), tokens[computed:]
 
     def _end(self, row: int) -> None:
         """End the guidance of the request in a row, if there is one, and free its slots."""
@@ -342,21 +338,20 @@ class InprocRunner:
             self.step.remove_request(row)
             self.own.release(row)
 
-    def _extend(self, parts: Sequence[PromptPart]) -> None:
+    def _extend(self, prompts: Sequence[tuple[PromptPart, list[int]]]) -> None:
         """Compute prompts up to their last token."""
-        if not parts:
+        if not prompts:
             return
-        token_ids: list[int] = []
         located: list[tuple[PromptImages | None, int, int]] = []
-        for part in parts:
-            req = self._guided[part.table_row]
-            token_ids += _tokens(req, part.end)[part.start :]
-            located.append((req.lenvm_images, part.start, part.end - part.start))
-            if req.lenvm_images is not None:
-                req.lenvm_images.embed(part.start, self._value_model)
+        for part, tokens in prompts:
+            images = self._guided[part.table_row].lenvm_images
+            located.append((images, part.start, len(tokens)))
+            if images is not None:
+                images.embed(part.start, self._value_model)
+        token_ids = [token for _, tokens in prompts for token in tokens]
         on_device = self.own.to_device(np.array(token_ids, dtype=np.int64))
         embedded = image_tokens(located, len(token_ids), self._value_model)
-        self.own.extend(self.step, parts, lambda *_: on_device, images=embedded)
+        self.own.extend(self.step, [part for part, _ in prompts], lambda *_: on_device, images=embedded)
         for images, _, _ in located:
             if images is not None:
                 images.embeds = None
@@ -377,11 +372,6 @@ def free_bytes(runner: ModelRunner) -> float:
     group = runner.tp_group
     ranks = dict(distributed=group.world_size > 1, cpu_group=group.cpu_group)
     return 2**30 * get_available_gpu_memory(runner.device, runner.gpu_id, **ranks)
-
-
-def _tokens(req: Req, length: int) -> list[int]:
-    """The first ``length`` tokens of a sequence; the last token may be on the device only."""
-    return [*req.origin_input_ids, *req.output_ids][:length]
 
 
 def keep_filters(

@@ -86,11 +86,7 @@ def load_vision_tower(
 ) -> torch.nn.Module:
     """The vision tower of a Qwen2.5-VL checkpoint.
 
-    Args:
-        tensors: weights, by their names in the tower.
-
-    Raises:
-        ValueError: missing or unexpected tensors, by name.
+    ``tensors`` are by their names in the tower. Raises ValueError, naming missing and unexpected tensors.
     """
     # Imported here, because only vision-language value models need it.
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel

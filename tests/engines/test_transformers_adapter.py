@@ -102,7 +102,6 @@ class Case(NamedTuple):
     steps: int = 8
     sampling: dict = FILTERS
     closed: tuple = ()  # prompts that end with an end token of their span and one more token
-    greedy: dict | None = None  # arguments that select the most probable token
 
 
 SPANS = [
@@ -122,8 +121,6 @@ CASES = {
     "own parameters": Case(
         [{"target_length": 6, "op": "eq_soft", "gamma": 0.9}, SHORTER, {"target_length": 3, "gamma": 0.8}], {"GUIDE": 9}
     ),
-    "greedy": Case(SHORTER, GUIDED, greedy={"do_sample": False}),
-    "greedy by top_k": Case({"target_length": 9, "constraint": "eq_soft"}, GUIDED, greedy={"top_k": 1}),
     # Later steps have every token of the skipped ones.
     "skipped steps": Case(SHORTER | {"entropy_threshold": 1.9}, {"SKIP": 3, "GUIDE": 6}, 12, NEUTRAL),
     "spans": Case(SPANS, {"GUIDE": 8, "hard limit": 2, "after span": 12, "unguided": 3}, 16, HOT),
@@ -148,7 +145,7 @@ def test_rows_of_generate_match_plain_steps(tiny, name):
         sizes = dict(moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, head_dim=8, mlp_only_layers=[0])
         model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **sizes), seed=4)
     oracle = PlainStep(tiny.values, EOS)
-    options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling | (case.greedy or {}))
+    options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling)
     processor = LenVMLogitsProcessor(model, tiny.value_model, case.guidance, inputs["attention_mask"], **options)
     torch.manual_seed(3)
     output, found = model.generate(**inputs, **processor.generation_kwargs, **KEEP_SCORES), Counter()
@@ -156,10 +153,8 @@ def test_rows_of_generate_match_plain_steps(tiny, name):
         guidance = case.guidance if isinstance(case.guidance, dict) else case.guidance[row]
         with torch.no_grad():
             logits = model(torch.tensor([prefix])).logits[0, -1].double()
-        sampling = NEUTRAL if case.greedy else case.sampling
-        expected, of_tokens, kind = oracle.row(logits, prefix, step, guidance, sampling)
+        expected, of_tokens, kind = oracle.row(logits, prefix, step, guidance, case.sampling)
         where = f"row {row}, step {step}, {kind}"
-        assert not case.greedy or expected[token] > expected.max() - 1e-4, where
         assert (scores.exp() - expected).abs().max() < 1e-4 and expected[token] > 0, where
         found[kind] += 1
         if processor.records:
@@ -255,39 +250,21 @@ def test_token_temperature_scale(tiny):
 def test_ended_rows_are_inactive(tiny, monkeypatch):
     """From the first of several end-of-sequence tokens on, whatever padding ``generate`` appends."""
     monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", [EOS, 33])
-    active, ends, step, add_request = [], [], GuidedStep.step, GuidedStep.add_request
+    active, prepare = [], GuidedStep.prepare
 
-    def record_step(self, prepared, *args, **options):
-        active.append(prepared.batch.active.tolist())
-        return step(self, prepared, *args, **options)
+    def record(self, logits, batch):
+        active.append(batch.active.tolist())
+        return prepare(self, logits, batch)
 
-    def record_request(self, table_row, params, eos_token_ids, **options):
-        ends.append(eos_token_ids)
-        return add_request(self, table_row, params, eos_token_ids, **options)
-
-    monkeypatch.setattr(GuidedStep, "step", record_step)
-    monkeypatch.setattr(GuidedStep, "add_request", record_request)
+    monkeypatch.setattr(GuidedStep, "prepare", record)
     processor, tokens = tiny.make(), IDS
     processor(tokens, SCORES)
     for new in ([EOS, 7, 8], [9, 33, 10], [PAD, PAD, 11]):
         tokens = torch.cat([tokens, torch.tensor(new)[:, None]], dim=1)
         processor(tokens, SCORES)
     assert active == [[True] * 3, [False, True, True], [False, False, True], [False, False, True]]
-    assert ends == [{EOS, 33}] * 3
     monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", None)
     assert tiny.make()(IDS, torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
-    assert ends[3:] == [set()] * 3
-
-
-def test_extended_prompts_exclude_padding_and_last_token(tiny, monkeypatch):
-    """The first step computes the last token. Token temperatures of many tokens are accepted."""
-    extended = {}
-    monkeypatch.setattr(GuidedStep, "extend", lambda *args, **kwargs: extended.update(kwargs))
-    scaled = SHORTER | {"boosted_token_ids": list(range(40)), "token_temp_divisor": 2.0}
-    tiny.make(guidance=[scaled, SHORTER, SHORTER])(IDS, torch.zeros(3, VOCAB))
-    assert extended.pop("images") is None and extended.pop("begins") == [0, 9, 17]
-    found = {name: x.tolist() for name, x in extended.items()}
-    assert found == {"starts": [0, 9, 17], "lens": [5, 2, 0], "cached_lens": [0, 0, 0]}
 
 
 def test_non_finite_scores_affect_their_row_only(tiny):
@@ -463,7 +440,7 @@ GREEDY = [dict(do_sample=False), dict(top_k=1), dict(generation_config=Generatio
 
 @pytest.mark.parametrize("greedy", GREEDY)
 def test_greedy_generate_is_guided(tiny, greedy):
-    """Unguided rows take the most probable token of the base model. Filters and seeds change nothing."""
+    """Each token is the most probable one, guided or not. Filters and seeds change nothing."""
     options, outputs = dict(max_new_tokens=8, pad_token_id=PAD), []
     for filters in (FILTERS | {"top_k": 0}, NEUTRAL):
         guided = options | dict(value_model=tiny.value_model, guidance=[SHORTER, None, SHORTER])

@@ -128,17 +128,10 @@ class Engine:
         options: options of the server.
     """
 
+    lag = 0  # number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler
+
     def __init__(
-        self,
-        modules,
-        monkeypatch,
-        value_model,
-        *,
-        lag=0,
-        free=(2**34,),
-        function=None,
-        is_draft_worker=False,
-        **options,
+        self, modules, monkeypatch, value_model, *, free=(2**34,), function=None, is_draft_worker=False, **options
     ):
         free, self.asked_memory = list(free), []
 

@@ -69,9 +69,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         records: results of the steps, one row per prompt. Empty without ``record``.
 
     Raises:
-        ValueError: different vocabularies, a value model beside an encoder, right padding, a wrong number of
-            ``guidance``, bad parameters, or images that the value model cannot read. The first step raises it for
-            images that do not match the prompts, and for videos.
+        ValueError: naming the argument, what came and what is accepted. The first step raises it for images that do not
+            match the prompts, and for videos.
     """
 
     def __init__(
@@ -169,11 +168,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
         self._wants_lengths = any(params.return_values for params in guided)
         # Results of the prompts: predicted lengths or, with a probe, the states before the first new tokens.
         self._of_prompts: torch.Tensor | None = None
+        self._previous: torch.Tensor | None = None
         self._table_rows = torch.arange(rows, device=device)
         self._active = torch.ones(rows, dtype=torch.bool, device=device)
-        self._previous: torch.Tensor | None = None
-        self._record = record
-        self.records: list[StepOutput] = []
+        self._record, self.records = record, list[StepOutput]()
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
