@@ -1,9 +1,8 @@
 """The value model: one ragged forward over the delta and the candidates of every request.
 
 It is a Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv 2604.27039). Each layer
-computes the same as in ``transformers``. A request's delta may have no token, one token or a whole prompt; its
-candidates never enter the cache. A forward makes no host-device sync and its shapes depend only on the shapes of
-its arguments, so that a decode step can be captured in a CUDA graph. Its cost is proportional to the tokens in use,
+computes the same as in ``transformers``. A forward makes no host-device sync and its shapes depend only on the shapes
+of its arguments, so that a decode step can be captured in a CUDA graph. Its cost is proportional to the tokens in use,
 because its operators read their number on the device.
 """
 
@@ -172,17 +171,15 @@ class ValueModel:
         """Load a value model from a Hugging Face directory or cache, or from a GGUF file through ``transformers``.
 
         Args:
-            path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, or a
-                ``.gguf`` file (dequantised to float32); or ``owner/name`` on Hugging Face
-                (:func:`local_path`). If a directory only has an adapter, the backbone is its
-                ``base_model_name_or_path``. Pickled weights are read for a head only.
+            path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, a ``.gguf``
+                file (dequantised to float32), or ``owner/name`` on Hugging Face (:func:`local_path`). If a directory
+                only has an adapter, the backbone is its ``base_model_name_or_path``.
             head: the value head, if it is stored apart from the backbone: a ``.safetensors`` or ``.bin`` file, a
                 directory or ``owner/name`` with one, or a dictionary with ``v_head.fc.{weight,bias}`` and
                 ``v_head.summary.{weight,bias}``. It takes precedence over ``v_head.*`` in the backbone's files, which
                 take precedence over a file beside the adapter or the backbone (:func:`head_beside`).
-            adapter: a directory or ``owner/name`` with a low-rank adapter of the backbone, ``adapter_config.json`` and
-                ``adapter_model.safetensors`` as the package PEFT writes them (LoRA, :func:`read_adapter`). It is
-                merged into the weights, and ``lenvm_config.json`` is read from its directory. If None, the adapter in
+            adapter: a directory or ``owner/name`` with a low-rank adapter of the backbone (:func:`read_adapter`), which
+                is merged into the weights; ``lenvm_config.json`` is read from its directory. If None, the adapter in
                 the directory of ``path``, if there is one.
             dtype: float32, bfloat16 or float16. If None, the dtype of the checkpoint's embedding.
             device: device of the weights.
@@ -210,8 +207,7 @@ class ValueModel:
     ) -> ValueModel:
         """Put a value head on a loaded ``transformers`` causal language model, keeping its dtype and device.
 
-        The embedding and the unfused projections share the model's memory; the fused ones are copies. Later changes of
-        the model's weights therefore have no defined effect.
+        Unfused weights share the model's memory, so later changes of the model's weights have no defined effect.
 
         Args:
             model: a Qwen2, Qwen3, Llama or Qwen2.5-VL model of ``transformers``.
@@ -228,9 +224,7 @@ class ValueModel:
 
     @cached_property
     def vision_tower(self) -> torch.nn.Module | None:
-        """The module of ``transformers`` that embeds images; None if the checkpoint has none.
-
-        Loaded on first access, which takes time and device memory.
+        """The module of ``transformers`` that embeds images, loaded on first access; None if the checkpoint has none.
 
         Raises:
             ValueError: missing or unexpected tensors, by name.
@@ -246,8 +240,7 @@ class ValueModel:
         """Embeddings of the tokens of images, in order, ``[N, H]``. Makes a host-device sync to read the grid.
 
         Args:
-            pixel_values: ``[patches, elements]`` floating-point; patches of all images, from the processor of
-                ``transformers``.
+            pixel_values: floating-point ``[patches, elements]``, from the processor of ``transformers``.
             image_grid_thw: int64 ``[images, 3]``; patches of each image in time, rows and columns.
 
         Raises:
@@ -264,18 +257,15 @@ class ValueModel:
         """Value logits of all candidates; extends the cache by the delta tokens.
 
         Args:
-            batch: the ``T`` rows, on the model's device. Cached prefixes are read from ``cache`` through the slot
-                table. Keys and values of delta tokens are written to their slots; candidates are not cached.
-            cache: keys and values of earlier forwards of this model.
+            batch: the ``T`` rows, on the model's device.
+            cache: keys and values of earlier forwards of this model; only delta tokens are added.
             backend: backend of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
             ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Outputs of a head with another target
-            form are converted under the model's gamma (:meth:`LenVMConfig.value_logits`); a request with another gamma
-            then scales lengths, as it does with any model.
-
-            NaN for a token id outside the model's vocabulary (base models pad theirs further). Other values of the same
-            request may then be NaN as well; other requests are unaffected.
+            form are converted under the model's gamma (:meth:`LenVMConfig.value_logits`). A token id outside the
+            model's vocabulary (base models pad theirs further) has NaN, and makes other values of its request
+            arbitrary; other requests are unaffected.
 
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.

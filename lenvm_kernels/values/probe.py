@@ -81,13 +81,10 @@ class ProbeConfig:
         return len(self.layers) * self.hidden_size
 
     def check_base(self, num_layers: int, embedding: torch.Tensor) -> None:
-        """Check that a base model with this number of layers and this input embedding is the probe's.
+        """Raise ValueError unless a base model with this number of layers and this input embedding is the probe's.
 
         Copies in another dtype and quantized copies are accepted, and fine-tuned models whose embedding has hardly
         changed.
-
-        Raises:
-            ValueError: it is another one; the message names the difference.
         """
         tokens = min(len(embedding), self.vocab_size)  # the embedding may be padded
         for name, wanted, came in (
@@ -159,8 +156,7 @@ class LengthProbe:
     def update(self, embedding: torch.Tensor) -> None:
         """Project the base model's input embedding ``[V, H]`` again, after the model's weights have changed.
 
-        Raises:
-            ValueError: another base model; the probe is unchanged.
+        Raises ValueError for another base model; the probe is then unchanged.
         """
         self.config.check_base(self.config.num_layers, embedding)
         self._project(embedding)
