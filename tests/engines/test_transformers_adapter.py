@@ -267,6 +267,16 @@ def test_ended_rows_are_inactive(tiny, monkeypatch):
     assert tiny.make()(IDS, torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
 
 
+def test_extended_prompts_exclude_padding_and_last_token(tiny, monkeypatch):
+    """The first step computes the last token."""
+    extended = {}
+    monkeypatch.setattr(GuidedStep, "extend", lambda *args, **kwargs: extended.update(kwargs))
+    tiny.make()(IDS, SCORES)
+    found = {name: extended[name].tolist() for name in ("starts", "lens", "cached_lens")}
+    assert found == {"starts": [0, 9, 17], "lens": [5, 2, 0], "cached_lens": [0, 0, 0]}
+    assert extended["begins"] == [0, 9, 17]
+
+
 def test_non_finite_scores_affect_their_row_only(tiny):
     clean, broken, processor = tiny.make()(IDS, SCORES), SCORES.clone(), tiny.make()
     broken[1, 7] = torch.nan
