@@ -19,10 +19,9 @@ from lenvm_kernels.loading.models import Models
 
 MAX_DRAFTS, MAX_LEN, MAX_NEW, PAGE_SIZE = 4, 1024, 60, 16  # drafts per step, tokens per request, slots per page
 SAMPLING = Sampling(top_k=8, top_p=1.0, min_p=0.02, temperature=0.6, is_logits=True, sample=True)
-SHORTER, NEAR_40 = {"value_mode": "centered_exp", "value_scale": -10}, {"target_length": 40, "constraint": "eq_soft"}
 REQUESTS = [  # a prompt and its custom_params
-    ("Say this three times: A comet is a ball of ice and dust.", SHORTER),
-    ("Is it true that the moon goes around the earth, and the earth around the sun?", NEAR_40),
+    ("Say this three times: A comet is a ball of ice and dust.", {"value_mode": "centered_exp", "value_scale": -10}),
+    ("Is it true that the moon goes around the earth?", {"target_length": 40, "constraint": "eq_soft"}),
 ]
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

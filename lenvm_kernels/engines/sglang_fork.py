@@ -49,14 +49,10 @@ def warn_once(message: str) -> None:
 
 
 class ForkHooks:
-    """Called around the fork's functions: each method takes the replaced function, then that function's arguments.
-
-    Attributes:
-        gamma: default of requests, from a value model in the engine's process. If None, 0.997.
-    """
+    """Called around the fork's functions: each method takes the replaced function, then that function's arguments."""
 
     def __init__(self) -> None:
-        self.gamma: float | None = None
+        self._gamma: float | None = None  # default of requests, from a value model in the process. If None, 0.997
         self._replaced = [pkgutil.resolve_name(f"{_SAMPLING}:{name}") for name in _GUIDANCE_FUNCTIONS]
 
     def initialize(self, original: Callable, runner: ModelRunner, min_per_gpu_memory: float) -> None:
@@ -66,7 +62,7 @@ class ForkHooks:
         if sampler is None or runner.is_draft_worker or sampler._fn not in self._replaced:
             return
         if settings := inproc_settings(runner.server_args):
-            sampler._inproc, self.gamma = InprocRunner(settings, runner), settings.gamma
+            sampler._inproc, self._gamma = InprocRunner(settings, runner), settings.gamma
 
     def sample(self, original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
         """Pass the batch to the sampler of guidance before its tokens are drawn."""
@@ -121,7 +117,7 @@ class ForkHooks:
         given = req.sampling_params.custom_params if isinstance(req.sampling_params.custom_params, dict) else {}
         req.lenvm_guidance, req.lenvm_end_tokens = GuidanceParams(), get_eos_token_ids(req)
         try:
-            params = parse_guidance(given, gamma=self.gamma, constraint="eq")  # the fork's default constraint
+            params = parse_guidance(given, gamma=self._gamma, constraint="eq")  # the fork's default constraint
             if params.has_span:
                 raise ValueError("end_token_ids and landing must be absent in the fork, whose sampler reads neither")
             req.lenvm_guidance = params
@@ -132,8 +128,7 @@ class ForkHooks:
 def inproc_settings(options: Any) -> Settings | None:
     """The settings of a value model in the engine's process, from the server's options; None if they name none.
 
-    Raises:
-        ValueError: an option or a setting; the message names it, its value and what is accepted.
+    Raises ValueError, naming a bad option or setting, its value and what is accepted.
     """
     path = options.lvm_guided_inproc_model_path
     if not options.lvm_guided_inproc or not path:

@@ -132,32 +132,23 @@ def ask(parts, params, *, text=0, placeholder=None, changes=None, **filters):
 class Scenario:
     """Requests by name, and what happens to them in one engine.
 
-    Attributes:
-        script: commands, which name requests by letters: ``prefill a@4[16:30]`` (in row 4, the tokens from 16 to 30),
-            ``decode ab``, ``finish a``, and ``drop a`` (its last token). After a step, ``forwards 9 *`` checks the rows
-            of each forward of the value model, where ``*`` is any number and the default after ``decode``. ``embeds 6``
-            checks the rows of each forward of the vision tower, ``holds 1 4`` the rows of the engine's pool with slots.
-        unguided: requests that keep their own filters in all steps.
-        strided: a request that is guided in 4 to 8 steps.
-        reads_images: whether the value model reads images.
-        lag: number of tokens that the host lacks in a decode batch.
-        pages: pages of the value model's cache. If None, enough for all requests.
-        environment: environment variables of settings.
-        logs: messages, each with the number of times that it is logged.
-        statuses: statuses that occur.
+    Commands of ``script`` name requests by letters: ``prefill a@4[16:30]`` (in row 4, the tokens from 16 to 30),
+    ``decode ab``, ``finish a``, and ``drop a`` (its last token). After a step, ``forwards 9 *`` checks the rows of each
+    forward of the value model, where ``*`` is any number and the default after ``decode``. ``embeds 6`` checks the rows
+    of each forward of the vision tower, ``holds 1 4`` the rows of the engine's pool with slots.
     """
 
     name: str
     requests: dict[str, Any]
     script: str
-    unguided: str = ""
-    strided: str = ""
+    unguided: str = ""  # requests that keep their own filters in all steps
+    strided: str = ""  # a request that is guided in 4 to 8 steps
     reads_images: bool = False
-    lag: int = 0
-    pages: int | None = None
+    lag: int = 0  # number of tokens that the host lacks in a decode batch
+    pages: int | None = None  # pages of the value model's cache. If None, enough for all requests
     environment: dict[str, str] = field(default_factory=dict)
-    logs: dict[str, int] = field(default_factory=dict)
-    statuses: frozenset[Status] = frozenset()
+    logs: dict[str, int] = field(default_factory=dict)  # messages, and how often each is logged
+    statuses: frozenset[Status] = frozenset()  # statuses that occur
 
     def __str__(self):
         return self.name

@@ -119,8 +119,7 @@ class Engine:
     """A model runner after ``install()``; scores of its base model depend on the last token and the length.
 
     Args:
-        modules: modules of the stand-in, by name.
-        monkeypatch: pytest's fixture.
+        modules, monkeypatch: modules of the stand-in, by name, and pytest's fixture.
         value_model: directory of the value model.
         free: bytes of free memory returned by successive calls.
         function: guidance function. If None, one of the fork's.
