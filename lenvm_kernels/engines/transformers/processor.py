@@ -37,14 +37,12 @@ class LenVMLogitsProcessor(LogitsProcessor):
     """Guides one call of ``model.generate``, with a value model or by the end tokens alone.
 
     :func:`generate` does all of this in one call. Otherwise, make a processor for each call of ``model.generate`` and
-    pass its :attr:`generation_kwargs`. The processor applies sampling parameters itself, so the sampling parameters
-    of ``generate`` must be neutral.
+    pass its :attr:`generation_kwargs`: the processor applies the sampling parameters itself.
 
     Args:
         model: the base model, of any architecture. With an encoder and a decoder, ``value_model`` must be None.
         value_model: a value model with the base model's vocabulary, or a :class:`LengthProbe` of the base model, whose
-            layers have hooks while the processor exists. If None, only ``near``, ``ge_near`` and ``le_near`` guide
-            (:class:`GuidedStep`).
+            layers have hooks while the processor exists. If None, only ``near``, ``ge_near`` and ``le_near`` guide.
         guidance: parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed), or a sequence
             with one entry per prompt. None leaves a prompt unguided.
         attention_mask: ``[B, S]``; the tokenizer's mask of the prompts, padded on the left, or of the encoder's inputs.
@@ -57,8 +55,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             If None, 8 with a value model and 64 without.
         tokenizers: tokenizers of the base model and the value model; without a value model, the base model's twice.
             With tokenizers, outputs end where sentences do. They are required if the models' ``vocab_size`` differ by
-            padding of the embedding, to check that the tokens are the same; for a ``thinking_budget``, to look up the
-            tokens that begin and end a thought; and for an ``end_message`` or a ``landing`` given as text.
+            padding of the embedding, and for a ``thinking_budget``, or an ``end_message`` or ``landing`` given as text.
         pixel_values, image_grid_thw: the prompts' images in order, from the base model's processor. The value model,
             also a Qwen2.5-VL, embeds them with its own vision tower.
         record: keep the :class:`StepOutput` of each step in :attr:`records`, and score candidates of all prompts.
