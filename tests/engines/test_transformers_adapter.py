@@ -238,12 +238,13 @@ def test_output_lengths_are_predicted_from_prompts(tiny, monkeypatch):
 
 
 def test_token_temperature_scale(tiny):
-    """A scale multiplies its token's logit before all filters; ids outside the vocabulary are ignored."""
+    """Scales multiply logits of any number of tokens before all filters; ids outside the vocabulary are ignored."""
     before = SCORES.clone()
-    params = {"token_temperature_scale": {20: 3.0} | {10_000 + i: 2.0 for i in range(40)}}
+    params = {"token_temperature_scale": {20: 3.0} | {30 + i: 2.0 for i in range(30)} | {10_000: 2.0}}
     actual = tiny.make(guidance=params)(IDS, SCORES)
     assert torch.equal(SCORES, before)
     before[:, 20] *= 3
+    before[:, 30:60] *= 2
     torch.testing.assert_close(actual, torch.log_softmax(before, 1))
 
 
