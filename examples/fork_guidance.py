@@ -38,9 +38,8 @@ def reweight_scatter(candidates, value_logits, table, *, table_rows=None, genera
     for i in guided:
         if modes[i] in CONSTRAINTS:
             ids, values = candidates.token_ids[i][listed[i]].tolist(), value_logits[i][listed[i]].double().sigmoid()
-            values = [
-                0.0 if token in requests[i].eos_token_ids else v for token, v in zip(ids, values.tolist(), strict=True)
-            ]
+            ended = torch.tensor([token in requests[i].eos_token_ids for token in ids], device=values.device)
+            values = values.masked_fill(ended, 0.0).tolist()
             chosen = lvm_combined_guidance(result[i][listed[i]].tolist(), values, ids, req=requests[i])
             result[i][listed[i]] = torch.tensor(chosen, device=result.device)
     return result

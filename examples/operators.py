@@ -1,7 +1,6 @@
-"""The core of a guided step in four calls, on a CPU (the PyTorch reference) or a GPU (the Triton kernels).
+"""The core of a guided step in four calls, on a CPU (the PyTorch reference) or a GPU (the Triton kernels)."""
 
-Run it with ``python examples/operators.py``.
-"""
+from functools import partial
 
 import torch
 
@@ -15,15 +14,7 @@ from lenvm_kernels import (
 )
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def randn(*shape):
-    return torch.randn(*shape, device=device)
-
+i32, randn = partial(torch.tensor, dtype=torch.int32, device=device), partial(torch.randn, device=device)
 
 # 1 candidates: top-k, top-p, min-p of softmax(logits / temperature). A filter is a number, or a tensor [B].
 logits = randn(1, 32_000)
@@ -31,7 +22,7 @@ candidates = topk_candidates(logits, top_k=5, top_p=1.0, min_p=0.0, temperature=
 
 # 2 value model (one layer of it): 1 delta token and 8 candidates after 4 cached tokens, in slots 1 to 4 of the cache
 q, k, v, cache = randn(9, 12, 64), randn(9, 2, 64), randn(9, 2, 64), randn(2, 100, 2, 64)
-out = value_tree_attention(q, k, v, *cache, i32(1, 2, 3, 4)[None], i32(0), i32(4), i32(0, 9), i32(8))
+out = value_tree_attention(q, k, v, *cache, i32([[1, 2, 3, 4]]), i32([0]), i32([4]), i32([0, 9]), i32([8]))
 
 # 3 value head: one logit per candidate, token rows 1 to 8 of the hidden states
 hidden, head = out.flatten(1), (randn(768, 768) / 28, randn(768), randn(1, 768) / 28, randn(1))

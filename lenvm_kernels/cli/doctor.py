@@ -32,7 +32,7 @@ ENTRY_POINTS = {
     "sglang": (("sglang.srt.plugins", SGLANG),),
     "vllm": (("vllm.logits_processors", VLLM), ("vllm.general_plugins", VLLM_FRONT_END)),
 }
-FORK = "lenvm_kernels.engines.sglang_fork.drop_in.install()"
+FORK = "lenvm_kernels.engines.sglang_fork.install()"
 MIN_CAPABILITY = (8, 0)
 GPU_FILES = "/dev/nvidia[0-9]*"
 TOLERANCE = 1e-4  # for fp32 results of O(1) against the reference in fp64

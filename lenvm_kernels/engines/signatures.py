@@ -56,7 +56,6 @@ USED: dict[str, tuple[str, ...]] = {
         f"{_SAMPLING}:lvm_expectation_guidance",
         f"{_SAMPLING}:lvm_hard_value_constraint_guidance",
         f"{_SGLANG}.lvm.lvm_value_utils:get_eos_token_ids",
-        f"{_SGLANG}.lvm.tree_value_spec:build_tree_value_custom_mask_and_positions",
         f"{_SGLANG}.model_executor.model_runner:ModelRunner.initialize",
         f"{_SGLANG}.model_executor.model_runner:ModelRunner.sample",
         f"{_SGLANG}.models.qwen2_lvm:MLP2SiLUValueHead.forward",

@@ -81,9 +81,13 @@ class ValueModelConfig:
         architecture = config.model_type
         if architecture not in ARCHITECTURES:
             raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
-        is_tied = config.tie_word_embeddings
-        images = _image_fields(config) if architecture in VISION_ARCHITECTURES else {}
-        if images:
+        is_tied, images = config.tie_word_embeddings, dict[str, Any]()
+        if architecture in VISION_ARCHITECTURES:
+            sections = tuple(config.text_config.rope_parameters.get("mrope_section", ()))
+            if len(sections) != 3:
+                raise ValueError(f"mrope_section must be three numbers, got {list(sections)}")
+            images = dict(mrope_sections=sections, vision=config.vision_config)
+            images |= dict(image_token_id=config.image_token_id, video_token_id=config.video_token_id)
             config, architecture = config.text_config, "qwen2"
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
@@ -128,19 +132,18 @@ class ValueModelConfig:
                 shapes[f"{name}.bias"] = (rows,)
 
         for i in range(self.num_layers):
-            layer = f"layers.{i}"
-            shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-            linear(f"{layer}.self_attn.q_proj", heads, hidden, self.qkv_bias)
-            linear(f"{layer}.self_attn.k_proj", kv_heads, hidden, self.qkv_bias)
-            linear(f"{layer}.self_attn.v_proj", kv_heads, hidden, self.qkv_bias)
+            attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+            shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
+            linear(f"{attention}.q_proj", heads, hidden, self.qkv_bias)
+            for name in "kv":
+                linear(f"{attention}.{name}_proj", kv_heads, hidden, self.qkv_bias)
             if self.qk_norm:
-                shapes[f"{layer}.self_attn.q_norm.weight"] = (self.head_dim,)
-                shapes[f"{layer}.self_attn.k_norm.weight"] = (self.head_dim,)
-            linear(f"{layer}.self_attn.o_proj", hidden, heads, self.o_bias)
-            shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-            linear(f"{layer}.mlp.gate_proj", self.intermediate_size, hidden, self.mlp_bias)
-            linear(f"{layer}.mlp.up_proj", self.intermediate_size, hidden, self.mlp_bias)
-            linear(f"{layer}.mlp.down_proj", hidden, self.intermediate_size, self.mlp_bias)
+                shapes |= {f"{attention}.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+            linear(f"{attention}.o_proj", hidden, heads, self.o_bias)
+            shapes[f"layers.{i}.post_attention_layernorm.weight"] = (hidden,)
+            for name in ("gate", "up"):
+                linear(f"{mlp}.{name}_proj", self.intermediate_size, hidden, self.mlp_bias)
+            linear(f"{mlp}.down_proj", hidden, self.intermediate_size, self.mlp_bias)
         shapes["norm.weight"] = (hidden,)
         linear("v_head.fc", hidden, hidden, bias=True)
         linear("v_head.summary", 1, hidden, bias=True)
@@ -226,19 +229,6 @@ def _is_head(file: Path) -> bool:
         return False
 
 
-def _image_fields(config: Any) -> dict[str, Any]:
-    """The image-related fields of a vision-language model's configuration."""
-    sections = tuple(config.text_config.rope_parameters.get("mrope_section", ()))
-    if len(sections) != 3:
-        raise ValueError(f"mrope_section must be three numbers, got {list(sections)}")
-    return dict(
-        mrope_sections=sections,
-        image_token_id=config.image_token_id,
-        video_token_id=config.video_token_id,
-        vision=config.vision_config,
-    )
-
-
 def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
     """Angular frequencies of a ``transformers`` configuration, and the factor on cosine and sine."""
     rope = config.rope_parameters
@@ -257,11 +247,7 @@ def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], fl
 def reads_images(path: Path) -> bool:
     """Whether the architecture of the value model in a directory reads images."""
     file = backbone_of(path) / "config.json"
-    return file.is_file() and _model_type(file) in VISION_ARCHITECTURES
-
-
-def _model_type(file: Path) -> str | None:
-    return json.loads(file.read_text()).get("model_type")
+    return file.is_file() and json.loads(file.read_text()).get("model_type") in VISION_ARCHITECTURES
 
 
 def _read_config(path: Path) -> ValueModelConfig:
@@ -269,7 +255,7 @@ def _read_config(path: Path) -> ValueModelConfig:
     if not file.is_file():
         raise FileNotFoundError(f"{path} must be a directory with config.json, or a .gguf file")
     # Checked before transformers does, whose error does not name what this package accepts.
-    architecture = _model_type(file)
+    architecture = json.loads(file.read_text()).get("model_type")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"model_type in {file} must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
     return ValueModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=False))

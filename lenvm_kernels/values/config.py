@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,9 +91,8 @@ class LenVMConfig:
 
     def write(self, folder: str | os.PathLike) -> None:
         """Write the configuration to the directory of a value model, replacing an existing file."""
-        of_all_forms = ("gamma", "target_form") if self.strength is None else ("gamma", "target_form", "strength")
-        of_length = ("length_normalizer", "length_activation") if self.target_form == LENGTH else ()
-        content = {k: x for k, x in asdict(self).items() if k in of_all_forms + of_length}
+        always = {"gamma", "target_form"}
+        content = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != f.default or f.name in always}
         (Path(folder) / CONFIG_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     @property

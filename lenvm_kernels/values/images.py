@@ -86,11 +86,7 @@ def load_vision_tower(
 ) -> torch.nn.Module:
     """The vision tower of a Qwen2.5-VL checkpoint.
 
-    Args:
-        tensors: weights, by their names in the tower.
-
-    Raises:
-        ValueError: missing or unexpected tensors, by name.
+    ``tensors`` are by their names in the tower. Raises ValueError, naming missing and unexpected tensors.
     """
     # Imported here, because only vision-language value models need it.
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -115,14 +111,6 @@ def check_pixels(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: t
             f"pixel_values must be [{patches}, {elements}], a row for each patch of image_grid_thw, got "
             f"{list(pixel_values.shape)}"
         )
-
-
-@torch.no_grad()
-def embed_images(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
-    """See :meth:`lenvm_kernels.values.ValueModel.embed_images`."""
-    check_pixels(tower, pixel_values, grid_thw)
-    weight = tower.get_parameter("patch_embed.proj.weight")
-    return tower(pixel_values.to(weight.device, weight.dtype), grid_thw=grid_thw.to(weight.device)).pooler_output
 
 
 def embedding_with_images(

@@ -1,9 +1,8 @@
 """The value model: one ragged forward over the delta and the candidates of every request.
 
 It is a Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv 2604.27039). Each layer
-computes the same as in ``transformers``. A request's delta may have no token, one token or a whole prompt; its
-candidates never enter the cache. A forward makes no host-device sync and its shapes depend only on the shapes of
-its arguments, so that a decode step can be captured in a CUDA graph. Its cost is proportional to the tokens in use,
+computes the same as in ``transformers``. A forward makes no host-device sync and its shapes depend only on the shapes
+of its arguments, so that a decode step can be captured in a CUDA graph. Its cost is proportional to the tokens in use,
 because its operators read their number on the device.
 """
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,9 +35,79 @@ from lenvm_kernels.values.checkpoint import (
     with_head,
 )
 from lenvm_kernels.values.config import DISCOUNTED_RETURN, LenVMConfig
-from lenvm_kernels.values.images import embed_images, embedding_with_images, load_vision_tower
+from lenvm_kernels.values.images import check_pixels, embedding_with_images, load_vision_tower
 from lenvm_kernels.values.ragged_batch import KVCache, RaggedBatch
-from lenvm_kernels.values.weights import FusedWeights
+
+
+class Layer(NamedTuple):
+    """Weights of one decoder layer. q, k, v and gate, up are fused, with the preceding norm's weight multiplied in."""
+
+    qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, H]
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [Hq + Hkv, D], the same row for all query heads and for all key heads
+    o: torch.Tensor  # [H, Hq * D]
+    o_bias: torch.Tensor | None
+    gate_up: torch.Tensor  # [2 I, H]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [H, I]
+    down_bias: torch.Tensor | None
+
+
+class FusedWeights:
+    """Builds the weights from a checkpoint's tensors, in one dtype on one device."""
+
+    def __init__(
+        self, config: ValueModelConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config, self._tensors, self._dtype, self._device = config, tensors, dtype, device
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor, converted but not fused."""
+        return self._tensors[name].detach().to(self._device, self._dtype)
+
+    def _stacked(self, names: list[str]) -> torch.Tensor | None:
+        """The named tensors concatenated by rows; None if the architecture lacks them (biases)."""
+        if names[0] not in self._tensors:
+            return None
+        return self.get(names[0]) if len(names) == 1 else torch.cat([self.get(name) for name in names])
+
+    def _normed(self, names: list[str], norm: str) -> torch.Tensor:
+        """The named matrices concatenated by rows, times the norm's weight: their input is only divided by its RMS."""
+        rows = [self._tensors[name].shape[0] for name in names]
+        out = torch.empty(sum(rows), self._config.hidden_size, dtype=self._dtype, device=self._device)
+        norm_weight = self._tensors[f"{norm}.weight"].detach().to(self._device, torch.float32)
+        for part, name in zip(out.split(rows), names, strict=True):  # one matrix at a time in fp32, rounded once
+            part.copy_(self._tensors[name].detach().to(self._device, torch.float32) * norm_weight)
+        return out
+
+    def layer(self, layer: str) -> Layer:
+        """The weights of a decoder layer, from the prefix of its tensor names."""
+        config, qk_norm = self._config, None
+        if config.qk_norm:
+            q_norm, k_norm = (self.get(f"{layer}.self_attn.{x}_norm.weight") for x in "qk")
+            qk_norm = torch.cat((q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)))
+        qkv = [f"{layer}.self_attn.{x}_proj" for x in "qkv"]
+        gate_up = [f"{layer}.mlp.{x}_proj" for x in ("gate", "up")]
+        return Layer(
+            qkv=self._normed([f"{x}.weight" for x in qkv], f"{layer}.input_layernorm"),
+            qkv_bias=self._stacked([f"{x}.bias" for x in qkv]),
+            qk_norm=qk_norm,
+            o=self.get(f"{layer}.self_attn.o_proj.weight"),
+            o_bias=self._stacked([f"{layer}.self_attn.o_proj.bias"]),
+            gate_up=self._normed([f"{x}.weight" for x in gate_up], f"{layer}.post_attention_layernorm"),
+            gate_up_bias=self._stacked([f"{x}.bias" for x in gate_up]),
+            down=self.get(f"{layer}.mlp.down_proj.weight"),
+            down_bias=self._stacked([f"{layer}.mlp.down_proj.bias"]),
+        )
+
+    def head(self) -> tuple[torch.Tensor, ...]:
+        """The value head: its first matrix, times the final norm's weight, and its vectors.
+
+        The vectors are kept in fp32, which the operator accepts, because the output is sensitive to their rounding.
+        """
+        vectors = (self._tensors[f"v_head.{x}"] for x in ("fc.bias", "summary.weight", "summary.bias"))
+        fc_weight = self._normed(["v_head.fc.weight"], "norm")
+        return fc_weight, *(x.detach().to(self._device, torch.float32) for x in vectors)
 
 
 class ValueModel:
@@ -58,15 +127,6 @@ class ValueModel:
 
     Raises:
         ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype; the message names them.
-
-    Example:
-        >>> model = ValueModel.from_pretrained("path/to/value-model", device="cuda")
-        >>> cache = KVCache.of_slots(model, 128)
-        >>> i32 = lambda x: torch.tensor(x, dtype=torch.int32, device="cuda")
-        >>> candidates, slot_table = i32([[21, 22]]), i32([[7, 8, 9]])  # slots of the prompt's three tokens
-        >>> prompt = DeltaTokens(i32([11, 12, 13]), i32([0]), lens=i32([3]), cached_lens=i32([0]), table_rows=i32([0]))
-        >>> batch = RaggedBatch.build(model, candidates, i32([2]), slot_table, delta=prompt)
-        >>> z = model.forward(batch, cache)  # fp32 [1, 2]
     """
 
     def __init__(
@@ -111,17 +171,15 @@ class ValueModel:
         """Load a value model from a Hugging Face directory or cache, or from a GGUF file through ``transformers``.
 
         Args:
-            path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, or a
-                ``.gguf`` file (dequantised to float32); or ``owner/name`` on Hugging Face
-                (:func:`local_path`). If a directory only has an adapter, the backbone is its
-                ``base_model_name_or_path``. Pickled weights are read for a head only.
+            path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, a ``.gguf``
+                file (dequantised to float32), or ``owner/name`` on Hugging Face (:func:`local_path`). If a directory
+                only has an adapter, the backbone is its ``base_model_name_or_path``.
             head: the value head, if it is stored apart from the backbone: a ``.safetensors`` or ``.bin`` file, a
                 directory or ``owner/name`` with one, or a dictionary with ``v_head.fc.{weight,bias}`` and
                 ``v_head.summary.{weight,bias}``. It takes precedence over ``v_head.*`` in the backbone's files, which
                 take precedence over a file beside the adapter or the backbone (:func:`head_beside`).
-            adapter: a directory or ``owner/name`` with a low-rank adapter of the backbone, ``adapter_config.json`` and
-                ``adapter_model.safetensors`` as the package PEFT writes them (LoRA, :func:`read_adapter`). It is
-                merged into the weights, and ``lenvm_config.json`` is read from its directory. If None, the adapter in
+            adapter: a directory or ``owner/name`` with a low-rank adapter of the backbone (:func:`read_adapter`), which
+                is merged into the weights; ``lenvm_config.json`` is read from its directory. If None, the adapter in
                 the directory of ``path``, if there is one.
             dtype: float32, bfloat16 or float16. If None, the dtype of the checkpoint's embedding.
             device: device of the weights.
@@ -149,8 +207,7 @@ class ValueModel:
     ) -> ValueModel:
         """Put a value head on a loaded ``transformers`` causal language model, keeping its dtype and device.
 
-        The embedding and the unfused projections share the model's memory; the fused ones are copies. Later changes of
-        the model's weights therefore have no defined effect.
+        Unfused weights share the model's memory, so later changes of the model's weights have no defined effect.
 
         Args:
             model: a Qwen2, Qwen3, Llama or Qwen2.5-VL model of ``transformers``.
@@ -167,9 +224,7 @@ class ValueModel:
 
     @cached_property
     def vision_tower(self) -> torch.nn.Module | None:
-        """The module of ``transformers`` that embeds images; None if the checkpoint has none.
-
-        Loaded on first access, which takes time and device memory.
+        """The module of ``transformers`` that embeds images, loaded on first access; None if the checkpoint has none.
 
         Raises:
             ValueError: missing or unexpected tensors, by name.
@@ -180,12 +235,12 @@ class ValueModel:
         self._vision_tensors = {}
         return tower
 
+    @torch.no_grad()
     def embed_images(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
         """Embeddings of the tokens of images, in order, ``[N, H]``. Makes a host-device sync to read the grid.
 
         Args:
-            pixel_values: ``[patches, elements]`` floating-point; patches of all images, from the processor of
-                ``transformers``.
+            pixel_values: floating-point ``[patches, elements]``, from the processor of ``transformers``.
             image_grid_thw: int64 ``[images, 3]``; patches of each image in time, rows and columns.
 
         Raises:
@@ -193,25 +248,24 @@ class ValueModel:
         """
         if self.vision_tower is None:
             raise ValueError("value_model must be a vision-language model with its vision tower, visual.*, for images")
-        return embed_images(self.vision_tower, pixel_values, image_grid_thw)
+        check_pixels(self.vision_tower, pixel_values, image_grid_thw)
+        pixels, grid = pixel_values.to(self.device, self.dtype), image_grid_thw.to(self.device)
+        return self.vision_tower(pixels, grid_thw=grid).pooler_output
 
     @torch.no_grad()
     def forward(self, batch: RaggedBatch, cache: KVCache, *, backend: str = "auto") -> torch.Tensor:
         """Value logits of all candidates; extends the cache by the delta tokens.
 
         Args:
-            batch: the ``T`` rows, on the model's device. Cached prefixes are read from ``cache`` through the slot
-                table. Keys and values of delta tokens are written to their slots; candidates are not cached.
-            cache: keys and values of earlier forwards of this model.
+            batch: the ``T`` rows, on the model's device.
+            cache: keys and values of earlier forwards of this model; only delta tokens are added.
             backend: backend of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
             ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Outputs of a head with another target
-            form are converted under the model's gamma (:meth:`LenVMConfig.value_logits`); a request with another gamma
-            then scales lengths, as it does with any model.
-
-            NaN for a token id outside the model's vocabulary (base models pad theirs further). Other values of the same
-            request may then be NaN as well; other requests are unaffected.
+            form are converted under the model's gamma (:meth:`LenVMConfig.value_logits`). A token id outside the
+            model's vocabulary (base models pad theirs further) has NaN, and makes other values of its request
+            arbitrary; other requests are unaffected.
 
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
@@ -251,7 +305,7 @@ class ValueModel:
         for i, layer in enumerate(self.layers):
             # Nested, so that each intermediate result is freed as soon as the next operator has read it.
             hidden = ragged_linear(
-                self._attend(i, hidden, square_sums, cos, sin, batch, cache, backend),
+                self._attend(i, hidden, square_sums, (cos, sin), batch, cache, backend),
                 layer.o,
                 layer.o_bias,
                 residual=hidden,
@@ -298,8 +352,7 @@ class ValueModel:
         i: int,
         hidden: torch.Tensor,
         square_sums: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
         batch: RaggedBatch,
         cache: KVCache,
         backend: str,
@@ -311,8 +364,7 @@ class ValueModel:
         k_cache, v_cache = cache.keys[i], cache.values[i]
         q, k, v = rope_cache(
             ragged_linear(hidden, layer.qkv, layer.qkv_bias, **expected, **options),
-            cos,
-            sin,
+            *rotation,
             layout.slots,
             k_cache,
             v_cache,

@@ -81,24 +81,19 @@ class ProbeConfig:
         return len(self.layers) * self.hidden_size
 
     def check_base(self, num_layers: int, embedding: torch.Tensor) -> None:
-        """Check that a base model with this number of layers and this input embedding is the probe's.
+        """Raise ValueError unless a base model with this number of layers and this input embedding is the probe's.
 
         Copies in another dtype and quantized copies are accepted, and fine-tuned models whose embedding has hardly
         changed.
-
-        Raises:
-            ValueError: it is another one; the message names the difference.
         """
+        tokens = min(len(embedding), self.vocab_size)  # the embedding may be padded
         for name, wanted, came in (
             ("layers", self.num_layers, num_layers),
             ("columns in its embedding", self.hidden_size, embedding.shape[1]),
+            ("tokens", self.vocab_size, tokens),
         ):
             if wanted != came:
                 raise ValueError(f"the base model must be {self.base!r} with {wanted} {name}, got one with {came}")
-        if len(embedding) < self.vocab_size:
-            raise ValueError(
-                f"the base model must be {self.base!r} with {self.vocab_size} tokens, got one with {len(embedding)}"
-            )
         found = int(embedding_signs(embedding[: self.vocab_size]), 16)
         if (found ^ int(self.embedding_signs, 16)).bit_count() > MOST_DIFFERENT:
             raise ValueError(f"the base model must be {self.base!r}, got one with another embedding")
@@ -124,10 +119,6 @@ class LengthProbe:
         dtype: dtype of the states: float32, bfloat16 or float16. If None, the dtype of ``embedding``.
         lenvm_config: provides gamma. If None, ``LenVMConfig()``.
 
-    Attributes:
-        config, lenvm_config, dtype: as above.
-        device: device of ``embedding``.
-
     Raises:
         ValueError: an unsupported dtype.
     """
@@ -146,9 +137,9 @@ class LengthProbe:
         if self.dtype not in FLOAT_DTYPES:
             came = str(self.dtype).removeprefix("torch.")
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {came}")
-        of = {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
-        self._projection = of["projection.weight"].contiguous(), of["projection.bias"]
-        self._head = tuple(of[name].contiguous() for name in ("fc.weight", "fc.bias", "bins.weight", "bins.bias"))
+        of = {name: tensor.to(self.device, self.dtype).contiguous() for name, tensor in tensors.items()}
+        self._projection = of["projection.weight"], of["projection.bias"]
+        self._head = tuple(of[name] for name in ("fc.weight", "fc.bias", "bins.weight", "bins.bias"))
         self._bin_edges = torch.tensor(config.bin_edges, dtype=torch.float32, device=self.device)
         weight, bias = (tensors[f"embedding.{name}"].to(self.device, torch.float32) for name in ("weight", "bias"))
         self._embedding_layer = weight, bias
@@ -165,8 +156,7 @@ class LengthProbe:
     def update(self, embedding: torch.Tensor) -> None:
         """Project the base model's input embedding ``[V, H]`` again, after the model's weights have changed.
 
-        Raises:
-            ValueError: another base model; the probe is unchanged.
+        Raises ValueError for another base model; the probe is then unchanged.
         """
         self.config.check_base(self.config.num_layers, embedding)
         self._project(embedding)

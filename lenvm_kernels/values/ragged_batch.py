@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from lenvm_kernels.ops.lay_out import lay_out
-from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
+from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepRequests
 from lenvm_kernels.values.checkpoint import ValueModelConfig
 from lenvm_kernels.values.images import ImageTokens
 
@@ -50,45 +50,30 @@ class RaggedBatch:
         *,
         delta: DeltaTokens | None = None,
         requests: StepRequests | None = None,
-        history: StepHistory | None = None,
-        max_new: int = 1,
-        candidate_parents: torch.Tensor | None = None,
         page_size: int = 1,
         expected_rows: int | None = None,
         images: ImageTokens | None = None,
-        backend: str = "auto",
+        **options: Any,
     ) -> RaggedBatch:
         """Lay out a batch in ``T = D + B * K`` rows, without a host-device sync.
 
         Args:
             model: the value model that will compute the batch.
-            candidate_ids, candidate_lens, slot_table, delta, requests, history, max_new, candidate_parents, page_size:
-                as in :func:`lay_out`. With ``K`` of 0, the forward only extends the cache.
+            candidate_ids, candidate_lens, slot_table, delta, requests, page_size: as in :func:`lay_out`. With ``K`` of
+                0, the forward only extends the cache.
             expected_rows: estimated number of rows in use (:func:`ragged_linear`). If None, all.
             images: images of the tokens of ``delta``, for a value model that reads images. If None, all are text.
-            backend: backend of the layout, see :func:`lenvm_kernels.ops._common.resolve_backend`.
+            **options: ``history``, ``max_new``, ``candidate_parents`` and ``backend`` of :func:`lay_out`.
 
         Returns:
             The batch, on the device of ``candidate_ids``. It references lengths and tables without copying them.
 
         Raises:
-            TypeError, ValueError: an argument of the wrong type, dtype, shape or device. Values are not checked, which
-                would need a host-device sync.
+            TypeError, ValueError: as :func:`lay_out`.
         """
-        layout = lay_out(
-            candidate_ids,
-            candidate_lens,
-            slot_table,
-            num_heads=model.config.num_heads,
-            num_kv_heads=model.config.num_kv_heads,
-            delta=delta,
-            requests=requests,
-            history=history,
-            max_new=max_new,
-            candidate_parents=candidate_parents,
-            page_size=page_size,
-            backend=backend,
-        )
+        options |= dict(delta=delta, requests=requests, page_size=page_size)
+        options |= dict(num_heads=model.config.num_heads, num_kv_heads=model.config.num_kv_heads)
+        layout = lay_out(candidate_ids, candidate_lens, slot_table, **options)
         if images is not None and delta is not None:
             first_rows, is_text = layout.q_offsets[:-1], layout.slots < 0  # candidates and padding have no slot
             row = torch.arange(len(is_text), dtype=torch.int32, device=is_text.device)

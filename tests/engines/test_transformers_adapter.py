@@ -1,6 +1,7 @@
 """The ``transformers`` adapter: ``generate`` on tiny models, against a plain implementation of the step."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -38,54 +39,47 @@ NEUTRAL = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 FILTERS = dict(temperature=0.7, top_k=6, top_p=0.95, min_p=0.01)
 
 
-@pytest.fixture(scope="module")
-def base():
-    return random_model(LlamaForCausalLM, LlamaConfig(**TINY), seed=0)
+# Three prompts of 6, 3 and 1 tokens, padded on the left.
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [PAD, PAD, PAD, 11, 12, 13], [PAD] * 5 + [14]])
+PROMPTS = dict(input_ids=IDS, attention_mask=(IDS != PAD).long())
+SCORES = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def value_backbone():
-    return random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1)
-
-
-@pytest.fixture(scope="module")
-def head():
+def tiny():
+    """A base model, a value model, its value logits at the last tokens of sequences by full forwards of
+    ``transformers``, and a function that makes a processor for the prompts."""
+    base, backbone = (
+        random_model(model_class, config(**TINY), seed=seed)
+        for seed, (model_class, config) in enumerate([(LlamaForCausalLM, LlamaConfig), (Qwen2ForCausalLM, Qwen2Config)])
+    )
     generator, shapes = torch.Generator().manual_seed(2), models.head_shapes(HIDDEN)
-    return {name: torch.randn(shape, generator=generator) * HIDDEN**-0.5 * 2 for name, shape in shapes.items()}
-
-
-@pytest.fixture(scope="module")
-def value_model(value_backbone, head):
-    return ValueModel.from_causal_lm(value_backbone, head)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    """Three prompts of 6, 3 and 1 tokens, padded on the left."""
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [PAD, PAD, PAD, 11, 12, 13], [PAD] * 5 + [14]])
-    return dict(input_ids=ids, attention_mask=(ids != PAD).long())
-
-
-@pytest.fixture(scope="module")
-def scores():
-    return torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def make(base, value_model, prompts):
-    """Makes a processor for the three prompts."""
+    head = {name: torch.randn(shape, generator=generator) * HIDDEN**-0.5 * 2 for name, shape in shapes.items()}
+    value_model = ValueModel.from_causal_lm(backbone, head)
 
     def make(**changes):
         arguments = dict(model=base, value_model=value_model, guidance=SHORTER, max_new_tokens=4)
-        return LenVMLogitsProcessor(**arguments | {"attention_mask": prompts["attention_mask"]} | changes)
+        return LenVMLogitsProcessor(**arguments | {"attention_mask": PROMPTS["attention_mask"]} | changes)
 
-    return make
+    values = lambda sequences: last_value_logits(backbone, head, sequences).tolist()  # noqa: E731
+    return SimpleNamespace(base=base, value_model=value_model, values=values, make=make)
 
 
-@pytest.fixture(scope="module")
-def values(value_backbone, head):
-    """Value logits of the last tokens of sequences, by full forwards of ``transformers``."""
-    return lambda sequences: last_value_logits(value_backbone, head, sequences).tolist()
+def with_likely(*ends):
+    """Logits processors that keep the probability of these tokens high."""
+
+    def process(ids, scores):
+        scores = scores.clone()
+        scores[:, list(ends)] = scores.max(dim=1, keepdim=True).values - 3
+        return scores
+
+    return [process]
+
+
+def lengths_of(new, ends=(EOS,)):
+    """Number of tokens before the first end in each row."""
+    rows = [next((i for i, token in enumerate(row) if token in ends), len(row)) for row in new.tolist()]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def steps_of(output, prompts):
@@ -107,7 +101,6 @@ class Case(NamedTuple):
     steps: int = 8
     sampling: dict = FILTERS
     closed: tuple = ()  # prompts that end with an end token of their span and one more token
-    greedy: dict | None = None  # arguments that select the most probable token
 
 
 SPANS = [
@@ -127,8 +120,6 @@ CASES = {
     "own parameters": Case(
         [{"target_length": 6, "op": "eq_soft", "gamma": 0.9}, SHORTER, {"target_length": 3, "gamma": 0.8}], {"GUIDE": 9}
     ),
-    "greedy": Case(SHORTER, GUIDED, greedy={"do_sample": False}),
-    "greedy by top_k": Case({"target_length": 9, "constraint": "eq_soft"}, GUIDED, greedy={"top_k": 1}),
     # Later steps have every token of the skipped ones.
     "skipped steps": Case(SHORTER | {"entropy_threshold": 1.9}, {"SKIP": 3, "GUIDE": 6}, 12, NEUTRAL),
     "spans": Case(SPANS, {"GUIDE": 8, "hard limit": 2, "after span": 12, "unguided": 3}, 16, HOT),
@@ -144,27 +135,25 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_of_generate_match_plain_steps(base, values, value_model, prompts, name):
+def test_rows_of_generate_match_plain_steps(tiny, name):
     """Every row of every step, its drawn token, and the recorded values and probabilities."""
-    case, ids = CASES[name], prompts["input_ids"].clone()
+    case, ids = CASES[name], IDS.clone()
     ids[list(case.closed), -2] = 20
-    model, inputs = base, prompts | {"input_ids": ids}
+    model, inputs = tiny.base, PROMPTS | {"input_ids": ids}
     if name == "mixture of experts":
         sizes = dict(moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, head_dim=8, mlp_only_layers=[0])
         model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **sizes), seed=4)
-    oracle = PlainStep(values, EOS)
-    options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling | (case.greedy or {}))
-    processor = LenVMLogitsProcessor(model, value_model, case.guidance, inputs["attention_mask"], **options)
+    oracle = PlainStep(tiny.values, EOS)
+    options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling)
+    processor = LenVMLogitsProcessor(model, tiny.value_model, case.guidance, inputs["attention_mask"], **options)
     torch.manual_seed(3)
     output, found = model.generate(**inputs, **processor.generation_kwargs, **KEEP_SCORES), Counter()
     for row, step, prefix, scores, token in steps_of(output, inputs):
         guidance = case.guidance if isinstance(case.guidance, dict) else case.guidance[row]
         with torch.no_grad():
             logits = model(torch.tensor([prefix])).logits[0, -1].double()
-        sampling = NEUTRAL if case.greedy else case.sampling
-        expected, of_tokens, kind = oracle.row(logits, prefix, step, guidance, sampling)
+        expected, of_tokens, kind = oracle.row(logits, prefix, step, guidance, case.sampling)
         where = f"row {row}, step {step}, {kind}"
-        assert not case.greedy or expected[token] > expected.max() - 1e-4, where
         assert (scores.exp() - expected).abs().max() < 1e-4 and expected[token] > 0, where
         found[kind] += 1
         if processor.records:
@@ -179,27 +168,27 @@ def test_rows_of_generate_match_plain_steps(base, values, value_model, prompts, 
     assert processor.faults == [0, 0, 0]
 
 
-def test_thought_markers_are_read_from_tokenizer(make, tmp_path):
+def test_thought_markers_are_read_from_tokenizer(tiny, tmp_path):
     words = [f"w{i}" for i in range(VOCAB)]
     plain, thinking = (
         AutoTokenizer.from_pretrained(models.save_checkpoint(tmp_path / name, seed=0, words=names))
         for name, names in (("plain", words), ("thinking", ["<think>", *words[1:17], "</think>", *words[18:]]))
     )
     budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"})
-    params, *_ = make(**budget, tokenizers=(thinking, thinking)).params
+    params, *_ = tiny.make(**budget, tokenizers=(thinking, thinking)).params
     assert params == parse_guidance(
         {"thinking_budget": 9.0, "end_message": [3, 5], "end_token_ids": [17], "start_token_ids": [0]}
     )
     for tokenizers in (None, (plain, plain)):
         with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
-            make(**budget, tokenizers=tokenizers)
+            tiny.make(**budget, tokenizers=tokenizers)
 
 
-def test_unguided_rows_are_unchanged_by_the_processor(base, make, prompts):
+def test_unguided_rows_are_unchanged_by_the_processor(tiny):
     """Unguided rows keep the base model's distribution and filters in a batch with a guided row."""
-    kwargs = make(guidance=[None, SHORTER, {}], max_new_tokens=1, **FILTERS).generation_kwargs
-    guided = base.generate(**prompts, **kwargs, **KEEP_SCORES).scores[0]
-    plain = base.generate(**prompts, max_new_tokens=1, do_sample=True, **FILTERS, **KEEP_SCORES).scores[0]
+    kwargs = tiny.make(guidance=[None, SHORTER, {}], max_new_tokens=1, **FILTERS).generation_kwargs
+    guided = tiny.base.generate(**PROMPTS, **kwargs, **KEEP_SCORES).scores[0]
+    plain = tiny.base.generate(**PROMPTS, max_new_tokens=1, do_sample=True, **FILTERS, **KEEP_SCORES).scores[0]
     for row, same in enumerate((True, False, True)):
         close = torch.allclose(torch.softmax(guided[row], 0), torch.softmax(plain[row], 0), atol=1e-6)
         assert close == same
@@ -217,88 +206,81 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_filters_of_unguided_rows(make, prompts, scores, name):
+def test_filters_of_unguided_rows(tiny, name):
     options, is_kept = ALONE[name]
-    probs = torch.softmax(2 * scores / options.get("temperature", 1.0), dim=1)
+    probs = torch.softmax(2 * SCORES / options.get("temperature", 1.0), dim=1)
     expected = torch.where(is_kept(probs, probs.sort(dim=1, descending=True).values), probs, 0.0)
-    actual = make(guidance=None, **options)(prompts["input_ids"], 2 * scores.double()).exp()
+    actual = tiny.make(guidance=None, **options)(IDS, 2 * SCORES.double()).exp()
     torch.testing.assert_close(actual, expected / expected.sum(1, keepdim=True))
 
 
-def test_output_lengths_are_predicted_from_prompts(base, values, value_model, make, prompts, monkeypatch):
+def test_output_lengths_are_predicted_from_prompts(tiny, monkeypatch):
     """Rows with ``return_values``, guided or not. Unguided rows draw the same tokens, with no forward per step."""
     guidance = [{"return_values": True, "gamma": 0.9} | SHORTER, SHORTER, {"return_values": True, "gamma": 0.95}]
-    processor = make(guidance=guidance)
-    output = base.generate(**prompts, **processor.generation_kwargs, pad_token_id=PAD)
-    z = values([prompts["input_ids"][row, start:].tolist() for row, start in enumerate((0, 3, 5))])
+    processor = tiny.make(guidance=guidance)
+    output = tiny.base.generate(**PROMPTS, **processor.generation_kwargs, pad_token_id=PAD)
+    z = tiny.values([IDS[row, start:].tolist() for row, start in enumerate((0, 3, 5))])
     lengths = torch.nn.functional.softplus(torch.tensor(z)) / -torch.tensor([0.9, 0.997, 0.95]).log()
     expected = [pytest.approx(length, rel=1e-3) for length in lengths.tolist()]
     assert processor.predicted_output_lengths(output) == [expected[0], None, expected[2]]
     with pytest.raises(ValueError, match=r"sequences must be \[3, 6 \+ N\], .* got \[3, 6\]"):
-        processor.predicted_output_lengths(prompts["input_ids"])
+        processor.predicted_output_lengths(IDS)
 
-    forwards, forward, outputs = [], value_model.forward, []
-    monkeypatch.setattr(value_model, "forward", lambda *a, **k: (forwards.append(1), forward(*a, **k))[1])
+    forwards, forward, outputs = [], tiny.value_model.forward, []
+    monkeypatch.setattr(tiny.value_model, "forward", lambda *a, **k: (forwards.append(1), forward(*a, **k))[1])
     for changes in (dict(value_model=None, guidance=None), dict(guidance={"return_values": True})):
-        processor = make(max_new_tokens=9, **changes)
+        processor = tiny.make(max_new_tokens=9, **changes)
         torch.manual_seed(3)
-        outputs.append(base.generate(**prompts, **processor.generation_kwargs, pad_token_id=PAD))
+        outputs.append(tiny.base.generate(**PROMPTS, **processor.generation_kwargs, pad_token_id=PAD))
     assert torch.equal(*outputs) and 1 <= len(forwards) <= 2
     assert processor.predicted_output_lengths(outputs[1])[1] == expected[1]
 
 
-def test_token_temperature_scale(make, prompts, scores):
-    """A scale multiplies its token's logit before all filters; ids outside the vocabulary are ignored."""
-    before = scores.clone()
-    params = {"token_temperature_scale": {20: 3.0} | {10_000 + i: 2.0 for i in range(40)}}
-    actual = make(guidance=params)(prompts["input_ids"], scores)
-    assert torch.equal(scores, before)
+def test_token_temperature_scale(tiny):
+    """Scales multiply logits of any number of tokens before all filters; ids outside the vocabulary are ignored."""
+    before = SCORES.clone()
+    params = {"token_temperature_scale": {20: 3.0} | {30 + i: 2.0 for i in range(30)} | {10_000: 2.0}}
+    actual = tiny.make(guidance=params)(IDS, SCORES)
+    assert torch.equal(SCORES, before)
     before[:, 20] *= 3
+    before[:, 30:60] *= 2
     torch.testing.assert_close(actual, torch.log_softmax(before, 1))
 
 
-def test_ended_rows_are_inactive(base, make, prompts, scores, monkeypatch):
+def test_ended_rows_are_inactive(tiny, monkeypatch):
     """From the first of several end-of-sequence tokens on, whatever padding ``generate`` appends."""
-    monkeypatch.setattr(base.generation_config, "eos_token_id", [EOS, 33])
-    active, ends, step, add_request = [], [], GuidedStep.step, GuidedStep.add_request
+    monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", [EOS, 33])
+    active, prepare = [], GuidedStep.prepare
 
-    def record_step(self, prepared, *args, **options):
-        active.append(prepared.batch.active.tolist())
-        return step(self, prepared, *args, **options)
+    def record(self, logits, batch):
+        active.append(batch.active.tolist())
+        return prepare(self, logits, batch)
 
-    def record_request(self, table_row, params, eos_token_ids, **options):
-        ends.append(eos_token_ids)
-        return add_request(self, table_row, params, eos_token_ids, **options)
-
-    monkeypatch.setattr(GuidedStep, "step", record_step)
-    monkeypatch.setattr(GuidedStep, "add_request", record_request)
-    processor, tokens = make(), prompts["input_ids"]
-    processor(tokens, scores)
+    monkeypatch.setattr(GuidedStep, "prepare", record)
+    processor, tokens = tiny.make(), IDS
+    processor(tokens, SCORES)
     for new in ([EOS, 7, 8], [9, 33, 10], [PAD, PAD, 11]):
         tokens = torch.cat([tokens, torch.tensor(new)[:, None]], dim=1)
-        processor(tokens, scores)
+        processor(tokens, SCORES)
     assert active == [[True] * 3, [False, True, True], [False, False, True], [False, False, True]]
-    assert ends == [{EOS, 33}] * 3
-    monkeypatch.setattr(base.generation_config, "eos_token_id", None)
-    assert make()(prompts["input_ids"], torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
-    assert ends[3:] == [set()] * 3
+    monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", None)
+    assert tiny.make()(IDS, torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
 
 
-def test_extended_prompts_exclude_padding_and_last_token(make, prompts, monkeypatch):
-    """The first step computes the last token. Token temperatures of many tokens are accepted."""
+def test_extended_prompts_exclude_padding_and_last_token(tiny, monkeypatch):
+    """The first step computes the last token."""
     extended = {}
     monkeypatch.setattr(GuidedStep, "extend", lambda *args, **kwargs: extended.update(kwargs))
-    scaled = SHORTER | {"boosted_token_ids": list(range(40)), "token_temp_divisor": 2.0}
-    make(guidance=[scaled, SHORTER, SHORTER])(prompts["input_ids"], torch.zeros(3, VOCAB))
-    assert extended.pop("images") is None and extended.pop("begins") == [0, 9, 17]
-    found = {name: x.tolist() for name, x in extended.items()}
+    tiny.make()(IDS, SCORES)
+    found = {name: extended[name].tolist() for name in ("starts", "lens", "cached_lens")}
     assert found == {"starts": [0, 9, 17], "lens": [5, 2, 0], "cached_lens": [0, 0, 0]}
+    assert extended["begins"] == [0, 9, 17]
 
 
-def test_non_finite_scores_affect_their_row_only(make, prompts, scores):
-    clean, broken, processor = make()(prompts["input_ids"], scores), scores.clone(), make()
+def test_non_finite_scores_affect_their_row_only(tiny):
+    clean, broken, processor = tiny.make()(IDS, SCORES), SCORES.clone(), tiny.make()
     broken[1, 7] = torch.nan
-    torch.testing.assert_close(processor(prompts["input_ids"], broken)[[0, 2]], clean[[0, 2]])
+    torch.testing.assert_close(processor(IDS, broken)[[0, 2]], clean[[0, 2]])
     assert processor.faults == [0, 1, 0]
 
 
@@ -332,6 +314,7 @@ OF_PROCESSOR = [
     *(({"top_p": x}, "top_p must be a number in") for x in (1.1, 0.0)),
     *(({"min_p": x}, "min_p must be a number in") for x in (-0.1, 1.5)),
     ({"max_candidates": 7}, "max_candidates must be a power of two"),
+    ({"backend": "unknown"}, "backend must be one of"),
     (
         {"tokenizers": (Tokenizer("abc"), Tokenizer("acb"))},
         r"value_model must share .*: 2 tokens differ, 'b' among them \(ids 1 and 2\)",
@@ -353,95 +336,92 @@ OF_GENERATE = [
 
 
 @pytest.mark.parametrize(("changes", "message"), OF_PROCESSOR)
-def test_bad_arguments_are_rejected_by_name(make, changes, message):
+def test_bad_arguments_are_rejected_by_name(tiny, changes, message):
     with pytest.raises(ValueError, match=message):
-        make(**changes)
+        tiny.make(**changes)(IDS, SCORES)
 
 
 @pytest.mark.parametrize(("changes", "message"), OF_GENERATE)
-def test_generate_rejects_bad_arguments_by_name(base, prompts, changes, message):
+def test_generate_rejects_bad_arguments_by_name(tiny, changes, message):
     with pytest.raises(ValueError, match=message):
-        generate(base, **prompts, **{"target_length": 5, "max_new_tokens": 4} | changes)
+        generate(tiny.base, **PROMPTS, **{"target_length": 5, "max_new_tokens": 4} | changes)
 
 
-def test_vocabularies_may_differ_in_padding_only(make):
-    other = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": VOCAB + 3}))
+def test_vocabularies_may_differ_in_padding_only(tiny):
+    other = LlamaForCausalLM(LlamaConfig(**TINY | {"vocab_size": VOCAB + 3}))
     with pytest.raises(ValueError, match="value_model must share the base model's vocabulary of 64 tokens, got 61"):
-        make(model=other)
-    assert make(model=other, tokenizers=(Tokenizer("abc"), Tokenizer("abc")))
+        tiny.make(model=other)
+    assert tiny.make(model=other, tokenizers=(Tokenizer("abc"), Tokenizer("abc")))
 
 
-def test_backend_is_passed_to_the_step(make, prompts, scores):
-    with pytest.raises(ValueError, match="backend must be one of"):
-        make(backend="unknown")(prompts["input_ids"], scores)
-
-
-def test_beams_are_rejected(base, make, prompts):
-    with pytest.raises(ValueError, match="generate runs 6 rows for 3 prompts: beam search"):
-        base.generate(**prompts, **make().generation_kwargs, num_beams=2, pad_token_id=PAD)
-
-
-@pytest.mark.parametrize(("changed", "more"), [((1, 2), 1), ((0, 5), 1), (None, 0), (None, 2)])
-def test_sequences_that_do_not_continue_the_last_step_are_rejected(make, prompts, scores, changed, more):
-    """Sequences with changed tokens, and sequences that have not grown by exactly one token."""
-    processor, ids = make(), prompts["input_ids"]
-    processor(ids, scores)
-    grown = torch.cat([ids, torch.full((3, more), 30)], dim=1)
+def grown(columns, changed=None):
+    """The prompts with a number of new tokens and another token at ``changed``."""
+    tokens = torch.cat([IDS, torch.full((3, columns), 30)], dim=1)
     if changed is not None:
-        grown[changed] += 1
-    message = "expected the prompts and 1 new tokens, got .* make a new LenVMLogitsProcessor for each call of generate"
+        tokens[changed] += 1
+    return tokens
+
+
+ANOTHER = "expected the prompts and 1 new tokens, got .* make a new LenVMLogitsProcessor for each call of generate"
+NEXT = {
+    "a changed token": (grown(1, (1, 2)), ANOTHER),
+    "a changed last token of a prompt": (grown(1, (0, 5)), ANOTHER),
+    "no new token": (grown(0), ANOTHER),
+    "two new tokens": (grown(2), ANOTHER),
+    "beams": (grown(1).repeat_interleave(2, 0), "generate runs 6 rows for 3 prompts: beam search"),
+}
+
+
+@pytest.mark.parametrize("name", NEXT)
+def test_sequences_that_do_not_continue_the_last_step_are_rejected(tiny, name):
+    processor, (tokens, message) = tiny.make(), NEXT[name]
+    processor(IDS, SCORES)
     with pytest.raises(ValueError, match=message):
-        processor(grown, scores)
+        processor(tokens, SCORES)
 
 
 @pytest.mark.parametrize("has_values", [True, False])
-def test_generate_reads_sentence_ends_from_tokenizer(base, value_model, prompts, has_values, monkeypatch):
+def test_generate_reads_sentence_ends_from_tokenizer(tiny, has_values, monkeypatch):
     """The step gets ``text_breaks`` of the tokenizer, or None without a tokenizer."""
     seen, make_step = [], transformers_adapter.GuidedStep
     monkeypatch.setattr(transformers_adapter, "GuidedStep", lambda *args: seen.append(args[-1]) or make_step(*args))
     arguments = dict(target_length=4, max_new_tokens=3, pad_token_id=PAD)
-    arguments["value_model"] = value_model if has_values else None
+    arguments["value_model"] = tiny.value_model if has_values else None
     for tokenizer in (Tokenizer(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), None):
-        generate(base, **prompts, tokenizer=tokenizer, **arguments)
+        generate(tiny.base, **PROMPTS, tokenizer=tokenizer, **arguments)
     known, unknown = (config.text_breaks for config in seen)
     assert known.tolist() == [0, 0, 0, 0, 0, 2, 1, *[0] * (VOCAB - 7)] and unknown is None
 
 
 @pytest.mark.parametrize("has_values", [True, False])
-def test_generate_equals_explicit_use_of_the_processor(base, value_model, prompts, has_values):
+def test_generate_equals_explicit_use_of_the_processor(tiny, has_values):
     """Several samples per prompt in consecutive rows, each with the guidance of its prompt."""
-    value_model = value_model if has_values else None
+    value_model = tiny.value_model if has_values else None
     guidance = [{"target_length": 2}, None, {"target_length": 12, "strength": 9}]
     options = dict(guidance=guidance, value_model=value_model, max_new_tokens=7, top_k=9, pad_token_id=PAD)
     torch.manual_seed(5)
-    output = generate(base, **prompts, **options, num_return_sequences=2, processor_options={"max_candidates": 4})
-    ids, mask = (prompts[name].repeat_interleave(2, dim=0) for name in ("input_ids", "attention_mask"))
+    output = generate(tiny.base, **PROMPTS, **options, num_return_sequences=2, processor_options={"max_candidates": 4})
+    ids, mask = (PROMPTS[name].repeat_interleave(2, dim=0) for name in ("input_ids", "attention_mask"))
     doubled = [g for g in guidance for _ in range(2)]
-    processor = LenVMLogitsProcessor(base, value_model, doubled, mask, max_new_tokens=7, top_k=9, max_candidates=4)
+    processor = LenVMLogitsProcessor(tiny.base, value_model, doubled, mask, max_new_tokens=7, top_k=9, max_candidates=4)
     torch.manual_seed(5)
-    expected = base.generate(input_ids=ids, attention_mask=mask, **processor.generation_kwargs, pad_token_id=PAD)
+    expected = tiny.base.generate(input_ids=ids, attention_mask=mask, **processor.generation_kwargs, pad_token_id=PAD)
     assert torch.equal(output, expected) and len(output.unique(dim=0)) > 3
 
 
-def test_generate_meets_target_without_value_model(base, prompts):
+def test_generate_meets_target_without_value_model(tiny):
     """With the model's own sampling parameters and another processor before this package's."""
 
-    def always_possible(ids, scores):
-        scores = scores.clone()
-        scores[:, EOS] = scores.max(dim=1).values - 3
-        return scores
-
-    def lengths_of(target, **options):
-        options |= dict(max_new_tokens=40, logits_processor=[always_possible], pad_token_id=PAD)
+    def lengths(target, **options):
+        options |= dict(max_new_tokens=40, logits_processor=with_likely(EOS), pad_token_id=PAD)
         torch.manual_seed(1)
-        output = generate(base, **prompts, target_length=target, num_return_sequences=8, **options)
-        new = output[:, prompts["input_ids"].shape[1] :].tolist()
-        return torch.tensor([row.index(EOS) if EOS in row else len(row) for row in new]).double()
+        output = generate(tiny.base, **PROMPTS, target_length=target, num_return_sequences=8, **options)
+        return lengths_of(output[:, IDS.shape[1] :])
 
     for target in (4, 11, 26):
-        found = lengths_of(target)
+        found = lengths(target)
         assert len(found) == 24 and (found - target).abs().mean() < 0.25 * target, (target, found)
-    weak = lengths_of(26, guidance={"strength": 0})
+    weak = lengths(26, guidance={"strength": 0})
     assert weak.min() < 10 and weak.max() == 40
 
 
@@ -456,34 +436,26 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_end_tokens_of_generate_are_the_ends(base, prompts, name):
+def test_end_tokens_of_generate_are_the_ends(tiny, name):
     """They meet the target, and the model's own end is a token like any other."""
     options, ends = ENDS[name]
-
-    def likely_ends(ids, scores):
-        scores = scores.clone()
-        scores[:, list({EOS, *ends})] = scores.max(dim=1, keepdim=True).values - 3
-        return scores
-
     torch.manual_seed(2)
-    options |= dict(max_new_tokens=60, logits_processor=[likely_ends], pad_token_id=PAD)
-    output = generate(base, **prompts, target_length=20, num_return_sequences=8, **options)
-    lengths = [next((i for i, x in enumerate(row) if x in ends), 60) for row in output[:, 6:].tolist()]
-    assert abs(sum(lengths) / len(lengths) - 20) < 5, lengths
-    assert (output[:, 6:] == EOS).any()
+    options |= dict(max_new_tokens=60, logits_processor=with_likely(EOS, *ends), pad_token_id=PAD)
+    new = generate(tiny.base, **PROMPTS, target_length=20, num_return_sequences=8, **options)[:, 6:]
+    assert abs(lengths_of(new, ends).mean() - 20) < 5 and (new == EOS).any()
 
 
 GREEDY = [dict(do_sample=False), dict(top_k=1), dict(generation_config=GenerationConfig(do_sample=False))]
 
 
 @pytest.mark.parametrize("greedy", GREEDY)
-def test_greedy_generate_is_guided(base, prompts, value_model, greedy):
-    """Unguided rows take the most probable token of the base model. Filters and seeds change nothing."""
+def test_greedy_generate_is_guided(tiny, greedy):
+    """Each token is the most probable one, guided or not. Filters and seeds change nothing."""
     options, outputs = dict(max_new_tokens=8, pad_token_id=PAD), []
     for filters in (FILTERS | {"top_k": 0}, NEUTRAL):
-        guided = options | dict(value_model=value_model, guidance=[SHORTER, None, SHORTER])
-        outputs.append(generate(base, **prompts, **guided | filters | greedy))
-    plain = base.generate(**prompts, do_sample=False, **options)
+        guided = options | dict(value_model=tiny.value_model, guidance=[SHORTER, None, SHORTER])
+        outputs.append(generate(tiny.base, **PROMPTS, **guided | filters | greedy))
+    plain = tiny.base.generate(**PROMPTS, do_sample=False, **options)
     assert torch.equal(*outputs) and torch.equal(outputs[0][1], plain[1]) and not torch.equal(outputs[0], plain)
 
 
@@ -499,21 +471,15 @@ def encoder_decoder(request):
     return random_model(request.param, config, seed=3)
 
 
-def test_encoder_decoder_models_are_guided_without_values(encoder_decoder, value_model):
+def test_encoder_decoder_models_are_guided_without_values(tiny, encoder_decoder):
     """Inputs of the encoder are padded on the right; an output begins with the decoder's start token."""
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, PAD, PAD]])
-
-    def likely_end(tokens, scores):
-        scores = scores.clone()
-        scores[:, EOS] = scores.max(dim=1).values - 3
-        return scores
-
-    options = dict(attention_mask=(ids != PAD).long(), max_new_tokens=40, logits_processor=[likely_end])
+    options = dict(attention_mask=(ids != PAD).long(), max_new_tokens=40, logits_processor=with_likely(EOS))
     for target in (5, 20):
         torch.manual_seed(1)
         output = generate(encoder_decoder, ids, target_length=target, num_return_sequences=8, **options)
-        lengths = [row.index(EOS) if EOS in row else 40 for row in output[:, 1:].tolist()]
-        assert len(lengths) == 16 and abs(sum(lengths) / 16 - target) < 0.25 * target, lengths
+        lengths = lengths_of(output[:, 1:])
+        assert len(lengths) == 16 and abs(lengths.mean() - target) < 0.25 * target, lengths
     message = "value_model must be None with an encoder-decoder base model, got a ValueModel"
     with pytest.raises(ValueError, match=message):
-        generate(encoder_decoder, ids, target_length=5, value_model=value_model, **options)
+        generate(encoder_decoder, ids, target_length=5, value_model=tiny.value_model, **options)

@@ -5,8 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from lenvm_kernels.engines.sglang_fork import drop_in
-from lenvm_kernels.engines.sglang_fork.runner import warn_once
+from lenvm_kernels.engines import sglang_fork
 from tests.helpers.engine_stubs import stubs
 from tests.helpers.models import EOS, IMAGE, VIDEO, VOCAB
 
@@ -30,12 +29,11 @@ def use_stand_in(monkeypatch, without="", **changed):
     Returns:
         The modules by name. ``calls`` of the module of the sampler records calls of ``initialize`` and ``apply``.
     """
-    modules = {"sglang.srt.lvm.lvm_inproc_runner": ModuleType("lvm_inproc_runner")}
+    modules = {}
     for path, text in stubs("sglang_fork", "0.5.8", **changed).items():
         name = path.removesuffix(".py").replace("/", ".")
         modules[name] = ModuleType(name)
         exec(text, vars(modules[name]))
-    modules["sglang.srt.lvm.lvm_inproc_runner"].build_tree_value_custom_mask_and_positions = None
     modules[SAMPLING].calls = calls = []
     sampler, runner = modules[SAMPLING].LvmGuidedSampler, modules[RUNNER].ModelRunner
 
@@ -57,8 +55,8 @@ def use_stand_in(monkeypatch, without="", **changed):
         owner, _, attribute = without.replace(":", ".").rpartition(".")
         module, _, owner = (owner, "", "") if owner in modules else owner.rpartition(".")
         delattr(getattr(modules[module], owner) if owner else modules[module], attribute)
-    drop_in.install.cache_clear()
-    warn_once.cache_clear()
+    sglang_fork.install.cache_clear()
+    sglang_fork.warn_once.cache_clear()
     for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
         monkeypatch.delenv(name, raising=False)
     return modules
@@ -67,7 +65,7 @@ def use_stand_in(monkeypatch, without="", **changed):
 def install(monkeypatch):
     """Modules of the stand-in after ``install()``, without a value model and without settings."""
     modules = use_stand_in(monkeypatch)
-    drop_in.install()
+    sglang_fork.install()
     return modules
 
 
@@ -121,27 +119,18 @@ class Engine:
     """A model runner after ``install()``; scores of its base model depend on the last token and the length.
 
     Args:
-        modules: modules of the stand-in, by name.
-        monkeypatch: pytest's fixture.
+        modules, monkeypatch: modules of the stand-in, by name, and pytest's fixture.
         value_model: directory of the value model.
-        lag: number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler.
         free: bytes of free memory returned by successive calls.
         function: guidance function. If None, one of the fork's.
         is_draft_worker: attribute of the model runner.
         options: options of the server.
     """
 
+    lag = 0  # number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler
+
     def __init__(
-        self,
-        modules,
-        monkeypatch,
-        value_model,
-        *,
-        lag=0,
-        free=(2**34,),
-        function=None,
-        is_draft_worker=False,
-        **options,
+        self, modules, monkeypatch, value_model, *, free=(2**34,), function=None, is_draft_worker=False, **options
     ):
         free, self.asked_memory = list(free), []
 
@@ -175,7 +164,6 @@ class Engine:
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(7, 90, dtype=torch.int32)),
             max_running_requests=5,
         )
-        self.lag = lag
         self.model_runner.initialize(0.0)
         self._draws = torch.Generator().manual_seed(21)
 
@@ -209,17 +197,18 @@ class Engine:
         scores = [BY_TOKEN[r.tokens[n - 1]] + BY_LENGTH[n] for r, n in zip(requests, ends, strict=True)]
         parts = [r.tokens[first:end] for r, first, end in zip(requests, prefixes, ends, strict=True)]
         part_lens = torch.tensor([len(part) for part in parts], dtype=torch.int32)
-        filters = {
-            x: torch.tensor([getattr(r.sampling_params, x) for r in requests]) for x in ("top_k", "top_p", "min_p")
-        }
+        tokens = [token for part in parts for token in part] + [VOCAB - 1] * is_decode  # with padding
+        sampling = [r.sampling_params for r in requests]
         batch = SimpleNamespace(
             reqs=list(requests),
             temperatures=torch.ones(len(requests), 1),
-            filters=(filters["top_p"].float(), filters["top_k"].int(), filters["min_p"].float()),
+            filters=(
+                torch.tensor([float(x.top_p) for x in sampling]),
+                torch.tensor([x.top_k for x in sampling], dtype=torch.int32),
+                torch.tensor([float(x.min_p) for x in sampling]),
+            ),
             forward_mode=SimpleNamespace(is_decode=lambda: is_decode, is_mixed=lambda: False),
-            input_ids=torch.tensor(
-                [token for part in parts for token in part] + [VOCAB - 1] * is_decode
-            ),  # with padding
+            input_ids=torch.tensor(tokens),
             extend_seq_lens=part_lens,
             extend_start_loc=part_lens.cumsum(0, dtype=torch.int32) - part_lens,
             req_pool_indices=torch.tensor([r.req_pool_idx for r in requests]),

@@ -18,11 +18,8 @@ from transformers import AutoModelForCausalLM
 from lenvm_kernels import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from tests.helpers.cases import simplest
-from tests.helpers.models import EOS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# The output of transformers_generate.py and engine_loop.py for a request.
-ANSWER = re.compile(r"(None|\{.*\})\n(.*\?)\n  (\d+) tokens: (.*)\n\n")
 
 
 @pytest.fixture
@@ -37,12 +34,6 @@ def run(monkeypatch, capsys):
     return run_example
 
 
-@pytest.fixture(scope="module")
-def checkpoints(base, value):
-    """Arguments with the paths of a tiny base model and a tiny value model."""
-    return "--model", base, "--value-model", value
-
-
 def test_operators(run):
     torch.manual_seed(0)
     names, text = run("operators")
@@ -54,17 +45,10 @@ def test_operators(run):
     assert text.endswith(f"drawn      {names['next_token'].item()}\n")
 
 
-def test_transformers_generate(run, checkpoints):
-    """Three settings for two prompts; a length includes the end of the sequence."""
-    names, text = run("transformers_generate", *checkpoints, "--max-new-tokens", 12)
-    answers = ANSWER.findall(text)
-    settings = [answer[0] for answer in answers]
-    assert settings == [str(None)] * 2 + [settings[2]] * 2 + [settings[4]] * 2
-    assert "value_scale" in settings[2] and "target_length" in settings[4]
-    assert all(1 <= int(length) <= 12 for _, _, length, _ in answers)
-    new = names["output"][:, names["inputs"]["input_ids"].shape[1] :].tolist()
-    ends = [(tokens.index(EOS) + 1 if EOS in tokens else len(tokens)) for tokens in new]
-    assert [int(length) for _, _, length, _ in answers[4:]] == ends
+def test_transformers_generate(run, base, value):
+    names, text = run("transformers_generate", base, value)
+    headings = re.findall(r"^(None|\{.*\})\n(.*\?)\n", text, re.MULTILINE)
+    assert headings == [(str(guidance), prompt) for guidance in names["GUIDANCE"] for prompt in names["PROMPTS"]]
 
 
 def assert_all_released(names):
@@ -74,30 +58,29 @@ def assert_all_released(names):
     assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
 
 
-def test_engine_loop(run, checkpoints):
+def test_engine_loop(run, base, value):
     """More requests than rows in the table: all are answered."""
-    names, text = run("engine_loop", *checkpoints, "--max-new-tokens", 12)
-    answers = ANSWER.findall(text)
+    names, text = run("engine_loop", base, value)
+    answered = re.findall(r"^(.*\?)\n  (\{.*\})\n  (\d+)\n", text, re.MULTILINE)
     requests = [(prompt, str(guidance)) for prompt, guidance in names["REQUESTS"]]
-    assert sorted((prompt, guidance) for guidance, prompt, _, _ in answers) == sorted(requests)
-    assert all(1 <= int(length) <= 12 for _, _, length, _ in answers) and len(requests) > names["TABLE_ROWS"]
+    assert sorted(answer[:2] for answer in answered) == sorted(requests) and len(requests) > names["TABLE_ROWS"]
+    assert all(1 <= int(length) <= names["MAX_NEW"] for *_, length in answered)
     assert_all_released(names)
 
 
-def test_draft_loop(run, checkpoints, tmp_path):
+def test_draft_loop(run, base, value, tmp_path):
     """The same text as without drafts, in fewer steps."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoints[1])
+    model = AutoModelForCausalLM.from_pretrained(base)
     model.model.norm.weight.data *= 4  # peaked scores, so that the model repeats itself
-    shutil.copytree(checkpoints[1], tmp_path / "base")
+    shutil.copytree(base, tmp_path / "base")
     model.save_pretrained(tmp_path / "base")
     answers = []
     for option in ([], ["--no-drafts"]):
-        names, text = run("draft_loop", "--model", tmp_path / "base", *checkpoints[2:], "--max-new-tokens", 40, *option)
-        printed = re.findall(r"(\{.*\})\n(.*)\n  (\d+) tokens in (\d+) steps: (.*)\n\n", text)
-        assert [(prompt, guidance) for guidance, prompt, *_ in printed] == [(p, str(g)) for p, g in names["REQUESTS"]]
-        answers.append([request.tokens[: names["end"](request)] for request in names["requests"]])
-        drawn, steps = (sum(int(line[column]) for line in printed) for column in (2, 3))
+        names, text = run("draft_loop", tmp_path / "base", value, *option)
+        drawn, steps = (sum(map(int, x)) for x in zip(*re.findall(r"(\d+) tokens in (\d+) steps", text), strict=True))
+        answers.append([names["output_of"](request)[0] for request in names["requests"]])
         assert (steps == drawn) if option else (steps < drawn)
+        assert drawn == sum(map(len, answers[-1]))
         assert_all_released(names)
     assert answers[0] == answers[1]
 

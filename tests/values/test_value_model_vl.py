@@ -1,6 +1,7 @@
 """Qwen2.5-VL value models with images in prompts, against plain forwards of ``transformers`` on tiny checkpoints."""
 
 import json
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -48,37 +49,29 @@ IMAGES = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A backbone of ``transformers``, its head, and the value model loaded from their checkpoint."""
+    """A backbone of ``transformers``, its head, the value model of their checkpoint with the images of all prompts, a
+    text-only value model, and a base model."""
     path = tmp_path_factory.mktemp("vl")
     backbone, head = random_model(Qwen2_5_VLForConditionalGeneration, vl_config()), random_head()
     backbone.save_pretrained(path)
     save_file(head, path / "value_head.safetensors")
-    return SimpleNamespace(path=path, backbone=backbone, head=head, value=ValueModel.from_pretrained(path))
+    value, base = ValueModel.from_pretrained(path), random_model(type(backbone), vl_config(), seed=7)
+    return SimpleNamespace(
+        path=path, backbone=backbone, head=head, value=value, images=images_of(value), text=StepModels(), base=base
+    )
 
 
-@pytest.fixture(scope="module")
-def text_only():
-    """A text-only backbone, its head, and the value model of both."""
-    return StepModels()
-
-
-@pytest.fixture(scope="module")
-def images(models):
-    """The images of all prompts, in order."""
-    return images_of(models)
-
-
-def images_of(models):
+def images_of(value_model):
     is_image, sizes = torch.tensor(FLAT) == IMAGE, iter(image_sizes(ALL_GRIDS, MERGE))
     positions = [image_positions(torch.tensor(prompt) == IMAGE, sizes) for prompt in PROMPTS]
     rows = torch.where(is_image, is_image.cumsum(0) - 1, -1)
-    return ImageTokens(torch.cat(positions, dim=1), rows, models.value.embed_images(ALL_PIXELS, ALL_GRIDS))
+    return ImageTokens(torch.cat(positions, dim=1), rows, value_model.embed_images(ALL_PIXELS, ALL_GRIDS))
 
 
 def of_prefill(images, prompt):
     """The images of a prompt for ``Engine.prefill``: one unused token, then all tokens but the last."""
-    told = [0, *range(STARTS[prompt], STARTS[prompt] + len(PROMPTS[prompt]) - 1)]
-    return images._replace(positions=images.positions[:, told], rows=images.rows[told])
+    which = [0, *range(STARTS[prompt], STARTS[prompt] + len(PROMPTS[prompt]) - 1)]
+    return images._replace(positions=images.positions[:, which], rows=images.rows[which])
 
 
 def expected_values(models, prompt, more):
@@ -155,37 +148,6 @@ def test_checkpoint_with_broken_vision_tower_reads_text_only(models, change, mes
     check_step(models, Engine(*make_step(value)).start([3], [PROMPTS[1]], [TILT]), [3], [1], [[]])
 
 
-def test_vision_tensors_of_other_architectures_are_rejected(text_only):
-    tensors = text_only.backbone.state_dict() | text_only.head | {"visual.a": torch.zeros(1)}
-    with pytest.raises(ValueError, match=r"unexpected visual\.a"):
-        ValueModel(ValueModelConfig.from_hf(text_only.backbone.config), tensors)
-
-
-@pytest.mark.parametrize(
-    ("rope", "message"),
-    [
-        ({}, r"mrope_section must be three numbers, got \[\]"),
-        ({"mrope_section": [1, 5]}, r"mrope_section must be three numbers, got \[1, 5\]"),
-        ({"mrope_section": [1, 2, 4]}, r"mrope_section must add up to half of head_dim, 6, got \[1, 2, 4\]"),
-    ],
-)
-def test_invalid_mrope_sections_are_rejected(rope, message):
-    config = vl_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4} | rope)
-    with pytest.raises(ValueError, match=message):
-        ValueModelConfig.from_hf(config)
-
-
-def test_pixels_that_do_not_match_their_grid_are_rejected(models):
-    for wrong in (ALL_PIXELS[1:], ALL_PIXELS[:, 1:], ALL_PIXELS.flatten()):
-        with pytest.raises(
-            ValueError, match=r"pixel_values must be \[92, 96\], a row for each patch of image_grid_thw"
-        ):
-            models.value.embed_images(wrong, ALL_GRIDS)
-
-
-# --- positions ---
-
-
 @pytest.mark.parametrize("prompt", range(len(PROMPTS)))
 def test_positions_are_shifted_to_end_at_prompt_length(models, prompt):
     tokens, further = torch.tensor([PROMPTS[prompt]]), (1, 7, 7)
@@ -198,33 +160,19 @@ def test_positions_are_shifted_to_end_at_prompt_length(models, prompt):
     assert list(sizes) == [further]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "size", "message"),
-    [
-        ([1, IMAGE, IMAGE], (1, 1, 2), "a prompt must end with text, got one that ends with an image"),
-        ([IMAGE, IMAGE, 1, IMAGE, 1], (1, 2, 1), "given for all their tokens in prompts, 1 tokens are left"),
-        ([1, IMAGE, 1, IMAGE, 1], (1, 2, 1), r"an image of \(1, 2, 1\) must have 2 tokens .* in a row from token 1"),
-        ([1, 1, IMAGE, 1], (1, 2, 1), r"an image of \(1, 2, 1\) must have 2 tokens .* in a row from token 2"),
-    ],
-)
-def test_prompts_that_do_not_match_their_images_are_rejected(tokens, size, message):
-    with pytest.raises(ValueError, match=message):
-        image_positions(torch.tensor(tokens) == IMAGE, iter([size]))
-
-
 # --- the forward and steps ---
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("outside", [None, -3, VOCAB])
-def test_images_and_candidates_in_one_forward(models, images, backend, outside):
+def test_images_and_candidates_in_one_forward(models, backend, outside):
     """Image tokens may have any id, as in SGLang. Other ids outside the vocabulary give NaN in their request only."""
     prompts = [[VOCAB + 1000 if token == IMAGE else token for token in prompt] for prompt in PROMPTS]
     candidates = [[31, 32, 33], [34], [35, 36], [37, 38, 39, 40]]
     if outside is not None:
         prompts[1] = [outside, 14]
     requests = Requests(models.value, rows=4, page_size=4, backend=backend)
-    z = models.value.forward(requests.batch(prompts, candidates, images=images), requests.cache, backend=backend)
+    z = models.value.forward(requests.batch(prompts, candidates, images=models.images), requests.cache, backend=backend)
     expected = torch.zeros(4, 4)
     for i, tokens in enumerate(candidates):
         for j, token in enumerate(tokens):
@@ -246,7 +194,7 @@ def check_step(models, engine, rows, prompts, more, **options):
 
 
 @pytest.mark.parametrize(("backend", "chunk_tokens"), [("reference", 7), ("triton", 7), ("triton", 4096)])
-def test_values_of_steps_after_image_prompts(models, images, backend, chunk_tokens):
+def test_values_of_steps_after_image_prompts(models, backend, chunk_tokens):
     """Prompts out of order, in chunks that split images; then steps after candidates and after other tokens."""
     step, slots = make_step(models.value, max_candidates=4, chunk_tokens=chunk_tokens, backend=backend)
     engine, rows, order = Engine(step, slots), [6, 0, 3, 2], [3, 1, 0, 2]
@@ -258,7 +206,7 @@ def test_values_of_steps_after_image_prompts(models, images, backend, chunk_toke
         engine.tensor([STARTS[i] for i in order]),
         engine.tensor([len(PROMPTS[i]) - 1 for i in order]),
         engine.tensor([0] * 4),
-        images=images,
+        images=models.images,
     )
     more = [[] for _ in order]
     for number in range(4):
@@ -269,7 +217,7 @@ def test_values_of_steps_after_image_prompts(models, images, backend, chunk_toke
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_images_do_not_change_values_of_other_requests(models, images, backend):
+def test_images_do_not_change_values_of_other_requests(models, backend):
     """The tokens are computed in one forward; kernel results are bitwise identical."""
 
     def values(rows, prompts, **options):
@@ -278,30 +226,11 @@ def test_images_do_not_change_values_of_other_requests(models, images, backend):
         scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
         return engine.decode(rows[-1:], prompts[-1:], scores).value_logits
 
-    text, of_prompt = [24, 25, 26, 27, 28], of_prefill(images, 2)
+    text, of_prompt = [24, 25, 26, 27, 28], of_prefill(models.images, 2)
     positions = torch.cat([of_prompt.positions, torch.arange(4).expand(3, 4)], dim=1)
     both = ImageTokens(positions, torch.cat([of_prompt.rows, torch.full((4,), -1)]), of_prompt.embeds)
     beside, alone = values([1, 4], [PROMPTS[2], text], images=both), values([4], [text])
     torch.testing.assert_close(beside, alone, rtol=0, atol=0 if backend == "triton" else ATOL)
-
-
-def test_extend_rejects_bad_images(models, text_only):
-    step, of_text = make_step(models.value)[0], make_step(text_only.value)[0]
-    i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
-    request = (i32(5, 6), i32(0), i32(0), i32(2), i32(0))
-    good = ImageTokens(torch.zeros(3, 2).long(), torch.tensor([0, -1]), torch.zeros(1, HIDDEN))
-    step.extend(*request, images=good)
-    with pytest.raises(ValueError, match="images must be None unless the value model is a vision-language model"):
-        of_text.extend(*request, images=good)
-    for field, wrong in (
-        ("positions", torch.zeros(2, 2).long()),
-        ("positions", torch.zeros(3, 2).int()),
-        ("rows", torch.tensor([0, -1, -1])),
-        ("embeds", torch.zeros(1, HIDDEN + 1)),
-        ("embeds", torch.zeros(1, HIDDEN, dtype=torch.bfloat16)),
-    ):
-        with pytest.raises(ValueError, match=rf"images\.{field} must "):
-            step.extend(*request, images=good._replace(**{field: wrong}))
 
 
 def test_scaled_rope_frequencies():
@@ -312,19 +241,14 @@ def test_scaled_rope_frequencies():
     scaled = SimpleNamespace(backbone=backbone, head=head, value=ValueModel.from_causal_lm(backbone, head))
     assert scaled.value.config.rope_scale > 1.1
     engine = Engine(*make_step(scaled.value, max_candidates=4))
-    engine.start([1], PROMPTS[:1], [TILT], images=of_prefill(images_of(scaled), 0))
+    engine.start([1], PROMPTS[:1], [TILT], images=of_prefill(images_of(scaled.value), 0))
     check_step(scaled, engine, [1], [0], [[]])
 
 
 # --- the adapter of transformers ---
 
 
-@pytest.fixture(scope="module")
-def base():
-    return random_model(Qwen2_5_VLForConditionalGeneration, vl_config(), seed=7)
-
-
-def processor_of(base, value_model, prompts, guidance=TILT, **options):
+def processor_of(models, prompts, guidance=TILT, value_model=None, **options):
     """Left-padded prompts as arguments of ``generate``, and their processor."""
     ids = [torch.tensor(prompt) for prompt in prompts]
     padded, mask = (
@@ -332,18 +256,17 @@ def processor_of(base, value_model, prompts, guidance=TILT, **options):
         for rows in (ids, [torch.ones_like(row) for row in ids])
     )
     options = {"max_new_tokens": 2, "record": True} | options
-    return dict(input_ids=padded, attention_mask=mask), LenVMLogitsProcessor(
-        base, value_model, guidance, mask, **options
-    )
+    processor = LenVMLogitsProcessor(models.base, value_model or models.value, guidance, mask, **options)
+    return dict(input_ids=padded, attention_mask=mask), processor
 
 
 @pytest.mark.parametrize("guidance", [TILT, TILT | {"value_stride": 3}, [GUIDANCE[2], TILT, None, TILT]])
-def test_generate_with_images(models, base, guidance):
+def test_generate_with_images(models, guidance):
     """Values of every step after left-padded prompts with two images, none and one."""
-    inputs, processor = processor_of(base, models.value, PROMPTS, guidance, max_new_tokens=7, top_k=4, **IMAGES)
+    inputs, processor = processor_of(models, PROMPTS, guidance, max_new_tokens=7, top_k=4, **IMAGES)
     torch.manual_seed(0)
     mm = dict(mm_token_type_ids=(inputs["input_ids"] == IMAGE).int())
-    output = base.generate(**inputs, **IMAGES, **mm, **processor.generation_kwargs, pad_token_id=0)
+    output = models.base.generate(**inputs, **IMAGES, **mm, **processor.generation_kwargs, pad_token_id=0)
     width, checked = inputs["input_ids"].shape[1], [0] * len(PROMPTS)
     for step, record in enumerate(processor.records):
         for i in range(len(PROMPTS)):
@@ -359,11 +282,11 @@ def test_generate_with_images(models, base, guidance):
     assert processor.faults == [0] * 4
 
 
-def test_padding_may_have_the_image_token_id(models, base):
+def test_padding_may_have_the_image_token_id(models):
     """Masked tokens are neither images nor text."""
     values = []
     for padding in (0, IMAGE):
-        inputs, processor = processor_of(base, models.value, PROMPTS, max_new_tokens=1, **IMAGES)
+        inputs, processor = processor_of(models, PROMPTS, max_new_tokens=1, **IMAGES)
         ids = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, padding)
         processor(ids, torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)))
         values.append(processor.records[0].value_logits)
@@ -371,37 +294,83 @@ def test_padding_may_have_the_image_token_id(models, base):
     assert (values[0] != 0).all()
 
 
-@pytest.mark.parametrize(
-    ("prompts", "given", "message"),
-    [
-        (PROMPTS, [], "pixel_values and image_grid_thw must be given: prompts hold tokens of images"),
-        (PROMPTS[:3], range(4), "image_grid_thw must be of the images in prompts, got 2 more"),
-        (PROMPTS, range(3), "images must be given for all their tokens in prompts, 11 tokens are left"),
-        ([[1, VIDEO, 2]], [], "prompts must hold no videos, got tokens of one"),
-        ([[1, *IMAGE_TOKENS[2]]], [2], "a prompt must end with text"),
-    ],
-)
-def test_processor_rejects_bad_prompts(models, base, prompts, given, message):
-    names = ("pixel_values", "image_grid_thw")
-    columns = zip(names, zip(*(PIXELS[i] for i in given), strict=True), strict=False)
-    inputs, processor = processor_of(base, models.value, prompts, **{name: torch.cat(x) for name, x in columns})
-    with pytest.raises(ValueError, match=message):
-        processor(inputs["input_ids"], torch.zeros(len(prompts), VOCAB))
-
-
-def test_processor_rejects_bad_images(models, text_only, base):
-    for value, names, message in (
-        (models.value, ["pixel_values"], "must be given together"),
-        (models.value, ["image_grid_thw"], "must be given together"),
-        (text_only.value, IMAGES, "must be a vision-language model"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            processor_of(base, value, PROMPTS, **{name: IMAGES[name] for name in names})
-
-
-def test_text_only_value_model_reads_images_as_text(text_only, base):
+def test_text_only_value_model_reads_images_as_text(models):
     """Without images as arguments, image tokens are ordinary tokens."""
-    inputs, processor = processor_of(base, text_only.value, PROMPTS[2:3], max_new_tokens=1)
+    inputs, processor = processor_of(models, PROMPTS[2:3], value_model=models.text.value, max_new_tokens=1)
     processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
     token, z = processor.records[0].candidates.token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
-    torch.testing.assert_close(z, text_only.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)
+    torch.testing.assert_close(z, models.text.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)
+
+
+# --- rejected arguments ---
+
+
+def configure(**rope):
+    parameters = {"rope_type": "default", "rope_theta": 1e4} | rope
+    return lambda models: ValueModelConfig.from_hf(vl_config(rope_parameters=parameters))
+
+
+def embed(pixel_values):
+    return lambda models: models.value.embed_images(pixel_values, ALL_GRIDS)
+
+
+def position(tokens, size):
+    return lambda models: image_positions(torch.tensor(tokens) == IMAGE, iter([size]))
+
+
+def extend(value_of=lambda models: models.value, **wrong):
+    """Pass two tokens, the first an image, to a step of a value model."""
+    i32 = partial(torch.tensor, dtype=torch.int32)
+    images = ImageTokens(torch.zeros(3, 2).long(), torch.tensor([0, -1]), torch.zeros(1, HIDDEN))._replace(**wrong)
+    request = i32([5, 6]), i32([0]), i32([0]), i32([2]), i32([0])
+    return lambda models: make_step(value_of(models))[0].extend(*request, images=images)
+
+
+def process(prompts, of_prompts):
+    """Take a step with prompts and the images of some of :data:`PROMPTS`."""
+
+    def call(models):
+        names, columns = ("pixel_values", "image_grid_thw"), zip(*(PIXELS[i] for i in of_prompts), strict=True)
+        images = {name: torch.cat(column) for name, column in zip(names, columns, strict=False)}
+        inputs, processor = processor_of(models, prompts, **images)
+        processor(inputs["input_ids"], torch.zeros(len(prompts), VOCAB))
+
+    return call
+
+
+def make_processor(*names, text_only=False):
+    images = {name: IMAGES[name] for name in names}
+    return lambda models: processor_of(models, PROMPTS, value_model=models.text.value if text_only else None, **images)
+
+
+PIXELS_ARE = r"pixel_values must be \[92, 96\], a row for each patch of image_grid_thw"
+IN_A_ROW = r"an image of \(1, 2, 1\) must have 2 tokens .* in a row from token "
+REJECTED = [
+    (configure(), r"mrope_section must be three numbers, got \[\]"),
+    (configure(mrope_section=[1, 5]), r"mrope_section must be three numbers, got \[1, 5\]"),
+    (configure(mrope_section=[1, 2, 4]), r"mrope_section must add up to half of head_dim, 6, got \[1, 2, 4\]"),
+    *((embed(wrong), PIXELS_ARE) for wrong in (ALL_PIXELS[1:], ALL_PIXELS[:, 1:], ALL_PIXELS.flatten())),
+    (position([1, IMAGE, IMAGE], (1, 1, 2)), "a prompt must end with text, got one that ends with an image"),
+    (position([IMAGE, IMAGE, 1, IMAGE, 1], (1, 2, 1)), "given for all their tokens in prompts, 1 tokens are left"),
+    (position([1, IMAGE, 1, IMAGE, 1], (1, 2, 1)), f"{IN_A_ROW}1"),
+    (position([1, 1, IMAGE, 1], (1, 2, 1)), f"{IN_A_ROW}2"),
+    (extend(lambda models: models.text.value), "images must be None unless the value model is a vision-language model"),
+    (extend(positions=torch.zeros(2, 2).long()), r"images\.positions must "),
+    (extend(positions=torch.zeros(3, 2).int()), r"images\.positions must "),
+    (extend(rows=torch.tensor([0, -1, -1])), r"images\.rows must "),
+    (extend(embeds=torch.zeros(1, HIDDEN + 1)), r"images\.embeds must "),
+    (extend(embeds=torch.zeros(1, HIDDEN, dtype=torch.bfloat16)), r"images\.embeds must "),
+    (process(PROMPTS, []), "pixel_values and image_grid_thw must be given: prompts hold tokens of images"),
+    (process(PROMPTS[:3], range(4)), "image_grid_thw must be of the images in prompts, got 2 more"),
+    (process(PROMPTS, range(3)), "images must be given for all their tokens in prompts, 11 tokens are left"),
+    (process([[1, VIDEO, 2]], []), "prompts must hold no videos, got tokens of one"),
+    (make_processor("pixel_values"), "must be given together"),
+    (make_processor("image_grid_thw"), "must be given together"),
+    (make_processor(*IMAGES, text_only=True), "must be a vision-language model"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REJECTED)
+def test_bad_images_are_rejected(models, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(models)

@@ -31,9 +31,8 @@ def generate(
 ) -> Any:
     """``model.generate`` with a target for the length of each output.
 
-    Tokens are sampled unless ``do_sample`` is False. ``temperature``, ``top_k``, ``top_p``, ``min_p`` and
-    ``eos_token_id`` are passed as to ``model.generate``, or in a ``generation_config``. The model's values are the
-    defaults.
+    Tokens are sampled unless ``do_sample`` is False. Sampling parameters and ``eos_token_id`` are passed as to
+    ``model.generate``, or in a ``generation_config``. The model's values are the defaults.
 
     Args:
         model: the base model, of any architecture.
@@ -42,8 +41,7 @@ def generate(
         max_new_tokens: maximum number of new tokens.
         target_length: target number of new tokens, without the end-of-sequence token.
         guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length``, a mapping of further ones.
-        value_model: the value model, or a :class:`LengthProbe` of the base model. If None, the target is met by the
-            end-of-sequence token alone.
+        value_model: the value model, or a :class:`LengthProbe` of the base model. If None, the end tokens alone guide.
         tokenizer: tokenizer of the base model. Recommended, because outputs then end where sentences do.
         num_return_sequences: outputs per prompt, in consecutive rows.
         processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
@@ -54,12 +52,6 @@ def generate(
 
     Raises:
         ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
-
-    Example:
-        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        >>> output = lenvm_kernels.generate(
-        ...     model, **inputs, tokenizer=tokenizer, target_length=60, max_new_tokens=200
-        ... )
     """
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")

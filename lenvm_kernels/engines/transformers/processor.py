@@ -36,14 +36,12 @@ class LenVMLogitsProcessor(LogitsProcessor):
     """Guides one call of ``model.generate``, with a value model or by the end tokens alone.
 
     :func:`generate` does all of this in one call. Otherwise, make a processor for each call of ``model.generate`` and
-    pass its :attr:`generation_kwargs`. The processor applies sampling parameters itself, so the sampling parameters
-    of ``generate`` must be neutral.
+    pass its :attr:`generation_kwargs`: the processor applies the sampling parameters itself.
 
     Args:
         model: the base model, of any architecture. With an encoder and a decoder, ``value_model`` must be None.
         value_model: a value model with the base model's vocabulary, or a :class:`LengthProbe` of the base model, whose
-            layers have hooks while the processor exists. If None, only ``near``, ``ge_near`` and ``le_near`` guide
-            (:class:`GuidedStep`).
+            layers have hooks while the processor exists. If None, only ``near``, ``ge_near`` and ``le_near`` guide.
         guidance: parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed), or a sequence
             with one entry per prompt. None leaves a prompt unguided.
         attention_mask: ``[B, S]``; the tokenizer's mask of the prompts, padded on the left, or of the encoder's inputs.
@@ -56,8 +54,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             If None, 8 with a value model and 64 without.
         tokenizers: tokenizers of the base model and the value model; without a value model, the base model's twice.
             With tokenizers, outputs end where sentences do. They are required if the models' ``vocab_size`` differ by
-            padding of the embedding, to check that the tokens are the same; for a ``thinking_budget``, to look up the
-            tokens that begin and end a thought; and for an ``end_message`` or a ``landing`` given as text.
+            padding of the embedding, and for a ``thinking_budget``, or an ``end_message`` or ``landing`` given as text.
         pixel_values, image_grid_thw: the prompts' images in order, from the base model's processor. The value model,
             also a Qwen2.5-VL, embeds them with its own vision tower.
         record: keep the :class:`StepOutput` of each step in :attr:`records`, and score candidates of all prompts.
@@ -68,16 +65,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         records: results of the steps, one row per prompt. Empty without ``record``.
 
     Raises:
-        ValueError: different vocabularies, a value model beside an encoder, right padding, a wrong number of
-            ``guidance``, bad parameters, or images that the value model cannot read. The first step raises it for
-            images that do not match the prompts, and for videos.
-
-    Example:
-        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        >>> processor = LenVMLogitsProcessor(
-        ...     model, value_model, {"target_length": 60}, inputs["attention_mask"], max_new_tokens=200
-        ... )
-        >>> output = model.generate(**inputs, **processor.generation_kwargs)
+        ValueError: naming the argument, what came and what is accepted. The first step raises it for images that do not
+            match the prompts, and for videos.
     """
 
     def __init__(
@@ -102,17 +91,21 @@ class LenVMLogitsProcessor(LogitsProcessor):
         backend: str = "auto",
     ) -> None:
         self._states: ProbeStates | None = None
-        self._probe = value_model if isinstance(value_model, LengthProbe) else None
         if model.config.is_encoder_decoder:
             if value_model is not None:
-                came = type(value_model).__name__
-                raise ValueError(f"value_model must be None with an encoder-decoder base model, got a {came}")
+                kind = type(value_model).__name__
+                raise ValueError(f"value_model must be None with an encoder-decoder base model, got a {kind}")
             attention_mask = attention_mask.new_ones(len(attention_mask), 1)  # the decoder's start token
         if isinstance(value_model, LengthProbe):
             self._states = ProbeStates(model, value_model.config.layers, last=True)
-        elif value_model is not None:
-            check_vocabulary(model, value_model, tokenizers)
-        _check_sampling(temperature, top_k, top_p, min_p)
+        elif value_model is not None and tokenizers is not None:
+            check_same_tokens("value_model", *tokenizers)
+        elif value_model is not None and (size := vocab_size_of(model)) != (came := value_model.config.vocab_size):
+            raise ValueError(
+                f"value_model must share the base model's vocabulary of {size} tokens, got {came} (if only the padding "
+                "differs, give both tokenizers)"
+            )
+        self._unguided = _warpers(temperature, top_k, top_p, min_p)
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if attention_mask.dim() != 2 or not attention_mask[:, -1].all() or (attention_mask.diff(dim=1) < 0).any():
@@ -125,8 +118,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
             guidance = [guidance] * rows
         if len(guidance) != rows:
             raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
-        thoughts = None if tokenizers is None else Thoughts.of(tokenizers[0])
         config = LenVMConfig() if value_model is None else value_model.lenvm_config
+        thoughts = None if tokenizers is None else Thoughts.of(tokenizers[0])
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, thoughts=thoughts)
         defaults["has_values"] = value_model is not None
         self.params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
@@ -146,11 +139,13 @@ class LenVMLogitsProcessor(LogitsProcessor):
         self._do_sample = do_sample and top_k != 1
         if not self._do_sample:
             temperature, top_k, top_p, min_p = NEUTRAL.values()
-        self._slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
+            self._unguided = LogitsProcessorList()
+        self._sampling = Sampling(top_k, top_p, min_p, temperature, is_logits=True)
+        slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
         self._value_model = value_model
         self._step = GuidedStep(
             value_source(value_model),
-            self._slots,
+            slots,
             StepConfig(
                 vocab_size=vocab_size_of(model),
                 max_candidates=max_candidates,
@@ -163,25 +158,16 @@ class LenVMLogitsProcessor(LogitsProcessor):
         )
         self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
         for row, prompt_len in enumerate(self._prompt_lens.tolist()):
-            self._slots.extend(row, prompt_len + max_new_tokens)
+            slots.extend(row, prompt_len + max_new_tokens)
             self._step.add_request(row, self.params[row], eos, prompt_len=prompt_len)
         self._needs_steps = any(params.mode != Mode.UNGUIDED for params in guided)
         self._wants_lengths = any(params.return_values for params in guided)
         # Results of the prompts: predicted lengths or, with a probe, the states before the first new tokens.
         self._of_prompts: torch.Tensor | None = None
-        self._table_rows = torch.arange(rows, device=device)
-
-        def of_rows(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.full((rows,), value, dtype=dtype, device=device)
-
-        # As tensors, because each step would convert numbers again.
-        filters = of_rows(top_k, torch.int32), of_rows(top_p), of_rows(min_p), of_rows(temperature)
-        self._sampling = Sampling(*filters, is_logits=True)
-        self._unguided = _warpers(temperature, top_k, top_p, min_p)
-        self._active = torch.ones(rows, dtype=torch.bool, device=device)
         self._previous: torch.Tensor | None = None
-        self._record = record
-        self.records: list[StepOutput] = []
+        self._table_rows = torch.arange(rows, device=device)
+        self._active = torch.ones(rows, dtype=torch.bool, device=device)
+        self._record, self.records = record, list[StepOutput]()
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
@@ -215,11 +201,11 @@ class LenVMLogitsProcessor(LogitsProcessor):
             raise ValueError(f"sequences must be [{len(rows)}, {width} + N], prompts and their outputs, got {came}")
         if lengths is None:
             return [None] * len(rows)
-        if self._probe is not None:
+        if isinstance(self._value_model, LengthProbe):
             table, first = self._step.table, sequences[:, width].to(rows.device)
             options: dict[str, Any] = dict(table_rows=rows, backend=self._step.config.backend)
             options["generated"] = torch.zeros_like(self._prompt_lens)
-            _, predicted = self._probe.value_logits(lengths, first[:, None].int(), table.columns, **options)
+            _, predicted = self._value_model.value_logits(lengths, first[:, None].int(), table.columns, **options)
             lengths = 1 + table.remaining_lengths(rows, predicted[:, 0], first)
             lengths = lengths.masked_fill(~table.columns.return_values[rows], math.nan)
         return [round(length, 3) if math.isfinite(length) else None for length in lengths.tolist()]
@@ -318,35 +304,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
         return ImageTokens(positions.flatten(1).to(embeds.device), rows.to(embeds.device), embeds)
 
 
-def check_vocabulary(
-    model: PreTrainedModel,
-    value_model: ValueModel,
-    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
-) -> None:
-    """Raise ValueError unless base model and value model share their vocabulary (see :class:`LenVMLogitsProcessor`)."""
-    if tokenizers is not None:
-        check_same_tokens("value_model", *tokenizers)
-    elif (size := vocab_size_of(model)) != value_model.config.vocab_size:
-        raise ValueError(
-            f"value_model must share the base model's vocabulary of {size} tokens, got "
-            f"{value_model.config.vocab_size} (if only the padding differs, give both tokenizers)"
-        )
-
-
 def vocab_size_of(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
     return embedding.num_embeddings
-
-
-def _check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    for name, value, fits, accepted in (
-        ("temperature", temperature, 0 < temperature < float("inf"), "a finite number > 0"),
-        ("top_k", top_k, isinstance(top_k, int) and 0 <= top_k < 2**31, "an integer >= 0 (0: no limit)"),
-        ("top_p", top_p, 0 < top_p <= 1, "a number in (0, 1]"),
-        ("min_p", min_p, 0 <= min_p <= 1, "a number in [0, 1]"),
-    ):
-        if not fits:
-            raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
 def eos_token_ids(model: PreTrainedModel, given: int | Sequence[int] | None = None) -> list[int]:
@@ -356,11 +316,15 @@ def eos_token_ids(model: PreTrainedModel, given: int | Sequence[int] | None = No
 
 
 def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
-    """The filters of an unguided row, as ``generate`` applies them."""
-    warpers: tuple[tuple[bool, Any, float], ...] = (
-        (temperature != 1, TemperatureLogitsWarper, temperature),
-        (top_k > 0, TopKLogitsWarper, top_k),
-        (top_p < 1, TopPLogitsWarper, top_p),
-        (min_p > 0, MinPLogitsWarper, min_p),
+    """The filters of an unguided row, as ``generate`` applies them. Raises ValueError, naming a bad parameter."""
+    is_count = isinstance(top_k, int) and 0 <= top_k < 2**31
+    parameters: tuple[tuple[str, float, bool, str, Any], ...] = (
+        ("temperature", temperature, 0 < temperature < math.inf, "a finite number > 0", TemperatureLogitsWarper),
+        ("top_k", top_k, is_count, "an integer >= 0 (0: no limit)", TopKLogitsWarper),
+        ("top_p", top_p, 0 < top_p <= 1, "a number in (0, 1]", TopPLogitsWarper),
+        ("min_p", min_p, 0 <= min_p <= 1, "a number in [0, 1]", MinPLogitsWarper),
     )
-    return LogitsProcessorList([warper(value) for is_used, warper, value in warpers if is_used])
+    for name, value, fits, accepted, _ in parameters:
+        if not fits:
+            raise ValueError(f"{name} must be {accepted}, got {value!r}")
+    return LogitsProcessorList([warper(value) for name, value, _, _, warper in parameters if value != NEUTRAL[name]])
