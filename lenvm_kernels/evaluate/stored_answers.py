@@ -1,4 +1,4 @@
-"""The directory of a run: ``answers.jsonl``, which the run appends to, so that an interrupted run can be resumed."""
+"""Directories of answers, which a run appends to, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -63,11 +63,7 @@ class StoredAnswers:
 
 
 def check_plan(plan: Mapping[str, Any], other: Mapping[str, Any], where: Path) -> None:
-    """Compare a plan with one that was read from JSON.
-
-    Raises:
-        ValueError: the plans differ; the message names the fields.
-    """
+    """Raise ValueError with the names of the fields in which a plan differs from one that was read from JSON."""
     plan = json.loads(json.dumps(plan))
     if different := [key for key in sorted({*plan, *other}) if plan.get(key) != other.get(key)]:
         raise ValueError(

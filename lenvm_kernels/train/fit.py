@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -13,16 +14,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from lenvm_kernels.evaluate.measures import pearson, ranks
 from lenvm_kernels.evaluate.stored_answers import check_plan
-from lenvm_kernels.loading.arguments import PROBE, VALUE_MODEL
+from lenvm_kernels.loading import TEST, TRAIN
 from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, source_of
-from lenvm_kernels.loading.prompts import TEST, TRAIN
-from lenvm_kernels.train.answers import AnswerStore
+from lenvm_kernels.train.answers import AnswerStore, Example, gamma_of
 from lenvm_kernels.train.collect import vocabulary
-from lenvm_kernels.train.measures import measure
 from lenvm_kernels.train.probe import fit_probe
-from lenvm_kernels.train.settings import Fitting
-from lenvm_kernels.train.targets import examples_of, gamma_of
+from lenvm_kernels.train.settings import PROBE, VALUE_MODEL, Fitting
 from lenvm_kernels.train.value_model import fit_value_model
 from lenvm_kernels.values import ValueModelConfig
 
@@ -86,7 +85,7 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
         return report
 
     training, held_out = (
-        [examples_of(store, split, gamma, of_prompts=not is_probe) for store in stores] for split in (TRAIN, TEST)
+        [store.examples(split, gamma, of_prompts=not is_probe) for store in stores] for split in (TRAIN, TEST)
     )
     examples = [example for of_store in training for example in of_store]
     if is_probe:
@@ -112,6 +111,49 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
     }
     (output / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
+
+
+def measure(values: Sequence[torch.Tensor], examples: Sequence[Example], gamma: float) -> dict[str, float | int | None]:
+    """Measures of the predicted values of at least one example, over all of its states.
+
+    Returns:
+        ``answers``, ``states``, ``cut`` (share of cut answers), ``mse``, ``r2``, ``correlation``,
+        ``rank_correlation_within_prompts`` (Spearman's over the states of a prompt, averaged over prompts),
+        ``correlation_at_a_position`` (after subtracting the mean over a prompt's answers at a position, because
+        guidance compares candidates of one position) and ``mae_tokens`` (of remaining lengths, finished answers only).
+        None if the values or the targets are constant.
+    """
+    answers, targets = [example.answer for example in examples], [example.targets for example in examples]
+    v, y = torch.cat(list(values)).double(), torch.cat(targets).double()
+    counts = torch.tensor(list(map(len, targets)))
+    prompt = torch.tensor([answer.prompt for answer in answers]).repeat_interleave(counts)
+    position = torch.cat([torch.arange(len(a.ids) - n, len(a.ids)) for a, n in zip(answers, counts, strict=True)])
+    ended = torch.tensor([answer.finished for answer in answers]).repeat_interleave(counts)
+
+    correlations = (pearson(ranks(v[prompt == p]), ranks(y[prompt == p])) for p in prompt.unique())
+    of_prompts = [found for found in correlations if found is not None]
+    _, group = torch.unique(torch.stack([prompt, position]), dim=1, return_inverse=True)
+    size = torch.bincount(group)
+    at_position = (x - (torch.bincount(group, x) / size)[group] for x in (v, y))
+    variance = float((y - y.mean()).square().mean())
+    mse = float((v - y).square().mean())
+    off = (lengths(v, gamma) - lengths(y, gamma)).abs()[ended]
+    return {
+        "answers": len(answers),
+        "states": len(v),
+        "cut": sum(not answer.finished for answer in answers) / len(answers),
+        "mse": mse,
+        "r2": 1 - mse / variance if variance > 0 else None,
+        "correlation": pearson(v, y),
+        "rank_correlation_within_prompts": sum(of_prompts) / len(of_prompts) if of_prompts else None,
+        "correlation_at_a_position": pearson(*at_position),
+        "mae_tokens": float(off.mean()) if len(off) else None,
+    }
+
+
+def lengths(values: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Remaining tokens that values stand for."""
+    return torch.log1p(-values.clamp(0, 1 - 1e-6)) / math.log(gamma)
 
 
 def table(report: dict[str, Any]) -> str:

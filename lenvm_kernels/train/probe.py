@@ -21,10 +21,8 @@ from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
-from lenvm_kernels.train.answers import SampledAnswer
+from lenvm_kernels.train.answers import Example, SampledAnswer
 from lenvm_kernels.train.settings import Fitting
-from lenvm_kernels.train.standardized import StandardizedLinear
-from lenvm_kernels.train.targets import Example
 from lenvm_kernels.values.probe import ProbeConfig, embedding_signs, write_probe
 
 # Ratio of neighboring bin edges, and of the last edge to the longest answer: the last bin holds tails of cut answers.
@@ -93,6 +91,28 @@ def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example]
                 found[i] = Rows(before, torch.tensor(answer.ids)[tokens], remaining, is_cut)
                 bar.update(len(sequences[i]))
     return Rows(*map(torch.cat, zip(*(found[i] for i in range(len(examples))), strict=True)))
+
+
+class StandardizedLinear(nn.Linear):
+    """A linear layer on inputs standardized by a sample ``x [N, K]`` of them, with dropout."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, x: Tensor, outputs: int, dropout: float = 0.0) -> None:
+        super().__init__(x.shape[1], outputs)
+        self.dropout = dropout
+        self.register_buffer("mean", x.float().mean(0))
+        self.register_buffer("std", x.float().std(0, correction=0).clamp(min=1e-3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout((x.float() - self.mean) / self.std, self.dropout, self.training))
+
+    @torch.no_grad()
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the same layer on raw inputs, fp32."""
+        weight = self.weight / self.std
+        return weight, self.bias - weight @ self.mean
 
 
 class ProbeHead(nn.Module):
@@ -207,12 +227,11 @@ def fit_probe(
     head = ProbeHead(rows.states[sampled], embedding, edges).to(how.device)
     losses = fit_head(head, rows, how)
     write_probe(config, head.tensors(), gamma, output / "value")
-    values: list[list[Tensor]] = []
-    for examples in held_out:
-        counts = [len(example.targets) for example in examples]
-        values.append(
-            list(head.values(rows_of(models, config.layers, examples), gamma).split(counts)) if examples else []
-        )
+    values: list[list[Tensor]] = [[] for _ in held_out]
+    for found, examples in zip(values, held_out, strict=True):
+        if examples:
+            of_rows = head.values(rows_of(models, config.layers, examples), gamma)
+            found += of_rows.split([len(example.targets) for example in examples])
     facts = {
         "rows": len(rows.token_ids),
         "negative log-likelihood": losses,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lenvm_kernels.loading.arguments import PROBE, VALUE_MODEL
-
+# Results of lenvm fit and lenvm train.
+VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 # Flags that only one kind has, and their defaults.
 OF_KIND: dict[str, dict[str, Any]] = {
     PROBE: dict(layers=None, states=1_000_000),

@@ -1,7 +1,7 @@
 """Fit of a value model: a backbone with a value head on its last hidden states, trained by ``transformers.Trainer``.
 
-The loss is the squared error of the values, averaged over all states of an optimizer step. Low-rank adapters are those
-of ``peft``; they are merged into the backbone before the value model is written.
+The loss is the squared error of the values, averaged over all states of an optimizer step. Adapters of ``peft`` are
+merged into the backbone before the value model is written.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from lenvm_kernels.evaluate.stored_answers import check_plan
 from lenvm_kernels.loading.models import load_tokenizer, source_of
+from lenvm_kernels.train.answers import Example
+from lenvm_kernels.train.probe import StandardizedLinear
 from lenvm_kernels.train.settings import Fitting
-from lenvm_kernels.train.standardized import StandardizedLinear
-from lenvm_kernels.train.targets import Example
 from lenvm_kernels.values import LenVMConfig
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -214,8 +214,7 @@ def _predicted(trainer: Trainer, examples: Sequence[Example]) -> list[Tensor]:
         return []
     found = trainer.predict([_encoded(example) for example in examples])  # type: ignore[arg-type]  # accepts a list
     logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
-    counts = [len(example.targets) for example in examples]
-    return list(logits[labels != NO_TARGET].sigmoid().split(counts))
+    return list(logits[labels != NO_TARGET].sigmoid().split([len(example.targets) for example in examples]))
 
 
 def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: Path) -> None:

@@ -11,11 +11,10 @@ import torch
 
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.evaluate import demo, report
-from lenvm_kernels.evaluate.plan import default_limit
 from lenvm_kernels.evaluate.report import plot_lengths
+from lenvm_kernels.evaluate.run import default_limit
 from lenvm_kernels.loading import MODEL_PACKAGE, held_out_prompts
-from lenvm_kernels.loading.generation import sample
-from lenvm_kernels.loading.models import Models
+from lenvm_kernels.loading.models import Models, sample
 
 SETTINGS = ["none", "hard cut", "shorter", "longer", "eq", "constant", "guided"]
 

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from lenvm_kernels.evaluate import plan, run
-from lenvm_kernels.evaluate.calibration import calibrate
-from lenvm_kernels.evaluate.measures import Answer, measure, repeated_4grams
-from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
+from lenvm_kernels.evaluate import run
+from lenvm_kernels.evaluate.measures import Answer, bootstrap, calibrate, measure, pearson, ranks, repeated_4grams
+from lenvm_kernels.evaluate.run import Setting, default_limit, settings_of
 from lenvm_kernels.evaluate.servers import Server
-from lenvm_kernels.evaluate.statistics import bootstrap, pearson, ranks
+from lenvm_kernels.loading import SAY_IT, say
 from lenvm_kernels.loading.models import Models
-from lenvm_kernels.loading.prompts import SAY_IT, say
 from tests.helpers.fake_engine import answer_to, fake_engines, request_of
 from tests.helpers.models import EOS, last_value_logits, random_head
 
@@ -390,7 +388,7 @@ def test_said_settings_put_each_target_into_the_prompt(evaluate, served, tiny, e
 
 @pytest.mark.parametrize(("engine", "left", "target", "most"), [(None, 16, 19, 14), ("vllm", 3, 7, 4)])
 def test_forced_answers_close_cut_answers_with_a_text(evaluate, served, tiny, monkeypatch, engine, left, target, most):
-    for module in (plan, run):
+    for module in (run,):
         monkeypatch.setattr(module, "CLOSING_TOKENS", left)
     options = ["--closing", "\nw20 w21", "--temperature", "1.5", "--top-k", "0", "--min-p", "0"]
     options += [] if engine is None else ["--url", served(engine)[1]]

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from lenvm_kernels.evaluate import accuracy
-from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.statistics import bootstrap
-from lenvm_kernels.loading.prompts import Prompt, read_prompts
+from lenvm_kernels.evaluate.measures import Answer, bootstrap
+from lenvm_kernels.loading import Prompt, read_prompts
 
 PROBLEMS = Path(__file__).parents[2] / "examples" / "problems.jsonl"
 # Texts and the answers extracted from them; then right and wrong answers, and their references.

@@ -11,13 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lenvm_kernels import GuidanceTable, cli
-from lenvm_kernels.evaluate.plan import seed_from
-from lenvm_kernels.loading import generation
+from lenvm_kernels.evaluate.run import seed_from
+from lenvm_kernels.loading import models as generation
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.train import collect, value_model
 from lenvm_kernels.train.answers import AnswerStore, SampledAnswer
-from lenvm_kernels.train.measures import measure
-from lenvm_kernels.train.targets import examples_of
+from lenvm_kernels.train.fit import measure
 from lenvm_kernels.values import ValueModel
 from lenvm_kernels.values.probe import is_probe
 from tests.helpers.fake_engine import answer_to, fake_engines, request_of
@@ -219,7 +218,7 @@ def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, l
     assert models.value_model.config.layers == (layers or (2,)) and models.value_model.lenvm_config.gamma == gamma
     table = GuidanceTable.from_params([None], [set()], "cpu")
     table.columns.nats_per_token[:] = -math.log(gamma)
-    examples, found = examples_of(AnswerStore.open(answers), "test", gamma, of_prompts=False), []
+    examples, found = AnswerStore.open(answers).examples("test", gamma, of_prompts=False), []
     for example in examples:
         length, ids = len(example.prompt), example.answer.ids
         outputs = models.model(torch.tensor([[*example.prompt, *ids]]), output_hidden_states=True)
@@ -279,7 +278,7 @@ def test_stored_value_model_reproduces_measured_values(run, answers, base, tmp_p
     loaded, tensors = ValueModel.from_pretrained(value), load_file(value / "model.safetensors")
     assert loaded.lenvm_config.gamma == gamma and AutoTokenizer.from_pretrained(value).chat_template == TEMPLATE
     model, original = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (value, base))
-    examples, found = examples_of(AnswerStore.open(answers), "test", gamma), []
+    examples, found = AnswerStore.open(answers).examples("test", gamma), []
     for example in examples:
         ids = torch.tensor([[*example.prompt, *example.answer.ids[:-1]]])
         found.append(value_logits(model, tensors, ids)[0, -len(example.targets) :].sigmoid())
@@ -315,7 +314,7 @@ def test_loss_is_mean_squared_error_of_all_states(run, answers, base, tmp_path, 
     monkeypatch.setattr(value_model, "LOGGED_STEPS", 1)
     run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, "--learning-rate", 1e-12, "--batch-size", 14)
     report = report_of(tmp_path)
-    targets = torch.cat([e.targets for e in examples_of(AnswerStore.open(answers), "train", report["plan"]["gamma"])])
+    targets = torch.cat([e.targets for e in AnswerStore.open(answers).examples("train", report["plan"]["gamma"])])
     variance = pytest.approx(float(targets.var(correction=0)), rel=1e-3)
     assert report["training"]["mean squared error"] == [variance] * 2 and report["training"]["steps"] == 2
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import GPT2Config, MambaConfig, Qwen3MoeConfig
 
-from lenvm_kernels.loading.prompts import Prompt
-from lenvm_kernels.train import cost, probe
-from lenvm_kernels.train.answers import AnswerStore, SampledAnswer
+from lenvm_kernels.loading import Prompt
+from lenvm_kernels.train import probe
+from lenvm_kernels.train import train as cost
+from lenvm_kernels.train.answers import AnswerStore, Example, SampledAnswer, gamma_of, tail_factor, targets
 from lenvm_kernels.train.collect import CollectionPlan
-from lenvm_kernels.train.measures import lengths, measure
+from lenvm_kernels.train.fit import lengths, measure
+from lenvm_kernels.train.probe import StandardizedLinear
 from lenvm_kernels.train.settings import Fitting
-from lenvm_kernels.train.standardized import StandardizedLinear
-from lenvm_kernels.train.targets import Example, examples_of, gamma_of, tail_factor, targets
 from tests.helpers.models import TINY, WORDS, save_checkpoint
 
 
@@ -67,12 +67,12 @@ def test_examples_of_a_split(tmp_path):
     made = [answer(4, guided=4), answer(4, guided=1, sample=2), answer(5, sample=3), answer(1, sample=4)]
     assert store.add([*made, answer(3, guided=3, prompt=1)])[:4] == made and store.add(made[:1]) == []
     for of_prompts, kept in ((True, {2: 3, 3: 5, 4: 1}), (False, {2: 3, 3: 4})):
-        found = examples_of(store, "train", 0.9, of_prompts=of_prompts)
+        found = store.examples("train", 0.9, of_prompts=of_prompts)
         assert {example.answer.sample: len(example.targets) for example in found} == kept
         for example in found:
             assert example.prompt == [0]
             assert torch.equal(example.targets, targets(example.answer, 0.9, 1.0)[-len(example.targets) :])
-    assert examples_of(store, "test", 0.9) == []
+    assert store.examples("test", 0.9) == []
 
 
 @pytest.mark.parametrize("longest", [1, 2, 5, 16, 400, 2048, 32768])
