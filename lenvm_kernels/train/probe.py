@@ -201,12 +201,8 @@ def fit_probe(
     held_out: Sequence[Sequence[Example]],
     gamma: float,
     output: Path,
-) -> tuple[dict[str, Any], list[list[Tensor]]]:
-    """Train a probe and write it to ``output / "value"``.
-
-    Returns:
-        Facts for the report, and the values of every held-out example.
-    """
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Train a probe and write it to ``output / "value"``; return facts for the report, and the held-out values."""
     if not training:
         raise ValueError("--answers must have answers of two tokens or more to training prompts, got none")
     models = Models.load(base, NONE, device=how.device, dtype=getattr(torch, how.dtype), names=("BASE", "--value"))
@@ -227,14 +223,9 @@ def fit_probe(
     head = ProbeHead(rows.states[sampled], embedding, edges).to(how.device)
     losses = fit_head(head, rows, how)
     write_probe(config, head.tensors(), gamma, output / "value")
-    values: list[list[Tensor]] = [[] for _ in held_out]
-    for found, examples in zip(values, held_out, strict=True):
-        if examples:
-            of_rows = head.values(rows_of(models, config.layers, examples), gamma)
-            found += of_rows.split([len(example.targets) for example in examples])
     facts = {
         "rows": len(rows.token_ids),
         "negative log-likelihood": losses,
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
     }
-    return facts, values
+    return facts, [head.values(rows_of(models, config.layers, examples), gamma) for examples in held_out]

@@ -82,13 +82,11 @@ def fit_value_model(
     gamma: float,
     plan: Mapping[str, Any],
     output: Path,
-) -> tuple[dict[str, Any], list[list[Tensor]]]:
-    """Train a value model and write it to ``output / "value"``.
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Train a value model and write it to ``output / "value"``; return facts for the report, and the held-out values.
 
-    An interrupted training resumes from ``output / "checkpoints"`` with the same ``plan``.
-
-    Returns:
-        Facts for the report, none in every process but the first, and the values of every held-out example.
+    An interrupted training resumes from ``output / "checkpoints"`` with the same ``plan``. Every process but the first
+    returns no facts.
     """
     checkpoints = output / "checkpoints"
     guard = checkpoints / "plan.json"
@@ -208,13 +206,11 @@ def _loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Ten
     return loss
 
 
-def _predicted(trainer: Trainer, examples: Sequence[Example]) -> list[Tensor]:
-    """The values of every example, of the shape of its targets."""
-    if not examples:
-        return []
+def _predicted(trainer: Trainer, examples: Sequence[Example]) -> Tensor:
+    """Values fp32 ``[N]`` of the states that have a target."""
     found = trainer.predict([_encoded(example) for example in examples])  # type: ignore[arg-type]  # accepts a list
     logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
-    return list(logits[labels != NO_TARGET].sigmoid().split([len(example.targets) for example in examples]))
+    return logits[labels != NO_TARGET].sigmoid()
 
 
 def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lenvm_kernels import GuidanceTable, cli
 from lenvm_kernels.evaluate.run import seed_from
-from lenvm_kernels.loading import models as generation
+from lenvm_kernels.loading import models as load
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.train import collect, value_model
 from lenvm_kernels.train.answers import AnswerStore, SampledAnswer
@@ -90,20 +90,6 @@ def store_answers(folder, base, prompts, answers):
     AnswerStore(folder, plan).add([SampledAnswer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
 
 
-def test_collected_answers(answers, base):
-    lines, plan = lines_of(answers), json.loads((answers / "plan.json").read_text())
-    assert sorted((line["prompt"], line["sample"]) for line in lines) == [(p, s) for p in range(12) for s in range(3)]
-    assert {line["finished"] for line in lines} == {True, False}
-    for line in lines:
-        assert line["finished"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
-        assert len(line["ids"]) <= line["limit"] == 24 and (line["finished"] or len(line["ids"]) == 24)
-        assert line["target"] is None and line["guided"] == 0
-    assert len({tuple(line["ids"]) for line in lines}) > 30
-    assert [prompt["text"] for prompt in plan["prompts"][9:]] == TEXTS[1::4]
-    decode = AutoTokenizer.from_pretrained(base).decode
-    assert all(decode(prompt["ids"]) == f"w1 {prompt['text']} w2" for prompt in plan["prompts"])
-
-
 def test_held_out_prompts_depend_on_their_text_only(run, base, tmp_path):
     for folder, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
         (tmp_path / folder).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -121,7 +107,7 @@ def test_interrupted_collection_resumes_with_the_same_answers(run, answers, base
         calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return generation.sample(*args, **options)
+        return load.sample(*args, **options)
 
     monkeypatch.setattr(collect, "sample", interrupted)
     command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT)
@@ -138,12 +124,13 @@ def test_interrupted_collection_resumes_with_the_same_answers(run, answers, base
     assert "same plan" in error and "differs in sampling, seed" in error
 
 
-def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
-    """Every answer consists of guided tokens and the base model's continuation."""
+@pytest.mark.parametrize("is_guided", [True, False])
+def test_answers_in_process(run, base, prompts, tmp_path, monkeypatch, is_guided):
+    """An answer consists of guided tokens, if there is a value model, and the base model's continuation."""
     guided, plain = [], []
 
     def noted(models, value, inputs, guidance, *, max_new_tokens, **options):
-        found = generation.sample(models, value, inputs, guidance, max_new_tokens=max_new_tokens, **options)
+        found = load.sample(models, value, inputs, guidance, max_new_tokens=max_new_tokens, **options)
         read = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
         is_plain = guidance == [None] * len(read)
         assert (value is None) == is_plain
@@ -153,22 +140,30 @@ def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(collect, "sample", noted)
-    value, folder = checkpoint(tmp_path / "value", seed=1, value_head=True), tmp_path / "answers"
-    run("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, "--value", value, "--max-new-tokens", 40)
+    folder, more = tmp_path / "answers", ["--max-new-tokens", 40]
+    more += ["--value", checkpoint(tmp_path / "value", seed=1, value_head=True)] if is_guided else []
+    run("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, *more)
     asked = json.loads((folder / "plan.json").read_text())["prompts"]
-    targets, kinds = [], set()
-    for line in lines_of(folder):
+    assert [prompt["text"] for prompt in asked[9:]] == TEXTS[1::4]
+    decode, lines = AutoTokenizer.from_pretrained(base).decode, lines_of(folder)
+    assert all(decode(prompt["ids"]) == f"w1 {prompt['text']} w2" for prompt in asked)
+    assert sorted((line["prompt"], line["sample"]) for line in lines) == [(p, s) for p in range(12) for s in range(3)]
+    assert len({tuple(line["ids"]) for line in lines}) > 30
+    targets, kinds = [line["target"] for line in lines], set()
+    for line in lines:
         prompt, target, ids, count = asked[line["prompt"]]["ids"], line["target"], line["ids"], line["guided"]
-        targets.append(target)
-        limit = seed_from(0, line["prompt"], line["sample"], "guided") % target
+        limit = seed_from(0, line["prompt"], line["sample"], "guided") % target if is_guided else 0
         assert count == min(limit, len(ids)) and line["limit"] == 40
         assert line["finished"] == (ids[-1] == EOS) and (line["finished"] or len(ids) == 40)
         assert limit == 0 or (prompt, target, limit, ids[:count]) in guided
         ended = count > 0 and ids[count - 1] == EOS
-        kinds.add((count > 0, ended))
+        kinds.add((count > 0, ended, line["finished"]))
         assert len(ids) == count if ended else (prompt + ids[:count], None, 40 - count, ids[count:]) in plain
-    assert 20 <= min(targets) <= 22 and 36 <= max(targets) <= 40
-    assert {(True, True), (True, False)} <= kinds
+    if is_guided:
+        assert 20 <= min(targets) <= 22 and 36 <= max(targets) <= 40
+        assert {kind[:2] for kind in kinds} >= {(True, True), (True, False)}
+    else:
+        assert set(targets) == {None} and kinds == {(False, False, True), (False, False, False)} and not guided
 
 
 def test_answers_from_server(run, base, prompts, tmp_path, monkeypatch):
@@ -227,7 +222,7 @@ def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, l
         rows = dict(table_rows=torch.zeros(len(states)).int(), generated=torch.zeros(len(states)).int())
         _, mean = models.value_model.value_logits(states, torch.tensor(ids[:-1])[:, None], table.columns, **rows)
         found.append(mean[:, 0].sigmoid())
-    assert measure(found, examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
+    assert measure(torch.cat(found), examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
 
 
 def test_probe_learns_lengths_from_first_token(run, base, tmp_path):
@@ -282,7 +277,7 @@ def test_stored_value_model_reproduces_measured_values(run, answers, base, tmp_p
     for example in examples:
         ids = torch.tensor([[*example.prompt, *example.answer.ids[:-1]]])
         found.append(value_logits(model, tensors, ids)[0, -len(example.targets) :].sigmoid())
-    assert measure(found, examples, gamma) == approx(measured, rel=0.05, abs=5e-3)
+    assert measure(torch.cat(found), examples, gamma) == approx(measured, rel=0.05, abs=5e-3)
     for name, weight in original.model.named_parameters():  # LoRA changes only the matrices of layers
         is_changed = not torch.equal(weight.bfloat16().float(), model.model.get_parameter(name))
         assert is_changed == (rank == 0 or "_proj" in name), name

@@ -122,7 +122,8 @@ def test_measures():
     found = [torch.tensor([0.5, 0.3]), torch.tensor([0.6, 0.7, 0.2]), torch.tensor([0.5, 0.2])]
 
     def measured(values):
-        return measure(values, [Example([], *pair) for pair in zip(answers, wanted, strict=True)], 0.5)
+        examples = [Example([], *pair) for pair in zip(answers, wanted, strict=True)]
+        return measure(torch.cat(values), examples, 0.5)
 
     got = measured(found)
     v, y = torch.cat(found).double(), torch.cat(wanted).double()
