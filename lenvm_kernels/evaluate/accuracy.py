@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from lenvm_kernels.evaluate.measures import Answer, bootstrap
-from lenvm_kernels.evaluate.run import Plan
 from lenvm_kernels.loading import Prompt
 
 # A number in a text: a sign that does not belong to a range, money, thousands, decimals or a fraction, a percent sign.
@@ -101,28 +100,29 @@ def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
 def add(
     scores: Mapping[str, Mapping[str, dict[str, Any]]],
     views: Mapping[str, Mapping[str, Sequence[Answer]]],
-    plan: Plan,
+    expected: Sequence[str],
+    first_seed: int,
     tokenizer: Any,
     pattern: re.Pattern[str],
 ) -> None:
     """Add shares of prompts, 0 to 1, to the scores of each target and setting, with intervals as :func:`.measure` has.
 
     ``acc_first`` counts prompts with a right answer for the first seed, ``acc_any`` for any seed. The tokens of an
-    answer are decoded again, because the text of a cut answer is still the whole text.
+    answer are decoded again, because the text of a cut answer is still the whole text. ``expected`` has the reference
+    answer of every prompt.
     """
-    assert plan.answers is not None
     pairs = {}
     for target, by_name in views.items():
         for name, answers in by_name.items():
             texts = tokenizer.batch_decode([answer.ids for answer in answers], skip_special_tokens=True)
-            expected = [plan.answers[answer.prompt] for answer in answers]
-            pairs[target, name] = list(zip([extract(text, pattern) for text in texts], expected, strict=True))
+            found = zip(texts, answers, strict=True)
+            pairs[target, name] = [(extract(text, pattern), expected[answer.prompt]) for text, answer in found]
     right = check(pair for row in pairs.values() for pair in row)
     for (target, name), row in pairs.items():
         score, answers = scores[target][name], views[target][name]
         solved = [answer for answer, pair in zip(answers, row, strict=True) if right[pair]]
-        first = {answer.prompt for answer in solved if answer.seed == plan.seeds[0]}
+        first = {answer.prompt for answer in solved if answer.seed == first_seed}
         for measure, prompts in (("acc_first", first), ("acc_any", {answer.prompt for answer in solved})):
-            shares = np.array([float(prompt in prompts) for prompt in range(len(plan.prompts))])
+            shares = np.array([float(prompt in prompts) for prompt in range(len(expected))])
             score[measure] = float(shares.mean())
             score["intervals"][measure] = list(bootstrap(shares, np.ones(len(shares))))

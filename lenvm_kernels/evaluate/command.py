@@ -172,7 +172,7 @@ def _write_results(
     }
     calibration = calibrate([answer for answer in answers if answer.setting == BASE])
     if plan.answers is not None:
-        accuracy.add(scores, views, plan, tokenizer, regex)
+        accuracy.add(scores, views, plan.answers, plan.seeds[0], tokenizer, regex)
         report.plot_accuracy(plan.targets, scores, folder / "accuracy.png")
     versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
     versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}

