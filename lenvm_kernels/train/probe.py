@@ -21,7 +21,7 @@ from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
-from lenvm_kernels.train.answers import Example, SampledAnswer
+from lenvm_kernels.train.answers import Example
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.values.probe import ProbeConfig, embedding_signs, write_probe
 
@@ -61,18 +61,16 @@ class Rows(NamedTuple):
         return (Rows(*(column[part] for column in self)) for part in order.split(count))
 
 
-def tokens_valued(answer: SampledAnswer) -> range:
-    """Indices of the tokens that become rows: from the last guided token on, without the last token."""
-    return range(max(answer.guided - 1, 0), len(answer.ids) - 1)
-
-
 @torch.no_grad()
 def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example], most: float = math.inf) -> Rows:
-    """Run the base model over answers, and keep about ``most`` rows, drawn by torch's default generator."""
+    """Run the base model over answers, and keep about ``most`` rows, drawn by torch's default generator.
+
+    A row is a token after which an answer has a target.
+    """
     decoder, kept = models.model.get_decoder(), ProbeStates(models.model, layers, last=False)
     forward_tokens = 1536 if models.model.device.type == "cpu" else 16384
     sequences = [[*example.prompt, *example.answer.ids] for example in examples]
-    share = most / max(1, sum(len(tokens_valued(example.answer)) for example in examples))
+    share = most / sum(len(example.targets) for example in examples)
     order = sorted(range(len(examples)), key=lambda i: len(sequences[i]))
     found: dict[int, Rows] = {}
     with tqdm(total=sum(map(len, sequences)), desc="states", unit="token", unit_scale=True) as bar:
@@ -83,7 +81,8 @@ def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example]
             padded = [sequences[i] + [0] * (longest - len(sequences[i])) for i in batch]
             decoder(input_ids=torch.tensor(padded, device=models.model.device), use_cache=False)
             for states, i in zip(kept.take().cpu(), batch, strict=True):
-                answer, tokens = examples[i].answer, torch.tensor(tokens_valued(examples[i].answer), dtype=torch.int64)
+                answer = examples[i].answer
+                tokens = torch.arange(len(answer.ids) - 1)[-len(examples[i].targets) :]
                 if share < 1:
                     tokens = tokens[torch.rand(len(tokens)) < share]
                 remaining, is_cut = len(answer.ids) - 1 - tokens, torch.full(tokens.shape, not answer.finished)
