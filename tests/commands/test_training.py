@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -203,8 +204,12 @@ def test_answers_from_server(run, base, prompts, tmp_path, monkeypatch):
     assert sorted(map(str, wanted)) == sorted(str(request_of(body)) for _, body in server.requests)
 
 
-@pytest.mark.parametrize("layers", [(), (1,), (2, 1)])
-def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, layers):
+@pytest.mark.parametrize(("layers", "guided"), [((), 0), ((1,), 3), ((2, 1), 0)])
+def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, layers, guided):
+    shutil.copytree(answers, tmp_path / "answers")
+    answers = tmp_path / "answers"
+    lines = (answers / "answers.jsonl").read_text()
+    (answers / "answers.jsonl").write_text(lines.replace('"guided": 0', f'"guided": {guided}'))
     command = ("fit", base, "--answers", answers, "--output", tmp_path, *(("--layers", *layers) if layers else ()))
     out, report = run(*command), report_of(tmp_path)
     measured, gamma = report["test"][str(answers)]["probe"], report["plan"]["gamma"]
@@ -215,12 +220,14 @@ def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, l
     table.columns.nats_per_token[:] = -math.log(gamma)
     examples, found = AnswerStore.open(answers).examples("test", gamma, of_prompts=False), []
     for example in examples:
-        length, ids = len(example.prompt), example.answer.ids
+        length, ids, count = len(example.prompt), example.answer.ids, len(example.targets)
         outputs = models.model(torch.tensor([[*example.prompt, *ids]]), output_hidden_states=True)
         states = torch.cat([outputs.hidden_states[i][0] for i in models.value_model.config.layers], dim=1)
-        states = states[length - 1 : length + len(ids) - 2].detach().contiguous()
+        states = states[length - 1 : length + len(ids) - 2][-count:].detach().contiguous()
         rows = dict(table_rows=torch.zeros(len(states)).int(), generated=torch.zeros(len(states)).int())
-        _, mean = models.value_model.value_logits(states, torch.tensor(ids[:-1])[:, None], table.columns, **rows)
+        _, mean = models.value_model.value_logits(
+            states, torch.tensor(ids[:-1][-count:])[:, None], table.columns, **rows
+        )
         found.append(mean[:, 0].sigmoid())
     assert measure(torch.cat(found), examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
 

@@ -39,9 +39,8 @@ def test_tail_factor_and_gamma():
     # In the second half of their limits: 3 tokens and an end, 5 tokens, 4 tokens and an end; one answer ends earlier.
     late = [answer(8), answer(10, finished=False), answer(4), answer(10, limit=12)]
     assert tail_factor(late, 0.9) == geometric(2 / 12)
-    assert tail_factor([*late, answer(9, guided=7), answer(8, guided=8)], 0.9) == geometric(
-        3 / 14
-    )  # without guided tokens
+    late += [answer(9, guided=7), answer(8, guided=8)]  # guided tokens do not count
+    assert tail_factor(late, 0.9) == geometric(3 / 14)
     assert (tail_factor([answer(4)], 0.9), tail_factor([answer(10, finished=False)], 0.9)) == (1.0, 0.0)
     # The 99th percentile of lengths has the value 0.99.
     assert 1 - gamma_of([answer(length) for length in range(1, 101)]) ** 99.01 == pytest.approx(0.99, rel=1e-12)
@@ -138,8 +137,8 @@ def test_weights_and_keys_of_models(tmp_path):
 def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
     """A base model of 7 * 2^30 weights with 1 MB of keys and values, and a backbone of 2 * 2^30 weights."""
     sizes = {Path("base"): 7 * 2**30, Path("value"): 2 * 2**30}
-    monkeypatch.setattr(cost, "parameters", sizes.__getitem__)
-    monkeypatch.setattr(cost, "kv_bytes", lambda config: 1_000_000)
+    monkeypatch.setattr(train, "parameters", sizes.__getitem__)
+    monkeypatch.setattr(train, "kv_bytes", lambda config: 1_000_000)
     monkeypatch.setattr(train.AutoConfig, "from_pretrained", lambda **_: GPT2Config(n_embd=64))
     prompts = [Prompt("a", "train"), Prompt("b", "train"), Prompt("c", "train"), Prompt("d", "test")]
     plan = CollectionPlan(
