@@ -224,10 +224,9 @@ def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, l
         outputs = models.model(torch.tensor([[*example.prompt, *ids]]), output_hidden_states=True)
         states = torch.cat([outputs.hidden_states[i][0] for i in models.value_model.config.layers], dim=1)
         states = states[length - 1 : length + len(ids) - 2][-count:].detach().contiguous()
-        rows = dict(table_rows=torch.zeros(len(states)).int(), generated=torch.zeros(len(states)).int())
-        _, mean = models.value_model.value_logits(
-            states, torch.tensor(ids[:-1][-count:])[:, None], table.columns, **rows
-        )
+        rows = dict(table_rows=torch.zeros(count).int(), generated=torch.zeros(count).int())
+        tokens = torch.tensor(ids[:-1][-count:])[:, None]
+        _, mean = models.value_model.value_logits(states, tokens, table.columns, **rows)
         found.append(mean[:, 0].sigmoid())
     assert measure(torch.cat(found), examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
 
