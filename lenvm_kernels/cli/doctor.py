@@ -225,10 +225,5 @@ def check_kernel() -> Iterator[Check]:
     yield ok_without_hint("value_head", found, "" if is_ok else f"must be within {TOLERANCE:g}")
 
 
-SECTIONS: dict[str, Callable[[], Iterator[Check]]] = {
-    "installed": check_installed,
-    "sglang": check_sglang,
-    "vllm": check_vllm,
-    "device": check_device,
-    "kernel": check_kernel,
-}
+CHECKS = (check_installed, check_sglang, check_vllm, check_device, check_kernel)
+SECTIONS: dict[str, Callable[[], Iterator[Check]]] = {check.__name__.removeprefix("check_"): check for check in CHECKS}

@@ -208,8 +208,8 @@ def test_answers_from_server(run, base, prompts, tmp_path, monkeypatch):
 def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, layers, guided):
     shutil.copytree(answers, tmp_path / "answers")
     answers = tmp_path / "answers"
-    lines = (answers / "answers.jsonl").read_text()
-    (answers / "answers.jsonl").write_text(lines.replace('"guided": 0', f'"guided": {guided}'))
+    lines = [line | {"guided": min(guided, len(line["ids"]))} for line in lines_of(answers)]
+    (answers / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ("fit", base, "--answers", answers, "--output", tmp_path, *(("--layers", *layers) if layers else ()))
     out, report = run(*command), report_of(tmp_path)
     measured, gamma = report["test"][str(answers)]["probe"], report["plan"]["gamma"]
