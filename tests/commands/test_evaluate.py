@@ -103,6 +103,7 @@ def test_measures_with_denominator_0_are_none():
     assert scores["repetition"] is None and scores["sentence_ends"] is None
     assert scores["intervals"]["sentence_ends"] is None and scores["intervals"]["distance"] == [1.0, 1.0]
     assert [repeated_4grams(ids) for ids in ([1] * 6, [1, 2, 3])] == [(2, 3), (0, 0)]
+    assert measure([answer(0, 0, [5]), answer(1, 0, [5])], 3)["distinct"] == 1.0  # a text of two prompts
 
 
 def test_statistics():
@@ -163,7 +164,7 @@ def test_settings():
 
 
 def test_prompt_with_its_target():
-    assert say("Why?", SAY_IT, 160) == "Why?\n\nAnswer in about 110 words."
+    assert say("Why?", SAY_IT, 1000) == "Why?\n\nAnswer in about 680 words."
     assert say("Why?", "{tokens} tokens, {words} words, {words}", 101.0) == "Why?\n\n101 tokens, 70 words, 70"
     assert say("Why?", "Be concise: {words}.", 1) == "Why?\n\nBe concise: 5."
 
