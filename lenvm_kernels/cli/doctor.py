@@ -1,7 +1,6 @@
 """``lenvm doctor``: installed packages, version compatibility, the GPU, and whether the kernels run on it.
 
-Every fault becomes a :class:`Check`, and no section raises. Accepted versions come from the metadata of this package,
-hooks and signatures from the adapters. Nothing heavy is imported before the command runs.
+Accepted versions come from the metadata of this package, hooks and signatures from the adapters.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,34 +24,32 @@ from unittest import mock
 import lenvm_kernels
 
 PACKAGE = "lenvm-kernels"
-SGLANG, VLLM = "lenvm_kernels.engines.sglang.plugin", "lenvm_kernels.engines.vllm.processor"
-VLLM_FRONT_END = "lenvm_kernels.engines.vllm.front_end"
-# Group and module of the entry points that each engine loads.
-ENTRY_POINTS = {
-    "sglang": (("sglang.srt.plugins", SGLANG),),
-    "vllm": (("vllm.logits_processors", VLLM), ("vllm.general_plugins", VLLM_FRONT_END)),
-}
+VLLM_PROCESSOR = "lenvm_kernels.engines.vllm.processor"
+# Engines, and group and module of the entry points that they load.
+ENTRY_POINTS = (
+    ("sglang", "sglang.srt.plugins", "lenvm_kernels.engines.sglang.plugin"),
+    ("vllm", "vllm.logits_processors", VLLM_PROCESSOR),
+    ("vllm", "vllm.general_plugins", "lenvm_kernels.engines.vllm.front_end"),
+)
 FORK = "lenvm_kernels.engines.sglang_fork.install()"
-MIN_CAPABILITY = (8, 0)
 GPU_FILES = "/dev/nvidia[0-9]*"
 TOLERANCE = 1e-4  # for fp32 results of O(1) against the reference in fp64
-OK, MISSING, WRONG = "ok", "missing", "wrong"
+OK, MISSING, WRONG = "ok", "missing", "wrong"  # "missing" is something optional
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        mark: ``ok``, ``missing`` (something optional) or ``wrong``.
-        found: a version, a device, or the fault.
-        hint: one line: the accepted values, or what to do.
-    """
+    """The result of one check: one of the marks above, what was found, and one line that says what is accepted."""
 
     name: str
     mark: str
     found: str
     hint: str = ""
+
+
+def ok_without_hint(name: str, found: str, hint: str) -> Check:
+    """A check that is wrong if there is a hint."""
+    return Check(name, WRONG if hint else OK, found, hint)
 
 
 def add(commands: Any) -> None:
@@ -87,64 +84,56 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def examine(section: str) -> list[Check]:
-    """The checks of one of the :data:`SECTIONS`. Output and logs of a check are dropped.
+    """The checks of one of the :data:`SECTIONS`. Output and logs of a check are dropped, and errors become a check.
 
     The section ``sglang`` loads SGLang's plugins into this process, as SGLang does: the hooks stay.
     """
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            return SECTIONS[section]()
+            return list(SECTIONS[section]())
     except Exception as error:  # a broken installation can raise anything
         found = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
         return [Check(section, WRONG, found, "the checks of this section ended here")]
 
 
-def check_installed() -> list[Check]:
+def check_installed() -> Iterator[Check]:
     """Versions against the metadata of this package, and the entry points of the engines."""
     from packaging.requirements import Requirement
 
-    own = metadata.distribution(PACKAGE)
-    same = own.version == lenvm_kernels.__version__
-    hint = "" if same else f"the metadata has {own.version}: pip install {PACKAGE} again"
-    checks = [Check(PACKAGE, OK if same else WRONG, lenvm_kernels.__version__, hint)]
+    own, version = metadata.distribution(PACKAGE), lenvm_kernels.__version__
+    hint = "" if own.version == version else f"the metadata has {own.version}: pip install {PACKAGE} again"
+    yield ok_without_hint(PACKAGE, version, hint)
     python = Requirement(f"python{own.metadata['Requires-Python']}")
-    checks.append(_version_check(python, ".".join(map(str, sys.version_info[:3]))))
+    yield _version_check(python, ".".join(map(str, sys.version_info[:3])))
     for requirement in map(Requirement, own.requires or ()):
-        engine = next(
-            (e for e in ENTRY_POINTS if requirement.marker and requirement.marker.evaluate({"extra": e})), None
-        )
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            checks.append(_version_check(requirement, version_of(requirement.name)))
+        marker = requirement.marker
+        engine = next((e for e in ("sglang", "vllm") if marker and marker.evaluate({"extra": e})), None)
+        if marker is None or marker.evaluate({"extra": ""}):
+            yield _version_check(requirement, version_of(requirement.name))
         elif engine == "sglang" and is_fork():
-            checks.append(Check(engine, OK, "the LenVM fork", f"it has no plugins: use {FORK}"))
+            yield Check(engine, OK, "the LenVM fork", f"it has no plugins: use {FORK}")
         elif engine is not None:
-            checks.append(_version_check(requirement, version_of(engine), absent=MISSING))
-    for engine, group, module in ((engine, *point) for engine, points in ENTRY_POINTS.items() for point in points):
+            yield _version_check(requirement, version_of(engine), absent=MISSING)
+    for engine, group, module in ENTRY_POINTS:
         points = [point for point in metadata.entry_points(group=group) if point.value.partition(":")[0] == module]
         names = ", ".join(f"{point.name} of {point.dist.name if point.dist else '?'}" for point in points) or "none"
-        hint = (
-            "" if len(points) == 1 else f"exactly one must be in {group}: pip install {PACKAGE} again, or uninstall one"
-        )
-        checks.append(Check(f"entry point of {engine} in {group}", WRONG if hint else OK, names, hint))
-    return checks
+        hint = f"exactly one must be in {group}: pip install {PACKAGE} again, or uninstall one"
+        yield ok_without_hint(f"entry point of {engine} in {group}", names, "" if len(points) == 1 else hint)
 
 
 def _version_check(requirement: Any, version: str | None, absent: str = WRONG) -> Check:
     name, specifier = requirement.name, requirement.specifier
     if version is None:
         return Check(name, absent, "not installed", f'pip install "{name}{specifier}"')
-    if not specifier.contains(version, prereleases=True):
-        return Check(name, WRONG, version, f"must be {specifier}")
-    return Check(name, OK, version)
+    is_ok = specifier.contains(version, prereleases=True)
+    return ok_without_hint(name, version, "" if is_ok else f"must be {specifier}")
 
 
 def version_of(name: str) -> str | None:
     """The installed version of a distribution, or of its build for CPUs; None if there is none."""
     for distribution in (name, f"{name}-cpu"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            pass
     return None
 
 
@@ -154,10 +143,11 @@ def is_fork() -> bool:
     return any(Path(folder, "srt", "lvm").is_dir() for folder in (spec and spec.submodule_search_locations) or ())
 
 
-def check_sglang() -> list[Check]:
+def check_sglang() -> Iterator[Check]:
     """Load the plugins as SGLang does, with the default settings, and check the hooks and signatures of this one."""
-    if version_of("sglang") is None or is_fork():
-        return [Check("sglang", MISSING, "not installed" if not is_fork() else "the LenVM fork")]
+    if is_fork() or version_of("sglang") is None:
+        yield Check("sglang", MISSING, "the LenVM fork" if is_fork() else "not installed")
+        return
     hooks = importlib.import_module("lenvm_kernels.engines.sglang.hooks").HOOKS
     others = {name: value for name, value in os.environ.items() if not name.startswith("LENVM_")}
     with mock.patch.dict(os.environ, others, clear=True):  # with a variable, a failure would end this process
@@ -165,62 +155,61 @@ def check_sglang() -> list[Check]:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         load_plugins()
-    if not all(target in HookRegistry._hooks for target in hooks):
+    if all(target in HookRegistry._hooks for target in hooks):
+        lost = [target for target in hooks if target not in HookRegistry._patched]
+        yield from (Check(target, WRONG, "hook not applied") for target in lost)
+    else:
         only = os.environ.get("SGLANG_PLUGINS")
         hint = f"SGLANG_PLUGINS={only} excludes it" if only else "SGLang's log has the reason"
-        return [Check("plugin", WRONG, "did not run", hint), *_signatures("sglang")]
-    lost = [target for target in hooks if target not in HookRegistry._patched]
-    return [*(Check(target, WRONG, "hook not applied") for target in lost), *_signatures("sglang")]
+        yield Check("plugin", WRONG, "did not run", hint)
+    yield from _signatures("sglang")
 
 
-def check_vllm() -> list[Check]:
+def check_vllm() -> Iterator[Check]:
     """Check that vLLM's second model runner is enabled, and the signatures that the processor uses."""
     if version_of("vllm") is None:
-        return [Check("vllm", MISSING, "not installed")]
+        yield Check("vllm", MISSING, "not installed")
+        return
     from vllm.triton_utils import HAS_TRITON
 
-    importlib.import_module(VLLM)
+    importlib.import_module(VLLM_PROCESSOR)
     is_second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1" if HAS_TRITON else "0") == "1"
-    runner = Check("model runner", OK, "the second")
-    if not is_second:
-        runner = Check("model runner", WRONG, "the first", "set VLLM_USE_V2_MODEL_RUNNER=1: guidance needs the second")
-    return [runner, *_signatures("vllm")]
+    hint = "" if is_second else "set VLLM_USE_V2_MODEL_RUNNER=1: guidance needs the second"
+    yield ok_without_hint("model runner", "the second" if is_second else "the first", hint)
+    yield from _signatures("vllm")
 
 
-def _signatures(engine: str) -> list[Check]:
+def _signatures(engine: str) -> Iterator[Check]:
     from lenvm_kernels.engines import signatures
 
     tried = ", ".join(signatures.recorded(engine))
     differences = signatures.differences(engine)
     if not differences:
-        return [Check("signatures", OK, f"{len(signatures.USED[engine])} as in {tried}")]
-    return [Check(target.split(":")[1], WRONG, what, f"tested: {tried}") for target, what in differences.items()]
+        yield Check("signatures", OK, f"{len(signatures.USED[engine])} as in {tried}")
+    for target, what in differences.items():
+        yield Check(target.split(":")[1], WRONG, what, f"tested: {tried}")
 
 
-def check_device() -> list[Check]:
+def check_device() -> Iterator[Check]:
     """The GPUs, or why there is none, and Triton's interpreter."""
     import torch
     import triton
 
-    checks = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        capability = torch.cuda.get_device_capability(index)
-        found = f"{torch.cuda.get_device_name(index)}, sm_{capability[0]}{capability[1]}, CUDA {torch.version.cuda}"
-        is_ok = capability >= MIN_CAPABILITY
-        hint = "" if is_ok else 'must be sm_80 or later; backend="reference" runs on this one'
-        checks.append(Check(f"GPU {index}", OK if is_ok else WRONG, found, hint))
-    interpreted = triton.knobs.runtime.interpret
-    if checks and interpreted:
-        checks.append(Check("TRITON_INTERPRET", WRONG, "set", "unset it: kernels are interpreted on the CPU"))
-    if not checks:
-        hidden = "CUDA_VISIBLE_DEVICES" in os.environ
-        unreachable = bool(glob.glob(GPU_FILES)) and not hidden
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        found = f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, CUDA {torch.version.cuda}"
+        hint = "" if major >= 8 else 'must be sm_80 or later; backend="reference" runs on this one'
+        yield ok_without_hint(f"GPU {index}", found, hint)
+    if count and triton.knobs.runtime.interpret:
+        yield Check("TRITON_INTERPRET", WRONG, "set", "unset it: kernels are interpreted on the CPU")
+    if not count:
+        unreachable = bool(glob.glob(GPU_FILES)) and "CUDA_VISIBLE_DEVICES" not in os.environ
         hint = "this machine has one: install a torch that fits its driver" if unreachable else "the reference is used"
-        checks.append(Check("GPU", WRONG if unreachable else MISSING, f"none; torch {torch.__version__}", hint))
-    return checks
+        yield Check("GPU", WRONG if unreachable else MISSING, f"none; torch {torch.__version__}", hint)
 
 
-def check_kernel() -> list[Check]:
+def check_kernel() -> Iterator[Check]:
     """Run ``value_head``, a kernel on a GPU and the reference without one, against the fp64 reference."""
     import torch
 
@@ -231,15 +220,10 @@ def check_kernel() -> list[Check]:
     logits = lenvm_kernels.value_head(*(x.to(device) for x in inputs)).cpu().double()
     expected = lenvm_kernels.value_head(*(x.double() for x in inputs), backend="reference")
     error = (logits - expected).abs().max().item()
-    found = f"{'kernel' if device == 'cuda' else 'no GPU: reference'}, off by {error:.1g}"
     is_ok = error <= TOLERANCE  # False for NaN
-    return [Check("value_head", OK if is_ok else WRONG, found, "" if is_ok else f"must be within {TOLERANCE:g}")]
+    found = f"{'kernel' if device == 'cuda' else 'no GPU: reference'}, off by {error:.1g}"
+    yield ok_without_hint("value_head", found, "" if is_ok else f"must be within {TOLERANCE:g}")
 
 
-SECTIONS: dict[str, Callable[[], list[Check]]] = {
-    "installed": check_installed,
-    "sglang": check_sglang,
-    "vllm": check_vllm,
-    "device": check_device,
-    "kernel": check_kernel,
-}
+CHECKS = (check_installed, check_sglang, check_vllm, check_device, check_kernel)
+SECTIONS: dict[str, Callable[[], Iterator[Check]]] = {check.__name__.removeprefix("check_"): check for check in CHECKS}

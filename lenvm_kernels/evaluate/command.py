@@ -12,25 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels import __version__
-from lenvm_kernels.loading import held_out_prompts, spread
-from lenvm_kernels.loading.arguments import (
-    A_MODEL,
-    add_device,
-    add_dtype,
-    add_numbers,
-    add_sampling,
-    add_say_it,
-    device_of,
-    positive,
-    sampling_of,
-    seed_of,
-    usage_errors,
-)
-from lenvm_kernels.loading.prompts import Prompt, read_prompts, say
+from lenvm_kernels.loading import Prompt, arguments, held_out_prompts, read_prompts, say, spread
+from lenvm_kernels.loading.arguments import positive
 
 if TYPE_CHECKING:
     from lenvm_kernels.evaluate.measures import Answer
-    from lenvm_kernels.evaluate.plan import Plan
+    from lenvm_kernels.evaluate.run import Plan
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -46,7 +33,7 @@ def add(commands: Any) -> None:
         epilog="example: lenvm evaluate demo demo --targets 40 80 --output evaluation",
     )
     parser.set_defaults(run=run_command)
-    parser.add_argument("base", metavar="BASE", help=A_MODEL)
+    parser.add_argument("base", metavar="BASE", help=arguments.A_MODEL)
     value_help = "value model, as BASE, or a probe, or none; with --url it is the server's, and is not loaded"
     parser.add_argument("value", metavar="VALUE", help=value_help)
     output_help = "directory of the answers, numbers, tables and the plot; required"
@@ -58,63 +45,62 @@ def add(commands: Any) -> None:
         "are read as they are (default: the held-out prompts of the demo)"
     )
     what.add_argument("--prompts", type=Path, metavar="FILE", help=prompts_help)
-    regex_help = (
-        "finds the answer in a text without \\boxed{}: the last match's first group, or the last match (default: the "
-        "last number)"
-    )
+    regex_help = "finds answers without \\boxed{}: the last match or its first group (default: the last number)"
     what.add_argument("--answer-regex", metavar="REGEX", help=regex_help)
     for flag, kind, default, metavar, meaning in (
         ("--targets", positive(int), [20, 40, 80, 160], "T", "target lengths in tokens (default: 20 40 80 160)"),
-        ("--seeds", seed_of, [0, 1, 2], "N", "each seed answers every prompt (default: 0 1 2)"),
+        ("--seeds", arguments.seed_of, [0, 1, 2], "N", "each seed answers every prompt (default: 0 1 2)"),
         ("--guidance", str, [], "JSON", "request parameters, one setting per object (default: {}, the package's)"),
     ):
         what.add_argument(flag, type=kind, nargs="+", default=default, metavar=metavar, help=meaning)
     limit_help = "limit of an answer (default: 2.5 times the largest target); at most 2.5 times its target is used"
-    add_numbers(
-        what, num_prompts=(None, "number of prompts, evenly spaced (default: all)"), max_new_tokens=(None, limit_help)
-    )
-    add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
+    of_prompts = "number of prompts, evenly spaced (default: all)"
+    arguments.add_numbers(what, num_prompts=(None, of_prompts), max_new_tokens=(None, limit_help))
+    arguments.add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
     closing_help = (
         "add the setting forced answer: base model answers longer than the target are cut 16 tokens before it and "
         "continue with TEXT and new tokens of the base model (default: no such setting)"
     )
     what.add_argument("--closing", metavar="TEXT", help=closing_help)
 
-    add_sampling(parser.add_argument_group("sampling"))
+    arguments.add_sampling(parser.add_argument_group("sampling"))
 
     where = parser.add_argument_group("where answers are made")
     url_help = "SGLang or vLLM with LENVM_VALUE_MODEL=VALUE (default: in process)"
     where.add_argument("--url", metavar="SERVER", help=url_help)
     constant_help = "the same with LENVM_VALUE_MODEL=none (default: in process; --url if VALUE is none)"
     where.add_argument("--constant-url", metavar="SERVER", help=constant_help)
-    add_numbers(where, rows=(16, "prompts per batch, or concurrent requests to a server"))
-    add_device(where)
-    add_dtype(where, "the models")
+    arguments.add_numbers(where, rows=(16, "prompts per batch, or concurrent requests to a server"))
+    arguments.add_device(where)
+    arguments.add_dtype(where, "the models")
 
 
 def run_command(args: argparse.Namespace) -> None:
     """Check the flags, load the models, make the answers, write and print the tables."""
     start = time.monotonic()
-    with usage_errors():
-        prompts, answers = _prompts(args.prompts, args.num_prompts)
-        guidances = [_guidance(text) for text in args.guidance]
+    with arguments.usage_errors():
         import torch
 
         from lenvm_kernels.engines.settings import NONE
-        from lenvm_kernels.evaluate.accuracy import compiled
-        from lenvm_kernels.evaluate.plan import CLOSING_TOKENS, Plan, default_limit, settings_of, stored_answers
-        from lenvm_kernels.evaluate.run import Runner
+        from lenvm_kernels.evaluate.accuracy import compiled, references
+        from lenvm_kernels.evaluate.run import CLOSING_TOKENS, Plan, Runner, default_limit, settings_of, stored_answers
         from lenvm_kernels.evaluate.servers import Server
         from lenvm_kernels.guidance import Thoughts, parse_guidance
         from lenvm_kernels.loading.models import Models, require_extras
 
-        require_extras("matplotlib", "tqdm", *([] if answers is None else ["math_verify"]))
+        prompts = read_prompts(args.prompts) if args.prompts else [Prompt(text) for text in held_out_prompts()]
+        count = args.num_prompts or len(prompts)
+        if count > len(prompts):
+            raise ValueError(f"--num-prompts must be at most the {len(prompts)} prompts that there are, got {count}")
+        answers = references(prompts, f"--prompts {args.prompts}")
         answer_regex = compiled(args.answer_regex, answers is not None)
+        require_extras("matplotlib", *([] if answers is None else ["math_verify"]))
         said, forced = args.say_it is not None, args.closing is not None
         if said:
             say("", args.say_it, args.targets[0])  # rejects other placeholders
         if forced and min(args.targets) <= CLOSING_TOKENS:
             raise ValueError(f"--closing needs --targets above {CLOSING_TOKENS}, got {min(args.targets)}")
+        guidances = [_guidance(text) for text in args.guidance]
         settings = settings_of(guidances, with_values=args.value != NONE, said=said, forced=forced)
         for setting in settings:  # wrong parameters are rejected before anything is loaded
             if setting.guidance is not None:
@@ -125,22 +111,22 @@ def run_command(args: argparse.Namespace) -> None:
         plan = Plan(
             base=args.base,
             value=args.value,
-            prompts=prompts,
+            prompts=spread([prompt.text for prompt in prompts], count),
             targets=list(dict.fromkeys(args.targets)),
             seeds=list(dict.fromkeys(args.seeds)),
             settings=settings,
             max_new_tokens=args.max_new_tokens or default_limit(max(args.targets)),
-            sampling=sampling_of(args),
+            sampling=arguments.sampling_of(args),
             rows=args.rows,
             dtype=args.dtype,
             engine=None if server is None else server.engine,
             constant_engine=None if constant_server is None else constant_server.engine,
-            answers=answers,
+            answers=None if answers is None else spread(answers, count),
             say_it=args.say_it,
             closing=args.closing,
         )
         stored = stored_answers(args.output, plan)
-        device, dtype = device_of(args.device), getattr(torch, args.dtype)
+        device, dtype = arguments.device_of(args.device), getattr(torch, args.dtype)
         value = args.value if server is None else NONE
         models = Models.load(args.base, value, device=device, dtype=dtype, names=("BASE", "VALUE"))
         Runner(plan, models, server, constant_server).run(stored)
@@ -153,38 +139,6 @@ def run_command(args: argparse.Namespace) -> None:
             "constant_url": constant_url,
         }
         print(_write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, answer_regex, facts))
-
-
-def _write_results(
-    folder: Path, plan: Plan, answers: list[Answer], tokenizer: Any, regex: re.Pattern[str], facts: dict[str, Any]
-) -> str:
-    """Score the answers, write numbers, tables and plots, and return the tables."""
-    import numpy
-    import torch
-    import transformers
-
-    from lenvm_kernels.evaluate import accuracy, report
-    from lenvm_kernels.evaluate.calibration import calibrate
-    from lenvm_kernels.evaluate.measures import measure
-    from lenvm_kernels.evaluate.plan import BASE
-
-    views = plan.views(answers)
-    scores = {
-        target: {name: measure(made, int(target)) for name, made in view.items()} for target, view in views.items()
-    }
-    calibration = calibrate([answer for answer in answers if answer.setting == BASE])
-    if plan.answers is not None:
-        accuracy.add(scores, views, plan, tokenizer, regex)
-        report.plot_accuracy(plan.targets, scores, folder / "accuracy.png")
-    versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
-    versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
-    result = facts | {"versions": versions, "scores": scores, "calibration": calibration}
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    tables = filter(None, (report.tables(plan, scores), report.calibration_table(plan, calibration)))
-    text = "\n".join(tables)
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    report.plot_lengths(plan.targets, views, folder / "lengths.png")
-    return text
 
 
 def _guidance(text: str) -> dict[str, Any]:
@@ -200,13 +154,31 @@ def _guidance(text: str) -> dict[str, Any]:
     return guidance
 
 
-def _prompts(file: Path | None, count: int | None) -> tuple[list[str], list[str] | None]:
-    """``count`` evenly spaced prompts of a file or of the demo, and their reference answers if the file has them."""
-    from lenvm_kernels.evaluate.accuracy import references
+def _write_results(
+    folder: Path, plan: Plan, answers: list[Answer], tokenizer: Any, regex: re.Pattern[str], facts: dict[str, Any]
+) -> str:
+    """Score the answers, write numbers, tables and plots, and return the tables."""
+    import numpy
+    import torch
+    import transformers
 
-    prompts = [Prompt(text) for text in held_out_prompts()] if file is None else read_prompts(file)
-    answers = references(prompts, f"--prompts {file}")
-    count = len(prompts) if count is None else count
-    if count > len(prompts):
-        raise ValueError(f"--num-prompts must be at most the {len(prompts)} prompts that there are, got {count}")
-    return spread([prompt.text for prompt in prompts], count), None if answers is None else spread(answers, count)
+    from lenvm_kernels.evaluate import accuracy, report
+    from lenvm_kernels.evaluate.measures import calibrate, measure
+    from lenvm_kernels.evaluate.run import BASE
+
+    views = plan.views(answers)
+    scores = {
+        target: {name: measure(made, int(target)) for name, made in view.items()} for target, view in views.items()
+    }
+    calibration = calibrate([answer for answer in answers if answer.setting == BASE])
+    if plan.answers is not None:
+        accuracy.add(scores, views, plan.answers, plan.seeds[0], tokenizer, regex)
+        report.plot_accuracy(plan.targets, scores, folder / "accuracy.png")
+    versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
+    versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
+    result = facts | {"versions": versions, "scores": scores, "calibration": calibration}
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join(filter(None, (report.tables(plan, scores), report.calibration_table(plan, calibration))))
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    report.plot_lengths(plan.targets, views, folder / "lengths.png")
+    return text

@@ -10,12 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.loading import held_out_prompts, spread
-from lenvm_kernels.loading.arguments import add_device, add_seed, check_output_files, device_of, usage_errors
+from lenvm_kernels.loading import arguments, held_out_prompts, spread
 
 if TYPE_CHECKING:
-    from lenvm_kernels.evaluate.measures import Answer
-    from lenvm_kernels.evaluate.plan import Plan
+    from lenvm_kernels.evaluate.run import Plan
 
 TARGET = 80  # of the table; the plot has further targets
 
@@ -34,13 +32,13 @@ def add(commands: Any) -> None:
     plot_help = "where to write the plot, a PNG (default: %(default)s)"
     parser.add_argument("--plot", type=Path, default=Path("lenvm-demo.png"), metavar="FILE", help=plot_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: not written)")
-    add_device(parser)
-    add_seed(parser)
+    arguments.add_device(parser)
+    arguments.add_seed(parser)
 
 
 def plan_of(prompts: list[str], *, quick: bool, seed: int) -> Plan:
     """The plan of the demo: the settings of ``lenvm evaluate``, two scales without a target, and the fork's ``eq``."""
-    from lenvm_kernels.evaluate.plan import BASE, CONSTANT, GUIDED, Plan, Setting
+    from lenvm_kernels.evaluate.run import BASE, CONSTANT, GUIDED, Plan, Setting
 
     return Plan(
         base="demo",
@@ -66,49 +64,44 @@ def plan_of(prompts: list[str], *, quick: bool, seed: int) -> Plan:
 def run_command(args: argparse.Namespace) -> None:
     """Make the answers, print some of them and a table, write the plot and the numbers."""
     start = time.monotonic()
-    with usage_errors():
-        check_output_files(plot=args.plot, json=args.json)
+    with arguments.usage_errors():
+        arguments.check_output_files(plot=args.plot, json=args.json)
         import torch
 
         from lenvm_kernels.loading.models import Models, require_extras
 
-        require_extras("gguf", "accelerate", "matplotlib", "tqdm")
+        require_extras("gguf", "accelerate", "matplotlib")
         from lenvm_kernels.evaluate.measures import measure
-        from lenvm_kernels.evaluate.plan import BASE, CONSTANT, GUIDED, stored_answers
         from lenvm_kernels.evaluate.report import plot_lengths
-        from lenvm_kernels.evaluate.run import Runner
+        from lenvm_kernels.evaluate.run import BASE, CONSTANT, GUIDED, Runner, stored_answers
 
         print("loading SmolLM2-135M-Instruct: about 20 seconds ...", file=sys.stderr, flush=True)
-        models = Models.load("demo", "demo", device=device_of(args.device), dtype=torch.float32)
+        models = Models.load("demo", "demo", device=arguments.device_of(args.device), dtype=torch.float32)
         plan = plan_of(held_out_prompts(), quick=args.quick, seed=args.seed)
         with TemporaryDirectory() as folder:
             stored = stored_answers(Path(folder), plan)
             Runner(plan, models).run(stored)
         views = plan.views(list(stored.answers.values()))
         view = views[str(TARGET)]
+        for index, prompt in enumerate(plan.prompts[:3]):
+            print(f"\n> {prompt}")
+            for name, answers in view.items():
+                text = " ".join(answers[index].text.split())
+                text = text if len(text) <= 60 else text[:60] + "..."
+                print(f"  {name:8} {len(answers[index].ids):>4} tokens  {text}")
         rows = [{"setting": name, **measure(answers, TARGET)} for name, answers in view.items()]
-        seconds = time.monotonic() - start
-        _print_samples(plan, view)
         _print_table(plan, rows)
         plotted = {
             target: {"base model": view[BASE], "no value model": of[CONSTANT], "guided": of[GUIDED]}
             for target, of in views.items()
         }
         plot_lengths(plan.targets, plotted, args.plot)
+        seconds = time.monotonic() - start
         print(f"\n{args.plot}: lengths against targets; {seconds:.0f} s in all")
         if args.json is not None:
             sizes = dict(target_length=TARGET, prompts=len(plan.prompts), max_new_tokens=plan.max_new_tokens)
             numbers = {"settings": rows, **sizes, "seed": args.seed, "seconds": seconds}
             args.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-
-
-def _print_samples(plan: Plan, view: dict[str, list[Answer]], count: int = 3, width: int = 60) -> None:
-    for index, prompt in enumerate(plan.prompts[:count]):
-        print(f"\n> {prompt}")
-        for name, answers in view.items():
-            text = " ".join(answers[index].text.split())
-            text = text if len(text) <= width else text[:width] + "..."
-            print(f"  {name:8} {len(answers[index].ids):>4} tokens  {text}")
 
 
 def _print_table(plan: Plan, rows: list[dict[str, Any]]) -> None:

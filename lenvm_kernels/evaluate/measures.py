@@ -1,7 +1,7 @@
-"""The measures of ``lenvm evaluate``: numbers of the answers to one target.
+"""Numbers of answers: how well they meet a target, and how well predicted lengths match actual ones.
 
-Every measure except the quartiles is a sum over answers divided by another sum, so a bootstrap over prompts needs only
-the two sums of each prompt.
+Every measure of :func:`measure` except the quartiles is a sum over answers divided by another sum, so a bootstrap over
+prompts needs only the two sums of each prompt.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from lenvm_kernels.evaluate.statistics import bootstrap
 from lenvm_kernels.guidance.sentences import ends_sentence
 
+RESAMPLES = 1000
 # Decay of LIFEBench's score: answers that are too short lose more than answers that are too long.
 SHORT_DECAY, LONG_DECAY = 5.0, 2.0
 WITH_INTERVALS = ("distance", "within_10", "within_25", "perplexity", "sentence_ends")
@@ -56,26 +57,6 @@ class Answer:
         return replace(self, ids=self.ids[:limit], nll=self.nll[:limit], ended=False)
 
 
-def length_deviation(lengths: np.ndarray, target: int) -> np.ndarray:
-    """LIFEBench's LD, negative where an answer is too short: ``(length - target) / target`` (arXiv 2505.16234)."""
-    return (lengths - target) / target
-
-
-def length_score(lengths: np.ndarray, target: int) -> np.ndarray:
-    """LIFEBench's LS for "equal to", 0 to 100: ``100 exp(5 LD)`` of short answers, else ``100 exp(-2 LD)``.
-
-    Source: arXiv 2505.16234; arXiv 2604.27039, equations 17 and 18.
-    """
-    deviation = length_deviation(lengths, target)
-    return 100 * np.exp(np.where(deviation < 0, SHORT_DECAY, -LONG_DECAY) * deviation)
-
-
-def repeated_4grams(ids: Sequence[int]) -> tuple[int, int]:
-    """The number of 4-grams of tokens that occur earlier in the answer, and the number of all 4-grams."""
-    grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
-    return len(grams) - len(set(grams)), len(grams)
-
-
 def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
     """Score the answers of one setting against one target.
 
@@ -86,22 +67,19 @@ def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
     Returns:
         Shares from 0 to 1 and lengths in tokens: ``answers`` (their number), ``mean``, ``quartiles`` (three),
         ``distance`` (mean of ``|length - target|``), ``within_10`` and ``within_25`` (per cent of the target),
-        ``too_short`` (below a quarter of it), ``cut`` (at the limit), ``length_score`` (0 to 100), ``length_deviation``
-        (its mean, signed), ``relative_error`` (mean of ``|length - target| / target``), ``perplexity``, ``repetition``,
-        ``sentence_ends`` (of the answers that ended by themselves), ``distinct`` (texts of a prompt that differ).
-        ``intervals`` has ``[low, high]`` for :data:`WITH_INTERVALS`. None replaces a number whose denominator is 0.
+        ``too_short`` (below a quarter of it), ``cut`` (at the limit), ``length_score`` (LIFEBench's LS, 0 to 100),
+        ``length_deviation`` (its LD, signed), ``relative_error`` (mean of ``|length - target| / target``),
+        ``perplexity``, ``repetition``, ``sentence_ends`` (of the answers that ended by themselves), ``distinct`` (texts
+        of a prompt that differ). ``intervals`` has ``[low, high]`` for :data:`WITH_INTERVALS`. None replaces a number
+        whose denominator is 0. Source of LS and LD: arXiv 2505.16234; arXiv 2604.27039, equations 17 and 18.
     """
     prompts = sorted({answer.prompt for answer in answers})
     rows = np.array([prompts.index(answer.prompt) for answer in answers])
     lengths = np.array([len(answer.ids) for answer in answers])
-    distance = np.abs(lengths - target)
+    distance, deviation = np.abs(lengths - target), (lengths - target) / target
     ended = np.array([answer.ended for answer in answers])
     repeated = np.array([repeated_4grams(answer.ids) for answer in answers])
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    is_new = np.zeros(len(answers))
-    for i, answer in enumerate(answers):
-        is_new[i] = (answer.prompt, tuple(answer.ids)) not in seen
-        seen.add((answer.prompt, tuple(answer.ids)))
+    last_of_each = {(answer.prompt, *answer.ids): i for i, answer in enumerate(answers)}
     each = np.ones(len(answers))
     # Numerators and denominators, by answer.
     parts: dict[str, tuple[np.ndarray, np.ndarray]] = {
@@ -111,13 +89,13 @@ def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
         "within_25": (distance * 4 <= target, each),
         "too_short": (lengths * 4 < target, each),
         "cut": (~ended, each),
-        "length_score": (length_score(lengths, target), each),
-        "length_deviation": (length_deviation(lengths, target), each),
+        "length_score": (100 * np.exp(np.where(deviation < 0, SHORT_DECAY, -LONG_DECAY) * deviation), each),
+        "length_deviation": (deviation, each),
         "relative_error": (distance / target, each),
         "perplexity": (np.array([sum(answer.nll) for answer in answers]), lengths),
         "repetition": (repeated[:, 0], repeated[:, 1]),
         "sentence_ends": (np.array([answer.ended and ends_sentence(answer.text) for answer in answers]), ended),
-        "distinct": (is_new, each),
+        "distinct": (np.isin(np.arange(len(answers)), list(last_of_each.values())), each),
     }
     scores: dict[str, Any] = {"answers": len(answers), "quartiles": np.percentile(lengths, (25, 50, 75)).tolist()}
     intervals: dict[str, list[float] | None] = {}
@@ -128,3 +106,75 @@ def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
         if name in WITH_INTERVALS:
             intervals[name] = [float(finish(end)) for end in bootstrap(*sums)] if sums[1].any() else None
     return scores | {"intervals": intervals}
+
+
+def repeated_4grams(ids: Sequence[int]) -> tuple[int, int]:
+    """The number of 4-grams of tokens that occur earlier in the answer, and the number of all 4-grams."""
+    grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
+    return len(grams) - len(set(grams)), len(grams)
+
+
+def calibrate(answers: Sequence[Answer]) -> dict[str, Any] | None:
+    """Compare predicted with actual lengths of the base model's answers, in tokens with the end-of-sequence token.
+
+    An answer that was cut counts with the tokens that it has, a lower bound of its length. Answers without a prediction
+    are left out.
+
+    Returns:
+        ``answers`` (their number), ``left_out``, ``cut`` (share), ``rank_correlation`` (Spearman's; None if a length is
+        constant), ``mae_tokens`` (mean of ``|predicted - actual|``), ``mean_relative_error`` (mean of the same over the
+        actual length, arXiv 2604.27039, equation 15), and at most ten ``bins`` by predicted length, the shortest first:
+        ``answers``, the means ``predicted`` and ``actual``, their ``ratio``, and ``cut``. Equal predictions share a
+        bin, and no bin is empty. None if no answer has a prediction.
+    """
+    rows = [(a.predicted, len(a.ids), not a.ended) for a in answers if a.predicted is not None]
+    if not rows:
+        return None
+    predicted, actual, cut = columns = torch.tensor(rows, dtype=torch.float64).T
+    place = ranks(predicted)
+    bins = (place - 0.5) * min(10, len(place.unique())) // len(place)
+    error = (predicted - actual).abs()
+
+    def describe(in_bin: torch.Tensor) -> dict[str, Any]:
+        p, a, c = columns[:, in_bin].mean(1).tolist()
+        return {"answers": int(in_bin.sum()), "predicted": p, "actual": a, "ratio": p / a, "cut": c}
+
+    return {
+        "answers": len(place),
+        "left_out": len(answers) - len(place),
+        "cut": cut.mean().item(),
+        "rank_correlation": pearson(place, ranks(actual)),
+        "mae_tokens": error.mean().item(),
+        "mean_relative_error": (error / actual).mean().item(),
+        "bins": [describe(bins == number) for number in bins.unique()],
+    }
+
+
+def bootstrap(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of ``above.sum() / below.sum()``: percentiles over prompts drawn with replacement.
+
+    Every call draws the same prompts, so that settings are compared on the same resamples.
+
+    Args:
+        above, below: fp64 ``[P]``, one number per prompt; ``below`` has an entry that is not 0.
+    """
+    count = len(above)
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    denominators = draws @ below
+    ratios = (draws @ above)[denominators > 0] / denominators[denominators > 0]
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def ranks(x: torch.Tensor) -> torch.Tensor:
+    """The ranks of a vector, fp64, from 1 on. Equal values share their mean rank."""
+    _, place, count = torch.unique(x, return_inverse=True, return_counts=True)
+    return (count.cumsum(0) - (count - 1) / 2).double()[place]
+
+
+def pearson(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """The correlation of two vectors; None if one of them is constant."""
+    a, b = a - a.mean(), b - b.mean()
+    norms = float((a.square().sum() * b.square().sum()).sqrt())
+    # A constant leaves rounding errors, which are no variation.
+    return float((a * b).sum()) / norms if norms > 1e-12 * len(a) else None

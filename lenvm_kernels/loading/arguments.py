@@ -14,10 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from lenvm_kernels.loading.prompts import SAY_IT
+from lenvm_kernels.loading import SAY_IT
 
-# Results of lenvm fit and lenvm train.
-VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 DTYPES = ("float32", "bfloat16", "float16")
 A_MODEL = "a Hugging Face directory or name, a .gguf file, or the word demo"
 
@@ -102,34 +100,21 @@ def add_seed(parser: Any) -> None:
 
 
 def add_say_it(parser: Any, effect: str) -> None:
-    """Add ``--say-it``; :func:`lenvm_kernels.loading.prompts.say` appends its text."""
-    parser.add_argument(
-        "--say-it",
-        nargs="?",
-        const=SAY_IT,
-        metavar="TEXT",
-        help=f"{effect}; {{words}} and {{tokens}} in TEXT are replaced by the target length; without TEXT: {SAY_IT} "
-        "(default: prompts as they are)",
-    )
+    """Add ``--say-it``; :func:`lenvm_kernels.loading.say` appends its text."""
+    say_it_help = f"{effect}; {{words}} and {{tokens}} in TEXT are replaced by the target length; without TEXT: "
+    say_it_help += f"{SAY_IT} (default: prompts as they are)"
+    parser.add_argument("--say-it", nargs="?", const=SAY_IT, metavar="TEXT", help=say_it_help)
 
 
 def check_output_files(**files: Path | None) -> None:
-    """Check the output files of flags of these names, before the work whose results are written to them.
-
-    Raises:
-        ValueError: a file cannot be written.
-    """
+    """Raise ValueError if the output files of the flags of these names cannot be written."""
     for name, file in files.items():
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
             raise ValueError(f"--{name} must be a file in an existing directory, got {str(file)!r}")
 
 
 def device_of(name: str | None) -> str:
-    """The device of ``--device``, or the default one.
-
-    Raises:
-        ValueError: this machine has no such device.
-    """
+    """The device of ``--device``, or the default one; raises ValueError if this machine has no such device."""
     import torch
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,17 +1,21 @@
-"""Load base model, tokenizer and value model for the commands, from local files only."""
+"""Base model, tokenizer and value model of the commands, loaded from local files only, and batches of their answers."""
+
+from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, StoppingCriteriaList
 from transformers.utils import logging
 
 from lenvm_kernels.engines.settings import NONE
-from lenvm_kernels.engines.transformers.processor import eos_token_ids
+from lenvm_kernels.engines.transformers.processor import Guidance, LenVMLogitsProcessor, eos_token_ids
 from lenvm_kernels.loading import PROBE, VALUE, model_path
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.values.checkpoint import local_path
@@ -39,14 +43,13 @@ class Models:
         dtype: torch.dtype,
         gamma: float | None = None,
         names: tuple[str, str] = ("--model", "--value-model"),
-    ) -> "Models":
-        """Load both models. Weights that the two share are loaded once.
+    ) -> Models:
+        """Load both models on a device in a dtype. Weights that the two share are loaded once.
 
         Args:
             model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
             value_model: as ``model``, where ``demo`` includes the shipped adapters and head; or a directory with a
                 probe of the base model, ``demo-probe`` for the shipped probe, or ``none`` for no value model.
-            device, dtype: the device and the dtype of both models.
             gamma: replaces the gamma of the value model's ``lenvm_config.json``. If None, that file decides.
             names: names of the two models in error messages.
 
@@ -63,14 +66,15 @@ class Models:
         base = base.eval().to(device)
         if tokenizer.pad_token_id is None:  # padding is masked, so any token will do
             tokenizer.pad_token_id = next(iter(eos_token_ids(base)), 0)
-        alone = cls(base, None, tokenizer, tokenizer)
+        models = cls(base, None, tokenizer, tokenizer)
         if is_probe(value_model):
-            return replace(alone, value_model=LengthProbe.from_pretrained(value_model, *alone.of_probe(), gamma=gamma))
+            probe = LengthProbe.from_pretrained(value_model, *models.of_probe(), gamma=gamma)
+            return replace(models, value_model=probe)
         if value_path is None:
-            return alone
+            return models
         if value_path == path and adapter is not None:
             values = ValueModel.from_causal_lm(base, adapter=adapter, lenvm_config=LenVMConfig.read(adapter, gamma))
-            return replace(alone, value_model=values)
+            return replace(models, value_model=values)
         value_tokenizer = load_tokenizer(names[1], value_path)
         values = ValueModel.from_pretrained(value_path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
@@ -101,11 +105,7 @@ class Models:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each prompt, which is the user's message in the tokenizer's chat template, if it has one.
-
-    Raises:
-        ValueError: a prompt has no tokens.
-    """
+    """The tokens of each prompt, which is the user's message in the tokenizer's chat template, if it has one."""
     if tokenizer.chat_template is not None:
         rows = [chat_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     else:
@@ -142,9 +142,7 @@ def quiet() -> None:
 def locate(flag: str, name: str) -> Path:
     """The Hugging Face directory or ``.gguf`` file of a model.
 
-    Raises:
-        FileNotFoundError: there is none; the message names ``flag``.
-        ImportError: a package that reads ``.gguf`` files is missing.
+    Raises FileNotFoundError with ``flag`` if there is none, and ImportError without packages that read ``.gguf`` files.
     """
     path = model_path() if name == DEMO else local_path(name)
     if not (path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()):
@@ -177,3 +175,77 @@ def load_tokenizer(flag: str, path: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(**source_of(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"{flag} must hold a tokenizer beside the weights, {path} has none that loads") from error
+
+
+def sample(
+    models: Models,
+    value_model: ValueModel | LengthProbe | None,
+    inputs: Mapping[str, torch.Tensor],
+    guidance: Guidance | Sequence[Guidance],
+    *,
+    max_new_tokens: int | Sequence[int],
+    streamer: BaseStreamer | None = None,
+    **options: Any,
+) -> list[tuple[list[int], float | None]]:
+    """Answer a batch of prompts. Draws come from torch's generator.
+
+    Args:
+        value_model: source of values. If None, guidance uses end tokens alone.
+        inputs: see :meth:`Models.encode`.
+        guidance: one for all prompts, or one per prompt. None means unguided.
+        max_new_tokens: limit of all answers, or one per answer.
+        streamer: receives the tokens of every step.
+        **options: sampling parameters and further arguments of :class:`LenVMLogitsProcessor`, which checks them.
+
+    Returns:
+        Per prompt, the new tokens up to and including the first end-of-sequence token, or up to the limit; and the
+        length that was predicted before the first of them, None without ``return_values``.
+    """
+    width, device = inputs["input_ids"].shape[1], inputs["input_ids"].device
+    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
+    last = width + torch.tensor(limits, device=device)
+    processor = LenVMLogitsProcessor(
+        models.model,
+        value_model,
+        guidance,
+        inputs["attention_mask"],
+        max_new_tokens=max(limits),
+        tokenizers=(models.tokenizer, models.value_tokenizer),
+        **options,
+    )
+    sequences = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+        **inputs,
+        **processor.generation_kwargs,
+        # A row past its limit counts as ended, so that no values are computed for it.
+        pad_token_id=next(iter(models.eos_token_ids), models.tokenizer.pad_token_id),
+        stopping_criteria=StoppingCriteriaList([lambda ids, scores: (ids.shape[1] >= last).expand(len(ids))]),
+        streamer=streamer,
+    )
+    new = sequences[:, width:]
+    ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=device)).long()
+    is_answer = (ended.cumsum(1) - ended == 0) & (width + torch.arange(new.shape[1], device=device) < last[:, None])
+    answers = [ids[mask].tolist() for ids, mask in zip(new, is_answer, strict=True)]
+    return list(zip(answers, processor.predicted_output_lengths(sequences), strict=True))
+
+
+class AnswerBar(tqdm, BaseStreamer):
+    """A progress bar of ``total`` answers, ``made`` of them before, with tokens and tokens/s while a batch is decoded.
+
+    The first end-of-sequence token of ``models`` pads rows that have ended.
+    """
+
+    def __init__(self, total: int, made: int, models: Models) -> None:
+        # smoothing=0: updates between batches count no answer, which would distort a smoothed rate.
+        super().__init__(total=total, initial=made, unit="answer", miniters=0, mininterval=1, smoothing=0)
+        self._padding, self._tokens = models.eos_token_ids[0], 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Count the tokens ``[B]`` of a step, without ends; the prompts ``[B, N]``, which come first, are ignored."""
+        if value.ndim == 1:
+            self._tokens += int((value != self._padding).sum())
+            rate = self._tokens / max(self.format_dict["elapsed"], 1e-9)
+            self.set_postfix_str(f"{self._tokens} tokens, {rate:.1f} tokens/s", refresh=False)
+            self.update(0)
+
+    def end(self) -> None:
+        """Required by the streamer interface; the bar stays open for the next batch."""

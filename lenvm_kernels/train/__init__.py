@@ -1,7 +1,6 @@
 """Training of value sources for a base model: ``lenvm collect``, ``lenvm fit`` and ``lenvm train``.
 
-:mod:`.collect` samples answers and :mod:`.answers` stores them. :mod:`.targets` turns their
-lengths into values. :mod:`.fit` trains a probe (:mod:`.probe`) or a value model (:mod:`.value_model`) on them, and
-:mod:`.measures` compares its values with held-out answers. :mod:`.train` runs the stages in turn, and :mod:`.cost`
-estimates what they take. The flags are in :mod:`.command`.
+:mod:`.collect` samples answers; :mod:`.answers` stores them and turns their lengths into values. :mod:`.fit` trains a
+:mod:`.probe` or a :mod:`.value_model` on them, and compares its values with held-out answers. :mod:`.train` runs the
+stages in turn, and estimates what they take. The flags are in :mod:`.command`.
 """

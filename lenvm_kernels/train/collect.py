@@ -1,7 +1,6 @@
 """``lenvm collect``: sampling of the answers that training uses, in process or by a server.
 
-The seed, the target and the batch of an answer follow from the plan. An interrupted run therefore resumes with the same
-answers.
+The seed, the target and the batch of an answer follow from the plan, so that a resumed run samples the same answers.
 """
 
 from __future__ import annotations
@@ -20,19 +19,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.engines.settings import NONE
-from lenvm_kernels.evaluate.plan import seed_from
+from lenvm_kernels.evaluate.run import seed_from
 from lenvm_kernels.evaluate.servers import Server
-from lenvm_kernels.loading import PROMPTS, spread
+from lenvm_kernels.loading import PROMPTS, SPLITS, TEST, TRAIN, Prompt, read_prompts, spread
 from lenvm_kernels.loading.arguments import sampling_of
-from lenvm_kernels.loading.generation import AnswerBar, sample
-from lenvm_kernels.loading.models import Models, load_tokenizer, locate, quiet, tokens_of
-from lenvm_kernels.loading.prompts import SPLITS, TEST, TRAIN, Prompt, read_prompts
+from lenvm_kernels.loading.models import AnswerBar, Models, load_tokenizer, locate, quiet, sample, tokens_of
 from lenvm_kernels.train.answers import AnswerStore, Key, SampledAnswer
 
 # Share of the prompts that are held out if the file has no splits, and range of targets, up to the maximum length.
 HELD_OUT, TARGETS = 0.1, (20, 2000)
 Guidance = Mapping[str, Any] | None
-# New tokens of rows of tokens, by their guidance, their limits, and a seed.
+# New tokens of rows of tokens, by their guidance, their limits, and a seed. A server gets one row.
 Generate = Callable[[list[list[int]], list[Guidance], list[int], int], list[list[int]]]
 
 
@@ -59,19 +56,11 @@ class CollectionPlan:
     engine: str | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> CollectionPlan:
-        """The plan of unguided answers of a command line; errors name the flag."""
-        return cls(
-            base=args.base,
-            value=None,
-            prompts=_prompts(args.prompts, args.num_prompts),
-            samples=args.answers_per_prompt,
-            max_new_tokens=args.max_new_tokens,
-            sampling=sampling_of(args),
-            seed=args.seed,
-            rows=args.rows,
-            dtype=args.dtype,
-        )
+    def of(cls, args: argparse.Namespace, value: str | None) -> CollectionPlan:
+        """The plan of a command line; errors name the flag."""
+        same = {name: getattr(args, name) for name in ("base", "max_new_tokens", "seed", "rows", "dtype")}
+        prompts = _prompts(args.prompts, args.num_prompts)
+        return cls(value=value, prompts=prompts, samples=args.answers_per_prompt, sampling=sampling_of(args), **same)
 
     def ordered(self) -> list[Key]:
         """The answers in sampling order; the longest guided row of a batch sets its cost."""
@@ -100,7 +89,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None = None) -> AnswerStore:
+def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None = None) -> None:
     """Sample the answers of a plan that a directory lacks, by the server at ``url`` or in process.
 
     Raises:
@@ -117,28 +106,46 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
     keys = plan.ordered()
     missing = [key for key in keys if key not in store.answers]
     if not missing:
-        return store
+        return
     value = plan.value if server is None and plan.value is not None else NONE
     models = Models.load(plan.base, value, device=device, dtype=getattr(torch, plan.dtype), names=("BASE", "--value"))
     models.check_ends()
+    eos = models.eos_token_ids
+
+    def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
+        if server is not None:
+            request: dict[str, Any] = dict(max_new_tokens=limits[0], sampling=plan.sampling, seed=seed, eos=eos)
+            return [server.answer(rows[0], guidance[0], **request)[0]]
+        torch.manual_seed(seed)
+        value_model = models.value_model if any(guidance) else None
+        options: dict[str, Any] = dict(max_new_tokens=limits, streamer=bar, **plan.sampling)
+        return [ids for ids, _ in sample(models, value_model, models.padded(rows), guidance, **options)]
+
     with AnswerBar(len(keys), len(keys) - len(missing), models) as bar:
         bar.set_description("collect")
-        if server is not None:
-            _from_server(plan, store, server, models.eos_token_ids, missing, bar)
-            return store
+        if server is None:
+            for start in range(0, len(keys), plan.rows):
+                batch = keys[start : start + plan.rows]
+                if any(key not in store.answers for key in batch):
+                    bar.update(len(store.add(_answers(plan, store, batch, eos, generate))))
+            return
 
-        def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
-            torch.manual_seed(seed)
-            value_model = models.value_model if any(guidance) else None
-            options = dict(max_new_tokens=limits, streamer=bar, **plan.sampling)
-            return [ids for ids, _ in sample(models, value_model, models.padded(rows), guidance, **options)]
+        def keep(answers: list[SampledAnswer]) -> None:
+            for answer in store.add(answers):
+                bar.put(torch.tensor(answer.ids))
+                bar.update(1)
 
-        for start in range(0, len(keys), plan.rows):
-            batch = keys[start : start + plan.rows]
-            if any(key not in store.answers for key in batch):
-                answers = _answers(plan, store, batch, models.eos_token_ids, generate)
-                bar.update(len(store.add(answers)))
-    return store
+        # Every answer is stored on arrival, and the first error ends the run.
+        with ThreadPoolExecutor(plan.rows) as pool:
+            futures = [pool.submit(_answers, plan, store, [key], eos, generate) for key in missing]
+            try:
+                for future in as_completed(futures):
+                    keep(future.result())
+            finally:  # requests in flight are completed and stored
+                pool.shutdown(cancel_futures=True)
+                for future in futures:
+                    if not future.cancelled() and not future.exception():
+                        keep(future.result())
 
 
 def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
@@ -180,30 +187,3 @@ def _answers(
         SampledAnswer(*key, target, len(begun), plan.max_new_tokens, ids, ids[-1] in eos)
         for key, target, begun, ids in zip(keys, targets, guided, whole, strict=True)
     ]
-
-
-def _from_server(
-    plan: CollectionPlan, store: AnswerStore, server: Server, eos: list[int], keys: list[Key], bar: AnswerBar
-) -> None:
-    """Sample answers by a server. Every answer is stored on arrival, and the first error ends the run."""
-
-    def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
-        options: dict[str, Any] = dict(sampling=plan.sampling, seed=seed, eos=eos)
-        requests = zip(rows, guidance, limits, strict=True)
-        return [server.answer(row, one, max_new_tokens=limit, **options)[0] for row, one, limit in requests]
-
-    def keep(answers: list[SampledAnswer]) -> None:
-        for answer in store.add(answers):
-            bar.put(torch.tensor(answer.ids))
-            bar.update(1)
-
-    with ThreadPoolExecutor(plan.rows) as pool:
-        futures = [pool.submit(_answers, plan, store, [key], eos, generate) for key in keys]
-        try:
-            for future in as_completed(futures):
-                keep(future.result())
-        finally:  # requests in flight are completed and stored
-            pool.shutdown(cancel_futures=True)
-            for future in futures:
-                if not future.cancelled() and not future.exception():
-                    keep(future.result())

@@ -8,21 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.loading.arguments import (
-    A_MODEL,
-    KINDS,
-    PROBE,
-    VALUE_MODEL,
-    add_device,
-    add_dtype,
-    add_numbers,
-    add_sampling,
-    add_seed,
-    device_of,
-    positive,
-    usage_errors,
-)
-from lenvm_kernels.train.settings import RATE_ADAPTERS, RATE_FULL, RATE_PROBE
+from lenvm_kernels.loading import arguments
+from lenvm_kernels.loading.arguments import add_numbers, positive
+from lenvm_kernels.train.settings import KINDS, PROBE, RATE_ADAPTERS, RATE_FULL, RATE_PROBE, VALUE_MODEL
 
 
 def add(commands: Any) -> None:
@@ -33,7 +21,7 @@ def add(commands: Any) -> None:
         description="Sample a base model's answers to prompts. The same command resumes an interrupted run.",
         epilog="example: lenvm collect demo --output answers --num-prompts 50 --max-new-tokens 256",
     )
-    _add_first(parser, _run_collect, "base model", "directory of the answers")
+    _add_first(parser, "base model", "directory of the answers")
     parser.add_argument("--value", metavar="VALUE", help="probe or value model that guides the beginnings of answers")
     parser.add_argument("--url", metavar="SERVER", help="SGLang or vLLM server that samples (default: in process)")
     _add_answers(parser)
@@ -46,7 +34,7 @@ def add(commands: Any) -> None:
         "model. On several GPUs: torchrun --nproc_per_node N -m lenvm_kernels.cli fit ...",
         epilog="example: lenvm fit demo --answers answers --output fitted",
     )
-    _add_first(parser, _run_fit, "base model, or the backbone of a value model", "directory of value/ and report.json")
+    _add_first(parser, "base model, or the backbone of a value model", "directory of value/ and report.json")
     answers_help = "directories of lenvm collect; required"
     parser.add_argument("--answers", type=Path, nargs="+", required=True, metavar="DIR", help=answers_help)
     _add_fitting(parser)
@@ -58,7 +46,7 @@ def add(commands: Any) -> None:
         "answers, and measure how well target lengths are met. The same command resumes an interrupted run.",
         epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --dtype bfloat16",
     )
-    _add_first(parser, _run_train, "base model", "directory of all results")
+    _add_first(parser, "base model", "directory of all results")
     parser.add_argument("--dry-run", action="store_true", help="print estimated tokens, FLOPs, hours and GiB, and exit")
     add_numbers(parser, rounds=(2, "rounds, the first of them unguided"))
     of_evaluation = "prompts of the evaluation, 0: no evaluation (default: %(default)s)"
@@ -69,13 +57,13 @@ def add(commands: Any) -> None:
     parser.add_argument("--backbone", metavar="NAME", help="backbone of a value model (default: BASE)")
 
 
-def _add_first(parser: Any, run: Any, base: str, output: str) -> None:
-    parser.set_defaults(run=run)
-    parser.add_argument("base", metavar="BASE", help=f"{base}: {A_MODEL}")
+def _add_first(parser: Any, base: str, output: str) -> None:
+    parser.set_defaults(run=_run)
+    parser.add_argument("base", metavar="BASE", help=f"{base}: {arguments.A_MODEL}")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"{output}; required")
-    add_seed(parser)
-    add_device(parser)
-    add_dtype(parser, "the models", by_device=True)
+    arguments.add_seed(parser)
+    arguments.add_device(parser)
+    arguments.add_dtype(parser, "the models", by_device=True)
 
 
 def _add_answers(parser: Any) -> None:
@@ -89,7 +77,7 @@ def _add_answers(parser: Any) -> None:
         max_new_tokens=(1024, "maximum length of an answer"),
         rows=(64, "answers per batch, or concurrent requests to a server"),
     )
-    add_sampling(group)
+    arguments.add_sampling(group)
 
 
 def _add_fitting(parser: Any) -> None:
@@ -117,40 +105,23 @@ def _add_fitting(parser: Any) -> None:
     group.add_argument("--gradient-checkpointing", action="store_true", default=None, help=checkpointing_help)
 
 
-def _run_collect(args: argparse.Namespace) -> None:
-    with usage_errors():
-        _prepare(args)
-        from dataclasses import replace
+def _run(args: argparse.Namespace) -> None:
+    """Check the packages, set the device and the dtype, and run the command."""
+    with arguments.usage_errors():
+        from lenvm_kernels.loading.models import require_extras
 
+        require_extras("accelerate", "peft", extra="train")
         from lenvm_kernels.train.collect import CollectionPlan, collect
-
-        collect(replace(CollectionPlan.of(args), value=args.value), args.output, device=args.device, url=args.url)
-
-
-def _run_fit(args: argparse.Namespace) -> None:
-    with usage_errors():
-        _prepare(args)
         from lenvm_kernels.train.fit import fit, table
         from lenvm_kernels.train.settings import Fitting
-
-        command = shlex.join(["lenvm", *sys.argv[1:]])
-        report = fit(Fitting.of(args), args.base, args.answers, args.output, command)
-        if report is not None:
-            print(table(report))
-
-
-def _run_train(args: argparse.Namespace) -> None:
-    with usage_errors():
-        _prepare(args)
         from lenvm_kernels.train.train import train
 
-        train(args, shlex.join(["lenvm", *sys.argv[1:]]))
-
-
-def _prepare(args: argparse.Namespace) -> None:
-    """Check the packages, and set the device and the dtype."""
-    from lenvm_kernels.loading.models import require_extras
-
-    require_extras("accelerate", "peft", extra="train")
-    args.device = device_of(args.device)
-    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+        args.device = arguments.device_of(args.device)
+        args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+        command_line = shlex.join(["lenvm", *sys.argv[1:]])
+        if args.command == "train":
+            train(args, command_line)
+        elif args.command == "collect":
+            collect(CollectionPlan.of(args, args.value), args.output, device=args.device, url=args.url)
+        elif report := fit(Fitting.of(args), args.base, args.answers, args.output, command_line):
+            print(table(report))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -13,16 +14,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from lenvm_kernels.evaluate.measures import pearson, ranks
 from lenvm_kernels.evaluate.stored_answers import check_plan
-from lenvm_kernels.loading.arguments import PROBE, VALUE_MODEL
+from lenvm_kernels.loading import TEST, TRAIN
 from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, source_of
-from lenvm_kernels.loading.prompts import TEST, TRAIN
-from lenvm_kernels.train.answers import AnswerStore
+from lenvm_kernels.train.answers import AnswerStore, Example, gamma_of
 from lenvm_kernels.train.collect import vocabulary
-from lenvm_kernels.train.measures import measure
 from lenvm_kernels.train.probe import fit_probe
-from lenvm_kernels.train.settings import Fitting
-from lenvm_kernels.train.targets import examples_of, gamma_of
+from lenvm_kernels.train.settings import PROBE, VALUE_MODEL, Fitting
 from lenvm_kernels.train.value_model import fit_value_model
 from lenvm_kernels.values import ValueModelConfig
 
@@ -63,19 +62,18 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
         ValueError: the answers have another vocabulary, or ``output`` holds another training.
     """
     quiet()
-    is_probe = how.kind == PROBE
     path = check_model(how, model, "BASE")
-    stores = [AnswerStore.open(folder) for folder in folders]
+    stores = {str(folder): AnswerStore.open(folder) for folder in folders}
     own = vocabulary(load_tokenizer("BASE", path))
-    for folder, store in zip(folders, stores, strict=True):
+    for folder, store in stores.items():
         if store.plan["vocabulary"] != own:
             base = store.plan["base"]
             raise ValueError(f"BASE must have the vocabulary of {base!r}, which answered in {folder}, got {model!r}")
-    answers = [answer for store in stores for answer in store.of_split(TRAIN)]
+    answers = [answer for store in stores.values() for answer in store.of_split(TRAIN)]
     if not answers:
         raise ValueError("--answers must have answers to training prompts, got none")
     gamma = how.gamma or gamma_of(answers)
-    content = json.dumps([[asdict(answer) for answer in store.of_split(TRAIN)] for store in stores])
+    content = json.dumps([[asdict(answer) for answer in store.of_split(TRAIN)] for store in stores.values()])
     plan: dict[str, Any] = {**asdict(how), "model": model, "gamma": gamma}
     plan["answers"] = hashlib.sha256(content.encode()).hexdigest()[:16]
     for name in ("device", "save_steps"):  # neither affects the result
@@ -85,33 +83,74 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
         check_plan(plan, report["plan"], output)
         return report
 
-    training, held_out = (
-        [examples_of(store, split, gamma, of_prompts=not is_probe) for store in stores] for split in (TRAIN, TEST)
-    )
-    examples = [example for of_store in training for example in of_store]
+    is_probe = how.kind == PROBE
+    examples = [e for store in stores.values() for e in store.examples(TRAIN, gamma, of_prompts=not is_probe)]
+    held_out = {folder: store.examples(TEST, gamma, of_prompts=not is_probe) for folder, store in stores.items()}
+    held_out = {folder: of_store for folder, of_store in held_out.items() if of_store}
     if is_probe:
-        facts, values = fit_probe(how, model, examples, held_out, gamma, output)
+        facts, values = fit_probe(how, model, examples, [*held_out.values()], gamma, output)
     else:
-        facts, values = fit_value_model(how, path, examples, held_out, gamma, plan, output)
+        facts, values = fit_value_model(how, path, examples, [*held_out.values()], gamma, plan, output)
         if not facts:
             return None
     mean = torch.cat([example.targets for example in examples]).mean()
     test = {}
-    for folder, of_store, predicted in zip(folders, held_out, values, strict=True):
-        if of_store:
-            constant = [mean.expand_as(example.targets) for example in of_store]
-            named = {"constant": constant, how.kind: predicted}
-            test[str(folder)] = {name: measure(found, of_store, gamma) for name, found in named.items()}
+    for (folder, of_store), predicted in zip(held_out.items(), values, strict=True):
+        named = {"constant": mean.expand_as(predicted), how.kind: predicted}
+        test[folder] = {name: measure(found, of_store, gamma) for name, found in named.items()}
     report = {
         "command": command,
         "versions": {name: version(name) for name in ("lenvm-kernels", "torch", "transformers")},
         "plan": plan,
         "training": {"answers": len(examples), "states": sum(len(e.targets) for e in examples), **facts},
-        "guided": {str(f): store.plan.get("value") is not None for f, store in zip(folders, stores, strict=True)},
+        "guided": {folder: store.plan.get("value") is not None for folder, store in stores.items()},
         "test": test,
     }
     (output / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
+
+
+def measure(values: torch.Tensor, examples: Sequence[Example], gamma: float) -> dict[str, float | int | None]:
+    """Measures of the predicted values ``[N]`` of at least one example, over all states.
+
+    Returns:
+        ``answers``, ``states``, ``cut`` (share of cut answers), ``mse``, ``r2``, ``correlation``,
+        ``rank_correlation_within_prompts`` (Spearman's over the states of a prompt, averaged over prompts),
+        ``correlation_at_a_position`` (after subtracting the mean over a prompt's answers at a position, because
+        guidance compares candidates of one position) and ``mae_tokens`` (of remaining lengths, finished answers only).
+        None if the values or the targets are constant.
+    """
+    answers, targets = [example.answer for example in examples], [example.targets for example in examples]
+    v, y = values.double(), torch.cat(targets).double()
+    counts = torch.tensor(list(map(len, targets)))
+    prompt = torch.tensor([answer.prompt for answer in answers]).repeat_interleave(counts)
+    position = torch.cat([torch.arange(len(a.ids) - n, len(a.ids)) for a, n in zip(answers, counts, strict=True)])
+    ended = torch.tensor([answer.finished for answer in answers]).repeat_interleave(counts)
+
+    correlations = (pearson(ranks(v[prompt == p]), ranks(y[prompt == p])) for p in prompt.unique())
+    of_prompts = [found for found in correlations if found is not None]
+    _, group = torch.unique(torch.stack([prompt, position]), dim=1, return_inverse=True)
+    size = torch.bincount(group)
+    at_position = (x - (torch.bincount(group, x) / size)[group] for x in (v, y))
+    variance = float((y - y.mean()).square().mean())
+    mse = float((v - y).square().mean())
+    off = (lengths(v, gamma) - lengths(y, gamma)).abs()[ended]
+    return {
+        "answers": len(answers),
+        "states": len(v),
+        "cut": sum(not answer.finished for answer in answers) / len(answers),
+        "mse": mse,
+        "r2": 1 - mse / variance if variance > 0 else None,
+        "correlation": pearson(v, y),
+        "rank_correlation_within_prompts": sum(of_prompts) / len(of_prompts) if of_prompts else None,
+        "correlation_at_a_position": pearson(*at_position),
+        "mae_tokens": float(off.mean()) if len(off) else None,
+    }
+
+
+def lengths(values: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Remaining tokens that values stand for."""
+    return torch.log1p(-values.clamp(0, 1 - 1e-6)) / math.log(gamma)
 
 
 def table(report: dict[str, Any]) -> str:

@@ -21,10 +21,8 @@ from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
-from lenvm_kernels.train.answers import SampledAnswer
+from lenvm_kernels.train.answers import Example
 from lenvm_kernels.train.settings import Fitting
-from lenvm_kernels.train.standardized import StandardizedLinear
-from lenvm_kernels.train.targets import Example
 from lenvm_kernels.values.probe import ProbeConfig, embedding_signs, write_probe
 
 # Ratio of neighboring bin edges, and of the last edge to the longest answer: the last bin holds tails of cut answers.
@@ -63,18 +61,16 @@ class Rows(NamedTuple):
         return (Rows(*(column[part] for column in self)) for part in order.split(count))
 
 
-def tokens_valued(answer: SampledAnswer) -> range:
-    """Indices of the tokens that become rows: from the last guided token on, without the last token."""
-    return range(max(answer.guided - 1, 0), len(answer.ids) - 1)
-
-
 @torch.no_grad()
 def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example], most: float = math.inf) -> Rows:
-    """Run the base model over answers, and keep about ``most`` rows, drawn by torch's default generator."""
+    """Run the base model over answers, and keep about ``most`` rows, drawn by torch's default generator.
+
+    A row is a token after which an answer has a target.
+    """
     decoder, kept = models.model.get_decoder(), ProbeStates(models.model, layers, last=False)
     forward_tokens = 1536 if models.model.device.type == "cpu" else 16384
     sequences = [[*example.prompt, *example.answer.ids] for example in examples]
-    share = most / max(1, sum(len(tokens_valued(example.answer)) for example in examples))
+    share = most / sum(len(example.targets) for example in examples)
     order = sorted(range(len(examples)), key=lambda i: len(sequences[i]))
     found: dict[int, Rows] = {}
     with tqdm(total=sum(map(len, sequences)), desc="states", unit="token", unit_scale=True) as bar:
@@ -85,7 +81,8 @@ def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example]
             padded = [sequences[i] + [0] * (longest - len(sequences[i])) for i in batch]
             decoder(input_ids=torch.tensor(padded, device=models.model.device), use_cache=False)
             for states, i in zip(kept.take().cpu(), batch, strict=True):
-                answer, tokens = examples[i].answer, torch.tensor(tokens_valued(examples[i].answer), dtype=torch.int64)
+                answer = examples[i].answer
+                tokens = torch.arange(len(answer.ids) - 1)[-len(examples[i].targets) :]
                 if share < 1:
                     tokens = tokens[torch.rand(len(tokens)) < share]
                 remaining, is_cut = len(answer.ids) - 1 - tokens, torch.full(tokens.shape, not answer.finished)
@@ -93,6 +90,28 @@ def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example]
                 found[i] = Rows(before, torch.tensor(answer.ids)[tokens], remaining, is_cut)
                 bar.update(len(sequences[i]))
     return Rows(*map(torch.cat, zip(*(found[i] for i in range(len(examples))), strict=True)))
+
+
+class StandardizedLinear(nn.Linear):
+    """A linear layer on inputs standardized by a sample ``x [N, K]`` of them, with dropout."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, x: Tensor, outputs: int, dropout: float = 0.0) -> None:
+        super().__init__(x.shape[1], outputs)
+        self.dropout = dropout
+        self.register_buffer("mean", x.float().mean(0))
+        self.register_buffer("std", x.float().std(0, correction=0).clamp(min=1e-3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout((x.float() - self.mean) / self.std, self.dropout, self.training))
+
+    @torch.no_grad()
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the same layer on raw inputs, fp32."""
+        weight = self.weight / self.std
+        return weight, self.bias - weight @ self.mean
 
 
 class ProbeHead(nn.Module):
@@ -181,12 +200,8 @@ def fit_probe(
     held_out: Sequence[Sequence[Example]],
     gamma: float,
     output: Path,
-) -> tuple[dict[str, Any], list[list[Tensor]]]:
-    """Train a probe and write it to ``output / "value"``.
-
-    Returns:
-        Facts for the report, and the values of every held-out example.
-    """
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Train a probe and write it to ``output / "value"``; return facts for the report, and the held-out values."""
     if not training:
         raise ValueError("--answers must have answers of two tokens or more to training prompts, got none")
     models = Models.load(base, NONE, device=how.device, dtype=getattr(torch, how.dtype), names=("BASE", "--value"))
@@ -207,15 +222,9 @@ def fit_probe(
     head = ProbeHead(rows.states[sampled], embedding, edges).to(how.device)
     losses = fit_head(head, rows, how)
     write_probe(config, head.tensors(), gamma, output / "value")
-    values: list[list[Tensor]] = []
-    for examples in held_out:
-        counts = [len(example.targets) for example in examples]
-        values.append(
-            list(head.values(rows_of(models, config.layers, examples), gamma).split(counts)) if examples else []
-        )
     facts = {
         "rows": len(rows.token_ids),
         "negative log-likelihood": losses,
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
     }
-    return facts, values
+    return facts, [head.values(rows_of(models, config.layers, examples), gamma) for examples in held_out]

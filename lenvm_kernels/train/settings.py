@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lenvm_kernels.loading.arguments import PROBE, VALUE_MODEL
-
+# Results of lenvm fit and lenvm train.
+VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 # Flags that only one kind has, and their defaults.
 OF_KIND: dict[str, dict[str, Any]] = {
     PROBE: dict(layers=None, states=1_000_000),
@@ -20,13 +20,9 @@ RATE_PROBE, RATE_ADAPTERS, RATE_FULL = 2e-3, 2e-4, 2e-5
 
 @dataclass(frozen=True)
 class Fitting:
-    """The flags of ``lenvm fit``. A flag of the other kind has its default.
+    """The flags of ``lenvm fit``, described there. A flag of the other kind has its default.
 
-    Attributes:
-        gamma: discount of the values. If None, the 99th percentile of the lengths has the value 0.99.
-        layers: layers whose states a probe reads, see :class:`ProbeConfig`. If None, the states of the output layer.
-        lora_rank: rank of the adapters; 0 trains all weights.
-        dtype: ``"float32"`` or ``"bfloat16"``, of forwards and of frozen weights.
+    ``dtype`` is ``"float32"`` or ``"bfloat16"``, of forwards and of frozen weights.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """Fit of a value model: a backbone with a value head on its last hidden states, trained by ``transformers.Trainer``.
 
-The loss is the squared error of the values, averaged over all states of an optimizer step. Low-rank adapters are those
-of ``peft``; they are merged into the backbone before the value model is written.
+The loss is the squared error of the values, averaged over all states of an optimizer step. Adapters of ``peft`` are
+merged into the backbone before the value model is written.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from lenvm_kernels.evaluate.stored_answers import check_plan
 from lenvm_kernels.loading.models import load_tokenizer, source_of
+from lenvm_kernels.train.answers import Example
+from lenvm_kernels.train.probe import StandardizedLinear
 from lenvm_kernels.train.settings import Fitting
-from lenvm_kernels.train.standardized import StandardizedLinear
-from lenvm_kernels.train.targets import Example
 from lenvm_kernels.values import LenVMConfig
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -82,13 +82,11 @@ def fit_value_model(
     gamma: float,
     plan: Mapping[str, Any],
     output: Path,
-) -> tuple[dict[str, Any], list[list[Tensor]]]:
-    """Train a value model and write it to ``output / "value"``.
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Train a value model and write it to ``output / "value"``; return facts for the report, and the held-out values.
 
-    An interrupted training resumes from ``output / "checkpoints"`` with the same ``plan``.
-
-    Returns:
-        Facts for the report, none in every process but the first, and the values of every held-out example.
+    An interrupted training resumes from ``output / "checkpoints"`` with the same ``plan``. Every process but the first
+    returns no facts.
     """
     checkpoints = output / "checkpoints"
     guard = checkpoints / "plan.json"
@@ -208,14 +206,11 @@ def _loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Ten
     return loss
 
 
-def _predicted(trainer: Trainer, examples: Sequence[Example]) -> list[Tensor]:
-    """The values of every example, of the shape of its targets."""
-    if not examples:
-        return []
+def _predicted(trainer: Trainer, examples: Sequence[Example]) -> Tensor:
+    """Values fp32 ``[N]`` of the states that have a target."""
     found = trainer.predict([_encoded(example) for example in examples])  # type: ignore[arg-type]  # accepts a list
     logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
-    counts = [len(example.targets) for example in examples]
-    return list(logits[labels != NO_TARGET].sigmoid().split(counts))
+    return logits[labels != NO_TARGET].sigmoid()
 
 
 def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: Path) -> None:

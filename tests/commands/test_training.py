@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -11,13 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lenvm_kernels import GuidanceTable, cli
-from lenvm_kernels.evaluate.plan import seed_from
-from lenvm_kernels.loading import generation
+from lenvm_kernels.evaluate.run import seed_from
+from lenvm_kernels.loading import models as load
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.train import collect, value_model
 from lenvm_kernels.train.answers import AnswerStore, SampledAnswer
-from lenvm_kernels.train.measures import measure
-from lenvm_kernels.train.targets import examples_of
+from lenvm_kernels.train.fit import measure
 from lenvm_kernels.values import ValueModel
 from lenvm_kernels.values.probe import is_probe
 from tests.helpers.fake_engine import answer_to, fake_engines, request_of
@@ -91,20 +91,6 @@ def store_answers(folder, base, prompts, answers):
     AnswerStore(folder, plan).add([SampledAnswer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
 
 
-def test_collected_answers(answers, base):
-    lines, plan = lines_of(answers), json.loads((answers / "plan.json").read_text())
-    assert sorted((line["prompt"], line["sample"]) for line in lines) == [(p, s) for p in range(12) for s in range(3)]
-    assert {line["finished"] for line in lines} == {True, False}
-    for line in lines:
-        assert line["finished"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
-        assert len(line["ids"]) <= line["limit"] == 24 and (line["finished"] or len(line["ids"]) == 24)
-        assert line["target"] is None and line["guided"] == 0
-    assert len({tuple(line["ids"]) for line in lines}) > 30
-    assert [prompt["text"] for prompt in plan["prompts"][9:]] == TEXTS[1::4]
-    decode = AutoTokenizer.from_pretrained(base).decode
-    assert all(decode(prompt["ids"]) == f"w1 {prompt['text']} w2" for prompt in plan["prompts"])
-
-
 def test_held_out_prompts_depend_on_their_text_only(run, base, tmp_path):
     for folder, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
         (tmp_path / folder).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -122,7 +108,7 @@ def test_interrupted_collection_resumes_with_the_same_answers(run, answers, base
         calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return generation.sample(*args, **options)
+        return load.sample(*args, **options)
 
     monkeypatch.setattr(collect, "sample", interrupted)
     command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT)
@@ -139,12 +125,13 @@ def test_interrupted_collection_resumes_with_the_same_answers(run, answers, base
     assert "same plan" in error and "differs in sampling, seed" in error
 
 
-def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
-    """Every answer consists of guided tokens and the base model's continuation."""
+@pytest.mark.parametrize("is_guided", [True, False])
+def test_answers_in_process(run, base, prompts, tmp_path, monkeypatch, is_guided):
+    """An answer consists of guided tokens, if there is a value model, and the base model's continuation."""
     guided, plain = [], []
 
     def noted(models, value, inputs, guidance, *, max_new_tokens, **options):
-        found = generation.sample(models, value, inputs, guidance, max_new_tokens=max_new_tokens, **options)
+        found = load.sample(models, value, inputs, guidance, max_new_tokens=max_new_tokens, **options)
         read = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
         is_plain = guidance == [None] * len(read)
         assert (value is None) == is_plain
@@ -154,22 +141,30 @@ def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(collect, "sample", noted)
-    value, folder = checkpoint(tmp_path / "value", seed=1, value_head=True), tmp_path / "answers"
-    run("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, "--value", value, "--max-new-tokens", 40)
+    folder, more = tmp_path / "answers", ["--max-new-tokens", 40]
+    more += ["--value", checkpoint(tmp_path / "value", seed=1, value_head=True)] if is_guided else []
+    run("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, *more)
     asked = json.loads((folder / "plan.json").read_text())["prompts"]
-    targets, kinds = [], set()
-    for line in lines_of(folder):
+    assert [prompt["text"] for prompt in asked[9:]] == TEXTS[1::4]
+    decode, lines = AutoTokenizer.from_pretrained(base).decode, lines_of(folder)
+    assert all(decode(prompt["ids"]) == f"w1 {prompt['text']} w2" for prompt in asked)
+    assert sorted((line["prompt"], line["sample"]) for line in lines) == [(p, s) for p in range(12) for s in range(3)]
+    assert len({tuple(line["ids"]) for line in lines}) > 30
+    targets, kinds = [line["target"] for line in lines], set()
+    for line in lines:
         prompt, target, ids, count = asked[line["prompt"]]["ids"], line["target"], line["ids"], line["guided"]
-        targets.append(target)
-        limit = seed_from(0, line["prompt"], line["sample"], "guided") % target
+        limit = seed_from(0, line["prompt"], line["sample"], "guided") % target if is_guided else 0
         assert count == min(limit, len(ids)) and line["limit"] == 40
         assert line["finished"] == (ids[-1] == EOS) and (line["finished"] or len(ids) == 40)
         assert limit == 0 or (prompt, target, limit, ids[:count]) in guided
         ended = count > 0 and ids[count - 1] == EOS
-        kinds.add((count > 0, ended))
+        kinds.add((count > 0, ended, line["finished"]))
         assert len(ids) == count if ended else (prompt + ids[:count], None, 40 - count, ids[count:]) in plain
-    assert 20 <= min(targets) <= 22 and 36 <= max(targets) <= 40
-    assert {(True, True), (True, False)} <= kinds
+    if is_guided:
+        assert 20 <= min(targets) <= 22 and 36 <= max(targets) <= 40
+        assert {kind[:2] for kind in kinds} >= {(True, True), (True, False)}
+    else:
+        assert set(targets) == {None} and kinds == {(False, False, True), (False, False, False)} and not guided
 
 
 def test_answers_from_server(run, base, prompts, tmp_path, monkeypatch):
@@ -209,8 +204,12 @@ def test_answers_from_server(run, base, prompts, tmp_path, monkeypatch):
     assert sorted(map(str, wanted)) == sorted(str(request_of(body)) for _, body in server.requests)
 
 
-@pytest.mark.parametrize("layers", [(), (1,), (2, 1)])
-def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, layers):
+@pytest.mark.parametrize(("layers", "guided"), [((), 0), ((1,), 3), ((2, 1), 0)])
+def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, layers, guided):
+    shutil.copytree(answers, tmp_path / "answers")
+    answers = tmp_path / "answers"
+    lines = [line | {"guided": min(guided, len(line["ids"]))} for line in lines_of(answers)]
+    (answers / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ("fit", base, "--answers", answers, "--output", tmp_path, *(("--layers", *layers) if layers else ()))
     out, report = run(*command), report_of(tmp_path)
     measured, gamma = report["test"][str(answers)]["probe"], report["plan"]["gamma"]
@@ -219,27 +218,34 @@ def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, l
     assert models.value_model.config.layers == (layers or (2,)) and models.value_model.lenvm_config.gamma == gamma
     table = GuidanceTable.from_params([None], [set()], "cpu")
     table.columns.nats_per_token[:] = -math.log(gamma)
-    examples, found = examples_of(AnswerStore.open(answers), "test", gamma, of_prompts=False), []
+    examples, found = AnswerStore.open(answers).examples("test", gamma, of_prompts=False), []
     for example in examples:
-        length, ids = len(example.prompt), example.answer.ids
+        length, ids, count = len(example.prompt), example.answer.ids, len(example.targets)
         outputs = models.model(torch.tensor([[*example.prompt, *ids]]), output_hidden_states=True)
         states = torch.cat([outputs.hidden_states[i][0] for i in models.value_model.config.layers], dim=1)
-        states = states[length - 1 : length + len(ids) - 2].detach().contiguous()
-        rows = dict(table_rows=torch.zeros(len(states)).int(), generated=torch.zeros(len(states)).int())
-        _, mean = models.value_model.value_logits(states, torch.tensor(ids[:-1])[:, None], table.columns, **rows)
+        states = states[length - 1 : length + len(ids) - 2][-count:].detach().contiguous()
+        rows = dict(table_rows=torch.zeros(count).int(), generated=torch.zeros(count).int())
+        tokens = torch.tensor(ids[:-1][-count:])[:, None]
+        _, mean = models.value_model.value_logits(states, tokens, table.columns, **rows)
         found.append(mean[:, 0].sigmoid())
-    assert measure(found, examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
+    assert measure(torch.cat(found), examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
 
 
-def test_probe_learns_lengths_from_first_token(run, base, tmp_path):
-    """Answers of 4 tokens begin with w6, answers of 16 tokens with w8; all other words are equal."""
-    answers, kinds = tmp_path / "answers", ([11, *[10] * 14, EOS], [9, *[10] * 2, EOS])
-    found = [(i, sample, kinds[(i + sample) % 2]) for i in range(16) for sample in range(4)]
-    store_answers(answers, base, [[7 + i, 8] for i in range(16)], found)
-    run("fit", base, "--answers", answers, "--output", tmp_path / "fitted", "--epochs", 100)
+LEARNING = {"probe": ("--epochs", 100), "value-model": (*FIT, "--epochs", 40, "--gamma", 0.9, "--learning-rate", 3e-3)}
+
+
+@pytest.mark.parametrize(("kind", "least"), [("probe", 0.7), ("value-model", 0.8)])
+def test_lengths_are_learned(run, base, tmp_path, kind, least):
+    """A probe learns the length, 4 or 16 tokens, from the answer's first token, a value model from the prompt."""
+    answers, is_probe = tmp_path / "answers", kind == "probe"
+    prompts = [[7 + i, 8] if is_probe else [7 + i, 8 + i % 2, 5] for i in range(16)]
+    kinds = ([9 if is_probe else 10, 10, 10, EOS], [11 if is_probe else 10, *[10] * 14, EOS])
+    found = [(i, sample, kinds[(i + sample) % 2]) for i in range(16) for sample in range(4 if is_probe else 1)]
+    store_answers(answers, base, prompts, found)
+    run("fit", base, "--answers", answers, "--output", tmp_path / "fitted", *LEARNING[kind])
     found = report_of(tmp_path / "fitted")["test"][str(answers)]
-    assert found["probe"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
-    assert found["probe"]["correlation_at_a_position"] > 0.8  # from the candidate's embedding
+    assert found[kind]["r2"] > least > 0.1 > found["constant"]["r2"]
+    assert not is_probe or found[kind]["correlation_at_a_position"] > 0.8  # from the candidate's embedding
 
 
 def test_probe_options(run, answers, base, tmp_path):
@@ -279,25 +285,14 @@ def test_stored_value_model_reproduces_measured_values(run, answers, base, tmp_p
     loaded, tensors = ValueModel.from_pretrained(value), load_file(value / "model.safetensors")
     assert loaded.lenvm_config.gamma == gamma and AutoTokenizer.from_pretrained(value).chat_template == TEMPLATE
     model, original = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (value, base))
-    examples, found = examples_of(AnswerStore.open(answers), "test", gamma), []
+    examples, found = AnswerStore.open(answers).examples("test", gamma), []
     for example in examples:
         ids = torch.tensor([[*example.prompt, *example.answer.ids[:-1]]])
         found.append(value_logits(model, tensors, ids)[0, -len(example.targets) :].sigmoid())
-    assert measure(found, examples, gamma) == approx(measured, rel=0.05, abs=5e-3)
+    assert measure(torch.cat(found), examples, gamma) == approx(measured, rel=0.05, abs=5e-3)
     for name, weight in original.model.named_parameters():  # LoRA changes only the matrices of layers
         is_changed = not torch.equal(weight.bfloat16().float(), model.model.get_parameter(name))
         assert is_changed == (rank == 0 or "_proj" in name), name
-
-
-def test_value_model_learns_lengths_from_prompt(run, base, tmp_path):
-    """Prompts with token 8 have answers of 4 tokens, prompts with token 9 answers of 16 tokens."""
-    answers = tmp_path / "answers"
-    found = [(i, 0, [10] * (3 if i % 2 else 15) + [EOS]) for i in range(16)]
-    store_answers(answers, base, [[7 + i, 8 if i % 2 else 9, 5] for i in range(16)], found)
-    command = ("fit", base, "--answers", answers, "--output", tmp_path / "fitted", *FIT, "--epochs", 40, "--gamma", 0.9)
-    run(*command, "--learning-rate", 3e-3)
-    found = report_of(tmp_path / "fitted")["test"][str(answers)]
-    assert found["value-model"]["r2"] > 0.8 > 0.1 > found["constant"]["r2"]
 
 
 @pytest.mark.parametrize("options", [("--batch-size", 6, "--accumulation", 1), ("--gradient-checkpointing",)])
@@ -315,7 +310,7 @@ def test_loss_is_mean_squared_error_of_all_states(run, answers, base, tmp_path, 
     monkeypatch.setattr(value_model, "LOGGED_STEPS", 1)
     run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, "--learning-rate", 1e-12, "--batch-size", 14)
     report = report_of(tmp_path)
-    targets = torch.cat([e.targets for e in examples_of(AnswerStore.open(answers), "train", report["plan"]["gamma"])])
+    targets = torch.cat([e.targets for e in AnswerStore.open(answers).examples("train", report["plan"]["gamma"])])
     variance = pytest.approx(float(targets.var(correction=0)), rel=1e-3)
     assert report["training"]["mean squared error"] == [variance] * 2 and report["training"]["steps"] == 2
 

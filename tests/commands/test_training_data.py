@@ -8,14 +8,13 @@ import pytest
 import torch
 from transformers import GPT2Config, MambaConfig, Qwen3MoeConfig
 
-from lenvm_kernels.loading.prompts import Prompt
-from lenvm_kernels.train import cost, probe
-from lenvm_kernels.train.answers import AnswerStore, SampledAnswer
+from lenvm_kernels.loading import Prompt
+from lenvm_kernels.train import probe, train
+from lenvm_kernels.train.answers import AnswerStore, Example, SampledAnswer, gamma_of, tail_factor, targets
 from lenvm_kernels.train.collect import CollectionPlan
-from lenvm_kernels.train.measures import lengths, measure
+from lenvm_kernels.train.fit import lengths, measure
+from lenvm_kernels.train.probe import StandardizedLinear
 from lenvm_kernels.train.settings import Fitting
-from lenvm_kernels.train.standardized import StandardizedLinear
-from lenvm_kernels.train.targets import Example, examples_of, gamma_of, tail_factor, targets
 from tests.helpers.models import TINY, WORDS, save_checkpoint
 
 
@@ -23,40 +22,27 @@ def answer(length, finished=True, limit=10, prompt=0, sample=0, guided=0):
     return SampledAnswer(prompt, sample, 5 if guided else None, guided, limit, [7] * length, finished)
 
 
-@pytest.mark.parametrize(
-    ("made", "wanted"),
-    [
+def test_targets():
+    for made, wanted in (
         (answer(3), [1 - 0.9**3, 1 - 0.9**2, 1 - 0.9]),
         (answer(3, finished=False), [1 - 0.25 * 0.9**3, 1 - 0.25 * 0.9**2, 1 - 0.25 * 0.9]),
         (answer(5, guided=3), [1 - 0.9**2, 1 - 0.9]),
-    ],
-)
-def test_targets(made, wanted):
-    torch.testing.assert_close(targets(made, 0.9, tail=0.25), torch.tensor(wanted))
+    ):
+        torch.testing.assert_close(targets(made, 0.9, tail=0.25), torch.tensor(wanted))
 
 
 def geometric(rate):
     return pytest.approx(sum(rate * (1 - rate) ** (t - 1) * 0.9**t for t in range(1, 2000)), rel=1e-9)
 
 
-# In the second half of their limits: 3 tokens and an end, 5 tokens, and 4 tokens and an end; one answer ends earlier.
-LATE = [answer(8), answer(10, finished=False), answer(4), answer(10, limit=12)]
-
-
-@pytest.mark.parametrize(
-    ("answers", "wanted"),
-    [
-        (LATE, geometric(2 / 12)),
-        ([*LATE, answer(9, guided=7), answer(8, guided=8)], geometric(3 / 14)),  # guided tokens do not count
-        ([answer(4)], 1.0),
-        ([answer(10, finished=False)], 0.0),
-    ],
-)
-def test_tail_factor(answers, wanted):
-    assert tail_factor(answers, 0.9) == wanted
-
-
-def test_gamma_maps_99th_percentile_of_lengths_to_value_0_99():
+def test_tail_factor_and_gamma():
+    # In the second half of their limits: 3 tokens and an end, 5 tokens, 4 tokens and an end; one answer ends earlier.
+    late = [answer(8), answer(10, finished=False), answer(4), answer(10, limit=12)]
+    assert tail_factor(late, 0.9) == geometric(2 / 12)
+    late += [answer(9, guided=7), answer(8, guided=8)]  # guided tokens do not count
+    assert tail_factor(late, 0.9) == geometric(3 / 14)
+    assert (tail_factor([answer(4)], 0.9), tail_factor([answer(10, finished=False)], 0.9)) == (1.0, 0.0)
+    # The 99th percentile of lengths has the value 0.99.
     assert 1 - gamma_of([answer(length) for length in range(1, 101)]) ** 99.01 == pytest.approx(0.99, rel=1e-12)
 
 
@@ -67,12 +53,12 @@ def test_examples_of_a_split(tmp_path):
     made = [answer(4, guided=4), answer(4, guided=1, sample=2), answer(5, sample=3), answer(1, sample=4)]
     assert store.add([*made, answer(3, guided=3, prompt=1)])[:4] == made and store.add(made[:1]) == []
     for of_prompts, kept in ((True, {2: 3, 3: 5, 4: 1}), (False, {2: 3, 3: 4})):
-        found = examples_of(store, "train", 0.9, of_prompts=of_prompts)
+        found = store.examples("train", 0.9, of_prompts=of_prompts)
         assert {example.answer.sample: len(example.targets) for example in found} == kept
         for example in found:
             assert example.prompt == [0]
             assert torch.equal(example.targets, targets(example.answer, 0.9, 1.0)[-len(example.targets) :])
-    assert examples_of(store, "test", 0.9) == []
+    assert store.examples("test", 0.9) == []
 
 
 @pytest.mark.parametrize("longest", [1, 2, 5, 16, 400, 2048, 32768])
@@ -81,20 +67,6 @@ def test_bins_cover_every_length(longest):
     widths = [high - low for low, high in pairwise(edges)]
     assert edges[0] == 1 and edges[-1] == max(2, math.ceil(1.5 * longest)) and 1 <= len(widths) <= 64
     assert all(1 <= width <= 0.2 * low + 1 for low, width in zip(edges, widths, strict=False))
-
-
-@pytest.mark.parametrize(
-    ("options", "tokens"),
-    [
-        ((4,), [0, 1, 2]),
-        ((4, False), [0, 1, 2]),
-        ((5, True, 9, 0, 0, 2), [1, 2, 3]),
-        ((2, True, 9, 0, 0, 2), []),
-        ((1,), []),
-    ],
-)
-def test_tokens_valued_by_probe(options, tokens):
-    assert [*probe.tokens_valued(answer(*options))] == tokens
 
 
 def test_likelihoods_of_ended_and_cut_answers():
@@ -122,7 +94,8 @@ def test_measures():
     found = [torch.tensor([0.5, 0.3]), torch.tensor([0.6, 0.7, 0.2]), torch.tensor([0.5, 0.2])]
 
     def measured(values):
-        return measure(values, [Example([], *pair) for pair in zip(answers, wanted, strict=True)], 0.5)
+        examples = [Example([], *pair) for pair in zip(answers, wanted, strict=True)]
+        return measure(torch.cat(values), examples, 0.5)
 
     got = measured(found)
     v, y = torch.cat(found).double(), torch.cat(wanted).double()
@@ -151,10 +124,10 @@ def test_weights_and_keys_of_models(tmp_path):
     save_checkpoint(tmp_path, seed=0)
     hidden, inter, kv = 48, 64, 24
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inter
-    assert cost.parameters(tmp_path) == layer + 2 * len(WORDS) * hidden + 3 * hidden
-    assert cost.kv_bytes(Qwen3MoeConfig(**TINY, head_dim=8)) == 2 * 2 * 2 * 2 * 8
-    assert cost.kv_bytes(GPT2Config(n_embd=36, n_layer=5, n_head=3)) == 2 * 2 * 5 * 36
-    assert cost.kv_bytes(MambaConfig(hidden_size=16, num_hidden_layers=2)) == 0
+    assert train.parameters(tmp_path) == layer + 2 * len(WORDS) * hidden + 3 * hidden
+    assert train.kv_bytes(Qwen3MoeConfig(**TINY, head_dim=8)) == 2 * 2 * 2 * 2 * 8
+    assert train.kv_bytes(GPT2Config(n_embd=36, n_layer=5, n_head=3)) == 2 * 2 * 5 * 36
+    assert train.kv_bytes(MambaConfig(hidden_size=16, num_hidden_layers=2)) == 0
 
 
 @pytest.mark.parametrize(
@@ -164,15 +137,15 @@ def test_weights_and_keys_of_models(tmp_path):
 def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
     """A base model of 7 * 2^30 weights with 1 MB of keys and values, and a backbone of 2 * 2^30 weights."""
     sizes = {Path("base"): 7 * 2**30, Path("value"): 2 * 2**30}
-    monkeypatch.setattr(cost, "parameters", sizes.__getitem__)
-    monkeypatch.setattr(cost, "kv_bytes", lambda config: 1_000_000)
-    monkeypatch.setattr(cost.AutoConfig, "from_pretrained", lambda **_: GPT2Config(n_embd=64))
+    monkeypatch.setattr(train, "parameters", sizes.__getitem__)
+    monkeypatch.setattr(train, "kv_bytes", lambda config: 1_000_000)
+    monkeypatch.setattr(train.AutoConfig, "from_pretrained", lambda **_: GPT2Config(n_embd=64))
     prompts = [Prompt("a", "train"), Prompt("b", "train"), Prompt("c", "train"), Prompt("d", "test")]
     plan = CollectionPlan(
         "base", None, prompts, samples=5, max_new_tokens=200, sampling={}, seed=0, rows=10, dtype="bfloat16"
     )
     how = Fitting(kind, None, 2, 1e-3, None, 1000, rank, 8, 8, False, 100, 0, "cpu", "float32")
-    table = cost.estimate(plan, how, 2, *sizes, [30, 50, 40, 40]).splitlines()[-4:]
+    table = train.estimate(plan, how, 2, *sizes, [30, 50, 40, 40]).splitlines()[-4:]
     found = [[float(cell) for cell in line.split("|")[2:-1]] for line in table]
     tokens, read = 4 * 5 * 200, 14 * 2**30 + 10 * (40 + 100) * 10**6
     seconds = tokens / 10 * read / (3.35e12 * 0.6)
