@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks, load_with
-from lenvm_kernels.engines.vllm.requests import guidance_of
+from lenvm_kernels.engines.vllm.processor import guidance_of
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode

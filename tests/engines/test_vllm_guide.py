@@ -26,14 +26,13 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import model_guide
-from lenvm_kernels.engines.vllm.processor import new_guide
+from lenvm_kernels.engines.vllm.processor import guidance_of, new_guide
 from lenvm_kernels.engines.vllm.report import StepCounter
-from lenvm_kernels.engines.vllm.states import show_layers
+from lenvm_kernels.engines.vllm.states import BaseStates
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
 from tests.helpers import models
@@ -62,32 +61,12 @@ def oracle(value_model):
     return PlainStep(lambda sequences: models.last_value_logits(backbone, head, sequences).tolist(), EOS)
 
 
-class Embedding(VocabParallelEmbedding):
-    """An embedding of a weight; vLLM's constructor needs an engine."""
-
-    def __init__(self, weight):
-        torch.nn.Module.__init__(self)
-        self.weight, self.tp_size = torch.nn.Parameter(weight), 1
-
-
-class Head(ParallelLMHead):
-    __init__ = Embedding.__init__
-
-
-class LogitsOf(LogitsLayer):
-    """The layer that computes logits, called with the states of a step's rows."""
-
-    def __init__(self):
-        torch.nn.Module.__init__(self)
-
-    def forward(self, lm_head, hidden_states):
-        return hidden_states
-
-
-class LogitsWithLoRA(LogitsProcessorWithLoRA):
-    """The same layer in a server with adapters, which does not call the layer inside it."""
-
-    __init__, forward = LogitsOf.__init__, LogitsOf.forward
+def layer_of(kind, weight=None):
+    """A layer of the engine without its constructor, which needs an engine; its output is the hidden states."""
+    made = type("Layer", (kind,), {"__init__": torch.nn.Module.__init__, "forward": lambda self, _, states: states})()
+    if weight is not None:
+        made.weight, made.tp_size = torch.nn.Parameter(weight), 1
+    return made
 
 
 class Runner(GPUModelRunner):
@@ -135,20 +114,13 @@ class Step(NamedTuple):
     fails: bool = False
 
 
-def part(**options):
-    """The engine's configuration of parallelism."""
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_rank": 0}
-    return SimpleNamespace(**sizes | options)
-
-
 class Engine:
     """The state of vLLM that a processor reads: requests in slots, their tokens, and the rows of a step."""
 
     def __init__(self, value_model, *, drafts=0, base=None, gamma=None, **changes):
         self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale tokens are arbitrary
         self.requests, self.lengths = {}, {}
-        numbers = [np.zeros(SLOTS, dtype=np.int32) for _ in range(2)]
-        lens = [SimpleNamespace(np=array, gpu=torch.from_numpy(array)) for array in numbers]
+        lens = [SimpleNamespace(np=x.numpy(), gpu=x) for x in torch.zeros(2, SLOTS, dtype=torch.int32)]
         self.req_states = SimpleNamespace(
             device=torch.device("cpu"),
             max_num_reqs=SLOTS,
@@ -159,17 +131,16 @@ class Engine:
             index_to_req_id={slot: f"request {slot}" for slot in range(SLOTS)},
         )
         sizes = dict(get_vocab_size=lambda: VOCAB, get_total_num_hidden_layers=lambda: TINY["num_hidden_layers"])
-        model = dict(dtype=torch.float32, max_model_len=MAX_LEN, enforce_eager=True, tokenizer="") | sizes
-        model |= dict(seed=0, enable_sleep_mode=False, served_model_name="base")
-        config = dict(num_speculative_tokens=drafts, model_config=SimpleNamespace(**model))
-        config["parallel_config"] = part()
-        config["cache_config"] = SimpleNamespace(kv_cache_memory_bytes=None)
-        config["additional_config"] = {}
-        predictions = changes.pop("predictions", None)
-        for name, attributes in changes.items():
-            vars(config[name]).update(attributes)
-        self.runner = Runner(SimpleNamespace(**config), self.req_states, base)
-        self.guide = self.runner.load_model(Settings(value_model, gamma=gamma, predictions=predictions))
+        parts = dict(
+            model_config=dict(dtype=torch.float32, max_model_len=MAX_LEN, enforce_eager=True, tokenizer="", seed=0)
+            | dict(enable_sleep_mode=False, served_model_name="base", **sizes),
+            parallel_config=dict(tensor_parallel_size=1, data_parallel_rank=0),
+            cache_config=dict(kv_cache_memory_bytes=None),
+        )
+        parts = {name: SimpleNamespace(**part | changes.get(name, {})) for name, part in parts.items()}
+        config = SimpleNamespace(num_speculative_tokens=drafts, additional_config={}, **parts)
+        self.runner = Runner(config, self.req_states, base)
+        self.guide = self.runner.load_model(Settings(value_model, gamma=gamma))
         self.outputs, step = [], self.guide.step.step
 
         def recorded(*args, **options):
@@ -192,7 +163,7 @@ class Engine:
         self.req_states.prompt_len.np[slot] = self.requests[slot].prompt_len
         self.req_states.prefill_len.np[slot] = len(tokens)
         self.req_states.all_token_ids.stage_write(slot, 0, tokens)
-        return self.guide.add_request(slot, params)
+        return self.guide.add_request(slot, params, guidance_of(params, self.guide.settings))
 
     def step(self, rows, logits=None, likely=(), of_step=None):
         """Take a step with :attr:`Step.rows`.
@@ -519,7 +490,7 @@ def test_ends_are_those_of_the_engine(ignores, stops, ends):
     params.update_from_generation_config({"eos_token_id": [EOS]}, EOS)
     engine = Engine(None)
     engine.add(2, PROMPT[:9], {"target_length": 2})
-    engine.guide.add_request(2, params)
+    engine.guide.add_request(2, params, guidance_of(params, engine.guide.settings))
     for number in range(12):
         logits = torch.zeros(1, VOCAB)
         logits[:, EOS] = 3.0
@@ -527,11 +498,6 @@ def test_ends_are_those_of_the_engine(ignores, stops, ends):
     probs, _ = drawn[0]
     plain = torch.softmax(logits[0].topk(5)[0], 0)[0]
     assert (probs[EOS] > 0.99) == ends and (abs(probs[EOS] - plain) < 1e-4) != ends
-
-
-def test_signatures_of_wrapped_functions(value_model):
-    Engine(value_model)
-    assert signatures.differences("vllm") == {}
 
 
 def test_requests_share_the_pages_of_a_common_prefix(value_model, oracle, monkeypatch):
@@ -564,9 +530,8 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, oracle, monkey
 
 def test_failing_metrics_do_not_fail_the_step(value_model, oracle, caplog):
     engine = Engine(value_model)
-    engine.guide.report = MagicMock(collect=MagicMock(side_effect=ValueError("on purpose")))
-    with caplog.at_level("ERROR"):
-        run(engine, oracle, [Add(1, PROMPT[:9], TILT), Step({1: ON}, [G])])
+    engine.guide.report = MagicMock(collect=fail)
+    run(engine, oracle, [Add(1, PROMPT[:9], TILT), Step({1: ON}, [G])])
     assert engine.guide.report is None and "could not be counted" in caplog.text
 
 
@@ -738,16 +703,18 @@ def probe(tmp_path_factory):
     base, folder = models.random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
     write_random_probe(folder, base)
     weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
-    return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight), LogitsOf()])
+    return folder, torch.nn.ModuleList(
+        [layer_of(ParallelLMHead, weight + 1), layer_of(VocabParallelEmbedding, weight), layer_of(LogitsLayer)]
+    )
 
 
-@pytest.mark.parametrize("layer", [LogitsOf, LogitsWithLoRA])
-def test_states_and_last_tokens_of_step_rows(probe, monkeypatch, layer):
+@pytest.mark.parametrize("kind", [LogitsLayer, LogitsProcessorWithLoRA])
+def test_states_and_last_tokens_of_step_rows(probe, monkeypatch, kind):
     """States of the engine's logits, also if drafts are verified for some requests at a time.
 
     The token before each row is known without the tokens of its sequence.
     """
-    folder, base = probe[0], torch.nn.ModuleList([*probe[1][:2], layer()])
+    folder, base = probe[0], torch.nn.ModuleList([*probe[1][:2], layer_of(kind)])
     seen, step = [], GuidedStep.step
 
     def recorded(self, prepared, *args, **options):
@@ -789,7 +756,7 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch, layer):
 def test_probe_follows_new_weights(probe):
     """The embedding is projected again, and checked."""
     folder, base = probe
-    base = torch.nn.ModuleList([Embedding(base[1].weight.detach().clone()), LogitsOf()])
+    base = torch.nn.ModuleList([layer_of(VocabParallelEmbedding, base[1].weight.detach().clone()), base[2]])
     engine = Engine(folder, base=base)
     before = engine.guide.step.values.probe
     engine.runner.reset_lora_state()
@@ -812,7 +779,11 @@ def test_steps_are_rebuilt_after_sleep(probe, is_probe):
 
 REFUSED = [
     ("value", {"cache_config": {"kv_cache_memory_bytes": 2**20}}, r"LENVM_MEMORY_SHARE must be above \d+\.\d+"),
-    ("probe", {"base": lambda base: [Embedding(base[1].weight.detach().flip(0))]}, "must be 'tiny', got one with"),
+    (
+        "probe",
+        {"base": lambda base: [layer_of(VocabParallelEmbedding, base[1].weight.detach().flip(0))]},
+        "must be 'tiny', got one with",
+    ),
     ("probe", {"base": lambda base: base[:1]}, "a probe with this base model: ModuleList has no input embedding"),
     ("probe", {"base": lambda base: base[:2]}, "ModuleList computes its logits without vLLM's LogitsProcessor"),
     ("inner", {}, r"got one of layers \[1\], too: ModuleList shows no others"),
@@ -832,8 +803,11 @@ def test_unsupported_configurations_are_rejected(value_model, probe, tmp_path, s
 def test_probe_of_inner_layers_is_rejected_with_a_draft_model(probe):
     folder, base = probe
     engine = Engine(folder, base=base)
-    engine.runner.model, engine.runner.speculator = object.__new__(Qwen2ForCausalLM), object.__new__(EagleSpeculator)
-    with pytest.raises(
-        ValueError, match=r"got one of layers \[1\], too: the model that drafts would be given others, too"
-    ):
-        show_layers(engine.runner, [1])
+    model = object.__new__(Qwen2ForCausalLM)
+    torch.nn.Module.__init__(model)
+    model.layer = layer_of(LogitsLayer)
+    engine.runner.model, engine.runner.speculator = model, object.__new__(EagleSpeculator)
+    inner = SimpleNamespace(config=SimpleNamespace(layers=(1, 2), num_layers=2))
+    message = r"got one of layers \[1\], too: the model that drafts would be given others, too"
+    with pytest.raises(ValueError, match=message):
+        BaseStates(engine.runner, inner)

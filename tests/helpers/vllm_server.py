@@ -130,18 +130,21 @@ def running_server(folder, name, *options, speculation=None, value_model=True, *
 
 
 def check_steps(folder, sequences, steps):
-    """Check every value of every traced step against a forward of its sequence; returns the number of values."""
-    candidates, values = [], []
-    known = {tuple(sequence[:n]) for sequence in sequences for n in range(1, len(sequence))}
-    for step in steps:
-        for row in step["rows"]:
-            if row["status"] != Status.GUIDE:
-                continue
-            assert row["node"] or tuple(row["tokens"]) in known
-            for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
-                if token >= 0:
-                    candidates.append([*row["tokens"], token])
-                    values.append(value)
+    """Check every guided row of every step: its values against forwards of its sequence, and that a token with
+    probability is drawn and returned. Returns the number of values."""
+    candidates, values, following = [], [], {}
+    for sequence in sequences:
+        for end in range(1, len(sequence)):
+            following.setdefault(tuple(sequence[:end]), set()).add(sequence[end])
+    for row in (row for step in steps for row in step["rows"] if row["status"] == Status.GUIDE):
+        returned = following.get(tuple(row["tokens"]))
+        # The sequence of a rejected draft is not returned.
+        assert (row["node"] and returned is None) or row["token"] in returned
+        assert row["probs"][row["token_ids"].index(row["token"])] > 0
+        for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
+            if token >= 0:
+                candidates.append([*row["tokens"], token])
+                values.append(value)
     assert candidates, "not one step was guided"
     torch.testing.assert_close(torch.tensor(values), values_from_scratch(folder, candidates), rtol=0, atol=ATOL)
     return len(values)

@@ -13,8 +13,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.engines.vllm.options import VARIABLES, is_off, names_guidance, reason_against, variables
-from lenvm_kernels.engines.vllm.processor import LenVMProcessor
+from lenvm_kernels.engines.vllm.processor import (
+    VARIABLES,
+    LenVMProcessor,
+    is_off,
+    names_guidance,
+    reason_against,
+    variables,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

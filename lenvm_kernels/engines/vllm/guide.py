@@ -22,21 +22,12 @@ from vllm.distributed.parallel_state import get_tp_group
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.one_token import leave_only
 from lenvm_kernels.engines.report import Metrics, trace_nodes
-from lenvm_kernels.engines.settings import MAX_SCALED_TOKENS, Settings
+from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings
 from lenvm_kernels.engines.tokenizers import load_text_breaks
-from lenvm_kernels.engines.vllm.layout import Layout
 from lenvm_kernels.engines.vllm.report import Predictions, StepCounter
-from lenvm_kernels.engines.vllm.requests import end_tokens, guidance_of
-from lenvm_kernels.engines.vllm.states import BaseStates, after_reload, calling_runner, load_probe
-from lenvm_kernels.step import (
-    EngineSlots,
-    GuidedStep,
-    PreparedStep,
-    ProbeValues,
-    Sampling,
-    StepBatch,
-    value_source,
-)
+from lenvm_kernels.engines.vllm.states import BaseStates, Layout, after_reload, calling_runner, load_probe
+from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, ProbeValues, Sampling, StepBatch, value_source
 from lenvm_kernels.step.inputs import SlotTable
 from lenvm_kernels.values import LengthProbe, ValueModel
 
@@ -56,7 +47,7 @@ class Guide:
 
     Args:
         settings: settings of the plugin.
-        vllm_config: configuration of the engine.
+        config: configuration of the engine.
         req_states: state that the engine keeps of its requests.
 
     Attributes:
@@ -73,45 +64,45 @@ class Guide:
 
     max_delta = 1  # pending tokens per request, excluding drafts; without a value model, only spans read tokens
 
-    def __init__(self, settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+    def __init__(self, settings: Settings, config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         signatures.check("vllm")
-        engine, rows = vllm_config.model_config, req_states.max_num_reqs
-        self.settings, self.req_states, self.device = settings, req_states, req_states.device
-        self.drafts = vllm_config.num_speculative_tokens
-        self._group = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
+        self.settings, self.config, self.req_states, self.device = settings, config, req_states, req_states.device
+        self.rows, self.drafts = req_states.max_num_reqs, config.num_speculative_tokens
+        self._group = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
         self._states: BaseStates | None = None
         self.fallbacks = 0
         # Per slot, on the host: whether its request has guidance, takes part in steps, has lost its guidance, and is to
         # have its length predicted.
-        self._is_known, self._needs_step, self._is_lost, self._wants_length = np.zeros((4, rows), dtype=bool)
+        self._is_known, self._needs_step, self._is_lost, self._wants_length = np.zeros((4, self.rows), dtype=bool)
+        self._node_bytes = (1 + self.drafts) * req_states.vocab_size * torch.float32.itemsize  # scores of a request
         self._part = max(1, PART_BYTES // self._node_bytes)
         # Requests without a seed: the same draws on all tensor-parallel ranks, others in data-parallel engines.
-        self._seeds = random.Random(f"{engine.seed} {vllm_config.parallel_config.data_parallel_rank}")
+        self._seeds = random.Random(f"{config.model_config.seed} {config.parallel_config.data_parallel_rank}")
         self._prompt: tuple[int, Sequence[int]] = -1, ()
         self._keep_prompts()
         self.report: StepCounter | None = None
         self.predictions: Predictions | None = None
-        source, slots, name = self._load(vllm_config)
+        source, slots, name = self._load()
         is_first_rank = self._group is None or self._group.rank_in_group == 0
-        self._build_step(vllm_config, source, slots, progress=is_first_rank)
+        self._build_step(source, slots, progress=is_first_rank)
         # The engine sizes its own cache by the free memory, after this and before the first guided request.
-        working = self._working_bytes(vllm_config, source)
+        working = self._working_bytes(source)
         self.kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
         if is_first_rank:
-            self._report_to(vllm_config)
+            self._report_to()
             logger.info(
                 "LenVM: guidance by %s; %d requests, %d candidates each; steps take %.2f GiB, %s CUDA graphs",
                 name,
-                rows,
+                self.rows,
                 self.step.config.max_candidates,
                 working / 2**30,
                 "with" if self.step.config.graphs else "without",
             )
 
-    def _load(self, vllm_config: VllmConfig) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
+    def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
         """The value model or probe, None without one; its slots, and its name."""
-        no_slots = EngineSlots(torch.zeros(self.req_states.max_num_reqs, 1, dtype=torch.int32, device=self.device), 1)
-        has_probe, sleeps = self.settings.has_probe, vllm_config.model_config.enable_sleep_mode
+        no_slots = EngineSlots(torch.zeros(self.rows, 1, dtype=torch.int32, device=self.device), 1)
+        has_probe, sleeps = self.settings.has_probe, self.config.model_config.enable_sleep_mode
         name = f"the probe {self.settings.value_model}" if has_probe else "end tokens alone, without a value model"
         if not has_probe and not sleeps:
             return None, no_slots, name
@@ -123,7 +114,7 @@ class Guide:
         def reload() -> None:
             probe = load_probe(self.settings, runner) if has_probe else None
             if sleeps:  # sleeping discards the step's tensors, too, and no request is running
-                self._build_step(vllm_config, probe, no_slots)
+                self._build_step(probe, no_slots)
             elif probe is not None:
                 assert isinstance(self.step.values, ProbeValues)
                 self.step.values.probe = probe
@@ -134,42 +125,25 @@ class Guide:
     @property
     def _sizes(self) -> dict[str, int]:
         """Sizes of a step."""
-        return dict(max_delta=self.max_delta + self.drafts, max_drafts=self.drafts)
+        vocab_size = self.req_states.vocab_size
+        return dict(vocab_size=vocab_size, max_delta=self.max_delta + self.drafts, max_drafts=self.drafts)
 
-    @property
-    def _node_bytes(self) -> int:
-        """Bytes of the scores of a request with drafts."""
-        return (1 + self.drafts) * self.req_states.vocab_size * torch.float32.itemsize
-
-    def _working_bytes(self, vllm_config: VllmConfig, source: ValueModel | LengthProbe | None) -> int:
+    def _working_bytes(self, source: ValueModel | LengthProbe | None) -> int:
         """Bytes that the steps take."""
-        rows, vocab_size = self.req_states.max_num_reqs, self.req_states.vocab_size
-        max_len = vllm_config.model_config.max_model_len
-        working = self.settings.working_bytes(
-            source, requests=rows, max_len=max_len, vocab_size=vocab_size, **self._sizes
-        )
-        return working + (min(rows, self._part) * self._node_bytes if self.drafts else 0)
+        sizes = self._sizes | dict(requests=self.rows, max_len=self.config.model_config.max_model_len)
+        copies = min(self.rows, self._part) * self._node_bytes if self.drafts else 0
+        return self.settings.working_bytes(source, **sizes) + copies
 
-    def _build_step(
-        self,
-        vllm_config: VllmConfig,
-        source: ValueModel | LengthProbe | None,
-        slots: SlotTable,
-        *,
-        progress: bool = False,
-    ) -> None:
+    def _build_step(self, source: ValueModel | LengthProbe | None, slots: SlotTable, *, progress: bool = False) -> None:
         """Create the step, and all other tensors on the device."""
-        engine, rows, vocab_size = vllm_config.model_config, self.req_states.max_num_reqs, self.req_states.vocab_size
         # temperature, top_p, min_p and top_k per slot
-        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(rows, 1)
-        self._requests = torch.zeros(rows, dtype=torch.int64, device=self.device)  # scratch of Layout
+        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(self.rows, 1)
         if self.report is not None:
-            self.report = StepCounter(self.report.metrics, self.device, rows)
+            self.report = StepCounter(self.report.metrics, self.device, self.rows)
         config = self.settings.step_config(
-            has_graphs=not engine.enforce_eager,
-            vocab_size=vocab_size,
+            has_graphs=not self.config.model_config.enforce_eager,
             max_scaled_tokens=MAX_SCALED_TOKENS,
-            text_breaks=load_text_breaks(engine.tokenizer, vocab_size),
+            text_breaks=load_text_breaks(self.config.model_config.tokenizer, self.req_states.vocab_size),
             **self._sizes,
         )
         self.step = GuidedStep(value_source(source), slots, config)
@@ -178,14 +152,13 @@ class Guide:
             if self.settings.predictions is not None:
                 self.step.warm_up(sample=False, progress=progress)
 
-    def _report_to(self, vllm_config: VllmConfig) -> None:
+    def _report_to(self) -> None:
         """Connect the writers of metrics and predicted lengths."""
         if self.settings.predictions is not None:
-            request_ids = calling_runner().req_states.index_to_req_id
-            self.predictions = Predictions(self.settings.predictions, request_ids)
+            self.predictions = Predictions(self.settings.predictions, calling_runner().req_states.index_to_req_id)
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):  # the engine's /metrics reads this directory
-            metrics = Metrics(model_name=str(vllm_config.model_config.served_model_name))
-            self.report = StepCounter(metrics, self.device, self.req_states.max_num_reqs)
+            metrics = Metrics(model_name=str(self.config.model_config.served_model_name))
+            self.report = StepCounter(metrics, self.device, self.rows)
 
     def _keep_prompts(self) -> None:
         """Keep the tokens of the request that the engine is adding: it passes a processor no tokens on the host."""
@@ -205,10 +178,9 @@ class Guide:
 
     # --- requests ---
 
-    def add_request(self, slot: int, params: SamplingParams) -> bool:
+    def add_request(self, slot: int, params: SamplingParams, guidance: GuidanceParams | None) -> bool:
         """Admit a request into a slot of the engine, which does not report when requests leave. Returns whether it is
         guided."""
-        guidance = guidance_of(params, self.settings)
         if self._is_known[slot]:
             self._remove(slot)
         if guidance is None:
@@ -221,10 +193,12 @@ class Guide:
             raise RuntimeError(f"vLLM must pass the tokens of the request in slot {slot}, got tokens for slot {index}")
         prompt_len = int(self.req_states.prompt_len.np[slot])
         self._admit(slot, tokens)
+        # With ``ignore_eos``, ``all_stop_token_ids`` still has the end of sequence.
+        ends = (params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids
         self.step.add_request(
             slot,
             guidance,
-            end_tokens(params),
+            set(sorted(ends)[:MAX_END_TOKENS]),
             prompt_len=prompt_len,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             span=guidance.span_state(tokens[:prompt_len], tokens[prompt_len:]),
@@ -253,22 +227,16 @@ class Guide:
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
-        batch_slots = ctx.idx_mapping_np
-        places = np.flatnonzero(self._is_known[batch_slots])
+        places, size = np.flatnonzero(self._is_known[ctx.idx_mapping_np]), self._part
+        has_drafts = len(ctx.pos) > len(ctx.idx_mapping_np)
+        if len(places) and not has_drafts:
+            places = np.arange(size := len(ctx.idx_mapping_np))
         # vLLM may verify drafts for some requests at a time, in views of the step's rows.
         is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
-        if len(places) and len(ctx.pos) == len(batch_slots):
-            self._guide(logits, ctx, Layout.of_step(ctx), np.arange(len(batch_slots)), is_last=is_last)
-        elif len(places):
-            for first in range(0, len(places), self._part):
-                part = places[first : first + self._part]
-                layout = Layout.of_requests(ctx, self.to_device(part), 1 + self.drafts, self._requests)
-                self._guide(logits, ctx, layout, part, is_last=is_last and part[-1] == places[-1])
-        self._collect()
-        return logits
-
-    def _collect(self) -> None:
-        """Count the steps that the device has finished. A failure ends the counting, not the guidance."""
+        for first in range(0, len(places), size):
+            part = places[first : first + size]
+            layout = Layout.of(ctx, self.to_device(part), 1 + self.drafts) if has_drafts else Layout.of_step(ctx)
+            self._guide(logits, ctx, layout, part, is_last=is_last and part[-1] == places[-1])
         try:
             for kept in (self.report, self.predictions):
                 if kept is not None:
@@ -277,6 +245,7 @@ class Guide:
             logger.exception("LenVM: steps could not be counted; neither metrics nor predicted lengths go on")
             self.report = self.predictions = None
             self._wants_length[:] = False
+        return logits
 
     def _guide(
         self, logits: torch.Tensor, ctx: LogitsContext, layout: Layout, places: np.ndarray, *, is_last: bool
@@ -331,12 +300,10 @@ class Guide:
             temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[layout.slots].unbind(1))
             sampling = Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True, sample=True)
             self._predict_begun(prepared, sampling, ctx, slots, places)
-            faults = None if self.report is None else self.step.table.columns.faults[layout.slots]
             output = self.step.step(prepared, sampling)
         assert output.tokens is not None  # they are sampled
-        if self.report is not None and faults is not None:
-            broken = self.step.table.columns.faults[layout.slots] > faults
-            self.report.note(output, broken, layout.slots, lengths, is_drawn)
+        if self.report is not None:
+            self.report.note(output, self.step.table.columns.faults[layout.slots], layout.slots, lengths, is_drawn)
         if self.settings.trace is not None:
             trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, layout.at)
         return layout.by_row(output.tokens, -1)

@@ -82,11 +82,13 @@ class StepCounter(_Copies):
         self._stopwatch = Stopwatch(device)
         # By slot: the length of the sequence at its last step; 0 if that step had no drafts, -1 without guidance.
         self._drafted_at = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        self._faults = torch.zeros(slots, dtype=torch.int32, device=device)  # by slot, as of the last step
         self._statuses = torch.arange(len(metrics.rows), dtype=torch.int8, device=device)
 
     def admit(self, slot: int, is_guided: bool) -> None:
-        """Record that a request has entered a slot, or has lost its guidance."""
+        """Record that a request has entered a slot, or has left it."""
         self._drafted_at[slot] = 0 if is_guided else -1
+        self._faults[slot] = 0
 
     def timed(self) -> AbstractContextManager[None]:
         """Times the work that is launched inside."""
@@ -95,32 +97,33 @@ class StepCounter(_Copies):
     def note(
         self,
         output: StepOutput,
-        broken: torch.Tensor,
+        faults: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
-        is_counted: torch.Tensor,
+        is_drawn: torch.Tensor,
     ) -> None:
         """Record a step of B requests, with N nodes each, that has been launched.
 
         Args:
             output: result of the step.
-            broken: bool ``[B]``; requests that lost guidance in this step.
+            faults: int32 ``[B]``; how often each request has lost guidance so far.
             slots: int64 ``[B]``; slots of the requests.
             lengths: int32 ``[B]``; lengths of the sequences.
-            is_counted: bool ``[B]``; requests for which a token is drawn.
+            is_drawn: bool ``[B]``; requests for which a token is drawn.
         """
         status, lost_mass = (x.view(len(slots), -1) for x in output.candidates[-2:])
         nodes, status, lost_mass = status.shape[1], status[:, 0], lost_mass[:, 0]
-        drafted_at = self._drafted_at[slots]
-        new_lens = torch.where(is_counted & (drafted_at > 0), lengths - drafted_at, 0)
+        drafted_at, broken = self._drafted_at[slots], faults > self._faults[slots]
+        new_lens = torch.where(is_drawn & (drafted_at > 0), lengths - drafted_at, 0)
         rows = torch.where(broken, len(self._statuses) - 1, status)[:, None] == self._statuses
         sums = (
-            *(rows & is_counted[:, None]).sum(0),
-            torch.where(is_counted & (status != Status.UNGUIDED), lost_mass, 0.0).sum(),
+            *(rows & is_drawn[:, None]).sum(0),
+            torch.where(is_drawn & (status != Status.UNGUIDED), lost_mass, 0.0).sum(),
             (new_lens > 0).sum(),
             new_lens.sum(),
         )
         self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths if nodes > 1 else 0)
+        self._faults[slots] = faults
         self.add(torch.stack([x.float() for x in sums]), partial(self._count, self._stopwatch.take()))
 
     def _count(self, milliseconds: Callable[[], float], sums: torch.Tensor) -> None:
@@ -128,11 +131,6 @@ class StepCounter(_Copies):
         metrics = self.metrics
         metrics.guided_steps.inc()
         metrics.value_model_milliseconds.inc(milliseconds())
-        counters = (
-            *metrics.rows.values(),
-            metrics.lost_mass,
-            metrics.verifications["yes"],
-            metrics.verified_tokens["yes"],
-        )
-        for counter, number in zip(counters, sums.tolist(), strict=True):
+        drafts = metrics.verifications["yes"], metrics.verified_tokens["yes"]
+        for counter, number in zip((*metrics.rows.values(), metrics.lost_mass, *drafts), sums.tolist(), strict=True):
             counter.inc(number)
