@@ -42,7 +42,6 @@ from tests.helpers.sglang_server import (
     prompts_of,
     values_from_scratch,
 )
-from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
 from tests.helpers.vllm_server import (
     NGRAM,
     PIECES,
@@ -55,8 +54,6 @@ from tests.helpers.vllm_server import (
 )
 
 ROOT = Path(__file__).parents[2]
-# Fields whose lists of lists are passed as JSON text.
-LISTS = ("end_token_ids", "start_token_ids")
 # Start and end of a thought for the engine's own budget. The tokenizer splits other words into several tokens.
 START, END = WORDS.index("<unk>"), WORDS.index("<pad>")
 GAMMA = 0.9  # of servers that predict lengths
@@ -215,18 +212,6 @@ def test_preemption_and_small_cache_of_value_model(folder):
 def repeating(seed, *lengths):
     """Repetitive prompts, from which drafts are found."""
     return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
-
-
-def test_several_spans_and_closings(folder, server):
-    """The value model also computes tokens between spans."""
-    prompts = repeating(18, 9, 20, 5, 12)
-    guidance = [{k: json.dumps(v) if k in LISTS else v for k, v in (GENTLE | asked).items()} for asked in SEVERAL]
-    sequences, _, steps = generate(server, prompts, guidance, max_tokens=60, allowed_token_ids=FEW, temperature=2.0)
-    assert check_steps(folder, sequences, steps) > 40
-    for asked, prompt, sequence, spans in zip(SEVERAL, prompts, sequences, SPANS_ENDED, strict=True):
-        rows = [row for row in rows_of(steps) if row["tokens"] == sequence[: len(row["tokens"])]]
-        statuses = {len(row["tokens"]): row["status"] for row in rows}
-        assert check_several(asked, prompt, sequence[len(prompt) :], statuses) >= spans
 
 
 def test_earlier_of_two_budgets_ends_thought(folder, server):
@@ -398,17 +383,20 @@ def test_probe_values_match_plain_forwards(tmp_path, is_tied, layers, speculatio
 TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-@pytest.mark.parametrize("layers", [None, (2, 3)], ids=["value model", "probe"])
-def test_tensor_parallel_ranks_agree(tmp_path, layers):
-    """Each rank has its own value model or probe and a part of the base model; one rank counts metrics."""
+@pytest.mark.parametrize(
+    ("kind", "layers", "speculation"), [("tensor", None, NGRAM), ("tensor", (2, 3), NGRAM), ("pipeline", None, None)]
+)
+def test_parallel_ranks_agree(tmp_path, kind, layers, speculation):
+    """Each tensor-parallel rank has its own value model or probe and a part of the base model, and one rank counts
+    metrics. The last rank of a pipeline guides."""
     _, options = write_models(tmp_path, layers)
-    options |= dict(speculation=NGRAM, **TWO)
-    with running_server(tmp_path, "ranks", "--tensor-parallel-size", "2", **options) as server:
+    options |= dict(speculation=speculation, **TWO)
+    with running_server(tmp_path, "ranks", f"--{kind}-parallel-size", "2", **options) as server:
         prompts, guidance = repeating(26, 3, 60, 5, 9, 20, 30), [*MODES[:4], None, MODES[7]]
         sequences, _, _ = generate(server, prompts, guidance, max_tokens=24)
         time.sleep(2)  # the second rank reaches its last step after the first has answered
         lines = Counter(server.trace.read_text().splitlines())
-        assert set(lines.values()) == {2}
+        assert set(lines.values()) == {2 if kind == "tensor" else 1}
         steps = [json.loads(line) for line in lines]
         if layers is None:
             assert check_steps(tmp_path, sequences, steps) > 24 * 3
@@ -416,15 +404,6 @@ def test_tensor_parallel_ranks_agree(tmp_path, layers):
             assert len(check_probe_steps(tmp_path, prompts, guidance, steps)) > 24 * 3
         found = server.metrics()
         assert found["lenvm:fallbacks_total"] == 0 and found["lenvm:guided_steps_total"] <= len(lines)
-
-
-def test_pipeline_parallel_ranks(folder):
-    """The last rank guides."""
-    with running_server(folder, "pipeline", "--pipeline-parallel-size", "2", **TWO) as server:
-        prompts, guidance = prompts_of(3, 60, 5, 9, seed=27), [*MODES[:3], None]
-        sequences, _, steps = generate(server, prompts, guidance, max_tokens=24)
-        assert check_steps(folder, sequences, steps) > 24 * 2
-        assert server.metrics()["lenvm:fallbacks_total"] == 0
 
 
 def test_answers_under_load_match_those_of_quiet_server(speculating, monkeypatch):

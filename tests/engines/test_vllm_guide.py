@@ -31,8 +31,7 @@ from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import model_guide
 from lenvm_kernels.engines.vllm.processor import guidance_of, new_guide
-from lenvm_kernels.engines.vllm.report import StepCounter
-from lenvm_kernels.engines.vllm.states import BaseStates
+from lenvm_kernels.engines.vllm.report import Report
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
 from tests.helpers import models
@@ -71,9 +70,9 @@ def layer_of(kind, weight=None):
 class Runner(GPUModelRunner):
     """The attributes of the engine's model runner that a probe needs."""
 
-    def __init__(self, config, req_states, model):
+    def __init__(self, config, req_states, model, speculator):
         self.vllm_config, self.model_config, self.req_states = config, config.model_config, req_states
-        self.model, self.speculator = model, None
+        self.model, self.speculator = model, speculator
 
     def load_model(self, settings):
         return new_guide(settings, self.vllm_config, self.req_states)
@@ -116,7 +115,7 @@ class Step(NamedTuple):
 class Engine:
     """The state of vLLM that a processor reads: requests in slots, their tokens, and the rows of a step."""
 
-    def __init__(self, value_model, *, drafts=0, base=None, gamma=None, **changes):
+    def __init__(self, value_model, *, drafts=0, base=None, speculator=None, gamma=None, **changes):
         self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale tokens are arbitrary
         self.requests, self.lengths = {}, {}
         lens = [SimpleNamespace(np=x.numpy(), gpu=x) for x in torch.zeros(2, SLOTS, dtype=torch.int32)]
@@ -138,7 +137,7 @@ class Engine:
         )
         parts = {name: SimpleNamespace(**part | changes.get(name, {})) for name, part in parts.items()}
         config = SimpleNamespace(num_speculative_tokens=drafts, additional_config={}, **parts)
-        self.runner = Runner(config, self.req_states, base)
+        self.runner = Runner(config, self.req_states, base, speculator)
         self.guide = self.runner.load_model(Settings(value_model, gamma=gamma))
         self.outputs, step = [], self.guide.step.step
 
@@ -368,7 +367,7 @@ def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
     make_config = Settings.step_config
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     engine = Engine(value_model if has_model else None, drafts=3)
-    engine.guide.report = StepCounter(Counts(), torch.device("cpu"), SLOTS)
+    engine.guide.report = Report(torch.device("cpu"), SLOTS, Counts())
     # Numbers that have arrived on the host are read there.
     monkeypatch.setattr(engine.guide.report, "collect", lambda: None)
     monkeypatch.setattr(engine, "drawn", lambda nodes: None)
@@ -501,7 +500,7 @@ def test_failing_metrics_do_not_fail_the_step(value_model, oracle, caplog):
     engine = Engine(value_model)
     engine.guide.report = MagicMock(collect=fail)
     run(engine, oracle, [Add(1, PROMPT[:9], TILT), Step({1: ON}, [G])])
-    assert engine.guide.report is None and "could not be counted" in caplog.text
+    assert engine.guide.report.metrics is None and "could not be counted" in caplog.text
 
 
 class Group:
@@ -550,35 +549,33 @@ def test_ranks_leave_the_tokens_of_the_first_one(monkeypatch):
     assert [engine.guide.fallbacks for engine in engines] == [1, 1]
 
 
-class Count:
-    """A counter of ``prometheus_client``."""
-
-    value = 0.0
-
-    def inc(self, number=1):
-        self.value += number
-
-
-class Counts:
-    """:class:`Metrics` without a registry."""
+class Counts(dict):
+    """Numbers by name, in the form of :class:`Metrics`."""
 
     def __init__(self):
-        self.guided_steps, self.lost_mass, self.value_model_milliseconds = Count(), Count(), Count()
-        self.rows = {name: Count() for name in (*(status.name.lower() for status in Status), "broken")}
-        self.verifications, self.verified_tokens = {"yes": Count()}, {"yes": Count()}
+        super().__init__()
+        statuses = [*(status.name.lower() for status in Status), "broken"]
+        self.rows = {name: self.counter(name) for name in statuses}
+        for name in ("guided_steps", "lost_mass", "value_model_milliseconds"):
+            setattr(self, name, self.counter(name))
+        self.verifications, self.verified_tokens = ({"yes": self.counter(name)} for name in ("verified", "tokens"))
+
+    def counter(self, name):
+        self[name] = 0.0
+        return SimpleNamespace(inc=lambda number=1: self.update({name: self[name] + number}))
 
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_accepted_drafts_are_counted(value_model, has_model):
     """Tokens since the step with drafts, without tokens of a slot's last request and of unguided requests."""
     engine, metrics = Engine(value_model if has_model else None, drafts=2), Counts()
-    engine.guide.report = StepCounter(metrics, torch.device("cpu"), SLOTS)
+    engine.guide.report = Report(torch.device("cpu"), SLOTS, metrics)
 
     def step(rows):
         """The number of verifications that a step counts, and of their tokens."""
-        before = [metrics.verifications["yes"].value, metrics.verified_tokens["yes"].value]
+        before = dict(metrics)
         engine.step(rows)
-        return [metrics.verifications["yes"].value - before[0], metrics.verified_tokens["yes"].value - before[1]]
+        return [metrics[name] - before[name] for name in ("verified", "tokens")]
 
     engine.add(4, [5, 6, 7], {"target_length": 9})
     engine.add(1, [9, 8, 7, 6], {"target_length": 9})
@@ -590,13 +587,13 @@ def test_accepted_drafts_are_counted(value_model, has_model):
     assert step({1: ([5], [8, 9]), 5: ([], [3, 4])}) == [0, 0]
     engine.add(5, [4, 4], None)
     assert step({5: ([3], [3]), 1: ([8, 5], [8, 9])}) == [1, 2]
-    assert metrics.guided_steps.value == 6 and not engine.guide.fallbacks
+    assert metrics["guided_steps"] == 6 and not engine.guide.fallbacks
 
 
 def test_rows_are_counted_by_status(value_model):
     """Rows of guided requests, and in steps without drafts of all; rows whose token the engine discards are not."""
     engine, metrics = Engine(value_model), Counts()
-    engine.guide.report = StepCounter(metrics, torch.device("cpu"), SLOTS)
+    engine.guide.report = Report(torch.device("cpu"), SLOTS, metrics)
     engine.add(2, PROMPT[:9], TILT, params={"top_k": VOCAB - 1, "temperature": 2.0})
     engine.add(0, PROMPT[:12], TILT | {"value_entropy_threshold": 50.0})
     engine.add(1, PROMPT[:4], TILT, params={"top_p": 1e-6})
@@ -606,15 +603,14 @@ def test_rows_are_counted_by_status(value_model):
     scores = torch.zeros(6, VOCAB)
     scores[5] = torch.nan
     engine.step({2: ON, 0: ON, 1: ON, 5: ON, 3: 20, 4: ON}, logits=scores)
-    assert {name: count.value for name, count in metrics.rows.items()} == dict(
-        unguided=1, guide=1, single=1, skip=1, not_due=0, broken=1
-    )
+    expected = dict(unguided=1, guide=1, single=1, skip=1, not_due=0, broken=1)
+    assert {name: metrics[name] for name in metrics.rows} == expected
     engine.step({2: ([3], [])})
-    assert metrics.rows["guide"].value == 2 and metrics.value_model_milliseconds.value > 0
-    assert 1 - 8.1 / VOCAB < metrics.lost_mass.value < 4
+    assert metrics["guide"] == 2 and metrics["value_model_milliseconds"] > 0
+    assert 1 - 8.1 / VOCAB < metrics["lost_mass"] < 4
     engine.guide.step.restart_request(2)
     engine.step({2: ([3], [])})
-    assert metrics.rows["broken"].value == 2
+    assert metrics["broken"] == 2
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -717,61 +713,51 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch, kind):
     assert torch.equal(seen[0][0], states[1:]) and guided == [[False], [True] * 4] and not engine.guide.fallbacks
 
 
-def test_probe_follows_new_weights(probe):
-    """The embedding is projected again, and checked."""
+@pytest.mark.parametrize("is_probe", [False, True])
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_new_weights_and_sleep(probe, is_probe, sleeps):
+    """Sleep discards the tensors of a step. A probe projects new embeddings, and checks them."""
     folder, base = probe
     base = torch.nn.ModuleList([layer_of(VocabParallelEmbedding, base[1].weight.detach().clone()), base[2]])
-    engine = Engine(folder, base=base)
-    before = engine.guide.step.values.probe
+    engine = Engine(folder if is_probe else None, model_config={"enable_sleep_mode": sleeps}, base=base)
+    step, values = engine.guide.step, getattr(engine.guide.step.values, "probe", None)
     engine.runner.reset_lora_state()
-    assert engine.guide.step.values.probe is not before
-    base[0].weight.data.copy_(base[0].weight.flip(0))
-    with pytest.raises(ValueError, match="must be 'tiny', got one with another embedding"):
-        engine.runner.reset_lora_state()
+    assert (engine.guide.step is step) != sleeps
+    if is_probe:
+        assert engine.guide.step.values.probe is not values
+        base[0].weight.data.copy_(base[0].weight.flip(0))
+        with pytest.raises(ValueError, match="must be 'tiny', got one with another embedding"):
+            engine.runner.reset_lora_state()
 
 
-@pytest.mark.parametrize("is_probe", [False, True])
-def test_steps_are_rebuilt_after_sleep(probe, is_probe):
-    """Sleeping discards tensors; without sleep mode only a probe follows the weights."""
-    folder, base = probe
-    for sleeps in (False, True):
-        engine = Engine(folder if is_probe else None, model_config={"enable_sleep_mode": sleeps}, base=base)
-        before = engine.guide.step
-        engine.runner.reset_lora_state()
-        assert (engine.guide.step is before) != sleeps
+def flipped(base):
+    return torch.nn.ModuleList([layer_of(VocabParallelEmbedding, base[1].weight.detach().flip(0))])
 
 
+def with_inner_layers(base):
+    """A model that returns the inputs of its layers."""
+    model = object.__new__(Qwen2ForCausalLM)
+    torch.nn.Module.__init__(model)
+    model.parts = base
+    return model
+
+
+INNER = r"got one of layers \[1\], too"
+NO_PROBE = "LENVM_VALUE_MODEL must not be a probe with this base model: ModuleList"
 REFUSED = [
-    ("value", {"cache_config": {"kv_cache_memory_bytes": 2**20}}, r"LENVM_MEMORY_SHARE must be above \d+\.\d+"),
-    (
-        "probe",
-        {"base": lambda base: [layer_of(VocabParallelEmbedding, base[1].weight.detach().flip(0))]},
-        "must be 'tiny', got one with",
-    ),
-    ("probe", {"base": lambda base: base[:1]}, "a probe with this base model: ModuleList has no input embedding"),
-    ("probe", {"base": lambda base: base[:2]}, "ModuleList computes its logits without vLLM's LogitsProcessor"),
-    ("inner", {}, r"got one of layers \[1\], too: ModuleList shows no others"),
+    ("probe", flipped, {}, "must be 'tiny', got one with another embedding"),
+    ("probe", lambda base: base[:1], {}, f"{NO_PROBE} has no input embedding that is not quantized"),
+    ("probe", lambda base: base[:2], {}, f"{NO_PROBE} computes its logits without vLLM's LogitsProcessor"),
+    ("inner", lambda base: base, {}, f"{INNER}: ModuleList shows no others"),
+    ("inner", with_inner_layers, {"speculator": object.__new__(EagleSpeculator)}, f"{INNER}: the model that drafts"),
+    ("value", lambda base: base, {"cache_config": {"kv_cache_memory_bytes": 2**20}}, r"SHARE must be above \d+\.\d+"),
 ]
 
 
-@pytest.mark.parametrize(("source", "changes", "message"), REFUSED)
-def test_unsupported_configurations_are_rejected(value_model, probe, tmp_path, source, changes, message):
-    folder, base = probe
+@pytest.mark.parametrize(("source", "change", "options", "message"), REFUSED)
+def test_unsupported_configurations_are_rejected(value_model, probe, tmp_path, source, change, options, message):
+    folder, base = (value_model if source == "value" else probe[0]), change(probe[1])
     if source == "inner":
         write_random_probe(folder := tmp_path, models.random_model(*ARCHITECTURES["qwen2"]), layers=(1, 2))
-    base = torch.nn.ModuleList(changes.get("base", lambda base: base)(base))
     with pytest.raises(ValueError, match=message):
-        Engine(value_model if source == "value" else folder, **changes | {"base": base})
-
-
-def test_probe_of_inner_layers_is_rejected_with_a_draft_model(probe):
-    folder, base = probe
-    engine = Engine(folder, base=base)
-    model = object.__new__(Qwen2ForCausalLM)
-    torch.nn.Module.__init__(model)
-    model.layer = layer_of(LogitsLayer)
-    engine.runner.model, engine.runner.speculator = model, object.__new__(EagleSpeculator)
-    inner = SimpleNamespace(config=SimpleNamespace(layers=(1, 2), num_layers=2))
-    message = r"got one of layers \[1\], too: the model that drafts would be given others, too"
-    with pytest.raises(ValueError, match=message):
-        BaseStates(engine.runner, inner)
+        Engine(folder, base=base, **options)

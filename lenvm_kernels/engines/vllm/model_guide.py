@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,12 +10,10 @@ import torch
 from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, OwnSlots, PromptPart, pages_for
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.vllm.guide import Guide, logger
+from lenvm_kernels.engines.vllm.states import Part
 from lenvm_kernels.step import PreparedStep, Sampling
 from lenvm_kernels.step.inputs import SlotTable
 from lenvm_kernels.values import KVCache, LengthProbe, ValueModel
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 # Default of LENVM_MEMORY_SHARE, a share of the memory that the engine leaves for caches.
 MEMORY_SHARE = 0.2
@@ -44,9 +41,11 @@ class ModelGuide(Guide):
         self.without_room = 0
         # Per slot: prompt tokens passed to the value model, and whether all tokens since then are passed to the step.
         self._computed, self._is_running = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=bool)
-        gib = KVCache.num_bytes(value_model, self.own.slots.num_slots) / 2**30
+        cache_bytes = KVCache.num_bytes(value_model, self.own.slots.num_slots)
+        if self.report.metrics is not None:
+            self.report.metrics.cache_bytes.set(cache_bytes)
         source = f"the value model {settings.value_model} in {value_model.dtype}, whose cache of {pages * PAGE_SIZE}"
-        return value_model, self.own.slots, f"{source} tokens takes {gib:.2f} GiB"
+        return value_model, self.own.slots, f"{source} tokens takes {cache_bytes / 2**30:.2f} GiB"
 
     def _num_pages(self) -> int:
         """Pages of the cache, which shares its part of the memory with the steps."""
@@ -70,11 +69,6 @@ class ModelGuide(Guide):
             )
         return pages
 
-    def _report_to(self) -> None:
-        super()._report_to()
-        if self.report is not None:
-            self.report.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, self.own.slots.num_slots))
-
     # --- requests ---
 
     def _admit(self, slot: int, tokens: Sequence[int]) -> None:
@@ -91,22 +85,22 @@ class ModelGuide(Guide):
 
     # --- a step ---
 
-    def _read_prompts(self, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray, lengths: torch.Tensor) -> None:
-        known_lens, is_guided = ctx.seq_lens_upper_bound_np[places], self._needs_step[slots] & ~self._is_lost[slots]
-        self._make_room({int(slot): int(n) for slot, n in zip(slots[is_guided], known_lens[is_guided], strict=True)})
-        is_whole = known_lens >= self.req_states.prefill_len.np[slots]
+    def _read_prompts(self, part: Part, lengths: torch.Tensor) -> None:
+        slots, known_lens = part.host_slots, part.ctx.seq_lens_upper_bound_np[part.places]
+        is_guided = self._needs_step[slots] & ~self._is_lost[slots]
+        self._make_room(dict(zip(slots[is_guided].tolist(), known_lens[is_guided].tolist(), strict=True)))
         waiting = np.flatnonzero(is_guided & ~self._is_lost[slots] & ~self._is_running[slots])
         if not len(waiting):
             return
         # All tokens but the last, which the step reads, or all tokens if a later step continues the prompt. With
         # drafts, ``known_lens`` is an upper bound for requests that have lost their slots.
-        slot, keeps_last = slots[waiting], is_whole[waiting]
-        start = self._computed[slot]
-        end = np.maximum(known_lens[waiting] - keeps_last, start)
-        place, kept, begin = self.to_device(np.stack((waiting, keeps_last, start)))
+        slot, known_len = slots[waiting], known_lens[waiting]
+        keeps_last, start = known_len >= self.req_states.prefill_len.np[slot], self._computed[slot]
+        end = np.maximum(known_len - keeps_last, start)
+        place, kept, begin = self.own.to_device(np.stack((waiting, keeps_last, start)))
         self.own.extend(
             self.step,
-            [PromptPart(*part) for part in np.stack((slot, start, end), axis=1).tolist()],
+            [PromptPart(*span) for span in np.stack((slot, start, end), axis=1).tolist()],
             lambda rows, positions: self.req_states.all_token_ids.gpu[rows, positions],
             lens=(lengths[place] - kept - begin).clamp(min=0).int(),
         )
@@ -125,7 +119,7 @@ class ModelGuide(Guide):
                 "LenVM: the value model's cache is full; requests go on without guidance. Raise LENVM_MEMORY_SHARE."
             )
         self.without_room += len(room.refused)
-        if self.report is not None:
+        if self.report.metrics is not None:
             self.report.metrics.without_room.inc(len(room.refused))
         self._lose(room.refused)
 

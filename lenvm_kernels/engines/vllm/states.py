@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.lora.layers import LogitsProcessorWithLoRA
@@ -143,39 +144,52 @@ def after_reload(runner: GPUModelRunner, call: Callable[[], None]) -> None:
     runner.reset_lora_state = reset
 
 
-class Layout(NamedTuple):
-    """Rows of ``B`` requests of a step. The *nodes* of a request are its last token and its drafts.
+def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to the device without a host-device sync."""
+    tensor = torch.as_tensor(values)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+class Part(NamedTuple):
+    """``B`` requests of a step, and their rows. The *nodes* of a request are its last token and its drafts.
 
     Attributes:
-        slots: int64 ``[B]``; slots of the requests.
+        ctx: the engine's description of the step.
+        places: int64 ``[B]``, on the host; places of the requests in the batch.
+        host_slots, slots: int ``[B]``; slots of the requests, on the host and on the device.
         rows: int64 ``[B, N]``; the engine's row of each node, arbitrary for nodes that a request does not have.
         at: int64 ``[rows]``; the node of each row, counted over all requests; ``B N`` for rows of other requests.
         is_whole: node ``i`` is row ``i``: the step has no other rows, and no request lacks a node.
     """
 
+    ctx: LogitsContext
+    places: np.ndarray
+    host_slots: np.ndarray
     slots: torch.Tensor
     rows: torch.Tensor
     at: torch.Tensor
     is_whole: bool
 
     @classmethod
-    def of_step(cls, ctx: LogitsContext) -> Layout:
-        """The layout of all requests of a step without drafts."""
+    def whole(cls, ctx: LogitsContext) -> Part:
+        """All requests of a step without drafts."""
         at = torch.arange(len(ctx.pos), device=ctx.pos.device)
-        return cls(ctx.idx_mapping.long(), at[:, None], at, True)
+        places, slots = np.arange(len(ctx.idx_mapping_np)), ctx.idx_mapping.long()
+        return cls(ctx, places, ctx.idx_mapping_np, slots, at[:, None], at, True)
 
     @classmethod
-    def of(cls, ctx: LogitsContext, places: torch.Tensor, nodes: int) -> Layout:
-        """The layout of some requests of a step with drafts, at ``places [B]`` (int64) in the batch; N is ``nodes``."""
-        count, requests, rows, device = len(places), len(ctx.idx_mapping), len(ctx.pos), places.device
-        of_batch = (ctx.expanded_local_pos == 0).cumsum(0) - 1
+    def of(cls, ctx: LogitsContext, places: np.ndarray, nodes: int) -> Part:
+        """The requests of a step with drafts at these places; N is ``nodes``."""
+        count, requests, rows, device = len(places), len(ctx.idx_mapping), len(ctx.pos), ctx.pos.device
+        of_batch, place = (ctx.expanded_local_pos == 0).cumsum(0) - 1, to_device(places, device)
         request = torch.full((requests,), count, device=device)
-        request[places] = torch.arange(count, device=device)
+        request[place] = torch.arange(count, device=device)
         request = request[of_batch]
-        first = torch.searchsorted(of_batch, places)
+        first = torch.searchsorted(of_batch, place)
         of_nodes = (first[:, None] + torch.arange(nodes, device=device)).clamp(max=rows - 1)
         at = torch.where(request < count, request * nodes + ctx.expanded_local_pos, count * nodes)
-        return cls(ctx.idx_mapping.long()[places], of_nodes, at, rows == count * nodes and count == requests)
+        is_whole = rows == count * nodes and count == requests
+        return cls(ctx, places, ctx.idx_mapping_np[places], ctx.idx_mapping.long()[place], of_nodes, at, is_whole)
 
     def by_node(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows [rows, X]`` by node: ``[B N, X]``."""
