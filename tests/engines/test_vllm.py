@@ -270,7 +270,7 @@ def test_drafts_do_not_change_the_text(engine, speculating, has_grammar):
 def test_installed_plugin_guides_without_any_setting(folder):
     """By end tokens alone, with drafts. A thinking budget ends at the given tokens; parameters that need values are
     rejected."""
-    with running_server(folder, "default", speculation=NGRAM, value_model=False, LENVM_VALUE_MODEL="") as server:
+    with running_server(folder, "default", speculation=NGRAM, has_settings=False) as server:
         name = r"LenVM: guidance by end tokens alone.*; 16 requests, 64 candidates each; .* without CUDA"
         assert re.search(name, server.log.read_text())
         prompts = repeating(24, 14, 3, 25, 2, 5)
