@@ -128,8 +128,8 @@ class ValueEngine:
             # Later queries may share the pages at once: each layer writes the keys and values of all tokens of a
             # forward before it reads any.
             self._own.computed(row, length)
-            answers.append(QueryValues(values := [], cached))
-            pieces = []
+            values, pieces = list[float](), list[_Piece]()
+            answers.append(QueryValues(values, cached))
             for start in range(cached, length, self._chunk_tokens):
                 part = PromptPart(row, start, min(start + self._chunk_tokens, length))
                 pieces.append(_Piece(part, query.token_ids[start : part.end], (), None if candidates else values))
