@@ -29,7 +29,7 @@ from tests.helpers import models
 from tests.helpers.probes import write_random_probe
 
 SECOND = "guidance needs vLLM's second model runner"
-ASKS, OTHERS = {"target_length": 5}, {"session_id": "of another consumer"}
+TARGET, OTHERS = {"target_length": 5}, {"session_id": "of another consumer"}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch,
         return
     front_end.configure(None, engine)
     for xargs, message in (
-        (ASKS | OTHERS, reason and rf"guidance \(target_length, session_id\) must be absent.*{reason}"),
+        (TARGET | OTHERS, reason and rf"guidance \(target_length, session_id\) must be absent.*{reason}"),
         ({"value_mode": "loud"}, reason or "value_mode must be one of"),
         (OTHERS, None),
         (None, None),
@@ -172,7 +172,7 @@ def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, sourc
     unguided = Request(OTHERS, **options)
     assert InputProcessor.process_inputs(None, unguided) is unguided
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        InputProcessor.process_inputs(None, Request(ASKS, **options))
+        InputProcessor.process_inputs(None, Request(TARGET, **options))
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, sourc
         (CompletionRequest, {"prompt": "w1"}),
     ],
 )
-@pytest.mark.parametrize("xargs", [None, OTHERS, ASKS])
+@pytest.mark.parametrize("xargs", [None, OTHERS, TARGET])
 def test_beams_with_guidance_are_rejected(request_class, prompt, xargs):
     front_end.configure(None, config())
     request, message = request_class(model="base", use_beam_search=True, n=2, vllm_xargs=xargs, **prompt), "use_beam_"
-    with pytest.raises(ValueError, match=message) if xargs is ASKS else nullcontext():
+    with pytest.raises(ValueError, match=message) if xargs is TARGET else nullcontext():
         assert request.to_beam_search_params(5, {}).beam_width == 2
 
 
@@ -195,7 +195,7 @@ def test_first_model_runner_without_a_front_end(folders, monkeypatch):
     processor = LenVMProcessor(config(is_second=False), None, False)
     logits = torch.randn(2, 5)
     assert processor.apply(logits) is logits and processor.is_argmax_invariant()
-    assert not processor.add_request(0, SamplingParams(extra_args=ASKS))
+    assert not processor.add_request(0, SamplingParams(extra_args=TARGET))
     monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
     with pytest.raises(ValueError, match=SECOND):
         LenVMProcessor(config(is_second=False), None, False)
@@ -233,7 +233,7 @@ def test_ranks_with_different_settings_are_rejected(monkeypatch, group, theirs):
 
 
 @pytest.mark.parametrize("is_explicit", [False, True])
-def test_failure_at_start_ends_only_servers_that_asked(monkeypatch, caplog, group, is_explicit):
+def test_failure_at_start_ends_servers_with_settings_only(monkeypatch, caplog, group, is_explicit):
     monkeypatch.setattr(NEW_GUIDE, MagicMock(side_effect=RuntimeError("on purpose")))
     if is_explicit:
         monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
@@ -241,7 +241,7 @@ def test_failure_at_start_ends_only_servers_that_asked(monkeypatch, caplog, grou
             LenVMProcessor(config(), "states")
         return
     processor = LenVMProcessor(config(), "states")
-    assert not processor.add_request(0, SamplingParams(extra_args=ASKS))
+    assert not processor.add_request(0, SamplingParams(extra_args=TARGET))
     assert "requests cannot be guided: on purpose" in caplog.text
 
 

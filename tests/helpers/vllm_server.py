@@ -109,17 +109,17 @@ def running_server(folder, name, *options, speculation=None, has_settings=True, 
         yield Server(url, trace, log)
 
 
-def check_steps(folder, sequences, steps):
+def check_steps(folder, sequences, steps, forced=()):
     """Check every guided row of every step: its values against forwards of its sequence, and that a token with
-    probability is drawn and returned. Returns the number of values."""
+    probability is drawn and returned, unless the engine returns a ``forced`` one. Returns the number of values."""
     candidates, values, following = [], [], {}
     for sequence in sequences:
         for end in range(1, len(sequence)):
             following.setdefault(tuple(sequence[:end]), set()).add(sequence[end])
     for row in (row for step in steps for row in step["rows"] if row["status"] == Status.GUIDE):
-        returned = following.get(tuple(row["tokens"]))
+        returned = following.get(tuple(row["tokens"]), set())
         # The sequence of a rejected draft is not returned.
-        assert (row["node"] and returned is None) or row["token"] in returned
+        assert (row["node"] and not returned) or returned & {row["token"], *forced}
         assert row["probs"][row["token_ids"].index(row["token"])] > 0
         for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
             if token >= 0:
