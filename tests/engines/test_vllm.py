@@ -312,17 +312,17 @@ def check_probe_steps(folder, prompts, guidance, steps):
     return found
 
 
-def check_predictions(file, prompts, guidance, responses, values):
+def check_predictions(file, prompts, guidance, responses, value):
     """Check the lines of the requests with ``return_values``, by the engine's request ids.
 
-    ``values(prompt)`` are the expected value logit, and the tokens before the predicted ones.
+    ``value(prompt)`` returns the expected value logit, and the tokens before the predicted ones.
     """
     lines, checked = [json.loads(line) for line in file.read_text().splitlines()], 0
     for prompt, params, response in zip(prompts, guidance, responses, strict=True):
         found = [line for line in lines if line["request_id"].startswith(response["id"])]
         assert len(found) == bool(params and "return_values" in params)
         for line in found:
-            z, first = values(prompt)
+            z, first = value(prompt)
             expected = first + (torch.nn.functional.softplus(z) / -math.log(GAMMA)).item()
             assert line["prompt_tokens"] == len(prompt)
             assert line["predicted_output_length"] == pytest.approx(expected, abs=2e-3)
@@ -338,8 +338,11 @@ def test_predicted_lengths_are_written_to_file(folder, speculating):
     """One line per request with ``return_values``; prompts in chunks, with drafts."""
     prompts = repeating(28, 3, 60, 5, 9, 20)
     _, responses, _ = generate(speculating, prompts, PREDICTED, max_tokens=12)
-    values = lambda prompt: (values_from_scratch(folder, [prompt]), 0)  # noqa: E731
-    check_predictions(folder / "predictions", prompts, PREDICTED, responses, values)
+
+    def value(prompt):
+        return values_from_scratch(folder, [prompt]), 0
+
+    check_predictions(folder / "predictions", prompts, PREDICTED, responses, value)
 
 
 @pytest.mark.parametrize(

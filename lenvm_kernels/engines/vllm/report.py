@@ -40,7 +40,8 @@ class Report:
         request_ids: Mapping[int, str] | None = None,
     ) -> None:
         self.metrics, self.file = metrics, file
-        self._device, self._slots, self._request_ids = device, slots, request_ids or {}
+        self._device, self._slots = device, slots
+        self._request_ids = {} if request_ids is None else request_ids  # empty while the server starts
         self._stopwatch = Stopwatch(device)
         # Tensors on their way to the host; each is passed to a function once it has arrived, in order.
         self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, Callable[[torch.Tensor], None]]] = deque()
