@@ -61,25 +61,18 @@ class QueryValues(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Tokens of the query with an index, or candidates after all of its tokens, that one forward computes."""
+    """Tokens ``part`` of a query that one forward computes, or candidates after all of its tokens."""
 
-    query: int
     part: PromptPart
-    candidate_ids: Sequence[int] = ()
-
-    @property
-    def size(self) -> int:
-        return self.part.end - self.part.start + len(self.candidate_ids)
+    token_ids: Sequence[int]
+    candidate_ids: Sequence[int]
+    values: list[float] | None  # to which the values are appended
 
 
 class ValueEngine:
-    """Computes queries, and keeps prefixes until their room is needed.
+    """Computes queries by forwards of at most ``chunk_tokens``, and keeps prefixes until their room is needed.
 
-    Args:
-        value_model: the value model.
-        max_tokens: tokens that the cache has room for; the maximum length of a sequence.
-        chunk_tokens: maximum number of tokens per forward.
-        backend: backend of the operators.
+    The cache has room for ``max_tokens``, the maximum length of a sequence. ``backend`` is that of the operators.
     """
 
     def __init__(
@@ -105,9 +98,9 @@ class ValueEngine:
             raise ValueError(f"input_ids must have 1 to {max_len} tokens, a candidate included, got {length}")
         vocab_size = self.value_model.config.vocab_size
         for name, token_ids in (("input_ids", query.token_ids), ("candidate_ids", query.candidate_ids)):
-            for token in token_ids:
-                if not 0 <= token < vocab_size:
-                    raise ValueError(f"{name} must be token ids in [0, {vocab_size}), got {token}")
+            wrong = [token for token in token_ids if not 0 <= token < vocab_size]
+            if wrong:
+                raise ValueError(f"{name} must be token ids in [0, {vocab_size}), got {wrong[0]}")
 
     def compute(self, queries: Sequence[Query]) -> list[QueryValues]:
         """Values of checked queries, computed together as far as the cache has room."""
@@ -125,46 +118,45 @@ class ValueEngine:
     @torch.no_grad()
     def _compute(self, queries: Sequence[Query]) -> list[QueryValues]:
         """Values of queries that the cache has room for together."""
-        answers, pieces, passing = [], [], []
-        for i, query in enumerate(queries):
-            row, length = next(self._next_rows), len(query.token_ids)
-            if query.bypass_cache or not query.candidate_ids:
+        answers, batches, passing, room = [], list[list[_Piece]](), [], 0
+        for query in queries:
+            row, length, candidates = next(self._next_rows), len(query.token_ids), query.candidate_ids
+            if query.bypass_cache or not candidates:
                 passing.append(row)
             cached = self._own.admit(row, () if row in passing else query.token_ids)
             self._own.reserve({row: length})
             # Later queries may share the pages at once: each layer writes the keys and values of all tokens of a
             # forward before it reads any.
             self._own.computed(row, length)
-            answers.append(QueryValues([], cached))
+            values, pieces = list[float](), list[_Piece]()
+            answers.append(QueryValues(values, cached))
             for start in range(cached, length, self._chunk_tokens):
-                pieces.append(_Piece(i, PromptPart(row, start, min(start + self._chunk_tokens, length))))
-            for first in range(0, len(query.candidate_ids), COLUMNS):
-                pieces.append(_Piece(i, PromptPart(row, length, length), query.candidate_ids[first : first + COLUMNS]))
-        batches: list[list[_Piece]] = [[]]
-        for piece in pieces:
-            if batches[-1] and sum(p.size for p in batches[-1]) + piece.size > self._chunk_tokens:
-                batches.append([])
-            batches[-1].append(piece)
+                part = PromptPart(row, start, min(start + self._chunk_tokens, length))
+                pieces.append(_Piece(part, query.token_ids[start : part.end], (), None if candidates else values))
+            for first in range(0, len(candidates), COLUMNS):
+                pieces.append(_Piece(PromptPart(row, length, length), (), candidates[first : first + COLUMNS], values))
+            for piece in pieces:
+                size = len(piece.token_ids) + len(piece.candidate_ids)
+                if size > room:
+                    batches.append([])
+                    room = self._chunk_tokens
+                batches[-1].append(piece)
+                room -= size
         for batch in batches:
-            values = iter(self._forward(queries, batch))
-            for piece in batch:
-                of_piece = list(itertools.islice(values, piece.size))
-                if piece.candidate_ids or not queries[piece.query].candidate_ids:
-                    answers[piece.query].values.extend(of_piece)
+            self._forward(batch)
         for row in passing:
             self._own.release(row)
         return answers
 
-    def _forward(self, queries: Sequence[Query], pieces: Sequence[_Piece]) -> list[float]:
-        """Value logits of the tokens and candidates of each piece."""
+    def _forward(self, pieces: Sequence[_Piece]) -> None:
+        """Compute the value logits of the tokens and candidates of each piece."""
         own, device, counts = self._own, self.value_model.device, [len(piece.candidate_ids) for piece in pieces]
-        tokens = [t for piece in pieces for t in queries[piece.query].token_ids[piece.part.start : piece.part.end]]
         columns = max(counts)
         if columns and self._backend != "reference" and device.type == "cuda":  # a kernel is compiled for each
             columns = next_power_of_2(columns)
         candidates = [[*piece.candidate_ids, *[-1] * (columns - len(piece.candidate_ids))] for piece in pieces]
         at = own.places([piece.part for piece in pieces])
-        token_ids = own.to_device(torch.tensor(tokens, dtype=torch.int64))
+        token_ids = own.to_device(torch.tensor([t for piece in pieces for t in piece.token_ids], dtype=torch.int64))
         batch = RaggedBatch.build(
             self.value_model,
             own.to_device(torch.tensor(candidates, dtype=torch.int32).view(len(pieces), columns)),
@@ -178,7 +170,12 @@ class ValueEngine:
         every = torch.arange(len(batch.layout.token_ids), device=device)
         layout = batch.layout._replace(candidate_rows=every[None])
         self.forwards += 1
-        return self.value_model.forward(replace(batch, layout=layout), self._cache, backend=self._backend)[0].tolist()
+        values = self.value_model.forward(replace(batch, layout=layout), self._cache, backend=self._backend)
+        rows = iter(values[0].tolist())
+        for piece in pieces:
+            of_piece = list(itertools.islice(rows, len(piece.token_ids) + len(piece.candidate_ids)))
+            if piece.values is not None:
+                piece.values.extend(of_piece)
 
 
 class _Body(BaseModel):
@@ -223,12 +220,10 @@ class _Body(BaseModel):
 def create_app(
     engine: ValueEngine, *, tokenizer: PreTrainedTokenizerBase | None = None, api_key: str | None = None
 ) -> Starlette:
-    """The ASGI application.
+    """The ASGI application, which computes the queries of a call together.
 
-    Args:
-        engine: the engine; the queries of a call are computed together.
-        tokenizer: tokenizer of texts in requests (None: requests must have token ids).
-        api_key: key that requests must carry as ``Authorization: Bearer KEY``, except ``/health`` (None: none).
+    If ``tokenizer`` is None, requests must have token ids. Unless ``api_key`` is None, requests must contain it as
+    ``Authorization: Bearer KEY``, except for ``/health``.
     """
     lock = asyncio.Lock()
 

@@ -1,5 +1,4 @@
-"""Separate cache slots for a value model in engines that do not share theirs: vLLM, the LenVM fork of SGLang, and
-``lenvm serve``. Runs on the host, without host-device syncs."""
+"""Separate cache slots for a value model in engines that do not share theirs. Makes no host-device sync."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +22,8 @@ MAX_DELTA = 16
 
 
 class Room(NamedTuple):
-    """The result of :meth:`OwnSlots.reserve`.
-
-    Attributes:
-        reclaimed: rows outside the step whose slots were taken; their tokens must be computed again.
-        refused: rows of the step that do not fit into the cache; they hold no slots.
-    """
+    """The result of :meth:`OwnSlots.reserve`: ``reclaimed`` rows outside the step have lost their slots, so that their
+    tokens must be computed again; ``refused`` rows of the step do not fit into the cache, and hold no slots."""
 
     reclaimed: list[int]
     refused: list[int]
@@ -47,8 +43,7 @@ class Places(NamedTuple):
     Attributes:
         token_rows, positions: int64 ``[D]``; table row and position of each token.
         table_rows: int64 ``[B]``; table row of each part.
-        begins, lens, starts: int32 ``[B]``; first token of each part in ``D``, its tokens, and the position of the
-            first.
+        begins, lens, starts: int32 ``[B]``; first token of a part in ``D``, number of tokens, position of the first.
         host_begins: ``begins`` on the host.
     """
 
@@ -66,16 +61,7 @@ class OwnSlots:
 
     Engines do not report when a request leaves, so slots are also taken from the rows that have been in no step for
     longest. Requests that begin with the same tokens share the full pages of these tokens while one of them holds them.
-
-    Args:
-        requests: rows of the slot table.
-        max_len: maximum number of tokens per request.
-        num_pages: pages in the cache. If None, enough for every request to reach ``max_len``.
-        device: device of the slot table.
-        page_size: tokens per page.
-
-    Attributes:
-        slots: the slot table, as a :class:`GuidedStep` takes it.
+    For arguments, see :class:`PagedSlots`, which ``slots`` is.
     """
 
     def __init__(
@@ -103,14 +89,10 @@ class OwnSlots:
             moved: offset of the rotary positions; requests with different offsets share nothing.
 
         Returns:
-            Number of tokens that are computed already, by requests with the same prefix.
+            Number of tokens that other requests with the same prefix have computed.
         """
-        self._prefixes[table_row] = self._digests(token_ids, moved)
-        pages = []
-        for prefix in self._prefixes[table_row]:
-            if prefix not in self._page_of:
-                break
-            pages.append(self._page_of[prefix])
+        self._prefixes[table_row] = prefixes = self._digests(token_ids, moved)
+        pages = [self._page_of[prefix] for prefix in takewhile(self._page_of.__contains__, prefixes)]
         self._forget(self.slots.share(table_row, pages))
         self._last_used.pop(table_row, None)
         if pages:
@@ -124,13 +106,8 @@ class OwnSlots:
         self._prefixes.pop(table_row, None)
 
     def reserve(self, lengths: Mapping[int, int]) -> Room:
-        """Make room for the requests of a step.
-
-        If the cache is too small for the step, the longest requests are refused.
-
-        Args:
-            lengths: number of tokens per row.
-        """
+        """Make room for a step, by the number of tokens of each row. If the cache is too small, the longest requests
+        are refused."""
         by_length = sorted(lengths, key=lengths.__getitem__)
         for row in by_length:  # none of them may be the oldest
             self._last_used.pop(row, None)
@@ -181,8 +158,7 @@ class OwnSlots:
         Args:
             step: the guided step on these slots.
             parts: at most one per request; :meth:`reserve` has made room for them.
-            token_ids: returns the token ids of all parts, int64 ``[D]`` on the device, from their table rows and
-                positions, int64 ``[D]``.
+            token_ids: returns the token ids of all parts from their table rows and positions, int64 ``[D]``.
             lens: int32 ``[B]``; tokens to keep of each part, if the host only has an upper bound. If None, all.
             images: images among the tokens.
         """
@@ -202,16 +178,14 @@ class OwnSlots:
         """A digest per full page: of ``moved`` and of the tokens up to the page's end."""
         size, running, digests = self.slots.page_size, hashlib.blake2b(array("q", [moved]), digest_size=16), []
         for end in range(size, len(token_ids) + 1, size):
-            running.update(array("q", token_ids[end - size : end]).tobytes())
+            running.update(array("q", token_ids[end - size : end]))
             digests.append(running.digest())
         return digests
 
     def _forget(self, pages: Sequence[int]) -> None:
         """Forget the prefixes of pages that are free now."""
-        for page in pages:
-            prefix = self._prefix_of.pop(page, None)
-            if prefix is not None:
-                del self._page_of[prefix]
+        for prefix in [self._prefix_of.pop(page) for page in pages if page in self._prefix_of]:
+            del self._page_of[prefix]
 
 
 def pages_for(value_model: ValueModel, requests: int, max_len: int, num_bytes: float | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,40 +11,29 @@ from transformers import PreTrainedModel
 
 
 class ProbeStates:
-    """The states of some layers in the last forward of a model.
+    """The states of some ``layers`` (:class:`ProbeConfig`) in the last forward of a causal language model.
 
-    The hooks on the model are removed when this object is deleted.
-
-    Args:
-        model: a causal language model of ``transformers``.
-        layers: as in :class:`ProbeConfig`.
-        last: keep the states of the last position only.
-
-    Raises:
-        ValueError: as :func:`layers_of`.
+    If ``last``, only the last position is kept. The hooks on the model are removed when this object is deleted. Raises
+    ValueError as :func:`layers_of`.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], *, last: bool) -> None:
         modules, count = layers_of(model), model.config.get_text_config().num_hidden_layers
-        kept: list[torch.Tensor | None] = [None] * len(layers)
+        self._kept = kept = dict[int, torch.Tensor]()
 
-        def keep(place: int, x: torch.Tensor) -> None:
-            kept[place] = x[:, -1] if last else x
+        def keep(layer: int, x: torch.Tensor) -> None:
+            kept[layer] = x[:, -1] if last else x
 
-        handles = []
-        for place, layer in enumerate(layers):
+        def before(layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            keep(layer, args[0] if args else kwargs["hidden_states"])
 
-            def before(module: torch.nn.Module, args: Any, kwargs: Any, place: int = place) -> None:
-                keep(place, args[0] if args else kwargs["hidden_states"])
-
-            def after(module: torch.nn.Module, args: Any, output: Any, place: int = place) -> None:
-                keep(place, output[0])
-
-            if layer == count:
-                handles.append(model.get_decoder().register_forward_hook(after))
-            else:
-                handles.append(modules[layer].register_forward_pre_hook(before, with_kwargs=True))
-        self._kept = kept
+        self._layers, decoder = layers, model.get_decoder()
+        handles = [
+            decoder.register_forward_hook(lambda module, args, output: keep(count, output[0]))
+            if layer == count
+            else modules[layer].register_forward_pre_hook(partial(before, layer), with_kwargs=True)
+            for layer in layers
+        ]
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def take(self) -> torch.Tensor:
@@ -52,11 +42,9 @@ class ProbeStates:
         Raises:
             RuntimeError: there was no forward since the last call.
         """
-        found = [x for x in self._kept if x is not None]
-        if len(found) < len(self._kept):
+        if not self._kept:
             raise RuntimeError("the base model has not run since its states were taken")
-        self._kept[:] = [None] * len(found)
-        return torch.cat(found, dim=-1)
+        return torch.cat([self._kept.pop(layer) for layer in self._layers], dim=-1)
 
 
 def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:

@@ -1,4 +1,4 @@
-"""The settings of the SGLang and vLLM plugins: environment variables or a JSON file. Importable without an engine."""
+"""The settings of the plugins: environment variables or a JSON file. Importable without an engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ NONE, OFF = "none", "off"  # values of value_model: guidance without a value mod
 
 
 class SettingText(NamedTuple):
-    """The text of a setting: its parser, the accepted values in words, and a condition on the parsed value."""
+    """How a setting's text is parsed, the accepted values in words, and a condition on the parsed value."""
 
     parse: Callable[[str], Any]
     accepted: str
@@ -116,10 +116,7 @@ class Settings:
     @classmethod
     @functools.cache
     def current(cls, tokenizer: str | None = None) -> Settings:
-        """The settings of this process, read once (:meth:`from_environment`).
-
-        ``tokenizer`` is the location of the engine's tokenizer, for settings that name none.
-        """
+        """The settings of this process, read once; ``tokenizer`` is the engine's, for settings that name none."""
         settings = cls.from_environment()
         return replace(settings, tokenizer=settings.tokenizer or tokenizer)
 
@@ -140,9 +137,8 @@ class Settings:
             name, text = given["value_head"]
             source = "with a probe" if settings.has_probe else "without a value model"
             raise ValueError(f"{name} must not be given {source}, got {text!r}")
-        if settings.value_model is None:
-            return settings
-        return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
+        path = settings.value_model
+        return settings if path is None else replace(settings, gamma=LenVMConfig.read(path, settings.gamma).gamma)
 
     @cached_property
     def has_probe(self) -> bool:
@@ -169,24 +165,36 @@ class Settings:
         """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
         return load_thoughts(self.tokenizer or (None if self.value_model is None else str(self.value_model)))
 
-    def parse_request(self, custom_params: Mapping[str, Any]) -> GuidanceParams:
-        """:func:`parse_guidance` of a request to a server, with the defaults of the settings and the value model.
+    def parse_request(self, custom_params: Mapping[str, Any], stop_token_ids: Sequence[int] = ()) -> GuidanceParams:
+        """:func:`parse_guidance` of a server's request, with the defaults of the settings and the value model.
 
-        Parameters of other components are ignored (:func:`read_names`): without fields, the result guides nothing.
+        Parameters of other components are ignored (:func:`read_names`).
 
         Raises:
             ValueError: naming the field, what came and what is accepted; also if the request needs a value model and
-                there is none, or cannot be combined with a probe.
+                there is none, cannot be combined with a probe, or has more tokens than a row of the device table.
         """
         given = read_names(custom_params, is_shared=True)
-        needs_thoughts = "thinking_budget" in given or any(
-            isinstance(given.get(name), str) for name in ("end_message", "landing")
+        is_text = any(isinstance(given.get(name), str) for name in ("end_message", "landing"))
+        params = parse_guidance(
+            given,
+            gamma=self.gamma,
+            strength=self.strength,
+            thoughts=self.thoughts if is_text or "thinking_budget" in given else None,
+            has_values=self.value_model is not None,
         )
-        defaults: dict[str, Any] = dict(gamma=self.gamma, strength=self.strength)
-        defaults |= dict(thoughts=self.thoughts if needs_thoughts else None, has_values=self.value_model is not None)
-        params = parse_guidance(given, **defaults)
         if self.has_probe:
             check_with_probe(params)
+        scaled = params.token_temperature_scale
+        if params.needs_step or scaled:
+            for name, tokens, most in (
+                ("stop_token_ids", stop_token_ids, MAX_STOP_TOKENS),
+                ("token_temperature_scale", scaled, MAX_SCALED_TOKENS),
+            ):
+                if len(tokens) > most:
+                    raise ValueError(
+                        f"{name} must be of at most {most} tokens together with guidance, got {len(tokens)}"
+                    )
         return params
 
     def load_probe(self, num_layers: int, embedding: torch.Tensor) -> LengthProbe:
@@ -206,38 +214,28 @@ class Settings:
         """The value model on a device, or None without one or with a probe; ``dtype`` is the base model's."""
         if self.value_model is None or self.has_probe:
             return None
-        options: dict[str, Any] = dict(gamma=self.gamma, dtype=self.dtype or dtype, device=device)
-        return ValueModel.from_pretrained(self.value_model, self.value_head, **options)
+        dtype = self.dtype or dtype
+        return ValueModel.from_pretrained(
+            self.value_model, self.value_head, gamma=self.gamma, dtype=dtype, device=device
+        )
 
     def working_bytes(
         self, values: ValueModel | LengthProbe | None, *, max_delta: int, max_drafts: int = 0, **sizes: int
     ) -> int:
-        """Bytes that an engine's steps and prompts take (:func:`working_bytes`), which share no memory.
-
-        ``sizes`` are ``requests``, ``max_len`` and ``vocab_size``.
-        """
-        delta = dict(max_delta=max_delta, max_drafts=max_drafts)
-        step = working_bytes(values, **sizes, **delta, max_candidates=self.max_candidates)
-        if not isinstance(values, ValueModel):
-            return step
-        return step + working_bytes(values, **sizes, tokens=self.chunk_tokens)
+        """Bytes that an engine's steps and prompts take (:func:`working_bytes`, with its ``sizes``)."""
+        of_step: dict[str, Any] = dict(max_delta=max_delta, max_drafts=max_drafts, max_candidates=self.max_candidates)
+        prompts = working_bytes(values, **sizes, tokens=self.chunk_tokens) if isinstance(values, ValueModel) else 0
+        return working_bytes(values, **sizes, **of_step) + prompts
 
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
         """Configuration of a :class:`GuidedStep`; ``has_graphs`` states whether the engine itself uses CUDA graphs."""
-        return StepConfig(
-            max_candidates=self.max_candidates,
-            max_eos=MAX_END_TOKENS,
-            chunk_tokens=self.chunk_tokens,
-            value_stride=self.value_stride,
-            graphs=self.graphs if has_graphs or self.graphs is not None else False,
-            **sizes,
-        )
+        own = {name: getattr(self, name) for name in ("max_candidates", "chunk_tokens", "value_stride")}
+        graphs = self.graphs if has_graphs or self.graphs is not None else False
+        return StepConfig(max_eos=MAX_END_TOKENS, graphs=graphs, **own, **sizes)
 
 
 _HINTS = get_type_hints(Settings, include_extras=True)
-_TEXTS: dict[str, SettingText] = {
-    name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")
-}
+_TEXTS: dict[str, SettingText] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
 
 
 def _given_texts() -> dict[str, tuple[str, str]]:

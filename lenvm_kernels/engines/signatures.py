@@ -1,7 +1,7 @@
 """Signatures of the engines' internal functions that the plugins wrap, call or read, as recorded in tested versions.
 
-Engines do not guarantee these. A process with guidance therefore compares the installed signatures with the recorded
-ones, and rejects differences by name. ``signatures.json`` is written by ``python -m tools.engine_signatures``.
+A process with guidance compares the installed signatures with the recorded ones, and rejects differences by name.
+``signatures.json`` is written by ``python -m tools.engine_signatures``.
 """
 
 from __future__ import annotations
@@ -111,9 +111,8 @@ def differences(engine: str) -> dict[str, str]:
     """The targets of the installed engine that match no recorded version, each with its difference."""
     versions, found = recorded(engine), {}
     for target in USED[engine]:
-        signature = signature_of(target)
         accepted = list(dict.fromkeys(version[target] for version in versions.values()))
-        if signature is None:
+        if (signature := signature_of(target)) is None:
             found[target] = "is not there"
         elif signature not in accepted:
             found[target] = f"takes ({signature}), not ({') or ('.join(accepted)})"

@@ -13,8 +13,6 @@ import torch
 from lenvm_kernels.guidance import Thoughts, text_breaks_of
 
 logger = logging.getLogger(__name__)
-
-
 _loaders: dict[str, Callable[[], Any]] = {}
 
 
@@ -54,10 +52,7 @@ def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | N
 def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, base_tokenizer: str) -> None:
     """Raise ValueError unless both models have the same tokens; their embeddings may be padded differently.
 
-    Args:
-        value_model: directory of the value model, with its tokenizer.
-        value_size, base_size: sizes of the models' vocabularies.
-        base_tokenizer: location of the base model's tokenizer (:func:`load_tokenizer`).
+    ``value_model`` is a directory with a tokenizer; the sizes are those of the vocabularies.
     """
     if value_size == base_size:
         return
@@ -77,8 +72,7 @@ def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, 
 def check_same_tokens(name: str, base_tokenizer: Any, value_tokenizer: Any) -> None:
     """Raise ValueError, naming the argument or setting ``name``, unless two tokenizers have the same tokens."""
     base, value = base_tokenizer.get_vocab(), value_tokenizer.get_vocab()
-    different = [token for token in {**base, **value} if base.get(token) != value.get(token)]
-    if different:
+    if different := [token for token in {**base, **value} if base.get(token) != value.get(token)]:
         first = min(different)
         raise ValueError(
             f"{name} must share the base model's vocabulary: {len(different)} tokens differ, {first!r} among them (ids "

@@ -1,8 +1,11 @@
-"""The models that the engines' servers load."""
+"""The models that the engines' servers load, and an environment without settings."""
 
 import importlib
+import os
 
 import pytest
+
+from lenvm_kernels.engines.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +15,13 @@ def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     importlib.import_module(f"tests.helpers.{engine}_server").write_checkpoints(folder)
     return folder
+
+
+@pytest.fixture
+def clean_settings(monkeypatch):
+    """An environment without settings, and none that were read before."""
+    for name in [name for name in os.environ if name.startswith("LENVM_")]:
+        monkeypatch.delenv(name)
+    Settings.current.cache_clear()
+    yield
+    Settings.current.cache_clear()

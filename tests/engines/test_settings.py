@@ -1,36 +1,28 @@
 """Settings of the SGLang and vLLM plugins, tested without the engines."""
 
 import json
-import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks, load_with
-from lenvm_kernels.engines.vllm.requests import guidance_of
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import StepConfig
-from lenvm_kernels.types import Mode
 from tests.helpers.models import random_pair, save_checkpoint
 from tests.helpers.probes import write_random_probe
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
-    """An existing path, in an environment without settings and without cached settings."""
-    for name in [name for name in os.environ if name.startswith("LENVM_")]:
-        monkeypatch.delenv(name)
-    Settings.current.cache_clear()
+def model(tmp_path, clean_settings):
+    """An existing path, in an environment without settings."""
     path = tmp_path / "value-model"
     path.mkdir()
-    yield path
-    Settings.current.cache_clear()
+    return path
 
 
 @pytest.fixture
@@ -48,28 +40,27 @@ def given(model, monkeypatch):
     return write
 
 
-# Per case: the file, the variables, whether guidance is off, whether a variable is set, and the value model.
-SWITCHES = {
-    "nothing": (None, {}, False, False, None),
-    "blank": (None, {"value_model": " "}, False, False, None),
-    "another setting": (None, {"chunk_tokens": 4096}, False, True, None),
-    "none": (None, {"value_model": "none"}, False, True, None),
-    "a file without it": ({"chunk_tokens": 4096}, {}, False, True, None),
-    "a value model": (None, {"value_model": "{model}"}, False, True, "{model}"),
-    "off": (None, {"value_model": "off"}, True, True, None),
-    "off in a file": ({"value_model": "off"}, {}, True, True, None),
-    "off but in a file": ({"value_model": "none"}, {"value_model": "off"}, True, True, None),
-    "off in a file alone": ({"value_model": "off"}, {"value_model": "{model}"}, False, True, "{model}"),
-}
+# The file, the variables, whether guidance is off, whether a variable is set, and whether there is a value model.
+SWITCHES = [
+    (None, {}, False, False, False),
+    (None, {"value_model": " "}, False, False, False),
+    (None, {"chunk_tokens": 4096}, False, True, False),
+    (None, {"value_model": "none"}, False, True, False),
+    ({"chunk_tokens": 4096}, {}, False, True, False),
+    (None, {"value_model": "{model}"}, False, True, True),
+    (None, {"value_model": "off"}, True, True, False),
+    ({"value_model": "off"}, {}, True, True, False),
+    ({"value_model": "none"}, {"value_model": "off"}, True, True, False),
+    ({"value_model": "off"}, {"value_model": "{model}"}, False, True, True),
+]
 
 
-@pytest.mark.parametrize("case", SWITCHES)
-def test_guidance_without_values_is_on_by_default(model, given, case):
-    file, variables, is_off, is_explicit, expected = SWITCHES[case]
+@pytest.mark.parametrize(("file", "variables", "is_off", "is_explicit", "has_model"), SWITCHES)
+def test_guidance_without_values_is_on_by_default(model, given, file, variables, is_off, is_explicit, has_model):
     given(file, **{name: str(text).format(model=model) for name, text in variables.items()})
     assert (Settings.is_off(), Settings.is_explicit()) == (is_off, is_explicit)
     if not is_off:
-        assert Settings.current() == Settings.from_environment() == Settings(expected and model)
+        assert Settings.current() == Settings.from_environment() == Settings(model if has_model else None)
 
 
 # Per setting: texts with their values, the accepted values in words, and rejected texts. "{model}" is an existing path.
@@ -166,20 +157,18 @@ def test_bad_settings_are_rejected_by_name(model, given, name, text):
         Settings.from_environment()
 
 
-BAD_FILES = {
-    "absent": (None, "LENVM_CONFIG must be a JSON file, got .*No such file"),
-    "no JSON": ("{", "LENVM_CONFIG must be a JSON file, got .*lenvm.json"),
-    "list": ([1], "LENVM_CONFIG must be a JSON object of settings, got list in .*lenvm.json"),
-    "misspelled": ({"value_modell": "x"}, r"value_modell in .*lenvm.json is not a setting; did you mean value_model\?"),
-    "unknown": ({"seed": 1}, "seed in .*lenvm.json is not a setting; accepted are value_model, value_head"),
-}
+BAD_FILES = [
+    (None, "LENVM_CONFIG must be a JSON file, got .*No such file"),
+    ("{", "LENVM_CONFIG must be a JSON file, got .*lenvm.json"),
+    ([1], "LENVM_CONFIG must be a JSON object of settings, got list in .*lenvm.json"),
+    ({"value_modell": "x"}, r"value_modell in .*lenvm.json is not a setting; did you mean value_model\?"),
+    ({"seed": 1}, "seed in .*lenvm.json is not a setting; accepted are value_model, value_head"),
+]
 
 
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_files_are_rejected_by_name(model, given, monkeypatch, case):
-    content, message = BAD_FILES[case]
-    monkeypatch.setenv("LENVM_CONFIG", str(model / "lenvm.json"))
-    given(content)
+@pytest.mark.parametrize(("content", "message"), BAD_FILES)
+def test_bad_files_are_rejected_by_name(model, given, content, message):
+    given(content, config=model.parent / "lenvm.json")
     with pytest.raises(ValueError, match=f"^{message}"):
         Settings.from_environment()
 
@@ -201,45 +190,49 @@ def test_step_config_from_settings(model, has_graphs, graphs):
 
 
 # By source: the default strength, the error of value_head, and unsupported requests with their errors.
-UNSUPPORTED = {
-    "none": (
-        10,
-        "without a value model",
-        ({"return_values": True}, "return_values must not be given without a value model"),
-        ({"thinking_budget": 40}, "thinking_budget needs end_token_ids"),
-    ),
-    "a probe": (
+UNSUPPORTED = [
+    ("none", 10, "without a value model", {"return_values": True}, "return_values must not be given without a value"),
+    ("none", 10, "without a value model", {"thinking_budget": 40}, "thinking_budget needs end_token_ids"),
+    (
+        "probe",
         40,
         "with a probe",
-        ({"target_length": 9, "value_min": 0.5}, r"value_min must be absent with near and a probe, got 0.5"),
+        {"target_length": 9, "value_min": 0.5},
+        r"value_min must be absent .* probe, got 0.5",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("source", UNSUPPORTED)
-def test_sources_that_read_no_tokens(given, model, source):
+@pytest.mark.parametrize(("source", "strength", "of_head", "request_", "message"), UNSUPPORTED)
+def test_sources_that_read_no_tokens(given, model, source, strength, of_head, request_, message):
     """The plugin is active and rejects parameters that need a value model."""
-    if source == "a probe":
+    if source == "probe":
         write_random_probe(model, random_pair("qwen2")[0])
-    given(value_model=model if source == "a probe" else source, gamma="0.9")
+    given(value_model=model if source == "probe" else source, gamma="0.9")
     settings = Settings.from_environment()
-    assert settings == Settings(model if source == "a probe" else None, gamma=0.9)
-    assert settings.has_probe == (source == "a probe") and not settings.reads_tokens and not settings.reads_images
+    assert settings == Settings(model if source == "probe" else None, gamma=0.9)
+    assert settings.has_probe == (source == "probe") and not settings.reads_tokens and not settings.reads_images
     assert settings.load_value_model(torch.float32, "cpu") is None
     params = settings.parse_request({"target_length": 9})
-    strength, of_head, *requests = UNSUPPORTED[source]
     assert (params.gamma, params.scale) == (0.9, strength)
-    for request, message in requests:
-        with pytest.raises(ValueError, match=message):
-            settings.parse_request(request)
+    with pytest.raises(ValueError, match=message):
+        settings.parse_request(request_)
     given(value_head=model)
     with pytest.raises(ValueError, match=f"LENVM_VALUE_HEAD must not be given {of_head}, got '"):
         Settings.from_environment()
 
 
-def test_thinking_budget_without_value_model():
-    budget = Settings(None).parse_request({"thinking_budget": 40, "end_token_ids": [7]})
-    assert budget.hard_limit == 50 and budget.mode == Mode.LE_NEAR
+# Tokens of a request at the maximum and above it, and the field that is named.
+LIMITS = [({"target_length": 9}, 48, None), ({"token_temperature_scale": {i: 2.0 for i in range(32)}}, 0, None)]
+LIMITS += [({"target_length": 9}, 49, "stop_token_ids must be of at most 48 tokens together with guidance, got 49")]
+LIMITS += [({"token_temperature_scale": {i: 2.0 for i in range(33)}}, 0, "token_temperature_scale .* 32 .*, got 33")]
+
+
+@pytest.mark.parametrize(("fields", "stops", "message"), [*LIMITS, ({"session_id": "of another"}, 99, None)])
+def test_requests_with_too_many_tokens_are_rejected(fields, stops, message):
+    """Unguided requests have no row of the device table."""
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        Settings(None).parse_request(fields, range(stops))
 
 
 @pytest.mark.parametrize("other", [{}, {"scale": 2}, {"mode": "x", "strength": "high"}, {"thinking_budget": -1}])
@@ -254,19 +247,11 @@ def test_requests_share_parameters_with_other_components(other):
 
 def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
     """None, with a warning, if the engine's tokenizer cannot be loaded."""
-    words = Tokenizer(WordLevel({"a": 0, "b.": 1, "c\n": 2, "<unk>": 3}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
-    assert load_text_breaks(str(tmp_path), 6).tolist() == [0, 2, 1, 0, 0, 0]
+    path = save_checkpoint(tmp_path, seed=0, words=["<unk>", "<eos>", "<pad>", "a", "b.", "c\n"])
+    assert load_text_breaks(path, 8).tolist() == [0, 0, 0, 0, 2, 1, 0, 0]
     assert load_text_breaks(None, 6) is None and not caplog.records
     assert load_text_breaks(str(tmp_path / "nowhere"), 6) is None
     assert "outputs may end within sentences: the tokenizer" in caplog.text and "nowhere" in caplog.text
-
-
-@pytest.mark.parametrize(("switch", "allows"), [(True, True), (1, True), (0, False)])
-def test_vllm_flags_may_be_numbers(model, switch, allows):
-    extra_args = {"target_length": 9, "end_token_ids": [3], "allow_eos": switch}
-    params = SimpleNamespace(extra_args=extra_args, temperature=1.0, top_k=0, stop_token_ids=None)
-    assert guidance_of(params, Settings(model)).allow_eos is allows
 
 
 def test_tokenizer_of_an_engine_is_loaded_by_the_engine(model, given, tmp_path, monkeypatch):
@@ -292,6 +277,9 @@ def test_tokenizer_of_an_engine_is_loaded_by_the_engine(model, given, tmp_path, 
     given(tokenizer="other")
     assert Settings.current("engine/1").thoughts.ends == ((1,),)
     assert loaded == [1, 2, 3, str(tmp_path / "value"), str(model), "other"]
+    load_with("engine/4", lambda: SimpleNamespace(get_vocab=dict))
+    with pytest.raises(ValueError, match=r"LENVM_VALUE_MODEL must share .* tokens differ, .* \(ids None and \d+\)"):
+        check_vocabulary(tmp_path / "value", 2, 3, "engine/4")
 
 
 # Tokenizers of the setting, the engine and the value model, named by the id of their end of a thought, and the one

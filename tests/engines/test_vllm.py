@@ -42,7 +42,6 @@ from tests.helpers.sglang_server import (
     prompts_of,
     values_from_scratch,
 )
-from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
 from tests.helpers.vllm_server import (
     NGRAM,
     PIECES,
@@ -55,10 +54,9 @@ from tests.helpers.vllm_server import (
 )
 
 ROOT = Path(__file__).parents[2]
-# Fields whose lists of lists are passed as JSON text.
-LISTS = ("end_token_ids", "start_token_ids")
 # Start and end of a thought for the engine's own budget. The tokenizer splits other words into several tokens.
 START, END = WORDS.index("<unk>"), WORDS.index("<pad>")
+GAMMA = 0.9  # of servers that predict lengths
 REASONING = json.dumps({"reasoning_start_str": WORDS[START], "reasoning_end_str": WORDS[END]})
 
 
@@ -71,7 +69,8 @@ def engine(folder):
 
 @pytest.fixture(scope="module")
 def speculating(folder):
-    with running_server(folder, "speculating", "--reasoning-config", REASONING, speculation=NGRAM) as server:
+    options = dict(LENVM_PREDICTIONS=str(folder / "predictions"), LENVM_GAMMA=str(GAMMA))
+    with running_server(folder, "speculating", "--reasoning-config", REASONING, speculation=NGRAM, **options) as server:
         yield server
 
 
@@ -81,12 +80,14 @@ def server(request):
     return request.getfixturevalue(request.param)
 
 
-def generate(engine, prompts, guidance, **sampling):
-    """Send all prompts at once; returns prompts with outputs, the responses, and the guided steps."""
+def generate(engine, prompts, guidance, each=None, **sampling):
+    """Send all prompts at once, with further parameters of ``each``; returns prompts with outputs, the responses, and
+    the guided steps."""
     before = len(engine.steps())
 
     def answer(i):
-        response = engine.post(prompt=prompts[i], vllm_xargs=guidance[i], seed=i, **sampling)
+        options = sampling | (each[i] if each else {})
+        response = engine.post(prompt=prompts[i], vllm_xargs=guidance[i], seed=i, **options)
         assert response.ok, response.text
         return response.json()
 
@@ -101,37 +102,48 @@ def rows_of(steps, *status):
     return [row for step in steps for row in step["rows"] if row["status"] in (status or tuple(Status))]
 
 
-def test_every_mode_in_batch_with_unguided_requests(folder, engine):
-    """Prompts shorter and longer than a prefill chunk, in one batch with every guidance mode and without guidance."""
-    prompts = prompts_of(*range(3, 110, 9))[:12]
-    guidance = [*MODES, None, {}]
-    sequences, _, steps = generate(engine, prompts, guidance, min_p=0.01, temperature=0.7)
-    assert check_steps(folder, sequences, steps) > 12 * 16
-    guided = {tuple(row["tokens"][: len(prompt)]) for row in rows_of(steps, Status.GUIDE) for prompt in prompts}
-    assert guided.issuperset(map(tuple, prompts[:10])) and not guided.intersection(map(tuple, prompts[10:]))
+# Guidance and further parameters of requests. The engine's filters select the candidates of strong guidance.
+FAR = {"value_mode": "centered_exp", "value_scale": 40.0}
+UNGUIDED = [(None, {}), ({}, {}), (None, {"temperature": 0.0})]
+REQUESTS = [
+    *((mode, {}) for mode in MODES),
+    *((FAR, filters) for filters in ({"min_p": 0.05}, {"top_p": 0.8}, {"top_k": 8, "top_p": 0.95}, {"top_k": -1})),
+    *((MODES[0], greedy) for greedy in ({"temperature": 0.0}, {"top_k": 1})),
+    (GENTLE | {"value_stride": 3}, {}),
+    (MODES[1] | {"value_stride": 1, "value_entropy_threshold": 100.0}, {}),
+    ({"token_temperature_scale": json.dumps({i: 50.0 + i for i in range(40, 60)})}, {}),
+    (GENTLE | {"boosted_token_ids": [*range(80, 100), 600], "token_temp_divisor": 80.0}, {}),
+]
+
+
+def test_every_kind_of_request_in_one_batch(folder, engine):
+    """Prompts shorter and longer than a prefill chunk."""
+    count, requests = len(REQUESTS), REQUESTS + UNGUIDED
+    prompts = prompts_of(*(3 + 9 * i % 110 for i in range(len(requests))))
+    guidance, each = zip(*requests, strict=True)
+    each = [dict(min_p=0.01, temperature=0.7, max_tokens=24) | own for own in each]
+    sequences, _, steps = generate(engine, prompts, guidance, each)
+    assert check_steps(folder, sequences, steps) > 16 * 24
+    rows = {i: [row for row in rows_of(steps) if row["tokens"][: len(p)] == p] for i, p in enumerate(prompts)}
+    found = {i: Counter(Status(row["status"]).name for row in of_prompt) for i, of_prompt in rows.items()}
+    assert all(found[i]["GUIDE"] for i in range(count - 3)) and found[count - 4]["NOT_DUE"] > 10
+    assert found[count - 3]["SKIP"] >= 20 and all(found[i].keys() <= {"UNGUIDED"} for i in range(count, len(found)))
+    for i in (14, 15):  # greedy requests take the most probable candidate
+        for row in rows_of([{"rows": rows[i]}], Status.GUIDE):
+            assert row["token"] == row["token_ids"][row["probs"].index(max(row["probs"]))]
+    # Among this many tokens, some logit is above 0 and becomes by far the largest.
+    assert set(sequences[count - 2][-24:]) <= set(range(40, 60))
+    assert set(sequences[count - 1][-24:]) <= set(range(80, 100))
     # On a busy machine the requests may not all run at once.
     batches = [[row["status"] for row in step["rows"]] for step in steps]
     assert any(len(batch) >= 6 and {Status.GUIDE, Status.UNGUIDED} <= {*batch} for batch in batches)
     # Unguided requests draw the same tokens in a batch without guidance.
-    alone, _, steps = generate(engine, prompts, [None] * 12, min_p=0.01, temperature=0.7)
-    assert alone[10:] == sequences[10:] and alone[:10] != sequences[:10] and not steps
-
-
-def test_drawn_tokens_have_guided_probability(engine):
-    """The engine's top-k, top-p and min-p select the candidates, and its sampler returns the drawn token."""
-    prompts = prompts_of(9, 12, 5, seed=4)
-    far = {"value_mode": "centered_exp", "value_scale": 40.0}
-    unlikely = 0
-    for filters in ({"min_p": 0.05}, {"top_p": 0.8}, {"top_k": 8, "top_p": 0.95}, {"top_k": -1, "min_p": 0.2}):
-        sequences, _, steps = generate(engine, prompts, [far, None, far], **filters, max_tokens=24)
-        tokens = {tuple(sequence[:n]): sequence[n] for sequence in sequences for n in range(len(sequence))}
-        for row in rows_of(steps, Status.GUIDE):
-            drawn = tokens.get(tuple(row["tokens"]))
-            assert row["probs"][row["token_ids"].index(row["token"])] > 0
-            if drawn is not None:  # otherwise the engine computed one step more than it returns
-                assert row["token"] == drawn
-                unlikely += row["token_ids"].index(drawn) >= 2
-    assert unlikely > 30
+    alone, _, steps = generate(engine, prompts, [None] * len(prompts), each)
+    assert alone[count:] == sequences[count:] and alone[:14] != sequences[:14] and not steps
+    metrics = engine.metrics()
+    assert metrics["lenvm:guided_steps_total"] >= 24 and metrics["lenvm:value_model_milliseconds_total"] > 0
+    assert metrics["lenvm:rows_total guide"] > 16 * 16 and metrics["lenvm:rows_total unguided"] > 0
+    assert metrics["lenvm:cache_bytes"] > 0 and metrics["lenvm:fallbacks_total"] == 0
 
 
 def test_value_model_computes_prefixes_cached_by_the_engine(folder, engine):
@@ -148,94 +160,27 @@ def test_value_model_computes_prefixes_cached_by_the_engine(folder, engine):
     assert check_steps(folder, sequences, steps) > 32
 
 
-def test_strides_thresholds_and_token_temperatures(folder, engine):
-    prompts = prompts_of(9, 60, 5, 7, seed=12)
-    guidance = [
-        GENTLE | {"value_stride": 3},
-        MODES[1] | {"value_stride": 1, "value_entropy_threshold": 100.0},
-        {"token_temperature_scale": json.dumps({i: 50.0 + i for i in range(40, 60)})},
-        GENTLE | {"boosted_token_ids": [*range(80, 100), 600], "token_temp_divisor": 80.0},
-    ]
-    sequences, _, steps = generate(engine, prompts, guidance, max_tokens=24)
-    assert check_steps(folder, sequences, steps) > 24
-    found = Counter(Status(row["status"]).name for row in rows_of(steps))
-    assert found["NOT_DUE"] > 10 and found["SKIP"] >= 24 and found["GUIDE"] > 10
-    # Among this many tokens, some logit is above 0 and becomes by far the largest.
-    assert set(sequences[2][-24:]) <= set(range(40, 60)) and set(sequences[3][-24:]) <= set(range(80, 100))
+MANY = json.dumps({i: 2.0 for i in range(40)})
+REJECTED = [
+    ({"value_mode": "loud"}, {}, "value_mode must be one of"),
+    ({"value_scale": 2, "gamma": 1.5}, {}, "gamma must be a finite number > 0 and < 1, got 1.5"),
+    ({"lenvm": '{"target_lenght": 5}'}, {}, "target_lenght is not a guidance parameter; did you mean target_length"),
+    ({"return_values": 1}, {}, "return_values must be false in vLLM without LENVM_PREDICTIONS"),
+    ({"thinking_budget": 5}, {}, "thinking_budget needs end_token_ids: no token is known that ends a thought"),
+    ({"token_temperature_scale": "13=0.5"}, {}, "token_temperature_scale must be a mapping of token id to divisor"),
+    ({"token_temperature_scale": MANY}, {}, "token_temperature_scale must be of at most 32 tokens together with"),
+    ({"target_length": 9}, dict(stop_token_ids=[*range(49)]), "stop_token_ids must be of at most 48 tokens together"),
+    ({"target_length": 9}, dict(use_beam_search=True, n=2), "use_beam_search must be false together with guidance"),
+]
 
 
-def test_bad_parameters_are_rejected_without_side_effects(folder, engine):
+def test_bad_requests_are_rejected_without_side_effects(folder, engine):
     prompts = prompts_of(5, seed=2)
-    for xargs, message in (
-        ({"value_mode": "loud"}, "value_mode must be one of"),
-        ({"value_scale": 2, "gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
-        (
-            {"lenvm": json.dumps({"target_lenght": 5})},
-            "target_lenght is not a guidance parameter; did you mean target_length",
-        ),
-        ({"return_values": 1}, "return_values must be false in vLLM without LENVM_PREDICTIONS"),
-        ({"thinking_budget": 5}, "thinking_budget needs end_token_ids: no token is known that ends a thought"),
-        ({"token_temperature_scale": "13=0.5"}, "token_temperature_scale must be a mapping of token id to divisor"),
-        ({"token_temperature_scale": str({i: 2.0 for i in range(40)}).replace(" ", "").replace("{", '{"')}, "token_te"),
-    ):
-        response = engine.post(prompt=prompts[0], vllm_xargs=xargs)
+    for xargs, options, message in REJECTED:
+        response = engine.post(prompt=prompts[0], vllm_xargs=xargs, **options)
         assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
+    assert engine.post(prompt=prompts[0], use_beam_search=True, n=2, max_tokens=2).ok
     sequences, _, steps = generate(engine, prompts, [MODES[0] | {"session_id": "of another consumer"}])
-    assert check_steps(folder, sequences, steps)
-
-
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 1}])
-def test_greedy_requests_take_the_most_probable_token(folder, engine, sampling):
-    """Of the model, or by the guided probabilities."""
-    prompts = prompts_of(9, seed=3) * 3
-    sequences, _, steps = generate(engine, prompts, [None, {}, MODES[0]], **sampling)
-    assert sequences[0] == sequences[1] != sequences[2] and check_steps(folder, sequences, steps) > 16
-    for row in rows_of(steps, Status.GUIDE):
-        assert row["token"] == row["token_ids"][row["probs"].index(max(row["probs"]))]
-        assert row["token"] == sequences[2][len(row["tokens"])] if len(row["tokens"]) < len(sequences[2]) else True
-
-
-def test_end_of_sequence_is_an_ordinary_token_if_the_engine_ignores_it(engine):
-    """Otherwise the output ends around its target."""
-    prompts, target = prompts_of(*[7] * 4, seed=33), {"target_length": 6, "strength": 9}
-    counts = []
-    for ignores in (True, False):
-        sequences, _, _ = generate(engine, prompts, [target] * 4, ignore_eos=ignores, max_tokens=40, top_k=0)
-        outputs = [sequence[7:] for sequence in sequences]
-        assert all((len(output) == 40) == ignores for output in outputs)
-        counts.append(sum(output.count(WORDS.index("<eos>")) for output in outputs))
-    assert counts[0] <= 4 and counts[1] == 4
-
-
-def test_beams_with_guidance_are_rejected(engine):
-    response = engine.post(prompt="w1", vllm_xargs={"target_length": 9}, use_beam_search=True, n=2)
-    message = "use_beam_search must be false together with guidance, got true"
-    assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
-    assert engine.post(prompt="w1", use_beam_search=True, n=2, max_tokens=2).ok
-
-
-def test_many_requests_with_disconnects(folder, engine):
-    """200 requests of all kinds, more than the engine has slots; some clients disconnect."""
-    prompts = prompts_of(*(3 + i % 41 for i in range(200)), seed=5)
-    before = len(engine.steps())
-
-    def ask(i):
-        guidance = [*MODES, None][i % 11]
-        if i % 5 == 0:
-            with engine.post(prompt=prompts[i], vllm_xargs=guidance, max_tokens=200, stream=True) as response:
-                next(response.iter_lines())
-            return None
-        response = engine.post(prompt=prompts[i], vllm_xargs=guidance, max_tokens=1 + i % 7)
-        assert response.ok, response.text
-        return [*prompts[i], *response.json()["choices"][0]["token_ids"]]
-
-    with ThreadPoolExecutor(24) as pool:
-        sequences = [sequence for sequence in pool.map(ask, range(200)) if sequence is not None]
-    steps = engine.steps()[before:]
-    whole = {tuple(sequence[:n]) for sequence in sequences for n in range(1, len(sequence))}
-    kept = [{"rows": [row for row in step["rows"] if tuple(row["tokens"]) in whole]} for step in steps]
-    assert check_steps(folder, sequences, kept) > 1000
-    sequences, _, steps = generate(engine, prompts_of(9, seed=6), [MODES[0]])
     assert check_steps(folder, sequences, steps)
 
 
@@ -269,39 +214,6 @@ def repeating(seed, *lengths):
     return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
 
 
-def test_spans(folder, server):
-    """A span ends by an end token or at its limit, the sequence ends only after it, and then guidance is off."""
-    prompts, ends, limit, stops = repeating(15, 3, 5, 9, 20, 4, 6), [7, 100, 101, 102], 11, list(range(200, 248))
-    span = GENTLE | {"end_token_ids": ends, "hard_limit": limit}
-    guidance = [span | {"answer_length": 4.0}, *[span] * 5]
-    options = dict(stop_token_ids=stops, max_tokens=40, top_k=8)
-    sequences, responses, steps = generate(server, prompts, guidance, **options)
-    assert check_steps(folder, sequences, steps) > 6 * 6
-    places = []
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        output = sequence[len(prompt) :]
-        places.append(min(i for i, token in enumerate(output) if token in ends))
-        assert not set(output[: places[-1]]) & set(stops)
-        guided = [row["tokens"] for row in rows_of(steps, Status.GUIDE)]
-        last = max(len(tokens) for tokens in guided if tokens == sequence[: len(tokens)])
-        assert last <= len(prompt) + places[-1]
-        assert places[-1] < limit or output[limit] == ends[0]
-    assert max(places) == limit
-    assert any(response["choices"][0]["finish_reason"] == "stop" for response in responses)
-
-
-def test_several_spans_and_closings(folder, server):
-    """The value model also computes tokens between spans."""
-    prompts = repeating(18, 9, 20, 5, 12)
-    guidance = [{k: json.dumps(v) if k in LISTS else v for k, v in (GENTLE | asked).items()} for asked in SEVERAL]
-    sequences, _, steps = generate(server, prompts, guidance, max_tokens=60, allowed_token_ids=FEW, temperature=2.0)
-    assert check_steps(folder, sequences, steps) > 40
-    for asked, prompt, sequence, spans in zip(SEVERAL, prompts, sequences, SPANS_ENDED, strict=True):
-        rows = [row for row in rows_of(steps) if row["tokens"] == sequence[: len(row["tokens"])]]
-        statuses = {len(row["tokens"]): row["status"] for row in rows}
-        assert check_several(asked, prompt, sequence[len(prompt) :], statuses) >= spans
-
-
 def test_earlier_of_two_budgets_ends_thought(folder, server):
     """The engine's own budget and the span's hard limit; the prompt opens the thought."""
     prompts = [[*prompt, START] for prompt in repeating(16, 3, 9, 5, 20)]
@@ -310,7 +222,7 @@ def test_earlier_of_two_budgets_ends_thought(folder, server):
         # A soft budget of strength 0 does not end a thought.
         guidance = [GENTLE | span, {"thinking_budget": 4, "strength": 0} | span] * 2
         sequences, _, steps = generate(server, prompts, guidance, thinking_token_budget=budget, max_tokens=20)
-        assert check_steps(folder, sequences, steps) > 4 * 5
+        assert check_steps(folder, sequences, steps, forced=[END]) > 4 * 5
         for prompt, sequence in zip(prompts, sequences, strict=True):
             assert sequence.index(END) == len(prompt) + 5
             after = [row for row in rows_of(steps) if row["tokens"][: len(prompt) + 6] == sequence[: len(prompt) + 6]]
@@ -337,7 +249,7 @@ def test_drafts_of_models(folder, method):
 
 @pytest.mark.parametrize("has_grammar", [False, True])
 def test_drafts_do_not_change_the_text(engine, speculating, has_grammar):
-    """Of guided requests with a seed; many drafts are accepted."""
+    """Guided requests with a seed; many drafts are accepted."""
     prompt, draws, texts, grammar = repeating(10, 4)[0], 40, [], {}
     if has_grammar:  # the prompt repeats its digits
         digits = [WORDS.index(digit) for digit in "131421"]
@@ -355,47 +267,37 @@ def test_drafts_do_not_change_the_text(engine, speculating, has_grammar):
     assert allowed.issuperset(token for text in texts[0] for token in text)
 
 
-def test_without_a_value_model(folder):
-    """Targets are met by end tokens alone, with drafts; parameters that need values are rejected."""
-    with running_server(folder, "no values", speculation=NGRAM, LENVM_VALUE_MODEL="none") as server:
+def test_installed_plugin_guides_without_any_setting(folder):
+    """By end tokens alone, with drafts. A thinking budget ends at the given tokens; parameters that need values are
+    rejected."""
+    with running_server(folder, "default", speculation=NGRAM, has_settings=False) as server:
+        name = r"LenVM: guidance by end tokens alone.*; 16 requests, 64 candidates each; .* without CUDA"
+        assert re.search(name, server.log.read_text())
         prompts = repeating(24, 14, 3, 25, 2, 5)
         guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
         sequences, _, steps = generate(server, prompts, guidance, stop_token_ids=STOPS, max_tokens=80)
         check_targets([s[len(p) :] for s, p in zip(sequences, prompts, strict=True)])
-        assert any(row["node"] for row in rows_of(steps, Status.GUIDE))
         response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "value_constraint": "eq"})
         assert response.status_code == 400 and "value_constraint must be one of near" in response.text
         span = {"end_token_ids": [7, 9], "thinking_budget": 6}
         sequences, _, _ = generate(server, prompts, [span] * 5, max_tokens=24)
         for prompt, sequence in zip(prompts, sequences, strict=True):
             assert {7, 9} & set(sequence[len(prompt) :][:9])
-        _, steps = answers_to_schema(server, guidance)
-        assert rows_of(steps, Status.GUIDE)
-        assert server.metrics()["lenvm:fallbacks_total"] == 0
+        before = server.metrics()
+        answers_to_schema(server, guidance)
+        found = server.metrics()
+        assert found["lenvm:rows_total guide"] > before["lenvm:rows_total guide"] > 50 and not steps
+        assert found["lenvm:verifications_total yes"] > 20 and found["lenvm:fallbacks_total"] == 0
 
 
-def test_installed_plugin_guides_without_any_setting(folder):
-    """By end tokens alone. A thinking budget ends where the engine's own tokenizer has an end of thoughts."""
-    with running_server(folder, "default", value_model=False, LENVM_VALUE_MODEL="") as server:
-        log = server.log.read_text()
-        assert re.search(
-            r"LenVM: guidance by end tokens alone.*; 16 requests, 64 candidates each; .* without CUDA", log
-        )
-        prompts = repeating(24, 14, 3, 25, 2, 5)
-        guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
-        sequences, _, steps = generate(server, prompts, guidance, stop_token_ids=STOPS, max_tokens=80)
-        check_targets([s[len(p) :] for s, p in zip(sequences, prompts, strict=True)])
-        assert not steps and server.metrics()["lenvm:rows_total guide"] > 50
-
-
-def write_models(folder, layers="none", **changes):
+def write_models(folder, layers=None, **changes):
     """Write a base model of three layers, a value model and, with ``layers``, a probe; returns the base and options."""
     write_checkpoints(folder, num_hidden_layers=3, **changes)
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    if layers == "none":
+    if layers is None:
         return base, {}
     write_random_probe(folder / "probe", base, layers)
-    return base, {"LENVM_VALUE_MODEL": str(folder / "probe")}
+    return base, {"LENVM_VALUE_MODEL": str(folder / "probe"), "LENVM_GAMMA": str(GAMMA)}
 
 
 def check_probe_steps(folder, prompts, guidance, steps):
@@ -403,11 +305,44 @@ def check_probe_steps(folder, prompts, guidance, steps):
     rows, values = [], []
     for row in rows_of(steps, Status.GUIDE):
         (i,) = (i for i, prompt in enumerate(prompts) if row["tokens"][: len(prompt)] == prompt)
-        rows.append((guidance[i], len(prompts[i]), row["tokens"], row["token_ids"]))
+        rows.append((guidance[i] | {"gamma": GAMMA}, len(prompts[i]), row["tokens"], row["token_ids"]))
         values.append(row["value_logits"])
     found = torch.tensor(values)
     torch.testing.assert_close(found, probe_values(folder / "base", folder / "probe", rows), rtol=0, atol=ATOL)
     return found
+
+
+def check_predictions(file, prompts, guidance, responses, value):
+    """Check the lines of the requests with ``return_values``, by the engine's request ids.
+
+    ``value(prompt)`` returns the expected value logit, and the tokens before the predicted ones.
+    """
+    lines, checked = [json.loads(line) for line in file.read_text().splitlines()], 0
+    for prompt, params, response in zip(prompts, guidance, responses, strict=True):
+        found = [line for line in lines if line["request_id"].startswith(response["id"])]
+        assert len(found) == bool(params and "return_values" in params)
+        for line in found:
+            z, first = value(prompt)
+            expected = first + (torch.nn.functional.softplus(z) / -math.log(GAMMA)).item()
+            assert line["prompt_tokens"] == len(prompt)
+            assert line["predicted_output_length"] == pytest.approx(expected, abs=2e-3)
+            checked += 1
+    assert checked == 3
+
+
+WANTS = {"return_values": 1}
+PREDICTED = [WANTS, GENTLE | WANTS, GENTLE, {"target_length": 9} | WANTS, None]
+
+
+def test_predicted_lengths_are_written_to_file(folder, speculating):
+    """One line per request with ``return_values``; prompts in chunks, with drafts."""
+    prompts = repeating(28, 3, 60, 5, 9, 20)
+    _, responses, _ = generate(speculating, prompts, PREDICTED, max_tokens=12)
+
+    def value(prompt):
+        return values_from_scratch(folder, [prompt]), 0
+
+    check_predictions(folder / "predictions", prompts, PREDICTED, responses, value)
 
 
 @pytest.mark.parametrize(
@@ -416,8 +351,9 @@ def check_probe_steps(folder, prompts, guidance, steps):
 def test_probe_values_match_plain_forwards(tmp_path, is_tied, layers, speculation):
     """Values from the base model's states, with prompts in chunks, changing batches, drafts, prompt log-probabilities,
     and a grammar."""
-    _, options = write_models(tmp_path, layers, tie_word_embeddings=is_tied)
-    with running_server(tmp_path, "engine", speculation=speculation, **options) as server:
+    base, options = write_models(tmp_path, layers or (3,), tie_word_embeddings=is_tied)
+    options |= dict(speculation=speculation, LENVM_PREDICTIONS=str(tmp_path / "lengths"))
+    with running_server(tmp_path, "engine", **options) as server:
         prompts = repeating(24, 3, 5, 9, 20, 30, 4, 6, 11, 2, 7)
         guidance = [*MODES[:4], None, *MODES[6:], {"target_length": 9, "answer_length": 4.0, "end_token_ids": [7]}]
         _, _, steps = generate(server, prompts, guidance, max_tokens=24)
@@ -432,46 +368,45 @@ def test_probe_values_match_plain_forwards(tmp_path, is_tied, layers, speculatio
         assert len(check_probe_steps(tmp_path, [s[:3] for s in sequences], MODES[:6], steps)) > 10
         response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "value_min": 0.5})
         assert response.status_code == 400 and "value_min must be absent with near and a probe" in response.text
+        _, responses, _ = generate(server, prompts[:5], PREDICTED, max_tokens=12)
         found = server.metrics()
         assert found["lenvm:fallbacks_total"] == 0 and "lenvm:cache_bytes" not in found
         verified, times = found["lenvm:verified_tokens_total yes"], found["lenvm:verifications_total yes"]
         assert times < verified < times * (1 + 3) if speculation else verified == times == 0
+
+    def value(prompt):
+        likeliest = base(torch.tensor([prompt])).logits[0, -1].argmax().item()
+        row = ({"return_values": True, "gamma": GAMMA}, len(prompt), prompt, [likeliest])
+        return probe_values(tmp_path / "base", tmp_path / "probe", [row])[0, :1], 1
+
+    check_predictions(tmp_path / "lengths", prompts[:5], PREDICTED, responses, value)
 
 
 # Without TORCHDYNAMO_DISABLE a rank compiles the lookup in its part of the embedding, which needs Triton.
 TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-SOURCES = pytest.mark.parametrize("layers", ["none", (2, 3)], ids=["value model", "probe"])
-
-
-@SOURCES
-def test_tensor_parallel_ranks_agree(tmp_path, layers):
-    """Each rank has its own value model or probe and a part of the base model; one rank counts metrics."""
+@pytest.mark.parametrize(
+    ("kind", "layers", "speculation"), [("tensor", None, NGRAM), ("tensor", (2, 3), NGRAM), ("pipeline", None, None)]
+)
+def test_parallel_ranks_agree(tmp_path, kind, layers, speculation):
+    """Each tensor-parallel rank has its own value model or probe and a part of the base model, and one rank counts
+    metrics. The last rank of a pipeline guides."""
     _, options = write_models(tmp_path, layers)
-    options |= dict(speculation=NGRAM, **TWO)
-    with running_server(tmp_path, "ranks", "--tensor-parallel-size", "2", **options) as server:
+    options |= dict(speculation=speculation, **TWO)
+    with running_server(tmp_path, "ranks", f"--{kind}-parallel-size", "2", **options) as server:
         prompts, guidance = repeating(26, 3, 60, 5, 9, 20, 30), [*MODES[:4], None, MODES[7]]
         sequences, _, _ = generate(server, prompts, guidance, max_tokens=24)
         time.sleep(2)  # the second rank reaches its last step after the first has answered
         lines = Counter(server.trace.read_text().splitlines())
-        assert set(lines.values()) == {2}
+        assert set(lines.values()) == {2 if kind == "tensor" else 1}
         steps = [json.loads(line) for line in lines]
-        if layers == "none":
+        if layers is None:
             assert check_steps(tmp_path, sequences, steps) > 24 * 3
         else:
             assert len(check_probe_steps(tmp_path, prompts, guidance, steps)) > 24 * 3
         found = server.metrics()
         assert found["lenvm:fallbacks_total"] == 0 and found["lenvm:guided_steps_total"] <= len(lines)
-
-
-def test_pipeline_parallel_ranks(folder):
-    """The last rank guides."""
-    with running_server(folder, "pipeline", "--pipeline-parallel-size", "2", **TWO) as server:
-        prompts, guidance = prompts_of(3, 60, 5, 9, seed=27), [*MODES[:3], None]
-        sequences, _, steps = generate(server, prompts, guidance, max_tokens=24)
-        assert check_steps(folder, sequences, steps) > 24 * 2
-        assert server.metrics()["lenvm:fallbacks_total"] == 0
 
 
 def test_answers_under_load_match_those_of_quiet_server(speculating, monkeypatch):
@@ -482,43 +417,6 @@ def test_answers_under_load_match_those_of_quiet_server(speculating, monkeypatch
     assert not report.wrong and not report.different, report.markdown()
     assert report.answers.total() > 8
     assert report.after["vllm:num_requests_running"] == 0 and report.after["vllm:kv_cache_usage_perc"] == 0
-
-
-@SOURCES
-def test_predicted_lengths_are_written_to_file(tmp_path, layers):
-    """One line per request with ``return_values``, by the engine's request id; prompts in chunks, with drafts."""
-    base, options = write_models(tmp_path, layers)
-    file, gamma = tmp_path / "predictions.jsonl", 0.9
-    options |= dict(speculation=NGRAM, LENVM_PREDICTIONS=str(file), LENVM_GAMMA=str(gamma))
-    with running_server(tmp_path, "lengths", **options) as server:
-        prompts, wants = repeating(28, 3, 60, 5, 9, 20), {"return_values": 1}
-        guidance = [wants, GENTLE | wants, GENTLE, {"target_length": 9} | wants, None]
-        _, responses, _ = generate(server, prompts, guidance, max_tokens=12)
-        assert server.metrics()["lenvm:fallbacks_total"] == 0
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(lines) == 3
-    for i in (0, 1, 3):
-        (line,) = (line for line in lines if line["request_id"].startswith(responses[i]["id"]))
-        assert line["prompt_tokens"] == len(prompts[i])
-        if layers != "none":
-            likeliest = base(torch.tensor([prompts[i]])).logits[0, -1].argmax().item()
-            row = [({"return_values": True, "gamma": gamma}, len(prompts[i]), prompts[i], [likeliest])]
-            z = probe_values(tmp_path / "base", tmp_path / "probe", row)[0, :1]
-        else:
-            z = values_from_scratch(tmp_path, [prompts[i]])
-        expected = (layers != "none") + (torch.nn.functional.softplus(z) / -math.log(gamma)).item()
-        assert line["predicted_output_length"] == pytest.approx(expected, abs=2e-3)
-
-
-def test_metrics(engine, speculating):
-    generate(engine, prompts_of(9, 5, seed=13), [GENTLE, None])
-    found = engine.metrics()
-    assert found["lenvm:guided_steps_total"] >= 16 and found["lenvm:value_model_milliseconds_total"] > 0
-    assert found["lenvm:rows_total guide"] >= 15 and found["lenvm:rows_total unguided"] > 0
-    assert found["lenvm:cache_bytes"] > 0 and found["lenvm:fallbacks_total"] == 0
-    generate(speculating, repeating(14, 4), [GENTLE])
-    found = speculating.metrics()
-    assert 1 <= found["lenvm:verified_tokens_total yes"] / found["lenvm:verifications_total yes"] < 1 + 3
 
 
 def answers_to_schema(engine, guidance):
@@ -569,39 +467,22 @@ def test_json_schema(folder, server):
     assert before is None or server.metrics()[name] > before
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    """A server with the demo's models, which generate real text."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    write_smollm2(folder)
-    with running_server(folder, "smollm2") as server:
-        yield server
-    (folder / "base" / "model.safetensors").unlink()  # half a gigabyte that pytest would keep
-
-
-def check_answer(answer, steps):
-    """Check that the answer is not empty, ends by itself, and was guided."""
-    (choice,) = answer["choices"]
-    print(answer["usage"]["completion_tokens"], "tokens:", choice["message"]["content"])
-    assert choice["message"]["content"].strip() and choice["finish_reason"] == "stop"
-    assert rows_of(steps, Status.GUIDE)
-
-
-def test_documented_client(smollm2, monkeypatch, capsys):
-    before = len(smollm2.steps())
-    monkeypatch.setattr(sys, "argv", ["openai_client.py", "--engine", "vllm", "--url", f"{smollm2.url}/v1"])
-    answer = runpy.run_path(str(ROOT / "examples" / "openai_client.py"), run_name="__main__")["answer"]
-    assert capsys.readouterr().out.endswith(f"{answer.usage.completion_tokens} tokens; the target was 60\n")
-    check_answer(answer.model_dump(), smollm2.steps()[before:])
-
-
-def test_documented_request(smollm2):
-    before = len(smollm2.steps())
-    page = (ROOT / "docs" / "vllm.md").read_text()
-    command = re.search(r"^    (curl (?:.*\n)+?)\n", page, re.MULTILINE)[1]
-    command = command.replace("http://127.0.0.1:8000", smollm2.url).replace("path/to/base-model", "base")
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    check_answer(json.loads(done.stdout), smollm2.steps()[before:])
+def test_documented_client_and_request(tmp_path, monkeypatch, capsys):
+    """With the demo's models, which generate real text."""
+    write_smollm2(tmp_path)
+    with running_server(tmp_path, "smollm2") as server:
+        monkeypatch.setattr(sys, "argv", ["openai_client.py", "--engine", "vllm", "--url", f"{server.url}/v1"])
+        answer = runpy.run_path(str(ROOT / "examples" / "openai_client.py"), run_name="__main__")["answer"]
+        assert capsys.readouterr().out.endswith(f"{answer.usage.completion_tokens} tokens; the target was 60\n")
+        steps = len(server.steps())
+        command = re.search(r"^    (curl (?:.*\n)+?)\n", (ROOT / "docs" / "vllm.md").read_text(), re.MULTILINE)[1]
+        command = command.replace("http://127.0.0.1:8000", server.url).replace("path/to/base-model", "base")
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+        for found, guided in ((answer.model_dump(), steps), (json.loads(done.stdout), len(server.steps()) - steps)):
+            (choice,) = found["choices"]
+            print(found["usage"]["completion_tokens"], "tokens:", choice["message"]["content"])
+            assert choice["message"]["content"].strip() and choice["finish_reason"] == "stop" and guided
+    (tmp_path / "base" / "model.safetensors").unlink()  # half a gigabyte that pytest would keep
 
 
 def test_bench_vllm_gpu_in_process(tmp_path):

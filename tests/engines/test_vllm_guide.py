@@ -26,21 +26,18 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import model_guide
-from lenvm_kernels.engines.vllm.processor import new_guide
-from lenvm_kernels.engines.vllm.report import StepCounter
-from lenvm_kernels.engines.vllm.states import show_layers
+from lenvm_kernels.engines.vllm.processor import guidance_of, new_guide
+from lenvm_kernels.engines.vllm.report import Report
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
 from tests.helpers import models
 from tests.helpers.models import ARCHITECTURES, EOS, HIDDEN, TINY, VOCAB
 from tests.helpers.oracle import PlainStep
 from tests.helpers.probes import write_random_probe
-from tests.helpers.statistics import p_value
 from tests.helpers.watch import no_read_back
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
@@ -62,40 +59,20 @@ def oracle(value_model):
     return PlainStep(lambda sequences: models.last_value_logits(backbone, head, sequences).tolist(), EOS)
 
 
-class Embedding(VocabParallelEmbedding):
-    """An embedding of a weight; vLLM's constructor needs an engine."""
-
-    def __init__(self, weight):
-        torch.nn.Module.__init__(self)
-        self.weight, self.tp_size = torch.nn.Parameter(weight), 1
-
-
-class Head(ParallelLMHead):
-    __init__ = Embedding.__init__
-
-
-class LogitsOf(LogitsLayer):
-    """The layer that computes logits, called with the states of a step's rows."""
-
-    def __init__(self):
-        torch.nn.Module.__init__(self)
-
-    def forward(self, lm_head, hidden_states):
-        return hidden_states
-
-
-class LogitsWithLoRA(LogitsProcessorWithLoRA):
-    """The same layer in a server with adapters, which does not call the layer inside it."""
-
-    __init__, forward = LogitsOf.__init__, LogitsOf.forward
+def layer_of(kind, weight=None):
+    """A layer of the engine without its constructor, which needs an engine; its output is the hidden states."""
+    made = type("Layer", (kind,), {"__init__": torch.nn.Module.__init__, "forward": lambda self, _, states: states})()
+    if weight is not None:
+        made.weight, made.tp_size = torch.nn.Parameter(weight), 1
+    return made
 
 
 class Runner(GPUModelRunner):
     """The attributes of the engine's model runner that a probe needs."""
 
-    def __init__(self, config, req_states, model):
+    def __init__(self, config, req_states, model, speculator):
         self.vllm_config, self.model_config, self.req_states = config, config.model_config, req_states
-        self.model, self.speculator = model, None
+        self.model, self.speculator = model, speculator
 
     def load_model(self, settings):
         return new_guide(settings, self.vllm_config, self.req_states)
@@ -135,20 +112,13 @@ class Step(NamedTuple):
     fails: bool = False
 
 
-def part(**options):
-    """The engine's configuration of parallelism."""
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_rank": 0}
-    return SimpleNamespace(**sizes | options)
-
-
 class Engine:
     """The state of vLLM that a processor reads: requests in slots, their tokens, and the rows of a step."""
 
-    def __init__(self, value_model, *, drafts=0, base=None, gamma=None, **changes):
+    def __init__(self, value_model, *, drafts=0, base=None, speculator=None, gamma=None, **changes):
         self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale tokens are arbitrary
         self.requests, self.lengths = {}, {}
-        numbers = [np.zeros(SLOTS, dtype=np.int32) for _ in range(2)]
-        lens = [SimpleNamespace(np=array, gpu=torch.from_numpy(array)) for array in numbers]
+        lens = [SimpleNamespace(np=x.numpy(), gpu=x) for x in torch.zeros(2, SLOTS, dtype=torch.int32)]
         self.req_states = SimpleNamespace(
             device=torch.device("cpu"),
             max_num_reqs=SLOTS,
@@ -159,17 +129,16 @@ class Engine:
             index_to_req_id={slot: f"request {slot}" for slot in range(SLOTS)},
         )
         sizes = dict(get_vocab_size=lambda: VOCAB, get_total_num_hidden_layers=lambda: TINY["num_hidden_layers"])
-        model = dict(dtype=torch.float32, max_model_len=MAX_LEN, enforce_eager=True, tokenizer="") | sizes
-        model |= dict(seed=0, enable_sleep_mode=False, served_model_name="base")
-        config = dict(num_speculative_tokens=drafts, model_config=SimpleNamespace(**model))
-        config["parallel_config"] = part()
-        config["cache_config"] = SimpleNamespace(kv_cache_memory_bytes=None)
-        config["additional_config"] = {}
-        predictions = changes.pop("predictions", None)
-        for name, attributes in changes.items():
-            vars(config[name]).update(attributes)
-        self.runner = Runner(SimpleNamespace(**config), self.req_states, base)
-        self.guide = self.runner.load_model(Settings(value_model, gamma=gamma, predictions=predictions))
+        parts = dict(
+            model_config=dict(dtype=torch.float32, max_model_len=MAX_LEN, enforce_eager=True, tokenizer="", seed=0)
+            | dict(enable_sleep_mode=False, served_model_name="base", **sizes),
+            parallel_config=dict(tensor_parallel_size=1, data_parallel_rank=0),
+            cache_config=dict(kv_cache_memory_bytes=None),
+        )
+        parts = {name: SimpleNamespace(**part | changes.get(name, {})) for name, part in parts.items()}
+        config = SimpleNamespace(num_speculative_tokens=drafts, additional_config={}, **parts)
+        self.runner = Runner(config, self.req_states, base, speculator)
+        self.guide = self.runner.load_model(Settings(value_model, gamma=gamma))
         self.outputs, step = [], self.guide.step.step
 
         def recorded(*args, **options):
@@ -192,7 +161,7 @@ class Engine:
         self.req_states.prompt_len.np[slot] = self.requests[slot].prompt_len
         self.req_states.prefill_len.np[slot] = len(tokens)
         self.req_states.all_token_ids.stage_write(slot, 0, tokens)
-        return self.guide.add_request(slot, params)
+        return self.guide.add_request(slot, params, guidance_of(params, self.guide.settings))
 
     def step(self, rows, logits=None, likely=(), of_step=None):
         """Take a step with :attr:`Step.rows`.
@@ -398,50 +367,17 @@ def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
     make_config = Settings.step_config
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     engine = Engine(value_model if has_model else None, drafts=3)
-    engine.guide.report = StepCounter(Counts(), torch.device("cpu"), SLOTS)
+    engine.guide.report = Report(torch.device("cpu"), SLOTS, Counts())
     # Numbers that have arrived on the host are read there.
     monkeypatch.setattr(engine.guide.report, "collect", lambda: None)
     monkeypatch.setattr(engine, "drawn", lambda nodes: None)
-    apply, calls = engine.guide.apply, []
-
-    def checked(*args):
-        with no_read_back():
-            calls.append(apply(*args))
-        return calls[-1]
-
-    monkeypatch.setattr(engine.guide, "apply", checked)
+    monkeypatch.setattr(engine.guide, "apply", no_read_back()(engine.guide.apply))
     engine.add(4, PROMPT, {"target_length": 30})
     engine.add(1, PROMPT[3:9], {"target_length": 9} | {"end_token_ids": [END], "hard_limit": 4})
     engine.add(0, PROMPT[:7], None)
-    for rows in (
-        {4: 20, 1: ON, 0: ON},
-        {1: ([9], []), 4: 45, 0: ([3], [])},
-        {1: ([8], [3, 4, 5]), 4: ON, 0: ([2], [1, 2, 3])},
-        {1: ([3, 4], [3, 4, 5]), 4: ([7], [6, 7, 8])},
-    ):
-        engine.step(rows)
-    assert len(calls) == 4 and not engine.guide.fallbacks
-
-
-def test_draws_follow_the_distribution_and_not_the_drafts(value_model, oracle):
-    """Draws of 400 seeds at a draft: a chi-square test; and without drafts, each seed draws the same token."""
-    guidance, sampling = {"value_mode": "centered_exp", "value_scale": -2}, dict(temperature=0.7, top_k=3)
-    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8))
-    expected, _, _ = oracle.row(
-        scores[1].double(), [*PROMPT[:9], 7], 1, guidance, sampling | dict(top_p=1.0, min_p=0.0)
-    )
-    drafting, plain, counts = Engine(value_model, drafts=1), Engine(value_model), torch.zeros(VOCAB, dtype=torch.double)
-    for first in range(0, 400, SLOTS):
-        for engine in (drafting, plain):
-            for slot in range(SLOTS):
-                engine.add(slot, PROMPT[:9], guidance, params=sampling | {"seed": first + slot})
-        *_, drawn = drafting.step({slot: ([], [7]) for slot in range(SLOTS)}, logits=scores.repeat(SLOTS, 1))
-        plain.step({slot: ON for slot in range(SLOTS)}, logits=scores[:1].repeat(SLOTS, 1))
-        *_, alone = plain.step({slot: ([7], []) for slot in range(SLOTS)}, logits=scores[1:].repeat(SLOTS, 1))
-        tokens = [token for _, token in drawn[1::2]]
-        assert tokens == [token for _, token in alone]
-        counts += torch.bincount(torch.tensor(tokens), minlength=VOCAB)
-    assert not counts[expected == 0].any() and p_value(counts, expected * counts.sum()) > 0.001
+    for event in SCENARIOS["drafts of some requests"][3:]:
+        engine.step(event.rows)
+        assert engine.outputs and not engine.guide.fallbacks
 
 
 @pytest.mark.parametrize("is_probabilistic", [False, True])
@@ -452,30 +388,31 @@ def test_engine_accepts_exactly_the_drafts_that_were_drawn(
     """vLLM's rejection sampler, top-k, top-p and a temperature on rows with one finite logit."""
     # Triton's interpreter has no log1p.
     monkeypatch.setattr(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=lambda x: tl.log(1 + x)))
-    engine, temperature = Engine(value_model, drafts=2), 0.7
-    engine.add(4, PROMPT[:9], TILT, params={"seed": 5})
+    engine, temperature, rows = Engine(value_model, drafts=2), 0.7, torch.arange(50)
     scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(8))
-    *_, drawn = engine.step({4: ([], [1, 1])}, logits=scores)
-    first = drawn[0][1]
-    for drafts, accepted in (([first, 1], 1), ([first + 1, 1], 0)):
+
+    def draw(drafts):
         engine.add(4, PROMPT[:9], TILT, params={"seed": 5})
         _, changed, _, context, drawn = engine.step({4: ([], drafts)}, logits=scores)
-        tokens = [token for _, token in drawn]
+        return changed, context, [token for _, token in drawn]
+
+    first = draw([1, 1])[2][0]
+    for drafts, accepted in (([first, 1], 1), ([first + 1, 1], 0)):
+        changed, context, tokens = draw(drafts)
         accepted += accepted and tokens[1] == drafts[1]
         for k, p in ((1, 0.1), (VOCAB, 1.0)):
-            filters = torch.full((3,), k), torch.full((3,), p)
-            logits = apply_top_k_top_p(changed / temperature, *filters)
+            logits = apply_top_k_top_p(changed / temperature, torch.full((3,), k), torch.full((3,), p))
             sampled, num_sampled = rejection_sample(
                 logits.repeat(50, 1),
                 torch.zeros(50, 2, VOCAB) if is_probabilistic else None,
                 context.input_ids.repeat(50),
                 torch.arange(0, 151, 3, dtype=torch.int32),
                 context.pos.repeat(50),
-                torch.arange(50),
-                torch.arange(50).repeat_interleave(3),
+                rows,
+                rows.repeat_interleave(3),
                 context.expanded_local_pos.repeat(50),
                 torch.full((50,), temperature),
-                torch.arange(50) + 1000,
+                rows + 1000,
                 num_speculative_steps=2,
                 use_block_verification=use_block_verification,
             )
@@ -484,15 +421,17 @@ def test_engine_accepts_exactly_the_drafts_that_were_drawn(
 
 
 def test_requests_without_a_seed_draw_differently_and_alike_on_all_ranks(value_model):
-    """Another rank of a data-parallel engine draws other tokens."""
+    """Another rank of a data-parallel engine draws other tokens, except for requests with a seed."""
     drawn = []
     for rank in (0, 0, 1):
         engine = Engine(None, parallel_config={"data_parallel_rank": rank})
         for slot in range(SLOTS):
-            engine.add(slot, PROMPT[:9], {"target_length": 30}, params={"seed": None, "top_k": 0, "temperature": 2.0})
+            seed = None if slot < 4 else slot
+            engine.add(slot, PROMPT[:9], {"target_length": 30}, params={"seed": seed, "top_k": 0, "temperature": 2.0})
         *_, rows = engine.step({slot: ON for slot in range(SLOTS)}, logits=torch.zeros(SLOTS, VOCAB))
         drawn.append([token for _, token in rows])
-    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) > 2
+    assert drawn[0] == drawn[1] and drawn[0][:4] != drawn[2][:4] and len(set(drawn[0][:4])) > 2
+    assert drawn[0][4:] == drawn[2][4:]
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 1}])
@@ -519,7 +458,7 @@ def test_ends_are_those_of_the_engine(ignores, stops, ends):
     params.update_from_generation_config({"eos_token_id": [EOS]}, EOS)
     engine = Engine(None)
     engine.add(2, PROMPT[:9], {"target_length": 2})
-    engine.guide.add_request(2, params)
+    engine.guide.add_request(2, params, guidance_of(params, engine.guide.settings))
     for number in range(12):
         logits = torch.zeros(1, VOCAB)
         logits[:, EOS] = 3.0
@@ -527,11 +466,6 @@ def test_ends_are_those_of_the_engine(ignores, stops, ends):
     probs, _ = drawn[0]
     plain = torch.softmax(logits[0].topk(5)[0], 0)[0]
     assert (probs[EOS] > 0.99) == ends and (abs(probs[EOS] - plain) < 1e-4) != ends
-
-
-def test_signatures_of_wrapped_functions(value_model):
-    Engine(value_model)
-    assert signatures.differences("vllm") == {}
 
 
 def test_requests_share_the_pages_of_a_common_prefix(value_model, oracle, monkeypatch):
@@ -564,10 +498,9 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, oracle, monkey
 
 def test_failing_metrics_do_not_fail_the_step(value_model, oracle, caplog):
     engine = Engine(value_model)
-    engine.guide.report = MagicMock(collect=MagicMock(side_effect=ValueError("on purpose")))
-    with caplog.at_level("ERROR"):
-        run(engine, oracle, [Add(1, PROMPT[:9], TILT), Step({1: ON}, [G])])
-    assert engine.guide.report is None and "could not be counted" in caplog.text
+    engine.guide.report = MagicMock(collect=fail)
+    run(engine, oracle, [Add(1, PROMPT[:9], TILT), Step({1: ON}, [G])])
+    assert engine.guide.report.metrics is None and "could not be counted" in caplog.text
 
 
 class Group:
@@ -616,40 +549,33 @@ def test_ranks_leave_the_tokens_of_the_first_one(monkeypatch):
     assert [engine.guide.fallbacks for engine in engines] == [1, 1]
 
 
-class Count:
-    """A counter of ``prometheus_client``."""
-
-    value = 0.0
-
-    def inc(self, number=1):
-        self.value += number
-
-
-class Counts:
-    """:class:`Metrics` without a registry."""
+class Counts(dict):
+    """Numbers by name, in the form of :class:`Metrics`."""
 
     def __init__(self):
-        self.guided_steps, self.fallbacks, self.without_room = Count(), Count(), Count()
-        self.lost_mass, self.value_model_milliseconds = Count(), Count()
-        self.rows = {name: Count() for name in (*(status.name.lower() for status in Status), "broken")}
-        self.verifications, self.verified_tokens = ({"yes": Count(), "no": Count()} for _ in range(2))
+        super().__init__()
+        statuses = [*(status.name.lower() for status in Status), "broken"]
+        self.rows = {name: self.counter(name) for name in statuses}
+        for name in ("guided_steps", "lost_mass", "value_model_milliseconds"):
+            setattr(self, name, self.counter(name))
+        self.verifications, self.verified_tokens = ({"yes": self.counter(name)} for name in ("verified", "tokens"))
+
+    def counter(self, name):
+        self[name] = 0.0
+        return SimpleNamespace(inc=lambda number=1: self.update({name: self[name] + number}))
 
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_accepted_drafts_are_counted(value_model, has_model):
     """Tokens since the step with drafts, without tokens of a slot's last request and of unguided requests."""
     engine, metrics = Engine(value_model if has_model else None, drafts=2), Counts()
-    engine.guide.report = StepCounter(metrics, torch.device("cpu"), SLOTS)
-    counted = [0, 0]
+    engine.guide.report = Report(torch.device("cpu"), SLOTS, metrics)
 
     def step(rows):
         """The number of verifications that a step counts, and of their tokens."""
+        before = dict(metrics)
         engine.step(rows)
-        assert metrics.verifications["no"].value == 0
-        found = [metrics.verifications["yes"].value, metrics.verified_tokens["yes"].value]
-        new = [x - y for x, y in zip(found, counted, strict=True)]
-        counted[:] = found
-        return new
+        return [metrics[name] - before[name] for name in ("verified", "tokens")]
 
     engine.add(4, [5, 6, 7], {"target_length": 9})
     engine.add(1, [9, 8, 7, 6], {"target_length": 9})
@@ -661,13 +587,13 @@ def test_accepted_drafts_are_counted(value_model, has_model):
     assert step({1: ([5], [8, 9]), 5: ([], [3, 4])}) == [0, 0]
     engine.add(5, [4, 4], None)
     assert step({5: ([3], [3]), 1: ([8, 5], [8, 9])}) == [1, 2]
-    assert metrics.guided_steps.value == 6 and not engine.guide.fallbacks
+    assert metrics["guided_steps"] == 6 and not engine.guide.fallbacks
 
 
 def test_rows_are_counted_by_status(value_model):
     """Rows of guided requests, and in steps without drafts of all; rows whose token the engine discards are not."""
     engine, metrics = Engine(value_model), Counts()
-    engine.guide.report = StepCounter(metrics, torch.device("cpu"), SLOTS)
+    engine.guide.report = Report(torch.device("cpu"), SLOTS, metrics)
     engine.add(2, PROMPT[:9], TILT, params={"top_k": VOCAB - 1, "temperature": 2.0})
     engine.add(0, PROMPT[:12], TILT | {"value_entropy_threshold": 50.0})
     engine.add(1, PROMPT[:4], TILT, params={"top_p": 1e-6})
@@ -677,15 +603,14 @@ def test_rows_are_counted_by_status(value_model):
     scores = torch.zeros(6, VOCAB)
     scores[5] = torch.nan
     engine.step({2: ON, 0: ON, 1: ON, 5: ON, 3: 20, 4: ON}, logits=scores)
-    assert {name: count.value for name, count in metrics.rows.items()} == dict(
-        unguided=1, guide=1, single=1, skip=1, not_due=0, broken=1
-    )
+    expected = dict(unguided=1, guide=1, single=1, skip=1, not_due=0, broken=1)
+    assert {name: metrics[name] for name in metrics.rows} == expected
     engine.step({2: ([3], [])})
-    assert metrics.rows["guide"].value == 2 and metrics.value_model_milliseconds.value > 0
-    assert 1 - 8.1 / VOCAB < metrics.lost_mass.value < 4
+    assert metrics["guide"] == 2 and metrics["value_model_milliseconds"] > 0
+    assert 1 - 8.1 / VOCAB < metrics["lost_mass"] < 4
     engine.guide.step.restart_request(2)
     engine.step({2: ([3], [])})
-    assert metrics.rows["broken"].value == 2
+    assert metrics["broken"] == 2
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -738,16 +663,18 @@ def probe(tmp_path_factory):
     base, folder = models.random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
     write_random_probe(folder, base)
     weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
-    return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight), LogitsOf()])
+    return folder, torch.nn.ModuleList(
+        [layer_of(ParallelLMHead, weight + 1), layer_of(VocabParallelEmbedding, weight), layer_of(LogitsLayer)]
+    )
 
 
-@pytest.mark.parametrize("layer", [LogitsOf, LogitsWithLoRA])
-def test_states_and_last_tokens_of_step_rows(probe, monkeypatch, layer):
+@pytest.mark.parametrize("kind", [LogitsLayer, LogitsProcessorWithLoRA])
+def test_states_and_last_tokens_of_step_rows(probe, monkeypatch, kind):
     """States of the engine's logits, also if drafts are verified for some requests at a time.
 
     The token before each row is known without the tokens of its sequence.
     """
-    folder, base = probe[0], torch.nn.ModuleList([*probe[1][:2], layer()])
+    folder, base = probe[0], torch.nn.ModuleList([*probe[1][:2], layer_of(kind)])
     seen, step = [], GuidedStep.step
 
     def recorded(self, prepared, *args, **options):
@@ -786,54 +713,51 @@ def test_states_and_last_tokens_of_step_rows(probe, monkeypatch, layer):
     assert torch.equal(seen[0][0], states[1:]) and guided == [[False], [True] * 4] and not engine.guide.fallbacks
 
 
-def test_probe_follows_new_weights(probe):
-    """The embedding is projected again, and checked."""
-    folder, base = probe
-    base = torch.nn.ModuleList([Embedding(base[1].weight.detach().clone()), LogitsOf()])
-    engine = Engine(folder, base=base)
-    before = engine.guide.step.values.probe
-    engine.runner.reset_lora_state()
-    assert engine.guide.step.values.probe is not before
-    base[0].weight.data.copy_(base[0].weight.flip(0))
-    with pytest.raises(ValueError, match="must be 'tiny', got one with another embedding"):
-        engine.runner.reset_lora_state()
-
-
 @pytest.mark.parametrize("is_probe", [False, True])
-def test_steps_are_rebuilt_after_sleep(probe, is_probe):
-    """Sleeping discards tensors; without sleep mode only a probe follows the weights."""
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_new_weights_and_sleep(probe, is_probe, sleeps):
+    """Sleep discards the tensors of a step. A probe projects new embeddings, and checks them."""
     folder, base = probe
-    for sleeps in (False, True):
-        engine = Engine(folder if is_probe else None, model_config={"enable_sleep_mode": sleeps}, base=base)
-        before = engine.guide.step
-        engine.runner.reset_lora_state()
-        assert (engine.guide.step is before) != sleeps
+    base = torch.nn.ModuleList([layer_of(VocabParallelEmbedding, base[1].weight.detach().clone()), base[2]])
+    engine = Engine(folder if is_probe else None, model_config={"enable_sleep_mode": sleeps}, base=base)
+    step, values = engine.guide.step, getattr(engine.guide.step.values, "probe", None)
+    engine.runner.reset_lora_state()
+    assert (engine.guide.step is step) != sleeps
+    if is_probe:
+        assert engine.guide.step.values.probe is not values
+        base[0].weight.data.copy_(base[0].weight.flip(0))
+        with pytest.raises(ValueError, match="must be 'tiny', got one with another embedding"):
+            engine.runner.reset_lora_state()
 
 
+def flipped(base):
+    return torch.nn.ModuleList([layer_of(VocabParallelEmbedding, base[1].weight.detach().flip(0))])
+
+
+def with_inner_layers(base):
+    """A model that returns the inputs of its layers."""
+    model = object.__new__(Qwen2ForCausalLM)
+    torch.nn.Module.__init__(model)
+    model.parts = base
+    return model
+
+
+INNER = r"got one of layers \[1\], too"
+NO_PROBE = "LENVM_VALUE_MODEL must not be a probe with this base model: ModuleList"
 REFUSED = [
-    ("value", {"cache_config": {"kv_cache_memory_bytes": 2**20}}, r"LENVM_MEMORY_SHARE must be above \d+\.\d+"),
-    ("probe", {"base": lambda base: [Embedding(base[1].weight.detach().flip(0))]}, "must be 'tiny', got one with"),
-    ("probe", {"base": lambda base: base[:1]}, "a probe with this base model: ModuleList has no input embedding"),
-    ("probe", {"base": lambda base: base[:2]}, "ModuleList computes its logits without vLLM's LogitsProcessor"),
-    ("inner", {}, r"got one of layers \[1\], too: ModuleList shows no others"),
+    ("probe", flipped, {}, "must be 'tiny', got one with another embedding"),
+    ("probe", lambda base: base[:1], {}, f"{NO_PROBE} has no input embedding that is not quantized"),
+    ("probe", lambda base: base[:2], {}, f"{NO_PROBE} computes its logits without vLLM's LogitsProcessor"),
+    ("inner", lambda base: base, {}, f"{INNER}: ModuleList shows no others"),
+    ("inner", with_inner_layers, {"speculator": object.__new__(EagleSpeculator)}, f"{INNER}: the model that drafts"),
+    ("value", lambda base: base, {"cache_config": {"kv_cache_memory_bytes": 2**20}}, r"SHARE must be above \d+\.\d+"),
 ]
 
 
-@pytest.mark.parametrize(("source", "changes", "message"), REFUSED)
-def test_unsupported_configurations_are_rejected(value_model, probe, tmp_path, source, changes, message):
-    folder, base = probe
+@pytest.mark.parametrize(("source", "change", "options", "message"), REFUSED)
+def test_unsupported_configurations_are_rejected(value_model, probe, tmp_path, source, change, options, message):
+    folder, base = (value_model if source == "value" else probe[0]), change(probe[1])
     if source == "inner":
         write_random_probe(folder := tmp_path, models.random_model(*ARCHITECTURES["qwen2"]), layers=(1, 2))
-    base = torch.nn.ModuleList(changes.get("base", lambda base: base)(base))
     with pytest.raises(ValueError, match=message):
-        Engine(value_model if source == "value" else folder, **changes | {"base": base})
-
-
-def test_probe_of_inner_layers_is_rejected_with_a_draft_model(probe):
-    folder, base = probe
-    engine = Engine(folder, base=base)
-    engine.runner.model, engine.runner.speculator = object.__new__(Qwen2ForCausalLM), object.__new__(EagleSpeculator)
-    with pytest.raises(
-        ValueError, match=r"got one of layers \[1\], too: the model that drafts would be given others, too"
-    ):
-        show_layers(engine.runner, [1])
+        Engine(folder, base=base, **options)

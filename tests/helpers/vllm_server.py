@@ -21,20 +21,7 @@ from tests.helpers.sglang_server import ATOL, HIDDEN, TINY, VOCAB, values_from_s
 SITE = Path(__file__).parent.parent / "vllm_cpu" / "site"
 BASE = TINY | dict(hidden_size=128)  # vLLM's CPU attention needs a head dimension of 32
 # The tokens of a small JSON object without blanks, and words.
-PIECES = [
-    "<pad>",
-    "<eos>",
-    "<unk>",
-    "{",
-    "}",
-    '"n"',
-    ":",
-    ",",
-    *map(str, range(10)),
-    '"kind"',
-    '"long"',
-    '"short"',
-]
+PIECES = ["<pad>", "<eos>", "<unk>", "{", "}", '"n"', ":", ",", *map(str, range(10)), '"kind"', '"long"', '"short"']
 WORDS = [*PIECES, *(f"w{i}" for i in range(VOCAB - len(PIECES)))]
 SAMPLING = {"temperature": 1.0, "top_k": 6, "max_tokens": 16, "ignore_eos": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -96,27 +83,20 @@ class Server:
 
 
 @contextmanager
-def running_server(folder, name, *options, speculation=None, value_model=True, **variables):
+def running_server(folder, name, *options, speculation=None, has_settings=True, **variables):
     """The real server on CPU with vLLM's second model runner, for the models ``base`` and ``value`` of the folder.
 
-    Args:
-        folder: folder of the models, to which the log and the trace are written.
-        name: name of these two files.
-        *options: options of the server.
-        speculation: configuration of speculative decoding.
-        value_model: whether to use the value model.
-        **variables: environment variables.
+    ``name`` is that of the log and the trace in the folder. Without ``has_settings``, the plugin has its defaults.
     """
     port = free_port()
-    trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    trace, log, metrics = (folder / f"{name}.{suffix}" for suffix in ("jsonl", "log", "metrics"))
+    metrics.mkdir()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LENVM_")}
     environment |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{SITE}:{os.environ.get('PYTHONPATH', '')}"}
-    (folder / f"{name}.metrics").mkdir()
-    environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder / f"{name}.metrics")
-    environment["LENVM_VALUE_MODEL"] = str(folder / "value") if value_model else "off"
-    if value_model:
-        environment["LENVM_TRACE"] = str(trace)
+    environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
+    if has_settings:
+        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
     environment |= variables
     # `vllm serve` reads the version of a package whose name differs from the CPU build's.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base")]
@@ -129,19 +109,22 @@ def running_server(folder, name, *options, speculation=None, value_model=True, *
         yield Server(url, trace, log)
 
 
-def check_steps(folder, sequences, steps):
-    """Check every value of every traced step against a forward of its sequence; returns the number of values."""
-    candidates, values = [], []
-    known = {tuple(sequence[:n]) for sequence in sequences for n in range(1, len(sequence))}
-    for step in steps:
-        for row in step["rows"]:
-            if row["status"] != Status.GUIDE:
-                continue
-            assert row["node"] or tuple(row["tokens"]) in known
-            for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
-                if token >= 0:
-                    candidates.append([*row["tokens"], token])
-                    values.append(value)
+def check_steps(folder, sequences, steps, forced=()):
+    """Check every guided row of every step: its values against forwards of its sequence, and that a token with
+    probability is drawn and returned, unless the engine returns a ``forced`` one. Returns the number of values."""
+    candidates, values, following = [], [], {}
+    for sequence in sequences:
+        for end in range(1, len(sequence)):
+            following.setdefault(tuple(sequence[:end]), set()).add(sequence[end])
+    for row in (row for step in steps for row in step["rows"] if row["status"] == Status.GUIDE):
+        returned = following.get(tuple(row["tokens"]), set())
+        # The sequence of a rejected draft is not returned.
+        assert (row["node"] and not returned) or returned & {row["token"], *forced}
+        assert row["probs"][row["token_ids"].index(row["token"])] > 0
+        for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
+            if token >= 0:
+                candidates.append([*row["tokens"], token])
+                values.append(value)
     assert candidates, "not one step was guided"
     torch.testing.assert_close(torch.tensor(values), values_from_scratch(folder, candidates), rtol=0, atol=ATOL)
     return len(values)

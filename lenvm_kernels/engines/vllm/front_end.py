@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.engines.vllm.options import VARIABLES, is_off, names_guidance, reason_against, variables
-from lenvm_kernels.engines.vllm.processor import LenVMProcessor
+from lenvm_kernels.engines.vllm import processor
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor, is_off, names_guidance
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,13 +41,13 @@ def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: a setting is invalid, or the engine cannot guide requests although a setting is given.
     """
-    given = variables()
+    given = processor.variables()
     if vllm_config.model_config.runner_type == "pooling":  # it generates nothing
         return
     if given and isinstance(vllm_config.additional_config, dict):
-        vllm_config.additional_config[VARIABLES] = given
+        vllm_config.additional_config[processor.VARIABLES] = given
     LenVMProcessor.model_config = vllm_config.model_config
-    LenVMProcessor.reason = reason = reason_against(vllm_config)
+    LenVMProcessor.reason = reason = processor.reason_against(vllm_config)
     if reason is not None:
         if given:
             raise ValueError(f"{reason}. LENVM_VALUE_MODEL=off turns guidance off")

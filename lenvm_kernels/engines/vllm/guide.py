@@ -12,7 +12,6 @@ import logging
 import os
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,21 +21,12 @@ from vllm.distributed.parallel_state import get_tp_group
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.one_token import leave_only
 from lenvm_kernels.engines.report import Metrics, trace_nodes
-from lenvm_kernels.engines.settings import MAX_SCALED_TOKENS, Settings
+from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings
 from lenvm_kernels.engines.tokenizers import load_text_breaks
-from lenvm_kernels.engines.vllm.layout import Layout
-from lenvm_kernels.engines.vllm.report import Predictions, StepCounter
-from lenvm_kernels.engines.vllm.requests import end_tokens, guidance_of
-from lenvm_kernels.engines.vllm.states import BaseStates, after_reload, calling_runner, load_probe
-from lenvm_kernels.step import (
-    EngineSlots,
-    GuidedStep,
-    PreparedStep,
-    ProbeValues,
-    Sampling,
-    StepBatch,
-    value_source,
-)
+from lenvm_kernels.engines.vllm.report import Report
+from lenvm_kernels.engines.vllm.states import BaseStates, Part, after_reload, calling_runner, load_probe, to_device
+from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, ProbeValues, Sampling, StepBatch, value_source
 from lenvm_kernels.step.inputs import SlotTable
 from lenvm_kernels.values import LengthProbe, ValueModel
 
@@ -52,18 +42,13 @@ PART_BYTES = 2**28
 
 
 class Guide:
-    """Guidance of one worker.
-
-    Args:
-        settings: settings of the plugin.
-        vllm_config: configuration of the engine.
-        req_states: state that the engine keeps of its requests.
+    """Guidance of one worker, by the settings, the engine's configuration and the state of its requests.
 
     Attributes:
         step: the guided step.
         fallbacks: number of failures that ended the guidance of requests on this rank.
-        report: counts steps. None without ``PROMETHEUS_MULTIPROC_DIR``, and on all tensor-parallel ranks but the first.
-        predictions: writer of predicted lengths. None without ``LENVM_PREDICTIONS``, and on the same ranks.
+        report: counts steps with ``PROMETHEUS_MULTIPROC_DIR``, and writes predicted lengths with ``LENVM_PREDICTIONS``,
+            on the first tensor-parallel rank.
         kept_free: memory kept from the engine's cache until the first guided request, uint8 ``[bytes]``; None after it.
 
     Raises:
@@ -73,45 +58,43 @@ class Guide:
 
     max_delta = 1  # pending tokens per request, excluding drafts; without a value model, only spans read tokens
 
-    def __init__(self, settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+    def __init__(self, settings: Settings, config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         signatures.check("vllm")
-        engine, rows = vllm_config.model_config, req_states.max_num_reqs
-        self.settings, self.req_states, self.device = settings, req_states, req_states.device
-        self.drafts = vllm_config.num_speculative_tokens
-        self._group = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
+        self.settings, self.config, self.req_states, self.device = settings, config, req_states, req_states.device
+        self.rows, self.drafts = req_states.max_num_reqs, config.num_speculative_tokens
+        self._group = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
         self._states: BaseStates | None = None
         self.fallbacks = 0
         # Per slot, on the host: whether its request has guidance, takes part in steps, has lost its guidance, and is to
         # have its length predicted.
-        self._is_known, self._needs_step, self._is_lost, self._wants_length = np.zeros((4, rows), dtype=bool)
+        self._is_known, self._needs_step, self._is_lost, self._wants_length = np.zeros((4, self.rows), dtype=bool)
+        self._node_bytes = (1 + self.drafts) * req_states.vocab_size * torch.float32.itemsize  # scores of a request
         self._part = max(1, PART_BYTES // self._node_bytes)
         # Requests without a seed: the same draws on all tensor-parallel ranks, others in data-parallel engines.
-        self._seeds = random.Random(f"{engine.seed} {vllm_config.parallel_config.data_parallel_rank}")
+        self._seeds = random.Random(f"{config.model_config.seed} {config.parallel_config.data_parallel_rank}")
         self._prompt: tuple[int, Sequence[int]] = -1, ()
         self._keep_prompts()
-        self.report: StepCounter | None = None
-        self.predictions: Predictions | None = None
-        source, slots, name = self._load(vllm_config)
         is_first_rank = self._group is None or self._group.rank_in_group == 0
-        self._build_step(vllm_config, source, slots, progress=is_first_rank)
+        self.report = self._new_report() if is_first_rank else Report(self.device, self.rows)
+        source, slots, name = self._load()
+        self._build_step(source, slots, progress=is_first_rank)
         # The engine sizes its own cache by the free memory, after this and before the first guided request.
-        working = self._working_bytes(vllm_config, source)
+        working = self._working_bytes(source)
         self.kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
         if is_first_rank:
-            self._report_to(vllm_config)
             logger.info(
                 "LenVM: guidance by %s; %d requests, %d candidates each; steps take %.2f GiB, %s CUDA graphs",
                 name,
-                rows,
+                self.rows,
                 self.step.config.max_candidates,
                 working / 2**30,
                 "with" if self.step.config.graphs else "without",
             )
 
-    def _load(self, vllm_config: VllmConfig) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
+    def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
         """The value model or probe, None without one; its slots, and its name."""
-        no_slots = EngineSlots(torch.zeros(self.req_states.max_num_reqs, 1, dtype=torch.int32, device=self.device), 1)
-        has_probe, sleeps = self.settings.has_probe, vllm_config.model_config.enable_sleep_mode
+        no_slots = EngineSlots(torch.zeros(self.rows, 1, dtype=torch.int32, device=self.device), 1)
+        has_probe, sleeps = self.settings.has_probe, self.config.model_config.enable_sleep_mode
         name = f"the probe {self.settings.value_model}" if has_probe else "end tokens alone, without a value model"
         if not has_probe and not sleeps:
             return None, no_slots, name
@@ -123,7 +106,7 @@ class Guide:
         def reload() -> None:
             probe = load_probe(self.settings, runner) if has_probe else None
             if sleeps:  # sleeping discards the step's tensors, too, and no request is running
-                self._build_step(vllm_config, probe, no_slots)
+                self._build_step(probe, no_slots)
             elif probe is not None:
                 assert isinstance(self.step.values, ProbeValues)
                 self.step.values.probe = probe
@@ -134,42 +117,24 @@ class Guide:
     @property
     def _sizes(self) -> dict[str, int]:
         """Sizes of a step."""
-        return dict(max_delta=self.max_delta + self.drafts, max_drafts=self.drafts)
+        vocab_size = self.req_states.vocab_size
+        return dict(vocab_size=vocab_size, max_delta=self.max_delta + self.drafts, max_drafts=self.drafts)
 
-    @property
-    def _node_bytes(self) -> int:
-        """Bytes of the scores of a request with drafts."""
-        return (1 + self.drafts) * self.req_states.vocab_size * torch.float32.itemsize
-
-    def _working_bytes(self, vllm_config: VllmConfig, source: ValueModel | LengthProbe | None) -> int:
+    def _working_bytes(self, source: ValueModel | LengthProbe | None) -> int:
         """Bytes that the steps take."""
-        rows, vocab_size = self.req_states.max_num_reqs, self.req_states.vocab_size
-        max_len = vllm_config.model_config.max_model_len
-        working = self.settings.working_bytes(
-            source, requests=rows, max_len=max_len, vocab_size=vocab_size, **self._sizes
-        )
-        return working + (min(rows, self._part) * self._node_bytes if self.drafts else 0)
+        sizes = self._sizes | dict(requests=self.rows, max_len=self.config.model_config.max_model_len)
+        copies = min(self.rows, self._part) * self._node_bytes if self.drafts else 0
+        return self.settings.working_bytes(source, **sizes) + copies
 
-    def _build_step(
-        self,
-        vllm_config: VllmConfig,
-        source: ValueModel | LengthProbe | None,
-        slots: SlotTable,
-        *,
-        progress: bool = False,
-    ) -> None:
+    def _build_step(self, source: ValueModel | LengthProbe | None, slots: SlotTable, *, progress: bool = False) -> None:
         """Create the step, and all other tensors on the device."""
-        engine, rows, vocab_size = vllm_config.model_config, self.req_states.max_num_reqs, self.req_states.vocab_size
         # temperature, top_p, min_p and top_k per slot
-        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(rows, 1)
-        self._requests = torch.zeros(rows, dtype=torch.int64, device=self.device)  # scratch of Layout
-        if self.report is not None:
-            self.report = StepCounter(self.report.metrics, self.device, rows)
+        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(self.rows, 1)
+        self.report.allocate()
         config = self.settings.step_config(
-            has_graphs=not engine.enforce_eager,
-            vocab_size=vocab_size,
+            has_graphs=not self.config.model_config.enforce_eager,
             max_scaled_tokens=MAX_SCALED_TOKENS,
-            text_breaks=load_text_breaks(engine.tokenizer, vocab_size),
+            text_breaks=load_text_breaks(self.config.model_config.tokenizer, self.req_states.vocab_size),
             **self._sizes,
         )
         self.step = GuidedStep(value_source(source), slots, config)
@@ -178,14 +143,14 @@ class Guide:
             if self.settings.predictions is not None:
                 self.step.warm_up(sample=False, progress=progress)
 
-    def _report_to(self, vllm_config: VllmConfig) -> None:
-        """Connect the writers of metrics and predicted lengths."""
-        if self.settings.predictions is not None:
+    def _new_report(self) -> Report:
+        """The report of the first rank."""
+        file, request_ids, metrics = self.settings.predictions, None, None
+        if file is not None:
             request_ids = calling_runner().req_states.index_to_req_id
-            self.predictions = Predictions(self.settings.predictions, request_ids)
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):  # the engine's /metrics reads this directory
-            metrics = Metrics(model_name=str(vllm_config.model_config.served_model_name))
-            self.report = StepCounter(metrics, self.device, self.req_states.max_num_reqs)
+            metrics = Metrics(model_name=str(self.config.model_config.served_model_name))
+        return Report(self.device, self.rows, metrics, file, request_ids)
 
     def _keep_prompts(self) -> None:
         """Keep the tokens of the request that the engine is adding: it passes a processor no tokens on the host."""
@@ -198,41 +163,36 @@ class Guide:
 
         tokens.stage_write = keeping
 
-    def to_device(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """Copy to the device without a host-device sync."""
-        tensor = torch.as_tensor(values)
-        return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)
-
     # --- requests ---
 
-    def add_request(self, slot: int, params: SamplingParams) -> bool:
+    def add_request(self, slot: int, params: SamplingParams, guidance: GuidanceParams | None) -> bool:
         """Admit a request into a slot of the engine, which does not report when requests leave. Returns whether it is
         guided."""
-        guidance = guidance_of(params, self.settings)
         if self._is_known[slot]:
             self._remove(slot)
         if guidance is None:
             return False
         self.kept_free = None
         self._is_known[slot], self._needs_step[slot] = True, guidance.needs_step
-        self._wants_length[slot] = guidance.return_values and self.predictions is not None
+        self._wants_length[slot] = guidance.return_values and self.report.file is not None
         index, tokens = self._prompt
         if index != slot:
             raise RuntimeError(f"vLLM must pass the tokens of the request in slot {slot}, got tokens for slot {index}")
         prompt_len = int(self.req_states.prompt_len.np[slot])
         self._admit(slot, tokens)
+        # With ``ignore_eos``, ``all_stop_token_ids`` still has the end of sequence.
+        ends = (params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids
         self.step.add_request(
             slot,
             guidance,
-            end_tokens(params),
+            set(sorted(ends)[:MAX_END_TOKENS]),
             prompt_len=prompt_len,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             span=guidance.span_state(tokens[:prompt_len], tokens[prompt_len:]),
         )
         sampling = [params.temperature, params.top_p, params.min_p, max(params.top_k, 0)]
-        self._sampling[slot] = self.to_device(torch.tensor(sampling))
-        if self.report is not None:
-            self.report.admit(slot, True)
+        self._sampling[slot] = to_device(torch.tensor(sampling), self.device)
+        self.report.admit(slot, True)
         return True
 
     def _admit(self, slot: int, tokens: Sequence[int]) -> None:
@@ -242,8 +202,7 @@ class Guide:
         """Forget the request of a slot."""
         self._is_known[slot] = self._needs_step[slot] = self._is_lost[slot] = self._wants_length[slot] = False
         self.step.remove_request(slot)
-        if self.report is not None:
-            self.report.admit(slot, False)
+        self.report.admit(slot, False)
 
     def _lose(self, slots: Sequence[int] | np.ndarray) -> None:
         """End the guidance of requests. Their spans and token temperatures, which all ranks apply, continue."""
@@ -253,46 +212,36 @@ class Guide:
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
-        batch_slots = ctx.idx_mapping_np
-        places = np.flatnonzero(self._is_known[batch_slots])
+        places, has_drafts = np.flatnonzero(self._is_known[ctx.idx_mapping_np]), len(ctx.pos) > len(ctx.idx_mapping_np)
+        parts = [places[first : first + self._part] for first in range(0, len(places), self._part)]
         # vLLM may verify drafts for some requests at a time, in views of the step's rows.
         is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
-        if len(places) and len(ctx.pos) == len(batch_slots):
-            self._guide(logits, ctx, Layout.of_step(ctx), np.arange(len(batch_slots)), is_last=is_last)
+        if len(places) and not has_drafts:
+            self._guide(logits, Part.whole(ctx), is_last)
         elif len(places):
-            for first in range(0, len(places), self._part):
-                part = places[first : first + self._part]
-                layout = Layout.of_requests(ctx, self.to_device(part), 1 + self.drafts, self._requests)
-                self._guide(logits, ctx, layout, part, is_last=is_last and part[-1] == places[-1])
-        self._collect()
-        return logits
-
-    def _collect(self) -> None:
-        """Count the steps that the device has finished. A failure ends the counting, not the guidance."""
+            for part in parts:
+                self._guide(logits, Part.of(ctx, part, 1 + self.drafts), is_last and part is parts[-1])
         try:
-            for kept in (self.report, self.predictions):
-                if kept is not None:
-                    kept.collect()
+            self.report.collect()
         except Exception:
             logger.exception("LenVM: steps could not be counted; neither metrics nor predicted lengths go on")
-            self.report = self.predictions = None
+            self.report = Report(self.device, self.rows)
             self._wants_length[:] = False
+        return logits
 
-    def _guide(
-        self, logits: torch.Tensor, ctx: LogitsContext, layout: Layout, places: np.ndarray, *, is_last: bool
-    ) -> None:
-        """Guide the requests at ``places`` of a batch. The last part of a step counts for strides.
+    def _guide(self, logits: torch.Tensor, part: Part, is_last: bool) -> None:
+        """Guide some requests of a batch. The last part of a step counts for strides.
 
         If this fails on a rank, its requests continue there without guidance. All ranks take the first one's tokens.
         """
-        slots, tokens = ctx.idx_mapping_np[places], None
+        slots, tokens = part.host_slots, None
         try:
-            tokens = self._draw(logits, ctx, layout, places, is_last)
+            tokens = self._draw(logits, part, is_last)
         except Exception:
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
             self.fallbacks += 1
-            if self.report is not None:
+            if self.report.metrics is not None:
                 self.report.metrics.fallbacks.inc()
             self._lose(slots[self._is_known[slots]])
         if not self._needs_step[slots].any():
@@ -303,58 +252,51 @@ class Guide:
             self._group.broadcast(tokens)
         leave_only(logits, tokens)
 
-    def _draw(
-        self, logits: torch.Tensor, ctx: LogitsContext, layout: Layout, places: np.ndarray, is_last: bool
-    ) -> torch.Tensor | None:
+    def _draw(self, logits: torch.Tensor, part: Part, is_last: bool) -> torch.Tensor | None:
         """int32 ``[rows]``; the tokens drawn, -1 in rows that the engine draws; None if it draws all of them."""
-        slots, scores = ctx.idx_mapping_np[places], layout.by_node(logits)
-        first_rows = layout.rows[:, 0]
+        ctx, slots, scores, first_rows = part.ctx, part.slots, part.by_node(logits), part.rows[:, 0]
         lengths = ctx.pos[first_rows].int() + 1
         tokens, new_lens = ctx.input_ids[first_rows], None
         if self.drafts:  # which of these tokens are new is not known after a restart
             new_lens = lengths.clamp(max=1 + self.drafts)
-            tokens = self.new_tokens(layout.slots, lengths, new_lens)
-        states = None if self._states is None else layout.by_node(self._states.of_rows(ctx))
-        batch = StepBatch(tokens, layout.slots, lengths, new_lens, states=states, counts=is_last)
-        prepared = self.step.prepare(scores, batch, layout.drafts(ctx.input_ids))
+            tokens = self.new_tokens(slots, lengths, new_lens)
+        states = None if self._states is None else part.by_node(self._states.of_rows(ctx))
+        batch = StepBatch(tokens, slots, lengths, new_lens, states=states, counts=is_last)
+        prepared = self.step.prepare(scores, batch, part.drafts(ctx.input_ids))
         if prepared.is_changed and scores is not logits:
-            logits.copy_(layout.by_row(scores, logits))
-        if not (self._needs_step & ~self._is_lost)[slots].any():
+            logits.copy_(part.by_row(scores, logits))
+        if not (self._needs_step & ~self._is_lost)[part.host_slots].any():
             return None
-        with nullcontext() if self.report is None else self.report.timed():
-            self._read_prompts(ctx, slots, places, lengths)
+        with self.report.timed():
+            self._read_prompts(part, lengths)
             # In chunks of prompts that a later step continues, the engine discards the draw.
-            is_drawn = lengths >= self.req_states.prefill_len.gpu[layout.slots]
-            is_lost = self._is_lost[slots]
-            active = is_drawn & self.to_device(~is_lost) if is_lost.any() else is_drawn
+            is_drawn = lengths >= self.req_states.prefill_len.gpu[slots]
+            is_lost = self._is_lost[part.host_slots]
+            active = is_drawn & to_device(~is_lost, self.device) if is_lost.any() else is_drawn
             prepared = prepared._replace(batch=batch._replace(active=active))
-            temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[layout.slots].unbind(1))
+            temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
             sampling = Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True, sample=True)
-            self._predict_begun(prepared, sampling, ctx, slots, places)
-            faults = None if self.report is None else self.step.table.columns.faults[layout.slots]
+            self._predict_begun(prepared, sampling, part)
             output = self.step.step(prepared, sampling)
         assert output.tokens is not None  # they are sampled
-        if self.report is not None and faults is not None:
-            broken = self.step.table.columns.faults[layout.slots] > faults
-            self.report.note(output, broken, layout.slots, lengths, is_drawn)
+        self.report.note(output, self.step.table.columns.faults, slots, lengths, is_drawn)
         if self.settings.trace is not None:
-            trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, layout.at)
-        return layout.by_row(output.tokens, -1)
+            trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, part.at)
+        return part.by_row(output.tokens, -1)
 
-    def _read_prompts(self, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray, lengths: torch.Tensor) -> None:
-        """Pass the prompts of a step to a source that reads tokens."""
+    def _read_prompts(self, part: Part, lengths: torch.Tensor) -> None:
+        """Pass the prompts of a step to a source that reads tokens; ``lengths [B]`` are the sequences'."""
 
-    def _predict_begun(
-        self, prepared: PreparedStep, sampling: Sampling, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray
-    ) -> None:
+    def _predict_begun(self, prepared: PreparedStep, sampling: Sampling, part: Part) -> None:
         """Predict the output lengths of the requests whose prompt ends with this step."""
-        is_whole = ctx.seq_lens_upper_bound_np[places] >= self.req_states.prefill_len.np[slots]
-        begun = np.flatnonzero(self._wants_length[slots] & is_whole)
-        if not len(begun) or self.predictions is None:
+        is_whole = part.ctx.seq_lens_upper_bound_np[part.places] >= self.req_states.prefill_len.np[part.host_slots]
+        begun = np.flatnonzero(self._wants_length[part.host_slots] & is_whole)
+        if not len(begun):
             return
-        self._wants_length[slots[begun]] = False
-        lengths = self._predict(prepared, sampling)[self.to_device(begun)]
-        self.predictions.note({int(slot): int(self.req_states.prompt_len.np[slot]) for slot in slots[begun]}, lengths)
+        slots = part.host_slots[begun]
+        self._wants_length[slots] = False
+        lengths = self._predict(prepared, sampling)[to_device(begun, self.device)]
+        self.report.note_predicted({int(slot): int(self.req_states.prompt_len.np[slot]) for slot in slots}, lengths)
 
     def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
         """fp32 ``[B]``; predicted output lengths. A probe values candidates only: the most probable first token."""

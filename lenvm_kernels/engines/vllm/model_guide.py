@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,13 +10,10 @@ import torch
 from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, OwnSlots, PromptPart, pages_for
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.vllm.guide import Guide, logger
+from lenvm_kernels.engines.vllm.states import Part
 from lenvm_kernels.step import PreparedStep, Sampling
 from lenvm_kernels.step.inputs import SlotTable
 from lenvm_kernels.values import KVCache, LengthProbe, ValueModel
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 # Default of LENVM_MEMORY_SHARE, a share of the memory that the engine leaves for caches.
 MEMORY_SHARE = 0.2
@@ -34,32 +30,33 @@ class ModelGuide(Guide):
 
     max_delta = MAX_DELTA
 
-    def _load(self, vllm_config: VllmConfig) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
-        settings, engine, rows = self.settings, vllm_config.model_config, self.req_states.max_num_reqs
+    def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
+        settings, engine, rows = self.settings, self.config.model_config, self.rows
         value_model = settings.load_value_model(engine.dtype, self.device)
         assert value_model is not None
         check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
         self.value_model = value_model
-        pages = self._num_pages(vllm_config)
+        pages = self._num_pages()
         self.own = OwnSlots(rows, engine.max_model_len, num_pages=pages, device=self.device)
         self.without_room = 0
         # Per slot: prompt tokens passed to the value model, and whether all tokens since then are passed to the step.
         self._computed, self._is_running = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=bool)
-        gib = KVCache.num_bytes(value_model, self.own.slots.num_slots) / 2**30
+        cache_bytes = KVCache.num_bytes(value_model, self.own.slots.num_slots)
+        if self.report.metrics is not None:
+            self.report.metrics.cache_bytes.set(cache_bytes)
         source = f"the value model {settings.value_model} in {value_model.dtype}, whose cache of {pages * PAGE_SIZE}"
-        return value_model, self.own.slots, f"{source} tokens takes {gib:.2f} GiB"
+        return value_model, self.own.slots, f"{source} tokens takes {cache_bytes / 2**30:.2f} GiB"
 
-    def _num_pages(self, vllm_config: VllmConfig) -> int:
+    def _num_pages(self) -> int:
         """Pages of the cache, which shares its part of the memory with the steps."""
-        working = self._working_bytes(vllm_config, self.value_model)
-        total = vllm_config.cache_config.kv_cache_memory_bytes
+        working, cache = self._working_bytes(self.value_model), self.config.cache_config
+        total = cache.kv_cache_memory_bytes
         if total is None and self.device.type == "cuda":
             free, device_bytes = torch.cuda.mem_get_info(self.device)
-            total = int(free - (1 - vllm_config.cache_config.gpu_memory_utilization) * device_bytes)
+            total = int(free - (1 - cache.gpu_memory_utilization) * device_bytes)
         share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
         room = None if total is None else share * total - working
-        max_len = vllm_config.model_config.max_model_len
-        pages = pages_for(self.value_model, self.req_states.max_num_reqs, max_len, room)
+        pages = pages_for(self.value_model, self.rows, self.config.model_config.max_model_len, room)
         if self._group is not None:
             of_ranks = torch.tensor([pages])
             torch.distributed.all_reduce(of_ranks, torch.distributed.ReduceOp.MIN, self._group.cpu_group)
@@ -71,11 +68,6 @@ class ModelGuide(Guide):
                 "lower max_num_seqs, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
             )
         return pages
-
-    def _report_to(self, vllm_config: VllmConfig) -> None:
-        super()._report_to(vllm_config)
-        if self.report is not None:
-            self.report.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, self.own.slots.num_slots))
 
     # --- requests ---
 
@@ -93,12 +85,26 @@ class ModelGuide(Guide):
 
     # --- a step ---
 
-    def _read_prompts(self, ctx: LogitsContext, slots: np.ndarray, places: np.ndarray, lengths: torch.Tensor) -> None:
-        known_lens, is_guided = ctx.seq_lens_upper_bound_np[places], self._needs_step[slots] & ~self._is_lost[slots]
-        self._make_room({int(slot): int(n) for slot, n in zip(slots[is_guided], known_lens[is_guided], strict=True)})
-        is_waiting = is_guided & ~self._is_lost[slots] & ~self._is_running[slots]
-        is_whole = known_lens >= self.req_states.prefill_len.np[slots]
-        self._extend(slots, np.flatnonzero(is_waiting), known_lens, is_whole, lengths)
+    def _read_prompts(self, part: Part, lengths: torch.Tensor) -> None:
+        slots, known_lens = part.host_slots, part.ctx.seq_lens_upper_bound_np[part.places]
+        is_guided = self._needs_step[slots] & ~self._is_lost[slots]
+        self._make_room(dict(zip(slots[is_guided].tolist(), known_lens[is_guided].tolist(), strict=True)))
+        waiting = np.flatnonzero(is_guided & ~self._is_lost[slots] & ~self._is_running[slots])
+        if not len(waiting):
+            return
+        # All tokens but the last, which the step reads, or all tokens if a later step continues the prompt. With
+        # drafts, ``known_lens`` is an upper bound for requests that have lost their slots.
+        slot, known_len = slots[waiting], known_lens[waiting]
+        keeps_last, start = known_len >= self.req_states.prefill_len.np[slot], self._computed[slot]
+        end = np.maximum(known_len - keeps_last, start)
+        place, kept, begin = self.own.to_device(np.stack((waiting, keeps_last, start)))
+        self.own.extend(
+            self.step,
+            [PromptPart(*span) for span in np.stack((slot, start, end), axis=1).tolist()],
+            lambda rows, positions: self.req_states.all_token_ids.gpu[rows, positions],
+            lens=(lengths[place] - kept - begin).clamp(min=0).int(),
+        )
+        self._computed[slot], self._is_running[slot] = end, keeps_last
 
     def _make_room(self, lengths: dict[int, int]) -> None:
         """Reserve slots for the requests of a step; requests without room lose their guidance."""
@@ -113,39 +119,9 @@ class ModelGuide(Guide):
                 "LenVM: the value model's cache is full; requests go on without guidance. Raise LENVM_MEMORY_SHARE."
             )
         self.without_room += len(room.refused)
-        if self.report is not None:
+        if self.report.metrics is not None:
             self.report.metrics.without_room.inc(len(room.refused))
         self._lose(room.refused)
-
-    def _extend(
-        self, slots: np.ndarray, places: np.ndarray, known_lens: np.ndarray, is_whole: np.ndarray, lengths: torch.Tensor
-    ) -> None:
-        """Compute the prompts of requests: all tokens but the last, or all tokens if a later step continues one.
-
-        Args:
-            slots: slots of the step's requests.
-            places: places of the requests among them whose prompts are not computed yet.
-            known_lens: number of tokens of each request; with drafts, an upper bound for those that lost their slots.
-            is_whole: whether the prompt ends with this step.
-            lengths: int32 ``[B]``; number of tokens of each request, on the device.
-        """
-        if not len(places):
-            return
-        parts = []
-        for place in places:
-            slot, start = int(slots[place]), int(self._computed[slots[place]])
-            parts.append(PromptPart(slot, start, max(int(known_lens[place]) - int(is_whole[place]), start)))
-        starts = np.array([part.start for part in parts])
-        place, kept, start = self.to_device(np.stack((places, is_whole[places], starts)))
-        self.own.extend(
-            self.step,
-            parts,
-            lambda rows, positions: self.req_states.all_token_ids.gpu[rows, positions],
-            lens=(lengths[place] - kept - start).clamp(min=0).int(),
-        )
-        for part in parts:
-            self._computed[part.table_row] = part.end
-        self._is_running[slots[places]] = is_whole[places]
 
     def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
         """fp32 ``[B]``; lengths predicted after the last token of each prompt."""

@@ -7,10 +7,12 @@ any version of vLLM and without Triton. The code of the workers is in :mod:`lenv
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lenvm_kernels.engines.vllm.options import is_off, names_guidance, reason_against, take_variables, variables
+from lenvm_kernels.engines import signatures
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
@@ -25,8 +27,32 @@ if TYPE_CHECKING:
 
     from lenvm_kernels.engines.settings import Settings
     from lenvm_kernels.engines.vllm.guide import Guide
+    from lenvm_kernels.guidance import GuidanceParams
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
+
+_NOT_TRIED = "not tried"
+# Parts of the engine's configuration, options, accepted values, the reason, and the property of the settings for which
+# this holds.
+OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str, str | None], ...] = (
+    ("parallel_config", "prefill_context_parallel_size", (1,), _NOT_TRIED, None),
+    ("parallel_config", "decode_context_parallel_size", (1,), _NOT_TRIED, None),
+    ("parallel_config", "enable_batch_sharded_sampling", (False,), _NOT_TRIED, None),
+    ("parallel_config", "pipeline_parallel_size", (1,), "the last rank has no input embedding", "has_probe"),
+    ("speculative_config", "enable_adaptive_verification", (False,), _NOT_TRIED, None),
+    (
+        "speculative_config",
+        "rejection_sample_method",
+        ("standard", "block"),
+        "others accept drafts that are not drawn",
+        None,
+    ),
+    ("model_config", "enable_sleep_mode", (False,), "the value model would not wake up", "reads_tokens"),
+    ("model_config", "is_diffusion", (False,), "tokens are not drawn one after another", None),
+    ("model_config", "return_sampling_mask", (False,), "guided tokens are not drawn from the mask", None),
+)
+# Key of the front end's LENVM_* variables in the engine's additional_config, which reaches every worker.
+VARIABLES = "lenvm"
 
 
 class LenVMProcessor(LogitsProcessor):
@@ -51,7 +77,8 @@ class LenVMProcessor(LogitsProcessor):
     _guide: Guide | None = None
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, *is_first_runner: Any) -> None:
-        take_variables(vllm_config)
+        if isinstance(vllm_config.additional_config, dict):  # Ray copies no variables to its workers
+            os.environ.update(vllm_config.additional_config.get(VARIABLES, {}))
         LenVMProcessor.model_config = vllm_config.model_config
         if is_first_runner:
             if variables() and not is_off():
@@ -69,6 +96,7 @@ class LenVMProcessor(LogitsProcessor):
         check_equal(reason or str(replace(cls.settings(), trace=None, predictions=None)))
         if is_off():
             return None
+        guide = None
         try:
             if reason is not None:
                 raise ValueError(reason)
@@ -77,34 +105,44 @@ class LenVMProcessor(LogitsProcessor):
             if variables():
                 raise
             logger.warning("LenVM: requests cannot be guided: %s", error)
-            guide = None
         check_equal("off" if guide is None else "on")
         return guide
 
     @classmethod
     def settings(cls) -> Settings:
         """The settings of this process, with the engine's tokenizer."""
-        from lenvm_kernels.engines.vllm.requests import settings_of
+        from lenvm_kernels.engines.settings import Settings
+        from lenvm_kernels.engines.tokenizers import load_with
 
-        return settings_of(cls.model_config)
+        if (config := cls.model_config) is None:
+            return Settings.current()
+
+        def load() -> object:
+            from vllm.tokenizers import cached_tokenizer_from_config
+
+            return cached_tokenizer_from_config(config)
+
+        load_with(config.tokenizer, load)
+        return Settings.current(config.tokenizer)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Called in the front end when a request arrives; the engine answers a ValueError with status 400."""
-        if not sampling_params.extra_args or is_off():
+        given = sampling_params.extra_args
+        if not given or is_off():
             return
-        if cls.reason is not None:
-            if names_guidance(sampling_params.extra_args):
-                names = ", ".join(sampling_params.extra_args)
-                raise ValueError(f"guidance ({names}) must be absent from this server's requests: {cls.reason}")
-            return
-        from lenvm_kernels.engines.vllm.requests import guidance_of
-
-        guidance_of(sampling_params, cls.settings())
+        if cls.reason is None:
+            guidance_of(sampling_params, cls.settings())
+        elif names_guidance(given):
+            names = ", ".join(given)
+            raise ValueError(f"guidance ({names}) must be absent from this server's requests: {cls.reason}")
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Admit a request into a slot of the engine. Returns whether its logits may change."""
-        return self._guide is not None and self._guide.add_request(req_idx, sampling_params)
+        if self._guide is None:
+            return False
+        guidance = guidance_of(sampling_params, self._guide.settings)
+        return self._guide.add_request(req_idx, sampling_params, guidance)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
@@ -142,3 +180,77 @@ def check_equal(mine: str) -> None:
     torch.distributed.all_gather_object(of_ranks, mine, group=group.cpu_group)
     if theirs := set(of_ranks) - {mine}:
         raise ValueError(f"LenVM must be set alike on all tensor-parallel ranks, got {mine} and {theirs.pop()}")
+
+
+def variables() -> dict[str, str]:
+    """The ``LENVM_*`` variables of this process."""
+    return {name: text for name, text in os.environ.items() if name.startswith("LENVM_") and text.strip()}
+
+
+def is_off() -> bool:
+    """Whether guidance is turned off."""
+    if os.environ.get("LENVM_VALUE_MODEL", "").strip() == "off":
+        return True
+    try:
+        from lenvm_kernels.engines.settings import Settings
+    except ImportError:
+        return False
+    return Settings.is_off()
+
+
+def reason_against(vllm_config: VllmConfig) -> str | None:
+    """Why a server cannot guide requests. If None, it can.
+
+    Raises:
+        ValueError: a setting is invalid; the message names it, its value and what is accepted.
+    """
+    import vllm
+
+    tried = dict.fromkeys(_minor(version) for version in signatures.recorded("vllm"))
+    if not variables() and _minor(vllm.__version__) not in tried:
+        return f"guidance fits vLLM {', '.join(tried)}, got {vllm.__version__}; LENVM_VALUE_MODEL=none tries it"
+    if not getattr(vllm_config, "use_v2_model_runner", False):
+        return (
+            "guidance needs vLLM's second model runner, which VLLM_USE_V2_MODEL_RUNNER=0, a missing Triton or an "
+            "option of the server turns off (vLLM's log names the option)"
+        )
+    try:
+        from lenvm_kernels.engines.settings import Settings
+    except ImportError as error:
+        return f"guidance cannot be imported: {error}"
+    settings = Settings.current()
+    for part, option, accepted, reason, where in OPTIONS:
+        given = getattr(getattr(vllm_config, part), option, accepted[0])
+        if given not in accepted and (where is None or getattr(settings, where)):
+            names = " or ".join(map(str, accepted))
+            return f"{option} must be {names} together with guidance, got {given}: {reason}"
+    return None
+
+
+def names_guidance(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether the ``vllm_xargs`` of a request contain guidance, also if it cannot be used here."""
+    from lenvm_kernels.guidance.params import parse_guidance, read_names
+
+    try:
+        params = parse_guidance(read_names(extra_args or {}, is_shared=True))
+    except ValueError:
+        return True
+    return params.needs_step or bool(params.token_temperature_scale)
+
+
+def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | None:
+    """The guidance in a request's ``vllm_xargs``, or None without.
+
+    Raises:
+        ValueError: naming the field, what came and what is accepted.
+    """
+    if not params.extra_args:
+        return None
+    guidance = settings.parse_request(params.extra_args, params.stop_token_ids or ())
+    if guidance.return_values and settings.predictions is None:
+        raise ValueError("return_values must be false in vLLM without LENVM_PREDICTIONS, a file for them, got true")
+    return guidance if guidance.needs_step or guidance.token_temperature_scale else None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

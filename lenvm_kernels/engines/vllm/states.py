@@ -1,6 +1,6 @@
-"""The inputs of a probe from vLLM's base model: its input embedding, and in every step the inputs of some layers.
+"""The rows of a step of vLLM, and the inputs of a probe: the base model's embedding, and the inputs of some layers.
 
-The engine passes neither to a logits processor, so they are taken from its model runner.
+The engine passes no inputs of a probe to a logits processor, so they are taken from its model runner.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.lora.layers import LogitsProcessorWithLoRA
@@ -20,6 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
 
 if TYPE_CHECKING:
@@ -60,27 +62,6 @@ def load_probe(settings: Settings, runner: GPUModelRunner) -> LengthProbe:
     return settings.load_probe(runner.model_config.get_total_num_hidden_layers(), weight)
 
 
-def show_layers(runner: GPUModelRunner, layers: list[int]) -> None:
-    """Make the base model return the inputs of these layers in addition to its last states, as for EAGLE-3.
-
-    Raises:
-        ValueError: the base model does not support this, or drafts come from a model, which would read these states.
-    """
-    reason = None
-    if not supports_eagle3(runner.model):
-        reason = f"{type(runner.model).__name__} shows no others"
-    elif isinstance(runner.speculator, DraftModelSpeculator):
-        reason = "the model that drafts would be given others, too"
-    if reason is not None:
-        raise ValueError(
-            f"LENVM_VALUE_MODEL must be a probe of the last layer alone here, got one of layers {layers}, too: {reason}"
-        )
-    runner.model.set_aux_hidden_state_layers(tuple(layers))
-    runner.use_aux_hidden_state_outputs = True
-    # The outputs are part of the compiled model, which the engine caches by a hash of its configuration.
-    runner.vllm_config.additional_config["lenvm_layers"] = layers
-
-
 class BaseStates:
     """The states of the base model that a probe reads in a step.
 
@@ -92,7 +73,7 @@ class BaseStates:
         probe: the probe that reads the states.
 
     Raises:
-        ValueError: the base model has no such layer; or as :func:`show_layers`.
+        ValueError: the base model cannot return the states, or its drafts come from a model that would read them.
     """
 
     def __init__(self, runner: GPUModelRunner, probe: LengthProbe) -> None:
@@ -101,23 +82,38 @@ class BaseStates:
         self._places = [[*inner, last].index(layer) for layer in layers]
         self._last, self._inner = torch.empty(0), list[torch.Tensor]()
         # A server with adapters calls the second class, which contains the first.
-        kinds = LogitsProcessor, LogitsProcessorWithLoRA
+        kinds, name = (LogitsProcessor, LogitsProcessorWithLoRA), type(runner.model).__name__
         modules = [m for m in runner.get_model().modules() if isinstance(m, kinds)]
         if not modules:
             raise ValueError(
-                f"LENVM_VALUE_MODEL must not be a probe with this base model: {type(runner.model).__name__} computes "
-                "its logits without vLLM's LogitsProcessor"
+                f"LENVM_VALUE_MODEL must not be a probe with this base model: {name} computes its logits without "
+                "vLLM's LogitsProcessor"
             )
         for module in modules:
             module.register_forward_pre_hook(self._keep_last, with_kwargs=True)
-        if inner:
-            show_layers(runner, inner)
-            self._keep_inner(runner)
+        if not inner:
+            return
+        reason = None
+        if not supports_eagle3(runner.model):
+            reason = f"{name} shows no others"
+        elif isinstance(runner.speculator, DraftModelSpeculator):
+            reason = "the model that drafts would be given others, too"
+        if reason is not None:
+            raise ValueError(
+                f"LENVM_VALUE_MODEL must be a probe of the last layer alone here, got one of layers {inner}, too: "
+                f"{reason}"
+            )
+        self._keep_inner(runner, inner)
 
     def _keep_last(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._last = args[1] if len(args) > 1 else kwargs["hidden_states"]
 
-    def _keep_inner(self, runner: GPUModelRunner) -> None:
+    def _keep_inner(self, runner: GPUModelRunner, layers: list[int]) -> None:
+        """Make the base model return the inputs of these layers in addition to its last states, as for EAGLE-3."""
+        runner.model.set_aux_hidden_state_layers(tuple(layers))
+        runner.use_aux_hidden_state_outputs = True
+        # The outputs are part of the compiled model, which the engine caches by a hash of its configuration.
+        runner.vllm_config.additional_config["lenvm_layers"] = layers
         sample_tokens = runner.sample_tokens
 
         @wraps(sample_tokens)
@@ -146,3 +142,72 @@ def after_reload(runner: GPUModelRunner, call: Callable[[], None]) -> None:
         call()
 
     runner.reset_lora_state = reset
+
+
+def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to the device without a host-device sync."""
+    tensor = torch.as_tensor(values)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+class Part(NamedTuple):
+    """``B`` requests of a step, and their rows. The *nodes* of a request are its last token and its drafts.
+
+    Attributes:
+        ctx: the engine's description of the step.
+        places: int64 ``[B]``, on the host; places of the requests in the batch.
+        host_slots, slots: int ``[B]``; slots of the requests, on the host and on the device.
+        rows: int64 ``[B, N]``; the engine's row of each node, arbitrary for nodes that a request does not have.
+        at: int64 ``[rows]``; the node of each row, counted over all requests; ``B N`` for rows of other requests.
+        is_whole: node ``i`` is row ``i``: the step has no other rows, and no request lacks a node.
+    """
+
+    ctx: LogitsContext
+    places: np.ndarray
+    host_slots: np.ndarray
+    slots: torch.Tensor
+    rows: torch.Tensor
+    at: torch.Tensor
+    is_whole: bool
+
+    @classmethod
+    def whole(cls, ctx: LogitsContext) -> Part:
+        """All requests of a step without drafts."""
+        at = torch.arange(len(ctx.pos), device=ctx.pos.device)
+        places, slots = np.arange(len(ctx.idx_mapping_np)), ctx.idx_mapping.long()
+        return cls(ctx, places, ctx.idx_mapping_np, slots, at[:, None], at, True)
+
+    @classmethod
+    def of(cls, ctx: LogitsContext, places: np.ndarray, nodes: int) -> Part:
+        """The requests of a step with drafts at these places; N is ``nodes``."""
+        count, requests, rows, device = len(places), len(ctx.idx_mapping), len(ctx.pos), ctx.pos.device
+        of_batch, place = (ctx.expanded_local_pos == 0).cumsum(0) - 1, to_device(places, device)
+        request = torch.full((requests,), count, device=device)
+        request[place] = torch.arange(count, device=device)
+        request = request[of_batch]
+        first = torch.searchsorted(of_batch, place)
+        of_nodes = (first[:, None] + torch.arange(nodes, device=device)).clamp(max=rows - 1)
+        at = torch.where(request < count, request * nodes + ctx.expanded_local_pos, count * nodes)
+        is_whole = rows == count * nodes and count == requests
+        return cls(ctx, places, ctx.idx_mapping_np[places], ctx.idx_mapping.long()[place], of_nodes, at, is_whole)
+
+    def by_node(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows [rows, X]`` by node: ``[B N, X]``."""
+        return rows if self.is_whole else rows[self.rows.flatten()]
+
+    def by_row(self, nodes: torch.Tensor, otherwise: torch.Tensor | int) -> torch.Tensor:
+        """``nodes [B N, ...]`` by row; rows of other requests are ``otherwise``."""
+        if self.is_whole:
+            return nodes
+        is_ours = (self.at < len(nodes)).view(-1, *[1] * (nodes.dim() - 1))
+        return torch.where(is_ours, nodes[self.at.clamp(max=len(nodes) - 1)], otherwise)
+
+    def drafts(self, input_ids: torch.Tensor) -> Drafts | None:
+        """The drafts of the requests as chains, by the token of each row, int ``[rows]``; None if the step has none."""
+        requests, nodes = self.rows.shape
+        if nodes == 1:
+            return None
+        token_ids = torch.full((requests * nodes + 1,), -1, device=input_ids.device)
+        token_ids[self.at] = input_ids.long()
+        chain = torch.arange(-1, nodes - 2, dtype=torch.int32, device=input_ids.device).repeat(requests, 1)
+        return Drafts(token_ids[:-1].view(requests, -1)[:, 1:], chain)
