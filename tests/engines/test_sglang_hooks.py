@@ -26,13 +26,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang import guide as guide_module
 from lenvm_kernels.engines.sglang import hooks
-from lenvm_kernels.engines.sglang import options as sglang_options
-from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide
-from lenvm_kernels.engines.sglang.hooks import SGLangPlugin
+from lenvm_kernels.engines.sglang import value_model as value_model_module
+from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, end_tokens
+from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
 from lenvm_kernels.engines.sglang.plugin import plugin
-from lenvm_kernels.engines.sglang.requests import end_tokens, guidance_of
 from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
@@ -46,7 +44,7 @@ from tests.helpers.watch import PeakMemory
 def guide(folder):
     """The guidance of a process that has loaded the value model."""
     value_model = ValueModel.from_pretrained(folder / "value")
-    return ValueModelGuide(Settings(folder / "value", chunk_tokens=64), torch.device("cpu"), value_model)
+    return ValueModelGuide(Settings(folder / "value", chunk_tokens=64), torch.device("cpu"), 0, value_model)
 
 
 @pytest.mark.parametrize("cap", [None, 2000])
@@ -91,7 +89,7 @@ def test_memory_does_not_grow_with_the_limit_of_requests(guide, source):
     for rows in (512, 4096):
         slots = EngineSlots(torch.zeros(rows, 1, dtype=torch.int32), 64)
         sizes = dict(vocab_size=VOCAB, max_requests=rows, max_candidates=4, chunk_tokens=64, backend="reference")
-        step = GuidedStep(value_source(guide.value_model), slots, StepConfig(**sizes))
+        step = GuidedStep(value_source(guide.model), slots, StepConfig(**sizes))
         with PeakMemory() as memory:
             step.warm_up(progress=False)
         found.append((guide.num_bytes(engine, rows), memory.peak))
@@ -115,16 +113,14 @@ class Work(list):
 @pytest.mark.parametrize("is_guided", [True, False])
 def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_delayed, is_guided):
     """With the engine's own barrier, in the order of its overlapping scheduler; grammars delay sampling."""
-    forward_stream, plugin = Work(), SGLangPlugin(guide)
+    forward_stream = Work()
     monkeypatch.setattr(guide, "extend", lambda batch: forward_stream.append("the value model reads a prompt's slots"))
-    monkeypatch.setattr(
-        guide, "report_sampled", lambda *_: forward_stream.append("the value model reads a step's slots")
-    )
+    monkeypatch.setattr(guide, "report", lambda *_: forward_stream.append("the value model reads a step's slots"))
     reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(GENTLE) if is_guided else None)]
     scheduled = SimpleNamespace(reqs=reqs)
     batch = SimpleNamespace(forward_mode=mode, lenvm_reqs=reqs if is_guided else [], sampling_info=None)
     logits_output = SimpleNamespace(next_token_logits=None, auxiliary_device_output=None)
-    runner = SimpleNamespace(shared_read_done_event=None)
+    runner = guide.runner = SimpleNamespace(shared_read_done_event=None)
     scheduler = SimpleNamespace(
         _war_barrier_enabled=True,
         _relay_forward_payload=lambda *arguments: None,
@@ -137,7 +133,7 @@ def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_del
     scheduler._apply_war_barrier = lambda: Scheduler._apply_war_barrier(scheduler)
 
     def draw():
-        plugin.sample(lambda *arguments: torch.tensor([3]), runner, logits_output, batch)
+        guide.sample(lambda *arguments: torch.tensor([3]), runner, logits_output, batch)
         return result
 
     result = SimpleNamespace(delay_sample_func=draw if is_delayed else None, future_indices=None, logits_output=None)
@@ -272,11 +268,11 @@ def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch):
 )
 def test_base_models_with_other_pools_are_rejected(monkeypatch, has_windows, has_states, kind):
     """A value model is rejected with such a base model, because it needs the engine's slots."""
-    monkeypatch.setattr(sglang_options, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
+    monkeypatch.setattr(value_model_module, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
     runner = SimpleNamespace(is_hybrid_swa=has_windows, model_config=None)
     message = f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}"
     with pytest.raises(ValueError, match=message) if kind else nullcontext():
-        sglang_options.check_pool(runner)
+        value_model_module.check_pool(runner)
 
 
 def save_tokenizer(folder, vocabulary):
@@ -357,13 +353,12 @@ class Sampled:
         batch = SimpleNamespace(
             forward_mode=ForwardMode.DECODE, input_ids=rows, req_pool_indices=rows, seq_lens=lengths
         )
-        batch.lenvm_reqs = [req for req in self.reqs if req.lenvm_guidance is not None]
-        batch.lenvm_failed = False
+        guide.note_batch(batch, self.reqs)
         filters = dict(top_ks=torch.full([3], 6, dtype=torch.int32), top_ps=torch.ones(3), min_ps=torch.zeros(3))
         filters |= dict(temperatures=torch.full([3, 1], 0.5), has_custom_logit_processor=False)
         self.info = SimpleNamespace(**filters | info)
         self.output = SimpleNamespace(next_token_logits=self.logits.clone(), auxiliary_device_output=None)
-        self.calls, plugin = [], SGLangPlugin(guide)
+        self.calls = []
 
         def sampler(sampler, logits_output, info, return_logprob, *args, logprob_logits=None):
             greedy_half(logits_output.next_token_logits, info)
@@ -372,9 +367,9 @@ class Sampled:
 
         def runner_sample(runner, logits_output, batch):
             of_engine = SimpleNamespace(_preprocess_logits=greedy_half)
-            return plugin.draw(sampler, of_engine, logits_output, self.info, return_logprob, None)
+            return guide.draw(sampler, of_engine, logits_output, self.info, return_logprob, None)
 
-        self.tokens = plugin.sample(runner_sample, None, self.output, batch)
+        self.tokens = guide.sample(runner_sample, None, self.output, batch)
 
     @staticmethod
     def scores():
@@ -481,14 +476,12 @@ def fail_steps(guide):
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
-def test_ranks_take_the_tokens_of_the_first(monkeypatch, failing):
+def test_ranks_take_the_tokens_of_the_first(failing):
     """Also if their own step gives others or fails. If it fails on the first rank, all ranks end the guidance."""
     guidance, group, found = [NEAR, None, NEAR], Ranks(), []
-    parallel = SimpleNamespace(attn_tp_size=2, attn_tp_rank=1, attn_tp_group=group)
-    monkeypatch.setattr(guide_module, "get_parallel", lambda: parallel)
     for rank in (0, 1):
         guide = guide_of(guidance)
-        guide.join_ranks()
+        guide.ranks = group
         guide.step.add_request(4, parse_guidance(NEAR), {EOS}, prompt_len=7, seed=rank)  # would draw other tokens
         if rank == failing:
             fail_steps(guide)

@@ -4,7 +4,6 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import SGLangGuide
-from lenvm_kernels.engines.sglang.hooks import SGLangPlugin
-from lenvm_kernels.engines.sglang.requests import guidance_of
-from lenvm_kernels.engines.sglang.states import ProbeGuide, SampledStates, input_embedding
+from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
+from lenvm_kernels.engines.sglang.states import ProbeGuide, input_embedding
 from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.types import Status
@@ -260,9 +258,13 @@ class Hooked:
     def __init__(self, folder, weight):
         self.base = base = DeepBase(weight)
         self.tensors = load_file(folder / "deep" / "probe.safetensors")
-        self.states = SampledStates(base, LengthProbe.from_pretrained(folder / "deep", LAYERS, weight))
-        self.guide = ProbeGuide(Settings(folder / "deep"), torch.device("cpu"), self.states, drafts=2)
+        probe = LengthProbe.from_pretrained(folder / "deep", LAYERS, weight)
+        self.guide = ProbeGuide(Settings(folder / "deep"), torch.device("cpu"), 2, probe, base)
         self.processor = base.logits_processor
+
+    def kept(self, rows):
+        """The states that a step of ``rows`` rows reads."""
+        return self.guide.states_of(torch.empty(rows))
 
     def prune(self, states, metadata, processor=None):
         """Prune states as in the engine's forward; returns the pruned states, and the inner states passed to the
@@ -311,10 +313,10 @@ def prompts_metadata(lens, starts):
 def test_states_of_sampled_rows(hooked, metadata, sampled):
     """States are in the probe's layer order; the engine receives its own states and no inner ones."""
     states = rows_of_states(9)
-    hooked.states.allocate(7)
+    hooked.guide.allocate(7)
     pruned, inner = hooked.prune(states, metadata)
     first, second, last = (layer[sampled][:7] for layer in states)
-    assert torch.equal(hooked.states.of(len(first)), torch.cat([second, last, first], dim=1))
+    assert torch.equal(hooked.kept(len(first)), torch.cat([second, last, first], dim=1))
     assert inner is None and pruned[2] is None
     expected = LogitsProcessor._get_pruned_states(hooked.processor, states[2], None, None, metadata)
     assert torch.equal(pruned[0], expected[0])
@@ -329,25 +331,25 @@ def test_memory_of_states(hooked):
 
 
 def test_draft_model_keeps_its_own_states(hooked):
-    hooked.states.allocate(7)
+    hooked.guide.allocate(7)
     processor = Base(torch.zeros(1)).logits_processor
     pruned, inner = hooked.prune(rows_of_states(4), LogitsMetadata(ForwardMode.DECODE), processor)
-    assert len(inner) == len(pruned[2]) == 2 and hooked.states.of(7).eq(0).all()
+    assert len(inner) == len(pruned[2]) == 2 and hooked.kept(7).eq(0).all()
 
 
 def test_replayed_graph_keeps_states_without_hook(hooked):
     """Operations captured for several batch sizes store the states of each replay."""
-    hooked.states.allocate(6)
+    hooked.guide.allocate(6)
     metadata = LogitsMetadata(ForwardMode.DECODE)
     graphs = {
         size: make_fx(lambda *states: hooked.prune(states, metadata)[0][0])(*rows_of_states(size)) for size in (8, 4, 2)
     }
-    kept = hooked.states.of(6)
+    kept = hooked.kept(6)
     for size, rows in ((4, 3), (8, 6), (2, 2), (4, 4)):
         first, second, last = states = rows_of_states(size, seed=size + rows)
         graphs[size](*states)
-        assert torch.equal(hooked.states.of(rows), torch.cat([second, last, first], dim=1)[:rows])
-        assert kept.data_ptr() == hooked.states.of(rows).data_ptr()
+        assert torch.equal(hooked.kept(rows), torch.cat([second, last, first], dim=1)[:rows])
+        assert kept.data_ptr() == hooked.kept(rows).data_ptr()
 
 
 def sharded(parts, rank, **more):
@@ -401,8 +403,8 @@ def test_options_unsupported_by_probes_are_rejected_at_start(folder, weight, pro
 @pytest.mark.parametrize("reads_tokens", [False, True])
 def test_probes_accept_requests_that_value_models_reject(folder, reads_tokens):
     """A value model needs the tokens and cached values of a request; a probe does not."""
-    kind, name = (partial(ValueModelGuide, value_model=None), "value") if reads_tokens else (SGLangGuide, "last")
-    guide = kind(Settings(folder / name), torch.device("cpu"))
+    settings, device = Settings(folder / ("value" if reads_tokens else "last")), torch.device("cpu")
+    guide = ValueModelGuide(settings, device, 0, None) if reads_tokens else SGLangGuide(settings, device)
     sampling = dict(custom_params=GENTLE, top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None)
     sampling = SimpleNamespace(**sampling, watermark=None)
     req = dict(sampling_params=sampling, input_embeds=[0.5], positional_embed_overrides=None, extra_key="mine")
@@ -425,7 +427,7 @@ def test_probe_follows_updated_weights(hooked, weight, caplog):
         rows = dict(table_rows=torch.arange(2), generated=torch.zeros(2, dtype=torch.int32))
         return probe.value_logits(states, torch.tensor([[3, 4], [5, 6]], dtype=torch.int32), table, **rows)[0]
 
-    probe = guide.states.probe
+    probe = guide.probe
     before = values(probe)
     hooked.base.embed_tokens.weight.mul_(1.01)
     guide.update_probe(None, None, "version")

@@ -100,27 +100,20 @@ def image_tokens(
     """
     if all(images is None for images, _, _ in parts):
         return None
-    positions, rows, embeds, count = [], [], [], 0
+    positions, rows, device = torch.zeros(3, tokens, dtype=torch.int64), torch.full((tokens,), -1), value_model.device
+    embeds = [torch.empty(0, value_model.config.hidden_size, dtype=value_model.dtype, device=device)]
+    start = count = 0
     for images, first, length in parts:
+        here, start = slice(start, start + length), start + length
         if images is None:
-            positions.append(torch.arange(first, first + length).expand(3, -1))
-            rows.append(torch.full((length,), -1))
+            positions[:, here] = torch.arange(first, first + length)
             continue
-        part_positions, part_rows = images.of_tokens(first, length)
-        positions.append(part_positions)
-        if images.embeds is None:  # the rest is text, or the request has lost its guidance
-            rows.append(torch.full((length,), -1))
-            continue
-        rows.append(torch.where(part_rows >= 0, part_rows + count, -1))
-        embeds.append(images.embeds)
-        count += len(images.embeds)
-    padding, device = tokens - sum(length for _, _, length in parts), value_model.device
-    no_embeds = torch.empty(0, value_model.config.hidden_size, dtype=value_model.dtype, device=device)
-    return ImageTokens(
-        to_device(torch.cat([*positions, torch.zeros(3, padding, dtype=torch.int64)], dim=1), device),
-        to_device(torch.cat([*rows, torch.full((padding,), -1)]), device),
-        torch.cat([no_embeds, *embeds]),
-    )
+        positions[:, here], part_rows = images.of_tokens(first, length)
+        if images.embeds is not None:  # otherwise the rest is text, or the request has lost its guidance
+            rows[here] = torch.where(part_rows >= 0, part_rows + count, -1)
+            embeds.append(images.embeds)
+            count += len(images.embeds)
+    return ImageTokens(to_device(positions, device), to_device(rows, device), torch.cat(embeds))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

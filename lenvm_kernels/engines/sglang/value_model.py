@@ -13,17 +13,16 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers import mm_schedule
 
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, needs_step
+from lenvm_kernels.engines.sglang.guide import MAX_DELTA, EngineOptions, Hooks, SGLangGuide, check_options, needs_step
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens, to_device
-from lenvm_kernels.engines.sglang.options import VALUE_MODEL_OPTIONS, check_options, check_pool
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.values import KVCache, ValueModel
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -32,6 +31,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
+_OTHER_SLOTS = "the value model lives in the slots of the engine's own pool"
+VALUE_MODEL_OPTIONS: EngineOptions = {
+    "pp_size": ((1,), "not built"),
+    "disaggregation_mode": (("null",), "the value model reads the tokens of prompts"),
+    "enable_hierarchical_cache": ((False,), _FOREIGN_KEYS),
+    "enable_lmcache": ((False,), _FOREIGN_KEYS),
+    "enable_flexkv": ((False,), _FOREIGN_KEYS),
+    "enable_unified_cache_external_linker": ((False,), _FOREIGN_KEYS),
+    "radix_cache_backend": ((None,), _FOREIGN_KEYS),
+    "enable_unified_memory": ((False,), _OTHER_SLOTS),
+    "enable_hisparse": ((False,), _OTHER_SLOTS),
+    "enable_kv_cache_sharding": ((False,), _OTHER_SLOTS),
+    "dcp_size": ((1,), _OTHER_SLOTS),
+}
 RADIX_NAMESPACE = "lenvm|"
 # Maximum number of tokens per request, without drafts, that may be pending after a step.
 MAX_WAITING = MAX_DELTA - 1
@@ -46,10 +60,9 @@ class ValueModelGuide(SGLangGuide):
         value_model: the value model.
     """
 
-    value_model: ValueModel
-
-    def __init__(self, settings: Settings, device: torch.device, value_model: ValueModel, drafts: int = 0) -> None:
+    def __init__(self, settings: Settings, device: torch.device, drafts: int, value_model: ValueModel) -> None:
         super().__init__(settings, device, drafts, value_model)
+        self.value_model = value_model
 
     @classmethod
     def load(
@@ -68,12 +81,12 @@ class ValueModelGuide(SGLangGuide):
             value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
         sizes = value_model.config.vocab_size, runner.model_config.vocab_size
         check_vocabulary(settings.value_model, *sizes, options.tokenizer_path)
-        return cls(settings, device, value_model, drafts)
+        return cls(settings, device, drafts, value_model)
 
     @property
-    def hooks(self) -> dict[str, tuple[str, Callable]]:
-        """Kind and function of further hooks, by target."""
-        return {
+    def hooks(self) -> Hooks:
+        """As in :class:`SGLangGuide`."""
+        return super().hooks | {
             "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("AFTER", self.note_images),
             f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", self.leave_room),
             f"{_CACHE}.radix_cache.RadixCache.checkpoint": ("AROUND", self.checkpoint),
@@ -84,9 +97,9 @@ class ValueModelGuide(SGLangGuide):
 
     # --- memory ---
 
-    def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
-        """As in :class:`SGLangGuide`, with the value model's cache."""
-        return super().num_bytes(engine, requests) + KVCache.num_bytes(self.value_model, slots)
+    def cache_bytes(self, slots: int) -> int:
+        """Bytes of the value model's cache for the ``slots`` of the engine's pool."""
+        return KVCache.num_bytes(self.value_model, slots)
 
     def leave_room(
         self, original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None
@@ -127,20 +140,13 @@ class ValueModelGuide(SGLangGuide):
         logger.info("LenVM: guidance takes %.2f GiB, %.1f %%", guidance_bytes / 2**30, 100 * share)
         return pool
 
-    def take_slots(self, runner: ModelRunner) -> None:
-        """As in :class:`SGLangGuide`."""
-        super().take_slots(runner)
-        if self.metrics is not None:
-            pool = runner.token_to_kv_pool
-            self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, pool.size + pool.page_size))
-
-    def discard_read_done(self, runner: ModelRunner) -> None:
+    def discard_read_done(self) -> None:
         """Make the scheduler also wait for the value model before it overwrites the slot table.
 
         The engine's event marks the base model's last read of the table, which precedes the value model's reads.
         Without an event, the scheduler waits for all work that is queued on its forward stream.
         """
-        runner.shared_read_done_event = None
+        self.runner.shared_read_done_event = None
 
     def sample_delayed(
         self, original: Callable, scheduler: Scheduler, result: Any, batch: ScheduleBatch | None
@@ -200,7 +206,7 @@ class ValueModelGuide(SGLangGuide):
         # Batches that the engine makes for the capture of graphs have no requests.
         if getattr(batch, "lenvm_reqs", None) and batch.forward_mode.is_extend_without_speculative():
             self.extend(batch)
-            self.discard_read_done(runner)
+            self.discard_read_done()
 
     def extend(self, batch: ForwardBatch) -> None:
         """Pass the tokens of a prefill batch, or of a chunk of it, to the value model.
@@ -239,15 +245,14 @@ class ValueModelGuide(SGLangGuide):
         The engine may insert a chunk of a prompt into its radix cache before the host has read any token. So the ranks
         agree from host to host, as the engine distributes requests, without a host-device sync.
         """
-        if self._ranks is None:
+        if self.ranks is None:
             return
         flag = torch.tensor([batch.lenvm_failed], dtype=torch.uint8, device="cpu")
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._ranks.cpu_group)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.ranks.cpu_group)
         if flag:
             if not batch.lenvm_failed:
-                self._count_failure()
-            for req in batch.lenvm_reqs:
-                self.lose(req)
+                self.count_failure()
+            self.lose(batch.lenvm_reqs)
             batch.lenvm_reqs = []
 
     # --- the radix cache ---
@@ -271,3 +276,13 @@ class ValueModelGuide(SGLangGuide):
             end = params.span_state(req.origin_input_ids, req.output_ids).end
             read = read if end is None else end - 1
         return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, read) - waiting))
+
+
+def check_pool(runner: ModelRunner) -> None:
+    """Raise ValueError unless every layer of the base model stores all keys and values in slots of one pool."""
+    windows, states = runner.is_hybrid_swa, mambaish_config(runner.model_config) is not None
+    if windows or states:
+        kind = "sliding windows" if windows else "layers with a state"
+        raise ValueError(
+            f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}: {_OTHER_SLOTS}"
+        )
