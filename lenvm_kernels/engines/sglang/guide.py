@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 # result (AFTER) or by the target itself (AROUND).
 Hooks = dict[str, tuple[str, Callable]]
 # Options of the engine, each with the accepted values and the reason.
-EngineOptions = Mapping[str, tuple[tuple[Any, ...], str]]
+EngineOptions = dict[str, tuple[tuple[Any, ...], str]]
 NOT_TRIED = "not tried"
 # Maximum number of tokens per request, without drafts, that one step computes.
 MAX_DELTA = 16
@@ -63,14 +63,11 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 class SGLangGuide:
     """The guidance of one scheduler process, which has one model runner that samples.
 
-    Args:
+    Attributes:
         settings: settings of the plugin.
         device: device of the base model.
         drafts: draft tokens per request and step.
         model: what computes values. If None, nothing does.
-
-    Attributes:
-        settings, device, drafts, model: as above.
         step: the guided step, set by :meth:`take_slots`.
         runner: model runner of the base model, set by :meth:`take_slots`.
         has_slots: whether :meth:`take_slots` was called.
@@ -79,11 +76,12 @@ class SGLangGuide:
         metrics: metrics of this process; None without ``--enable-metrics``.
         fallbacks: number of failures of steps and prompts.
         failure: why requests with guidance are rejected. If None, they are accepted.
+        node_bytes: bytes beside the step, for each node of a request.
     """
 
     step: GuidedStep
     runner: ModelRunner
-    node_bytes = 0  # beside the step, for each node of a request
+    node_bytes = 0
 
     def __init__(
         self, settings: Settings, device: torch.device, drafts: int = 0, model: LengthProbe | ValueModel | None = None
@@ -95,6 +93,7 @@ class SGLangGuide:
         self.metrics: Metrics | None = None
         self.fallbacks = 0
         self.failure: str | None = None
+        self._sizes = dict(max_delta=MAX_DELTA + drafts, max_drafts=drafts)
         self._stopwatch = Stopwatch(device)
         self._reserved: torch.Tensor | None = None
         self._table_rows: set[int] = set()  # rows of requests in the guidance table
@@ -116,15 +115,9 @@ class SGLangGuide:
 
     def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
         """Bytes that steps of ``requests`` requests take, and what is cached for the ``slots`` of the engine's pool."""
-        working = self.settings.working_bytes(
-            self.model,
-            requests=requests,
-            max_len=engine.context_len,
-            vocab_size=engine.vocab_size,
-            max_delta=MAX_DELTA + self.drafts,
-            max_drafts=self.drafts,
-        )
-        return working + requests * (1 + self.drafts) * self.node_bytes + self.cache_bytes(slots)
+        sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size, **self._sizes)
+        nodes = requests * (1 + self.drafts)
+        return self.settings.working_bytes(self.model, **sizes) + nodes * self.node_bytes + self.cache_bytes(slots)
 
     def cache_bytes(self, slots: int) -> int:
         """Bytes that are cached for the ``slots`` of the engine's pool."""
@@ -144,18 +137,14 @@ class SGLangGuide:
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         slot_table, engine = runner.req_to_token_pool.req_to_token, runner.model_config
         self.runner, self._reserved = runner, None
-        self.step = GuidedStep(
-            value_source(self.model),
-            EngineSlots(slot_table, slots),
-            settings.step_config(
-                has_graphs=not cuda_graph_fully_disabled(),
-                vocab_size=engine.vocab_size,
-                max_requests=runner.max_running_requests,
-                max_delta=MAX_DELTA + self.drafts,
-                max_drafts=self.drafts,
-                text_breaks=load_text_breaks(options.tokenizer_path, engine.vocab_size),
-            ),
+        config = settings.step_config(
+            has_graphs=not cuda_graph_fully_disabled(),
+            vocab_size=engine.vocab_size,
+            max_requests=runner.max_running_requests,
+            text_breaks=load_text_breaks(options.tokenizer_path, engine.vocab_size),
+            **self._sizes,
         )
+        self.step = GuidedStep(value_source(self.model), EngineSlots(slot_table, slots), config)
         self.has_slots = True
         if self.device.type == "cuda":
             runner.forward_stream.wait_stream(torch.cuda.current_stream())
@@ -168,18 +157,13 @@ class SGLangGuide:
         if parallel.attn_tp_size > 1:
             self.ranks = parallel.attn_tp_group
         if options.enable_metrics and parallel.attn_tp_rank == 0:
-            self.metrics = Metrics(
-                model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
-            )
+            ranks = dict(dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank)
+            self.metrics = Metrics(model_name=options.served_model_name, **ranks)
             self.metrics.cache_bytes.set(self.cache_bytes(slots))
-        logger.info(
-            "LenVM: guidance is on with values of %s; %d rows, %d candidates, %.2f GiB, %s CUDA graphs",
-            settings.value_model or NONE,
-            self.step.max_requests,
-            self.step.config.max_candidates,
-            self.num_bytes(engine, self.step.max_requests, slots) / 2**30,
-            "with" if self.step.config.graphs else "without",
-        )
+        rows, candidates = self.step.max_requests, self.step.config.max_candidates
+        gib, graphs = self.num_bytes(engine, rows, slots) / 2**30, "with" if self.step.config.graphs else "without"
+        text = "LenVM: guidance is on with values of %s; %d rows, %d candidates, %.2f GiB, %s CUDA graphs"
+        logger.info(text, settings.value_model or NONE, rows, candidates, gib, graphs)
 
     def discard_read_done(self) -> None:
         """Before the engine overwrites its slot table: nothing, because the step does not read it."""
@@ -201,14 +185,11 @@ class SGLangGuide:
         """After a batch was prepared for a model: admit its requests."""
         if runner.is_draft_worker:
             return
-        self.note_batch(batch, scheduled.reqs)
-        running = {id(req) for req in scheduled.decoding_reqs or ()}  # in a mixed batch
-        is_prefill = batch.forward_mode.is_extend_without_speculative()
-        batch.lenvm_decoding = [is_prefill and id(req) in running for req in scheduled.reqs]
-        admitted = [
-            req for req, is_decoding in zip(scheduled.reqs, batch.lenvm_decoding, strict=True) if not is_decoding
-        ]
-        self.admit(batch, admitted, is_prefill=is_prefill)
+        reqs, is_prefill = scheduled.reqs, batch.forward_mode.is_extend_without_speculative()
+        decoding = {id(req) for req in scheduled.decoding_reqs or () if is_prefill}  # in a mixed batch
+        self.note_batch(batch, reqs)
+        batch.lenvm_decoding = [id(req) in decoding for req in reqs]
+        self.admit(batch, [req for req in reqs if id(req) not in decoding], is_prefill=is_prefill)
 
     def admit(self, batch: ForwardBatch, reqs: list[Req], *, is_prefill: bool) -> None:
         """Write requests into the table: all requests of a prefill batch, also again after they were retracted, and
@@ -308,18 +289,13 @@ class SGLangGuide:
         *,
         copies: bool,
     ) -> torch.Tensor | None:
-        """Draw the tokens of guided requests, and leave only these in their rows of the logits.
+        """Draw the tokens of guided requests, and leave only these in their rows of the logits, in place.
 
         Args:
-            batch: the engine's batch.
-            logits: its logits, ``[B, V]``, or ``[B (1 + D), V]`` with drafts.
-            rows: the sequences.
-            info: the engine's filters.
-            drafts: the drafts to verify, if any.
-            copies: whether to copy the unmasked logits.
-
-        Returns:
-            The copy. None if it is not requested, or no request needs a step.
+            batch, info: the engine's batch and its filters.
+            logits: ``[B, V]``, or ``[B (1 + D), V]`` with drafts.
+            rows, drafts: inputs of the step.
+            copies: whether to return a copy of the unmasked logits. None is returned if no request needs a step.
         """
         self._drawn = self._agreed = None
         is_prompt = drafts is None and not batch.forward_mode.is_decode()
@@ -361,10 +337,7 @@ class SGLangGuide:
     def report(self, batch: Batch, logits_output: LogitsProcessorOutput, chosen: VerifiedTokens) -> None:
         """After the engine has chosen tokens: append a report on the step to its output, which the host reads later.
 
-        Args:
-            batch, logits_output: the engine's batch and its output.
-            chosen: the tokens ``[B, N]``, and how many of them each sequence grows by; ``nodes``, int64 ``[B, N]``, are
-                rows of the step, and not negative.
+        The ``nodes`` of the chosen tokens ``[B, N]`` are rows of the step, int64 and not negative.
         """
         drawn, agreed = self._drawn, self._agreed
         if agreed is not None and self.ranks is not None:
@@ -423,22 +396,14 @@ class SGLangGuide:
 
 
 class Drawn(NamedTuple):
-    """A guided step of a batch.
-
-    Attributes:
-        batch, output: the batch and the result of the step.
-        broken: bool ``[B]``; requests that lost guidance in the step.
-        wants_values: whether any request has ``return_values``.
-        is_prompt: whether the first tokens after prompts are drawn.
-        prompt_lengths: fp32 ``[B, 1]``; lengths predicted from prompts. None if not requested, or with a probe.
-    """
+    """A guided step of a batch."""
 
     batch: StepBatch
     output: StepOutput
-    broken: torch.Tensor
-    wants_values: bool
-    is_prompt: bool
-    prompt_lengths: torch.Tensor | None
+    broken: torch.Tensor  # bool [B]; requests that lost guidance in the step
+    wants_values: bool  # whether any request has return_values
+    is_prompt: bool  # whether the first tokens after prompts are drawn
+    prompt_lengths: torch.Tensor | None  # fp32 [B, 1]; None if not requested, or with a probe
 
 
 @dataclass(frozen=True)

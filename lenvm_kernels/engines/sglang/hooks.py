@@ -195,12 +195,9 @@ def settings_of(options: Any) -> Settings:
 
 
 def guidance_of(request: Request, settings: Settings, failure: str | None = None) -> GuidanceParams | None:
-    """The parameters of a request, or None without guidance.
+    """The parameters of a request in any process, or None without guidance.
 
-    Args:
-        request: the request, in any process.
-        settings: the settings of the process.
-        failure: why requests with guidance are rejected. If None, they are accepted.
+    ``failure`` is why requests with guidance are rejected. If None, they are accepted.
 
     Raises:
         ValueError: naming the field of ``custom_params``, what came and what is accepted; or a feature that cannot be

@@ -8,6 +8,7 @@ model has not computed.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.values import KVCache, ValueModel
 
 if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -53,12 +55,7 @@ _CACHE = "sglang.srt.mem_cache"
 
 
 class ValueModelGuide(SGLangGuide):
-    """The guidance of one scheduler process with a value model.
-
-    Args:
-        settings, device, drafts: as in :class:`SGLangGuide`.
-        value_model: the value model.
-    """
+    """The guidance of one scheduler process with a value model."""
 
     def __init__(self, settings: Settings, device: torch.device, drafts: int, value_model: ValueModel) -> None:
         super().__init__(settings, device, drafts, value_model)
@@ -108,29 +105,27 @@ class ValueModelGuide(SGLangGuide):
         if configurator.is_draft_worker or self.has_slots:  # after the capture of graphs, all memory is taken
             return original(configurator, budget_bytes, cap_tokens=cap_tokens)
 
-        def sized(pool_bytes: int) -> tuple[Any, int]:
-            """The pool for ``pool_bytes``, and the bytes that guidance takes in addition."""
-            pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
+        def sized(part: int) -> tuple[Any, int]:
+            """The pool for a part of the budget, in 1/4096, and the bytes that guidance takes in addition."""
+            pool = original(configurator, budget_bytes * part // 4096, cap_tokens=cap_tokens)
             requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
             slots = pool.max_total_num_tokens + configurator.page_size
             return pool, self.num_bytes(configurator.model_config, requests, slots)
 
-        # The memory of guidance grows with the slots of the pool, so the largest pool that leaves room for it is found
-        # by bisection.
-        fits, too_large = 0, budget_bytes
-        for _ in range(24):
-            middle = (fits + too_large) // 2
-            has_room = middle + sized(middle)[1] <= budget_bytes
-            fits, too_large = (middle, too_large) if has_room else (fits, middle)
+        def is_too_large(part: int) -> bool:
+            return budget_bytes * part // 4096 + sized(part)[1] > budget_bytes
+
+        # The memory of guidance grows with the slots of the pool. The largest pool that leaves room for it is taken.
+        part = bisect_left(range(1, 4096), True, key=is_too_large)
         remedies = (
             "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
         )
-        if fits == 0:
+        if part == 0:
             raise ValueError(
                 f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: {budget_bytes / 2**30:.2f} GiB are left "
                 f"for it and the guided step; {remedies}"
             )
-        pool, guidance_bytes = sized(fits)
+        pool, guidance_bytes = sized(part)
         share, most = guidance_bytes / budget_bytes, self.settings.memory_share
         if most is not None and share > most:
             raise ValueError(
@@ -190,22 +185,20 @@ class ValueModelGuide(SGLangGuide):
                 req.lenvm_prefilled = req.extend_end
 
     def _admit(self, req: Req, table_row: int) -> None:
+        """Also embed images, before the base model's forward, after which the engine copies the pixels to the host."""
         super()._admit(req, table_row)
         if req.lenvm_images is not None:
-            self._embed_images(req.lenvm_images, req.prefix_len)
-
-    def _embed_images(self, images: PromptImages, prefix_len: int) -> None:
-        """Embed images before the base model's forward, after which the engine copies the pixels to the host."""
-        with self.timed():
-            if mm_schedule.host_offload_event is not None:  # after a retraction, they may have been copied before
-                mm_schedule.host_offload_event.synchronize()
-            images.embed(prefix_len, self.value_model)
+            with self.timed():
+                if mm_schedule.host_offload_event is not None:  # after a retraction, they may have been copied before
+                    mm_schedule.host_offload_event.synchronize()
+                req.lenvm_images.embed(req.prefix_len, self.value_model)
 
     def extend_prompts(self, _: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
         """After the base model's forward: compute prompts with the value model."""
         # Batches that the engine makes for the capture of graphs have no requests.
         if getattr(batch, "lenvm_reqs", None) and batch.forward_mode.is_extend_without_speculative():
-            self.extend(batch)
+            if needs_step(batch):
+                self.extend(batch)
             self.discard_read_done()
 
     def extend(self, batch: ForwardBatch) -> None:
@@ -214,13 +207,11 @@ class ValueModelGuide(SGLangGuide):
         All tokens of a chunk are passed, because the engine decides whether a token is drawn after it. Tokens of
         requests that decode in a mixed batch are passed to the step instead.
         """
-        if not needs_step(batch):
-            return
         with self.failing_softly(batch), self.timed():
             lens = batch.extend_seq_lens.int()
-            images = [getattr(req, "lenvm_images", None) for req in batch.lenvm_all]
             parts: list[tuple[PromptImages | None, int, int]] = []
-            if any(x is not None for x in images):  # a padded batch has more lengths
+            if any(req.lenvm_images is not None for req in batch.lenvm_all):
+                images = [req.lenvm_images for req in batch.lenvm_all]  # a padded batch has more lengths
                 parts = list(zip(images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False))
             if any(batch.lenvm_decoding):
                 lens = lens.masked_fill(to_device(torch.tensor(batch.lenvm_decoding), self.device), 0)
@@ -237,18 +228,17 @@ class ValueModelGuide(SGLangGuide):
             for x, prefix_len, count in parts:
                 if x is not None and prefix_len + count >= x.length:
                     x.embeds = None
-        self._agree_on_prompts(batch)
+        if self.ranks is not None:
+            self._agree_on_prompts(batch, self.ranks)
 
-    def _agree_on_prompts(self, batch: ForwardBatch) -> None:
+    def _agree_on_prompts(self, batch: ForwardBatch, ranks: GroupCoordinator) -> None:
         """End the guidance of a prefill batch on all ranks if it has failed on any of them.
 
         The engine may insert a chunk of a prompt into its radix cache before the host has read any token. So the ranks
         agree from host to host, as the engine distributes requests, without a host-device sync.
         """
-        if self.ranks is None:
-            return
         flag = torch.tensor([batch.lenvm_failed], dtype=torch.uint8, device="cpu")
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.ranks.cpu_group)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, ranks.cpu_group)
         if flag:
             if not batch.lenvm_failed:
                 self.count_failure()
@@ -260,7 +250,7 @@ class ValueModelGuide(SGLangGuide):
     def checkpoint(self, original: Callable, tree: BasePrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """Around the insertion of a request's first tokens into the radix cache: insert only tokens that the value
         model has computed, so that its cache covers every guided prefix."""
-        original(tree, req, up_to=self.computed_len(req, up_to) if self.has_slots else up_to, **kwargs)
+        original(tree, req, up_to=self.computed_len(req, up_to), **kwargs)
 
     def computed_len(self, req: Req, length: int) -> int:
         """Number of a request's first tokens, at most ``length``, that the value model has certainly computed.
