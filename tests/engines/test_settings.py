@@ -292,6 +292,9 @@ def test_tokenizer_of_an_engine_is_loaded_by_the_engine(model, given, tmp_path, 
     given(tokenizer="other")
     assert Settings.current("engine/1").thoughts.ends == ((1,),)
     assert loaded == [1, 2, 3, str(tmp_path / "value"), str(model), "other"]
+    load_with("engine/4", lambda: SimpleNamespace(get_vocab=dict))
+    with pytest.raises(ValueError, match=r"LENVM_VALUE_MODEL must share .* tokens differ, .* \(ids None and \d+\)"):
+        check_vocabulary(tmp_path / "value", 2, 3, "engine/4")
 
 
 # Tokenizers of the setting, the engine and the value model, named by the id of their end of a thought, and the one

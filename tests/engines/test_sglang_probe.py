@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import SGLangGuide
-from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
+from lenvm_kernels.engines.sglang.hooks import guidance_of
 from lenvm_kernels.engines.sglang.states import ProbeGuide, input_embedding
-from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import LengthProbe
@@ -173,19 +172,13 @@ def test_parameters_unsupported_by_probes_are_rejected(engine):
     assert engine.metrics()["fallbacks_total"] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("tree", {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}),
-        ("ngram", {"algorithm": "NGRAM", "draft": None}),
-    ],
-)
-def test_output_is_unchanged_by_drafts(folder, engine, name, more):
+def test_output_is_unchanged_by_drafts(folder, engine):
     """EAGLE's draft model receives the same states as without a probe, and its drafts are accepted."""
     prompts, tokens = prompts_of(*range(4, 70, 12), seed=20), dict(sampling_seed=5, max_new_tokens=24)
     guidance = [GENTLE, MODES[1], *NEAR, GENTLE | {"return_values": True}]
     plain, _ = engine.generate(prompts, guidance, **tokens)
-    with running_probe(folder, name, start=running_speculation, **more) as server:
+    tree = {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}
+    with running_probe(folder, "tree", start=running_speculation, **tree) as server:
         for others in (0, 2):
             asked = [*guidance, *[None] * others]
             results, steps = server.generate([*prompts, *prompts_of(9, 14)[:others]], asked, **tokens)
@@ -236,15 +229,16 @@ class Base(torch.nn.Module):
 class DeepBase(Base):
     """A base model that captures the inputs of its layers."""
 
+    first_layer = 1
+
     def set_eagle3_layers_to_capture(self, layer_ids):
-        self.layers_to_capture = [layer + 1 for layer in layer_ids]
+        self.layers_to_capture = [layer + self.first_layer for layer in layer_ids]
 
 
-class OtherBase(Base):
+class OtherBase(DeepBase):
     """A base model that interprets layer numbers as numbers of the captured layers themselves."""
 
-    def set_eagle3_layers_to_capture(self, layer_ids):
-        self.layers_to_capture = list(layer_ids)
+    first_layer = 0
 
 
 @pytest.fixture(scope="module")
@@ -398,22 +392,6 @@ def test_options_unsupported_by_probes_are_rejected_at_start(folder, weight, pro
     options = SimpleNamespace(**options | {"enable_return_aux_hidden_states": False} | given)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         ProbeGuide.load(Settings(folder / probe), runner, options, torch.device("cpu"), 0)
-
-
-@pytest.mark.parametrize("reads_tokens", [False, True])
-def test_probes_accept_requests_that_value_models_reject(folder, reads_tokens):
-    """A value model needs the tokens and cached values of a request; a probe does not."""
-    settings, device = Settings(folder / ("value" if reads_tokens else "last")), torch.device("cpu")
-    guide = ValueModelGuide(settings, device, 0, None) if reads_tokens else SGLangGuide(settings, device)
-    sampling = dict(custom_params=GENTLE, top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None)
-    sampling = SimpleNamespace(**sampling, watermark=None)
-    req = dict(sampling_params=sampling, input_embeds=[0.5], positional_embed_overrides=None, extra_key="mine")
-    req = SimpleNamespace(**req, set_finish_with_abort=lambda message: errors.append(message))
-    errors = []
-    SGLangPlugin(guide).note_guidance(None, req)
-    assert errors == ["input_embeds cannot be combined with guidance in custom_params"] * reads_tokens
-    assert req.extra_key == "mine"
-    assert (req.lenvm_guidance is None) == reads_tokens
 
 
 def test_probe_follows_updated_weights(hooked, weight, caplog):

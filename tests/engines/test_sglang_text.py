@@ -290,26 +290,6 @@ def test_grammar_and_guidance_in_a_mixed_batch(smollm2, engine, compiler):
     assert words[0] < words[1]
 
 
-def test_grammars_without_value_model(smollm2):
-    """An output ends near its target if its grammar allows it."""
-    prompt, targets = chat(smollm2, "Name fruits."), (4, 12, 40)
-    free = r"(apple|pear|plum)( (apple|pear|plum))*"
-    sampling = [
-        {"custom_params": {"target_length": target}, "max_new_tokens": 120, "sampling_seed": target, "regex": regex}
-        for regex in (free, FRUIT)
-        for target in targets
-    ]
-    options = dict(LENVM_VALUE_MODEL="none")
-    with running_server(smollm2.folder, "text, no values", "--mem-fraction-static", "0.4", **options) as engine:
-        results = answers(engine, [prompt] * len(sampling), sampling)
-        assert all(traced(engine, result["meta_info"]["id"]) for result in results)
-    print(*(f"{r['meta_info']['completion_tokens']} tokens: {r['text']}" for r in results), sep="\n")
-    for result, params in zip(results, sampling, strict=True):
-        assert result["meta_info"]["finish_reason"]["type"] == "stop" and re.fullmatch(params["regex"], result["text"])
-    for result, target in zip(results, targets, strict=False):
-        assert 0.9 * target <= result["meta_info"]["completion_tokens"] < 2 * target  # the end is unlikely everywhere
-
-
 def test_answers_under_load_match_those_of_quiet_server(engine):
     """With invalid requests and clients that hang up in between; schemas, spans and shared prefixes."""
     requests = load.bodies_of("sglang", "default", 16, ("schema", "values"), 28)
