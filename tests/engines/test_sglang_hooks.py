@@ -1,6 +1,7 @@
 """The hooks of the SGLang plugin without a server. Skipped without SGLang."""
 
 import itertools
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from sglang.srt.server_args import ServerArgs
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang import hooks
 from lenvm_kernels.engines.sglang import value_model as value_model_module
+from lenvm_kernels.engines.sglang.drafts import apply_changes, drafts_of, parents_of, without_changes
 from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, end_tokens
 from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
 from lenvm_kernels.engines.sglang.plugin import plugin
@@ -549,3 +551,53 @@ def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
 def test_end_tokens_match_those_of_the_engine(ignore_eos, tokenizer, expected):
     params = SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=[5])
     assert end_tokens(SimpleNamespace(sampling_params=params, eos_token_ids={1, 2}, tokenizer=tokenizer)) == expected
+
+
+# --- drafts ---
+
+# Parents of nodes, -1 for the root. Children of the root are 1, 3 and 4; of node 1, 2 and 5; of node 4, 6.
+TREE = [-1, 0, 1, 0, 0, 1, 4]
+CHAIN = [-1, 0, 1, 2, 3, 4, 5]
+STAR = [-1, 0, 0, 0, 0, 0, 0]
+
+
+def links(parents):
+    """(first child, next sibling) of each node."""
+    children, siblings = [-1] * len(parents), [-1] * len(parents)
+    for node in reversed(range(1, len(parents))):
+        siblings[node], children[parents[node]] = children[parents[node]], node
+    return children, siblings
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_parents_of_links(dtype):
+    trees = [TREE, STAR, CHAIN]
+    children, siblings = (torch.tensor(x, dtype=dtype) for x in zip(*map(links, trees), strict=True))
+    found = parents_of(children, siblings)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[max(parent - 1, -1) for parent in tree] for tree in trees]
+    assert parents_of(children[:, :1] * 0 - 1, siblings[:, :1] * 0 - 1).tolist() == [[-1]] * 3
+
+
+def test_drafts_of_a_batch():
+    children, siblings = (torch.tensor(x) for x in zip(*map(links, [CHAIN, TREE]), strict=True))
+    tokens = torch.arange(20, 34)
+    given = SimpleNamespace(
+        draft_token=tokens, draft_token_num=7, retrieve_next_token=children, retrieve_next_sibling=siblings
+    )
+    drafts = drafts_of(given)
+    assert drafts.token_ids.tolist() == [[21, 22, 23, 24, 25, 26], [28, 29, 30, 31, 32, 33]]
+    assert drafts.parents.tolist() == [[-1, 0, 1, 2, 3, 4], [-1, 0, -1, -1, 0, 3]]
+
+
+def test_penalties_are_applied_once():
+    additive, scaling = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]), torch.tensor([[2.0, 1, 1], [1, 1, 4.0]])
+    bias = torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])
+    info = SimpleNamespace(acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias)
+    mask = SimpleNamespace(apply=lambda logits: logits[3].fill_(-math.inf))
+    logits = torch.tensor([[4.0, 1.0, 0.0], [-4.0, 2.0, 0.0], [0.5, 1.0, 8.0], [0.5, 1.0, 8.0]])
+    expected = [[2.0, 2.0, -math.inf], [-8.0, 3.0, -math.inf], [1.0, 1.0, 2.0], [-math.inf] * 3]
+    apply_changes(logits, info, mask, 2)
+    assert logits.tolist() == expected
+    apply_changes(logits, without_changes(info), None, 2)
+    assert logits.tolist() == expected and info.logit_bias is bias
