@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,28 +74,26 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._spans: list[Callable[[], float]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Times the work that is launched inside."""
-        start = self._now()
-        yield
-        self._spans.append((start, self._now()))
+        if self._on_gpu:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._spans.append(partial(start.elapsed_time, end))
+        else:
+            seconds = time.perf_counter()
+            yield
+            self._spans.append(partial(float, 1e3 * (time.perf_counter() - seconds)))
 
     def take(self) -> Callable[[], float]:
         """Discard the work timed so far. Returns a function that returns its milliseconds once it is done."""
         spans, self._spans = self._spans, []
-        if self._on_gpu:
-            return lambda: sum(start.elapsed_time(end) for start, end in spans)
-        return lambda: 1e3 * sum(end - start for start, end in spans)
+        return lambda: sum(span() for span in spans)
 
 
 # --- the trace: a JSON line per step in the file of LENVM_TRACE ---
@@ -122,17 +121,12 @@ def trace_batch(
 ) -> None:
     """Append the line of a batch of SGLang, a row per new token: with drafts, a row per accepted node.
 
-    Args:
-        file: the trace.
-        batch: the batch, after :meth:`SGLangGuide.note_batch`.
-        lengths: int32 ``[B]``; lengths of the sequences before the new tokens.
-        output: result of the step.
-        drawn: int32 ``[rows]``; drawn tokens, negative in rows that the engine draws.
-        chosen: new tokens ``[B, N]``.
+    ``lengths`` are the lengths of the sequences before, and ``drawn`` the tokens of the step's rows, negative in rows
+    that the engine draws.
     """
-    nodes = [node for row, n in zip(chosen.nodes.tolist(), chosen.lens.tolist(), strict=True) for node in row[:n]]
-    places = [(i, j) for i, n in enumerate(chosen.lens.tolist()) for j in range(n)]
-    before = lengths.tolist()
+    lens, before = chosen.lens.tolist(), lengths.tolist()
+    places = [(i, j) for i, n in enumerate(lens) for j in range(n)]
+    nodes = [node for row, n in zip(chosen.nodes.tolist(), lens, strict=True) for node in row[:n]]
     columns = dict(
         rid=[batch.lenvm_all[i].rid for i, _ in places],
         length=[before[i] + j for i, j in places],

@@ -248,8 +248,7 @@ class SGLangGuide:
         finally:
             self._batch = None
         rows, ones = torch.arange(len(tokens), device=self.device), torch.ones_like(tokens, dtype=torch.int32)
-        chosen = VerifiedTokens(tokens[:, None], ones, rows[:, None])
-        self.report(batch, logits_output, chosen)
+        self.report(batch, logits_output, VerifiedTokens(tokens[:, None], ones, rows[:, None]))
         self.discard_read_done()
         return tokens
 
@@ -298,15 +297,14 @@ class SGLangGuide:
             copies: whether to return a copy of the unmasked logits. None is returned if no request needs a step.
         """
         self._drawn = self._agreed = None
-        is_prompt = drafts is None and not batch.forward_mode.is_decode()
         with self.failing_softly(batch):
             prepared = self.step.prepare(logits, rows._replace(states=self.states_of(logits)), drafts)
             if needs_step(batch) and not batch.lenvm_failed:
+                is_prompt = drafts is None and not batch.forward_mode.is_decode()
                 self._drawn = self._run(batch, prepared, info, is_prompt=is_prompt)
         if not needs_step(batch):
             return None
-        tokens = None if self._drawn is None else self._drawn.output.tokens
-        if tokens is None:
+        if self._drawn is None or (tokens := self._drawn.output.tokens) is None:
             tokens = torch.full((len(logits),), LOST, dtype=torch.int32, device=self.device)
         if self.ranks is not None:
             tokens = self.ranks.broadcast(tokens.contiguous(), src=0)
@@ -332,7 +330,7 @@ class SGLangGuide:
         if self.metrics is not None:
             self.metrics.guided_steps.inc()
         broken = columns.faults[rows.table_rows] > faults
-        return Drawn(rows, output, broken, wants_values, is_prompt, prompt_lengths)
+        return Drawn(rows, output, broken, wants_values, prompt_lengths)
 
     def report(self, batch: Batch, logits_output: LogitsProcessorOutput, chosen: VerifiedTokens) -> None:
         """After the engine has chosen tokens: append a report on the step to its output, which the host reads later.
@@ -355,7 +353,7 @@ class SGLangGuide:
                 lengths = self.step.predict(rows._replace(tokens=tokens, lengths=rows.lengths + lens, new_lens=lens))
             elif drawn.wants_values and output.remaining_lengths is not None:
                 lengths = output.remaining_lengths[nodes]
-            if lengths is not None and drawn.is_prompt and prompt_lengths is None:
+            if lengths is not None and not self.step.values.needs_tokens:  # the host reads it after a prompt only
                 prompt_lengths = 1 + lengths[:, :1]
         if batch.lenvm_reqs and (drawn.wants_values or self.metrics is not None):
             status, lost_mass = output.candidates.status[nodes], output.candidates.lost_mass[nodes]
@@ -402,7 +400,6 @@ class Drawn(NamedTuple):
     output: StepOutput
     broken: torch.Tensor  # bool [B]; requests that lost guidance in the step
     wants_values: bool  # whether any request has return_values
-    is_prompt: bool  # whether the first tokens after prompts are drawn
     prompt_lengths: torch.Tensor | None  # fp32 [B, 1]; None if not requested, or with a probe
 
 

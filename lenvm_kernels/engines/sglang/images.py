@@ -31,19 +31,15 @@ class PromptImages:
     """
 
     def __init__(self, req: Req, value_model: ValueModel) -> None:
+        reason = "combined with guidance in custom_params"
         if getattr(req, "session", getattr(req, "session_id", None)) is not None:  # the fork only has its id
-            raise ValueError("images in a session cannot be combined with guidance in custom_params")
+            raise ValueError(f"images in a session cannot be {reason}")
         self._items: list[MultimodalDataItem] = req.multimodal_inputs.mm_items
         if not all(has_pixels(item) for item in self._items):
-            raise ValueError(
-                "videos, audio and embeddings of images cannot be combined with guidance in custom_params: only pixels "
-                "of images can"
-            )
+            raise ValueError(f"videos, audio and embeddings of images cannot be {reason}: only pixels of images can")
         tower = value_model.vision_tower
         if tower is None:
-            raise ValueError(
-                "images cannot be combined with guidance in custom_params: the value model has no vision tower"
-            )
+            raise ValueError(f"images cannot be {reason}: the value model has no vision tower")
         self.length = len(req.origin_input_ids)
         self._rows = torch.full((self.length,), -1)
         merge, count = value_model.config.vision.spatial_merge_size, 0
