@@ -536,8 +536,9 @@ def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
     request = SimpleNamespace(sampling_params=SimpleNamespace(**sampling), **request)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         assert (guidance_of(request, Settings(folder / "value")) is None) == (sampling["custom_params"] is None)
-    if request.__dict__.keys() & {"input_embeds", "mm_inputs", "session"} or request.positional_embed_overrides:
-        guidance_of(request, Settings())  # without a value model, any of these may be there
+    if changes.keys() & {"input_embeds", "positional_embed_overrides", "mm_inputs", "session"}:
+        request.sampling_params.custom_params = NEAR
+        assert guidance_of(request, Settings()) is not None  # only a value model cannot read these
 
 
 @pytest.mark.parametrize(

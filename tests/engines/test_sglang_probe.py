@@ -30,7 +30,6 @@ from tests.helpers.sglang_server import (
     GENTLE,
     HIDDEN,
     MODES,
-    SAMPLING,
     TINY,
     TWO_RANKS,
     VOCAB,
@@ -140,16 +139,6 @@ def test_every_mode_in_batch_with_unguided_requests(folder, engine):
         assert all(cached_tokens(results)) if is_cached else cached_tokens(results)[9]
 
 
-def test_prompt_log_probabilities(folder, engine):
-    """If they are requested, the engine computes logits of all states of a prompt and samples from the last."""
-    prompts, guidance = prompts_of(9, 40, 14, 22, seed=1), [GENTLE, NEAR[0], None, MODES[0]]
-    starts = [0, 3, 0, 21]
-    results, steps = engine.generate(prompts, guidance, request=dict(return_logprob=True, logprob_start_len=starts))
-    for prompt, start, result in zip(prompts, starts, results, strict=True):
-        assert len(result["meta_info"]["input_token_logprobs"]) == len(prompt) - start
-    assert check_steps(folder, prompts, guidance, results, steps) > 3 * 16
-
-
 def test_predicted_lengths(folder, engine):
     """Lengths after the drawn tokens, guided or not; the output's length is predicted after its first token."""
     wants, oracle = {"return_values": True, "gamma": GAMMA}, Oracle(folder)
@@ -162,13 +151,6 @@ def test_predicted_lengths(folder, engine):
         found = torch.tensor(result["meta_info"]["predicted_remaining_lengths"])
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)
         assert result["meta_info"]["predicted_output_length"] == pytest.approx([1 + found[0].item()], abs=2e-3)
-
-
-def test_parameters_unsupported_by_probes_are_rejected(engine):
-    custom_params = {"target_length": 9, "value_min": 0.1}
-    response = engine.post(input_ids=[5, 6], sampling_params={**SAMPLING, "custom_params": custom_params})
-    assert response.status_code == 400
-    assert "value_min must be absent with near and a probe, got 0.1" in response.json()["error"]["message"]
     assert engine.metrics()["fallbacks_total"] == 0
 
 
