@@ -102,8 +102,12 @@ class Stopwatch:
 def write_line(file: Path, output: StepOutput, at: Any, columns: dict[str, list[Any]], **of_step: Any) -> None:
     """Append a step's line: the fields of the step, and the ``columns`` and the step's output at the rows ``at``."""
     candidates = output.candidates
-    tensors = dict(status=candidates.status, token_ids=candidates.token_ids)
-    tensors |= dict(value_logits=output.value_logits, probs=output.probs)  # None without a value model or probe
+    tensors = dict(
+        status=candidates.status,
+        token_ids=candidates.token_ids,
+        value_logits=output.value_logits,  # None without a value model or probe
+        probs=output.probs,
+    )
     columns = columns | {name: tensor[at].tolist() for name, tensor in tensors.items() if tensor is not None}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     line = json.dumps(of_step | {"rows": rows}) + "\n"

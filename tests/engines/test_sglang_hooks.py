@@ -24,7 +24,7 @@ from sglang.srt.server_args import ServerArgs
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang import hooks
 from lenvm_kernels.engines.sglang import value_model as value_model_module
-from lenvm_kernels.engines.sglang.drafts import apply_changes, drafts_of, parents_of, without_changes
+from lenvm_kernels.engines.sglang.drafts import apply_changes, drafts_of, without_changes
 from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, end_tokens
 from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
 from lenvm_kernels.engines.sglang.plugin import plugin
@@ -571,24 +571,14 @@ def links(parents):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_parents_of_links(dtype):
-    trees = [TREE, STAR, CHAIN]
+def test_drafts_of_a_batch(dtype):
+    trees, tokens = [TREE, STAR, CHAIN], torch.arange(20, 41)
     children, siblings = (torch.tensor(x, dtype=dtype) for x in zip(*map(links, trees), strict=True))
-    found = parents_of(children, siblings)
-    assert found.dtype == torch.int32
-    assert found.tolist() == [[max(parent - 1, -1) for parent in tree] for tree in trees]
-    assert parents_of(children[:, :1] * 0 - 1, siblings[:, :1] * 0 - 1).tolist() == [[-1]] * 3
-
-
-def test_drafts_of_a_batch():
-    children, siblings = (torch.tensor(x) for x in zip(*map(links, [CHAIN, TREE]), strict=True))
-    tokens = torch.arange(20, 34)
-    given = SimpleNamespace(
-        draft_token=tokens, draft_token_num=7, retrieve_next_token=children, retrieve_next_sibling=siblings
-    )
-    drafts = drafts_of(given)
-    assert drafts.token_ids.tolist() == [[21, 22, 23, 24, 25, 26], [28, 29, 30, 31, 32, 33]]
-    assert drafts.parents.tolist() == [[-1, 0, 1, 2, 3, 4], [-1, 0, -1, -1, 0, 3]]
+    given = dict(draft_token=tokens, draft_token_num=7, retrieve_next_token=children, retrieve_next_sibling=siblings)
+    drafts = drafts_of(SimpleNamespace(**given))
+    assert drafts.token_ids.tolist() == [[*range(first + 1, first + 7)] for first in (20, 27, 34)]
+    assert drafts.parents.dtype == torch.int32
+    assert drafts.parents.tolist() == [[max(parent - 1, -1) for parent in tree[1:]] for tree in trees]
 
 
 def test_penalties_are_applied_once():

@@ -50,9 +50,6 @@ class ProbeGuide(SGLangGuide):
         base: the base model. If the probe reads inner states, before the last one, the model must return the inputs of
             its layers, as it does for EAGLE3.
 
-    Attributes:
-        probe: as above.
-
     Raises:
         ValueError: the base model does not return the inner states.
     """
