@@ -25,7 +25,6 @@ from tests.helpers.sglang_server import (
     TWO_RANKS,
     cached_tokens,
     check_lengths,
-    check_spans,
     check_steps,
     check_targets,
     prompts_of,
@@ -119,15 +118,6 @@ def test_several_spans_and_closings(folder, engine):
     results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
     assert check_steps(folder, prompts, results, steps) > 60
     check_answers_of_several(prompts, results, steps)
-
-
-@only_chain
-def test_spans_end_among_drafts(folder, engine):
-    """Tokens after a span are drafted and verified as in an unguided request."""
-    span = GENTLE | {"end_token_ids": [7, *range(100, 103)], "hard_limit": 11}
-    results, steps = engine.generate(PROMPTS, [span] * len(PROMPTS), **TOKENS | {"max_new_tokens": 40})
-    assert check_steps(folder, PROMPTS, results, steps) > 6 * 6
-    check_spans(PROMPTS, results, steps, span["end_token_ids"], 11)
 
 
 @only_chain
