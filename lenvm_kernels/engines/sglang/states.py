@@ -44,25 +44,27 @@ class ProbeGuide(SGLangGuide):
     tokens may be sampled from are copied to a fixed address, and a graph that captured the copy repeats it. The step
     reads the states on the forward's stream, before the next forward.
 
-    Args:
-        settings, device, drafts: as in :class:`SGLangGuide`.
-        probe: the probe that reads the states.
-        base: the base model. If the probe reads inner states, before the last one, the model must return the inputs of
-            its layers, as it does for EAGLE3.
+    If the probe reads inner states, before the last one, the base model must return the inputs of its layers, as it
+    does for EAGLE3.
 
     Raises:
         ValueError: the base model does not return the inner states.
     """
 
-    def __init__(
-        self, settings: Settings, device: torch.device, drafts: int, probe: LengthProbe, base: torch.nn.Module
-    ) -> None:
+    def __init__(self, settings: Settings, device: torch.device, drafts: int, probe: LengthProbe, base: Any) -> None:
         super().__init__(settings, device, drafts, probe)
         self.probe, layers, last = probe, probe.config.layers, probe.config.num_layers
-        inner = sorted({layer for layer in layers if layer < last})
+        inner = sorted({*layers} - {last})
         self._has_inner = bool(inner)
-        if inner:
-            capture_layers(base, inner)
+        if inner and hasattr(base, "set_eagle3_layers_to_capture"):
+            base.set_eagle3_layers_to_capture([layer - 1 for layer in inner])  # numbered by the layer before
+        # Models interpret the numbers differently, but all store the layers that read the states.
+        kept = [getattr(module, "layers_to_capture", ()) for module in base.modules()]
+        if inner and inner not in (sorted(found) for found in kept if isinstance(found, (list, tuple, set))):
+            raise ValueError(
+                f"LENVM_VALUE_MODEL must be a probe of the last state alone for a {type(base).__name__}, which does "
+                f"not hand over what layers read, got one that reads layers {inner}, too"
+            )
         self._places = [[*inner, last].index(layer) for layer in layers]
         self.node_bytes = probe.config.state_size * probe.dtype.itemsize
         # A draft model has other processors.
@@ -194,20 +196,3 @@ def input_embedding(model: Any) -> torch.Tensor:
             raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
         weight = module.tp_group.all_gather(weight, dim=0)
     return weight[: getattr(module, "org_vocab_size", len(weight))]  # the rest is padding
-
-
-def capture_layers(model: Any, layers: list[int]) -> None:
-    """Make a base model return the inputs of these layers, in their order.
-
-    Raises:
-        ValueError: the model does not support this.
-    """
-    if hasattr(model, "set_eagle3_layers_to_capture"):
-        model.set_eagle3_layers_to_capture([layer - 1 for layer in layers])  # numbered by the layer before
-    # Models interpret the numbers differently, but all store the layers that read the states.
-    kept = [getattr(module, "layers_to_capture", ()) for module in model.modules()]
-    if layers not in (sorted(captured) for captured in kept if isinstance(captured, (list, tuple, set))):
-        raise ValueError(
-            f"LENVM_VALUE_MODEL must be a probe of the last state alone for a {type(model).__name__}, which does not "
-            f"hand over what layers read, got one that reads layers {layers}, too"
-        )
