@@ -242,7 +242,7 @@ class SGLangGuide:
         """Around the sampling of a batch's tokens, in which the engine calls :meth:`draw`."""
         if not getattr(batch, "lenvm_reqs", None):  # e.g. a batch that the engine makes for the capture of graphs
             return original(runner, logits_output, batch)
-        self._batch = batch
+        self._batch, self._drawn, self._agreed = batch, None, None
         try:
             tokens = original(runner, logits_output, batch)
         finally:

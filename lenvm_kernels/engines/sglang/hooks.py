@@ -55,13 +55,13 @@ class SGLangPlugin:
         off: why requests with guidance are rejected. If None, they are accepted.
     """
 
-    def __init__(self, guide: SGLangGuide | None = None, off: str | None = None) -> None:
-        self.guide, self.off = guide, off
+    def __init__(self, off: str | None = None) -> None:
+        self.off = off
+        self.guide: SGLangGuide | None = None
         self._settings: Settings | None = None
 
     def check_request(self, manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Before a tokenized request is sent: reject it if it cannot be guided, which the servers answer with status
-        400."""
+        """Before a tokenized request is sent: reject it, with status 400, if it cannot be guided."""
         if self.off is not None:
             check_off(request, self.off)
             return
