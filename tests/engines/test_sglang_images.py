@@ -14,7 +14,6 @@ from tokenizers import models as tokenizer_models
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
-from lenvm_kernels.types import Status
 from tests.helpers.models import VISION, random_head, random_model, value_logits, value_model_of, vl_config
 from tests.helpers.sglang_fork import Item
 from tests.helpers.sglang_server import (
@@ -24,7 +23,7 @@ from tests.helpers.sglang_server import (
     SAMPLING,
     TINY,
     cached_tokens,
-    rows_of,
+    guided_rows,
     running_server,
 )
 
@@ -206,29 +205,23 @@ def engine(folder):
         yield server
 
 
-def send(engine, prompts, **sampling):
-    """Send prompts, each a text and its images; returns the response."""
+def check_values(folder, engine, prompts, **sampling):
+    """Send prompts, each a text and its images, and check every value of every guided step against a plain forward;
+    returns the results."""
+    before, reference = len(engine.lines()), Reference(folder)
     params = {**SAMPLING, "max_new_tokens": 8, "custom_params": GENTLE, **sampling}
     images = [[as_url(image) for image in images] for _, images in prompts]
-    return engine.post(text=[text for text, _ in prompts], image_data=images, sampling_params=[params] * len(prompts))
-
-
-def check_values(folder, engine, prompts, **sampling):
-    """Check every value of every guided step against a plain forward; returns the results."""
-    before, reference = len(engine.lines()), Reference(folder)
-    response = send(engine, prompts, **sampling)
+    texts = [text for text, _ in prompts]
+    response = engine.post(text=texts, image_data=images, sampling_params=[params] * len(prompts))
     assert response.ok, response.text
     for result, prompt in zip(response.json(), prompts, strict=True):
-        output, (tokens, images), guided = result["output_ids"], reference.tokens(*prompt), 0
-        for row in rows_of(result, engine.steps(before)):
-            done = row["length"] - tokens.shape[1]
-            if row["status"] != Status.GUIDE or not 0 <= done < len(output):
-                continue
-            guided += 1
+        output, (tokens, images) = result["output_ids"], reference.tokens(*prompt)
+        rows = guided_rows(tokens[0].tolist(), result, engine.steps(before))
+        assert len(rows) >= len(output)
+        for row in rows:
             for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
-                if token >= 0:
-                    assert abs(value - reference.value(tokens, images, [*output[:done], token])) < ATOL
-        assert guided >= len(output)
+                more = [*output[: row["length"] - tokens.shape[1]], token]
+                assert token < 0 or abs(value - reference.value(tokens, images, more)) < ATOL
     return response.json()
 
 

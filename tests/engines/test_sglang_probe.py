@@ -22,7 +22,6 @@ from lenvm_kernels.engines.sglang.guide import SGLangGuide
 from lenvm_kernels.engines.sglang.hooks import guidance_of
 from lenvm_kernels.engines.sglang.states import ProbeGuide, input_embedding
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.types import Status
 from lenvm_kernels.values import LengthProbe
 from tests.helpers.models import random_model
 from tests.helpers.probes import write_random_probe
@@ -34,8 +33,8 @@ from tests.helpers.sglang_server import (
     TWO_RANKS,
     VOCAB,
     cached_tokens,
+    guided_rows,
     prompts_of,
-    rows_of,
     running_server,
     running_speculation,
     write_eagle,
@@ -106,14 +105,10 @@ def check_steps(folder, prompts, guidance, results, steps):
     oracle, found, expected = Oracle(folder), [], []
     for prompt, params, result in zip(prompts, guidance, results, strict=True):
         sequence = [*prompt, *result["output_ids"]]
-        # The engine discards the draws of all chunks of a prompt but the last, and the overlapping scheduler computes
-        # one step more than a request returns.
-        rows = [r for r in rows_of(result, steps) if len(prompt) <= r["length"] < len(sequence)]
-        rows = [row for row in rows if row["status"] == Status.GUIDE]
+        rows = guided_rows(prompt, result, steps)
         if not rows:
             assert not params
             continue
-        assert all(sequence[row["length"]] in row["token_ids"] for row in rows)
         ids, values, lengths = (
             torch.tensor([row[name] for row in rows]) for name in ("token_ids", "value_logits", "length")
         )
