@@ -3,7 +3,6 @@
 Every test checks the trace of guided steps, because a server without guidance also generates plausible tokens.
 """
 
-import itertools
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +12,12 @@ import requests
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
 from lenvm_kernels.engines.sglang.value_model import MAX_WAITING
 from lenvm_kernels.types import Status
-from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (
     GENTLE,
     MODES,
     SAMPLING,
-    TINY,
     cached_tokens,
     check_lengths,
     check_spans,
@@ -30,7 +25,6 @@ from tests.helpers.sglang_server import (
     prompts_of,
     rows_of,
     running_server,
-    write_checkpoints,
 )
 from tests.helpers.spans import LIKELY, SEVERAL, check_answers_of_several
 
@@ -101,23 +95,6 @@ def test_second_turn_reuses_computed_tokens(folder, engine, guidance, options, c
     results, steps = engine.generate(longer, [GENTLE])
     assert cached_tokens(results) == [count(first["output_ids"])]
     assert check_steps(folder, longer, results, steps)
-
-
-def test_strides_with_mixture_of_experts_base(tmp_path):
-    """Requests without a stride use the server's. Each row is guided at its own steps, with correct values."""
-    write_checkpoints(tmp_path)
-    sizes = TINY | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
-    random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=0).save_pretrained(tmp_path / "base")
-    prompts = prompts_of(9, 12, 40, 5, seed=12)
-    guidance = [MODES[0], MODES[1] | {"value_stride": 1}, MODES[2] | {"value_stride": 3}, None]
-    with running_server(tmp_path, "strides", "--chunked-prefill-size", "32", LENVM_VALUE_STRIDE="4") as server:
-        results, steps = server.generate(prompts, guidance, max_new_tokens=24)
-    assert check_steps(tmp_path, prompts, results, steps) > 24 * 2
-    for result, stride in zip(results[:3], (4, 1, 3), strict=True):
-        rows = rows_of(result, [step for step in steps if step["mode"] == "DECODE"])
-        due = [i for i, row in enumerate(rows) if row["status"] == Status.GUIDE]
-        assert {row["status"] for row in rows} <= {Status.GUIDE, Status.NOT_DUE}
-        assert {after - before for before, after in itertools.pairwise(due)} == {stride}
 
 
 def test_prefills_of_other_requests_do_not_count_towards_a_stride(engine):

@@ -8,7 +8,7 @@ import json
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 import requests
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lenvm_kernels.types import Status
 from tests.helpers.models import random_model
@@ -146,16 +146,22 @@ def test_mixed_prefill_and_decode_batches(folder):
             assert any({True, False} <= set(decoding) for decoding in batches)
 
 
-def test_requests_that_cannot_be_guided_are_rejected(folder):
-    """The scheduler rejects them, because the engine loads no plugins in several HTTP workers. Without radix cache and
-    overlapping scheduler; guided requests still work."""
+def test_strides_and_requests_that_cannot_be_guided(tmp_path):
+    """The scheduler rejects such requests, because the engine loads no plugins in several HTTP workers.
+
+    Requests without a stride use the server's. Each row is guided at its own steps, with correct values. The base model
+    is a mixture of experts, and the radix cache and the overlapping scheduler are disabled."""
+    write_checkpoints(tmp_path)
+    sizes = TINY | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
+    random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=0).save_pretrained(tmp_path / "base")
     options = ("--disable-overlap-schedule", "--disable-radix-cache", "--enable-streaming-session", *CHUNKS)
     options += ("--tokenizer-worker-num", "2", "--skip-server-warmup")  # warm-up would overlap with serving
     prompts = prompts_of(*PROMPT_LENGTHS, seed=2)
     guided, unguided = ({**SAMPLING, "custom_params": custom_params} for custom_params in (GENTLE, None))
     beams, prompt = {"beam_width": 2, "n": 2}, {"input_ids": prompts[0]}
-    patient = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}  # imports of a worker take long on a busy machine
-    with running_server(folder, "refusing", *options, **patient) as server:
+    # Imports of a worker take long on a busy machine.
+    variables = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120", "LENVM_VALUE_STRIDE": "4"}
+    with running_server(tmp_path, "refusing", *options, **variables) as server:
         session = requests.post(f"{server.url}/open_session", json={"capacity_of_str_len": 500, "streaming": True})
         in_session = prompt | {"session_params": {"id": session.json()}}
         for request, sampling, refused in (
@@ -173,8 +179,15 @@ def test_requests_that_cannot_be_guided_are_rejected(folder):
             assert not refused or f"{refused} cannot be combined with guidance" in response.json()["error"]["message"]
         scores = {"query": prompts[0], "items": prompts[1:3], "label_token_ids": [3, 4], "model": "base"}
         assert requests.post(f"{server.url}/v1/score", json=scores, timeout=60).ok
-        results, steps = server.generate(prompts, GUIDANCE)
-        assert check_steps(folder, prompts, results, steps) > 12 * 16
+        prompts = prompts_of(9, 12, 40, 5, seed=12)
+        guidance = [MODES[0], MODES[1] | {"value_stride": 1}, MODES[2] | {"value_stride": 3}, None]
+        results, steps = server.generate(prompts, guidance, max_new_tokens=24)
+    assert check_steps(tmp_path, prompts, results, steps) > 24 * 2
+    for result, stride in zip(results[:3], (4, 1, 3), strict=True):
+        rows = rows_of(result, [step for step in steps if step["mode"] == "DECODE"])
+        due = [i for i, row in enumerate(rows) if row["status"] == Status.GUIDE]
+        assert {row["status"] for row in rows} <= {Status.GUIDE, Status.NOT_DUE}
+        assert {after - before for before, after in pairwise(due)} == {stride}
 
 
 # --- many requests, a quarter of which is cut short ---
