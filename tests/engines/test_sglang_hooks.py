@@ -74,7 +74,7 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
     guide.settings = replace(guide.settings, memory_share=0.01)
     with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE is 0.01, but the guided step takes 0\.\d+ of"):
         guide.leave_room(original, configurator, budget)
-    guide.has_slots = True  # sized again after the capture of graphs, beside the value model's cache
+    guide.step = None  # sized again after the capture of graphs, beside the value model's cache
     assert guide.leave_room(original, configurator, budget, cap_tokens=cap).max_total_num_tokens == (
         cap or budget // cell
     )
@@ -277,7 +277,7 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
     kv = SimpleNamespace(cache_protected_len=protected)
     req = SimpleNamespace(lenvm_guidance=params, lenvm_prefilled=prefilled, kv=kv)
     req.origin_input_ids, req.output_ids = [3] * 30, list(output)
-    guide.has_slots, given = True, []
+    given = []
     guide.checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
     assert given == [expected]
 

@@ -70,7 +70,6 @@ class SGLangGuide:
         model: what computes values. If None, nothing does.
         step: the guided step, set by :meth:`take_slots`.
         runner: model runner of the base model, set by :meth:`take_slots`.
-        has_slots: whether :meth:`take_slots` was called.
         ranks: tensor-parallel ranks that draw the same tokens. None if there is one.
         grown_by: with drafts, the new tokens since the last step and their number, per table row. None without.
         metrics: metrics of this process; None without ``--enable-metrics``.
@@ -87,7 +86,6 @@ class SGLangGuide:
         self, settings: Settings, device: torch.device, drafts: int = 0, model: LengthProbe | ValueModel | None = None
     ) -> None:
         self.settings, self.device, self.drafts, self.model = settings, device, drafts, model
-        self.has_slots = False
         self.ranks: GroupCoordinator | None = None
         self.grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
         self.metrics: Metrics | None = None
@@ -145,7 +143,6 @@ class SGLangGuide:
             **self._sizes,
         )
         self.step = GuidedStep(value_source(self.model), EngineSlots(slot_table, slots), config)
-        self.has_slots = True
         if self.device.type == "cuda":
             runner.forward_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(runner.forward_stream):  # only the stream of later steps can reuse the memory

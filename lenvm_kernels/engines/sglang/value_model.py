@@ -102,7 +102,7 @@ class ValueModelGuide(SGLangGuide):
         self, original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None
     ) -> Any:
         """Around the sizing of the engine's pool: reserve the memory of guidance."""
-        if configurator.is_draft_worker or self.has_slots:  # after the capture of graphs, all memory is taken
+        if configurator.is_draft_worker or hasattr(self, "step"):  # after the capture of graphs, all memory is taken
             return original(configurator, budget_bytes, cap_tokens=cap_tokens)
 
         def sized(part: int) -> tuple[Any, int]:
