@@ -231,23 +231,3 @@ def _append(req: Req, key: str, index: int, length: float) -> None:
     numbers = req.customized_info.setdefault(key, [])
     numbers.extend([None] * (index - len(numbers)))
     numbers.append(round(length, 3))
-
-
-def without_empty_keys(
-    original: Callable,
-    manager: Any,
-    meta_info: dict[str, Any],
-    state: Any,
-    customized_info: dict[str, list],
-    index: int,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Around ``TokenizerManager.update_request_meta_info``, which gives every request of a batch the keys of all."""
-
-    def is_empty(key: str) -> bool:
-        ours = key in (REMAINING_LENGTHS, OUTPUT_LENGTH) and key not in state.customized_info_accumulated
-        return ours and all(number is None for number in customized_info[key][index])
-
-    customized_info = {key: values for key, values in customized_info.items() if not is_empty(key)}
-    original(manager, meta_info, state, customized_info, index, *args, **kwargs)

@@ -390,7 +390,7 @@ def test_temperatures_and_filters_are_those_of_the_request():
     assert found[0] != found[2] != found[3] != found[0]
 
 
-def test_custom_logit_processors_run_once(guide):
+def test_custom_logit_processors_run_once():
     guidance = [NEAR, None, NEAR]
     sampled = Sampled(guide_of(guidance), guidance, return_logprob=True, has_custom_logit_processor=True)
     ((left, unmasked),) = sampled.calls
