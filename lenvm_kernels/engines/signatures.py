@@ -42,6 +42,7 @@ USED: dict[str, tuple[str, ...]] = {
         f"{_SGLANG}.model_executor.model_runner:ModelRunner.forward",
         f"{_SGLANG}.model_executor.model_runner:ModelRunner.load_model",
         f"{_SGLANG}.model_executor.model_runner:ModelRunner.sample",
+        f"{_SGLANG}.plugins.hook_registry:HookRegistry._apply_target",
         f"{_SGLANG}.runtime_context:get_parallel",
         f"{_SGLANG}.sampling.penaltylib.repetition_penalty:apply_scaling_penalties",
         f"{_SGLANG}.speculative.eagle_utils:eagle_sample",

@@ -1,4 +1,4 @@
-"""``lenvm doctor`` with each fault planted that it reports. ``test_sglang_doctor.py`` runs it with SGLang."""
+"""``lenvm doctor`` with each fault planted that it reports. ``test_sglang_hooks.py`` runs it with SGLang."""
 
 import json
 import os

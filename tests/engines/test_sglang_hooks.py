@@ -1,12 +1,14 @@
 """The hooks of the SGLang plugin without a server. Skipped without SGLang."""
 
+import itertools
+import json
+import math
 import os
-import shutil
+import re
+import subprocess
 import sys
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,26 +17,22 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 import msgspec
-from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang import guide as guide_module
 from lenvm_kernels.engines.sglang import hooks
-from lenvm_kernels.engines.sglang import options as sglang_options
-from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide
-from lenvm_kernels.engines.sglang.hooks import SGLangPlugin
+from lenvm_kernels.engines.sglang import value_model as value_model_module
+from lenvm_kernels.engines.sglang.drafts import apply_changes, drafts_of, without_changes
+from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, end_tokens
+from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
 from lenvm_kernels.engines.sglang.plugin import plugin
-from lenvm_kernels.engines.sglang.requests import end_tokens, guidance_of
 from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
-from lenvm_kernels.engines.tokenizers import check_vocabulary
+from lenvm_kernels.engines.signatures import recorded
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, value_source, working_bytes
 from lenvm_kernels.values import KVCache, ValueModel
@@ -46,7 +44,7 @@ from tests.helpers.watch import PeakMemory
 def guide(folder):
     """The guidance of a process that has loaded the value model."""
     value_model = ValueModel.from_pretrained(folder / "value")
-    return ValueModelGuide(Settings(folder / "value", chunk_tokens=64), torch.device("cpu"), value_model)
+    return ValueModelGuide(Settings(folder / "value", chunk_tokens=64), torch.device("cpu"), 0, value_model)
 
 
 @pytest.mark.parametrize("cap", [None, 2000])
@@ -76,7 +74,7 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
     guide.settings = replace(guide.settings, memory_share=0.01)
     with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE is 0.01, but the guided step takes 0\.\d+ of"):
         guide.leave_room(original, configurator, budget)
-    guide.has_slots = True  # sized again after the capture of graphs, beside the value model's cache
+    guide.step = None  # sized again after the capture of graphs, beside the value model's cache
     assert guide.leave_room(original, configurator, budget, cap_tokens=cap).max_total_num_tokens == (
         cap or budget // cell
     )
@@ -91,7 +89,7 @@ def test_memory_does_not_grow_with_the_limit_of_requests(guide, source):
     for rows in (512, 4096):
         slots = EngineSlots(torch.zeros(rows, 1, dtype=torch.int32), 64)
         sizes = dict(vocab_size=VOCAB, max_requests=rows, max_candidates=4, chunk_tokens=64, backend="reference")
-        step = GuidedStep(value_source(guide.value_model), slots, StepConfig(**sizes))
+        step = GuidedStep(value_source(guide.model), slots, StepConfig(**sizes))
         with PeakMemory() as memory:
             step.warm_up(progress=False)
         found.append((guide.num_bytes(engine, rows), memory.peak))
@@ -115,16 +113,14 @@ class Work(list):
 @pytest.mark.parametrize("is_guided", [True, False])
 def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_delayed, is_guided):
     """With the engine's own barrier, in the order of its overlapping scheduler; grammars delay sampling."""
-    forward_stream, plugin = Work(), SGLangPlugin(guide)
+    forward_stream = Work()
     monkeypatch.setattr(guide, "extend", lambda batch: forward_stream.append("the value model reads a prompt's slots"))
-    monkeypatch.setattr(
-        guide, "report_sampled", lambda *_: forward_stream.append("the value model reads a step's slots")
-    )
+    monkeypatch.setattr(guide, "report", lambda *_: forward_stream.append("the value model reads a step's slots"))
     reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(GENTLE) if is_guided else None)]
     scheduled = SimpleNamespace(reqs=reqs)
     batch = SimpleNamespace(forward_mode=mode, lenvm_reqs=reqs if is_guided else [], sampling_info=None)
     logits_output = SimpleNamespace(next_token_logits=None, auxiliary_device_output=None)
-    runner = SimpleNamespace(shared_read_done_event=None)
+    runner = guide.runner = SimpleNamespace(shared_read_done_event=None)
     scheduler = SimpleNamespace(
         _war_barrier_enabled=True,
         _relay_forward_payload=lambda *arguments: None,
@@ -137,7 +133,7 @@ def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_del
     scheduler._apply_war_barrier = lambda: Scheduler._apply_war_barrier(scheduler)
 
     def draw():
-        plugin.sample(lambda *arguments: torch.tensor([3]), runner, logits_output, batch)
+        guide.sample(lambda *arguments: torch.tensor([3]), runner, logits_output, batch)
         return result
 
     result = SimpleNamespace(delay_sample_func=draw if is_delayed else None, future_indices=None, logits_output=None)
@@ -152,33 +148,19 @@ def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_del
     guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, result, scheduled)
     assert len(forward_stream) == 1 + is_guided * (1 + mode.is_extend())
     assert scheduler.schedule_stream.waits_for == len(forward_stream)
+    # An idle engine draws nothing: any attempt to set up a barrier fails.
+    guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, SimpleNamespace(), None, None)
 
 
-def test_idle_engine_draws_nothing(guide):
-    scheduler = SimpleNamespace()  # any attempt to set up a barrier fails
-    guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, None, None)
-
-
+NOT_2 = "dllm_algorithm attn_cp_size enable_pdmux"
+NOT_2_WITH_VALUE_MODEL = (
+    "pp_size dcp_size disaggregation_mode enable_hierarchical_cache enable_lmcache enable_flexkv "
+    "enable_unified_cache_external_linker radix_cache_backend enable_unified_memory enable_hisparse "
+    "enable_kv_cache_sharding"
+)
 UNSUPPORTED = [
-    *(
-        ({option: 2}, f"{option} must be .* together with (a value model|guidance, .* turns off), got 2")
-        for option in (
-            "dllm_algorithm",
-            "pp_size",
-            "attn_cp_size",
-            "dcp_size",
-            "enable_pdmux",
-            "disaggregation_mode",
-            "enable_hierarchical_cache",
-            "enable_lmcache",
-            "enable_flexkv",
-            "enable_unified_cache_external_linker",
-            "radix_cache_backend",
-            "enable_unified_memory",
-            "enable_hisparse",
-            "enable_kv_cache_sharding",
-        )
-    ),
+    *(({name: 2}, f"{name} must be .* together with guidance, .* turns off, got 2") for name in NOT_2.split()),
+    *(({name: 2}, f"{name} must be .* together with a value model, got 2") for name in NOT_2_WITH_VALUE_MODEL.split()),
     ({"speculative_algorithm": "DFLASH"}, "must be one of None, EAGLE, EAGLE3, STANDALONE, NGRAM .* got DFLASH: not"),
     ({"speculative_algorithm": "DSPARK"}, "speculative_algorithm must be one of .* got DSPARK: not tried"),
     ({"speculative_algorithm": "EAGLE", "speculative_adaptive": True}, "speculative_adaptive must be False"),
@@ -187,13 +169,6 @@ UNSUPPORTED = [
     ({"startup_weight_load_mode": "overlap"}, "startup_weight_load_mode must be serial .*, got overlap"),
     ({"sampling_backend": "other"}, "sampling_backend must be one of the engine's own .* got other: OtherSampler does"),
 ]
-
-
-class OtherSampler:
-    """A sampler of another plugin."""
-
-    def forward(self):
-        """Draw tokens in another way."""
 
 
 @pytest.mark.parametrize(("given", "message"), UNSUPPORTED)
@@ -205,7 +180,8 @@ def test_unsupported_options_are_rejected_at_start(monkeypatch, tmp_path, given,
     options = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
     assert given.keys() <= options.keys()
     runner = SimpleNamespace(is_draft_worker=False, device="cpu", server_args=SimpleNamespace(**options | given))
-    runner.sampler = OtherSampler() if given.get("sampling_backend") == "other" else object.__new__(Sampler)
+    other = type("OtherSampler", (), {"forward": lambda self: None})  # of another plugin
+    runner.sampler = other() if given.get("sampling_backend") == "other" else object.__new__(Sampler)
     with pytest.raises(ValueError, match=message):
         SGLangPlugin().load(None, runner)
 
@@ -272,31 +248,11 @@ def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch):
 )
 def test_base_models_with_other_pools_are_rejected(monkeypatch, has_windows, has_states, kind):
     """A value model is rejected with such a base model, because it needs the engine's slots."""
-    monkeypatch.setattr(sglang_options, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
+    monkeypatch.setattr(value_model_module, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
     runner = SimpleNamespace(is_hybrid_swa=has_windows, model_config=None)
     message = f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}"
     with pytest.raises(ValueError, match=message) if kind else nullcontext():
-        sglang_options.check_pool(runner)
-
-
-def save_tokenizer(folder, vocabulary):
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="a").save_pretrained(folder)
-
-
-def test_vocabularies_may_differ_in_padding_only(folder, tmp_path):
-    """Without a tokenizer path, the engine uses the model's tokenizer."""
-    base, value = tmp_path / "base", tmp_path / "value"
-    for path in (base, value):
-        shutil.copytree(folder / path.name, path)
-        save_tokenizer(path, {"a": 0, "b": 1})
-    server_args = ServerArgs(model_path=str(base), device="cpu")
-    server_args.resolve_once()
-    arguments = value, 32, 64, resolved_view(server_args).tokenizer_path
-    check_vocabulary(*arguments)
-    save_tokenizer(value, {"a": 0, "c": 1})
-    with pytest.raises(ValueError, match=r"must share .*: 2 tokens differ, 'b' among them \(ids 1 and None\)"):
-        check_vocabulary(*arguments)
+        value_model_module.check_pool(runner)
 
 
 SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50})
@@ -321,7 +277,7 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
     kv = SimpleNamespace(cache_protected_len=protected)
     req = SimpleNamespace(lenvm_guidance=params, lenvm_prefilled=prefilled, kv=kv)
     req.origin_input_ids, req.output_ids = [3] * 30, list(output)
-    guide.has_slots, given = True, []
+    given = []
     guide.checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
     assert given == [expected]
 
@@ -357,13 +313,12 @@ class Sampled:
         batch = SimpleNamespace(
             forward_mode=ForwardMode.DECODE, input_ids=rows, req_pool_indices=rows, seq_lens=lengths
         )
-        batch.lenvm_reqs = [req for req in self.reqs if req.lenvm_guidance is not None]
-        batch.lenvm_failed = False
+        guide.note_batch(batch, self.reqs)
         filters = dict(top_ks=torch.full([3], 6, dtype=torch.int32), top_ps=torch.ones(3), min_ps=torch.zeros(3))
         filters |= dict(temperatures=torch.full([3, 1], 0.5), has_custom_logit_processor=False)
         self.info = SimpleNamespace(**filters | info)
         self.output = SimpleNamespace(next_token_logits=self.logits.clone(), auxiliary_device_output=None)
-        self.calls, plugin = [], SGLangPlugin(guide)
+        self.calls = []
 
         def sampler(sampler, logits_output, info, return_logprob, *args, logprob_logits=None):
             greedy_half(logits_output.next_token_logits, info)
@@ -372,9 +327,9 @@ class Sampled:
 
         def runner_sample(runner, logits_output, batch):
             of_engine = SimpleNamespace(_preprocess_logits=greedy_half)
-            return plugin.draw(sampler, of_engine, logits_output, self.info, return_logprob, None)
+            return guide.draw(sampler, of_engine, logits_output, self.info, return_logprob, None)
 
-        self.tokens = plugin.sample(runner_sample, None, self.output, batch)
+        self.tokens = guide.sample(runner_sample, None, self.output, batch)
 
     @staticmethod
     def scores():
@@ -435,7 +390,7 @@ def test_temperatures_and_filters_are_those_of_the_request():
     assert found[0] != found[2] != found[3] != found[0]
 
 
-def test_custom_logit_processors_run_once(guide):
+def test_custom_logit_processors_run_once():
     guidance = [NEAR, None, NEAR]
     sampled = Sampled(guide_of(guidance), guidance, return_logprob=True, has_custom_logit_processor=True)
     ((left, unmasked),) = sampled.calls
@@ -462,10 +417,7 @@ def test_failing_step_ends_guidance_but_not_the_engine(caplog, guidance):
 class Ranks:
     """Two tensor-parallel ranks in one process: the first sends its tokens, the other receives them."""
 
-    cpu_group = None
-
-    def __init__(self):
-        self.sent = None
+    sent = None
 
     def broadcast(self, tokens, src):
         if self.sent is None:
@@ -473,25 +425,16 @@ class Ranks:
         return tokens.copy_(self.sent)
 
 
-def fail_steps(guide):
-    def step(*args, **kwargs):
-        raise RuntimeError("a requested failure")
-
-    guide.step.step = step
-
-
 @pytest.mark.parametrize("failing", [None, 0, 1])
-def test_ranks_take_the_tokens_of_the_first(monkeypatch, failing):
+def test_ranks_take_the_tokens_of_the_first(failing):
     """Also if their own step gives others or fails. If it fails on the first rank, all ranks end the guidance."""
     guidance, group, found = [NEAR, None, NEAR], Ranks(), []
-    parallel = SimpleNamespace(attn_tp_size=2, attn_tp_rank=1, attn_tp_group=group)
-    monkeypatch.setattr(guide_module, "get_parallel", lambda: parallel)
     for rank in (0, 1):
         guide = guide_of(guidance)
-        guide.join_ranks()
+        guide.ranks = group
         guide.step.add_request(4, parse_guidance(NEAR), {EOS}, prompt_len=7, seed=rank)  # would draw other tokens
         if rank == failing:
-            fail_steps(guide)
+            guide.step.step = None  # any call fails
         sampled = Sampled(guide, guidance, engine=None)
         found.append(sampled)
         assert all(req.lenvm_guidance is not None for req in sampled.reqs[::2])  # until the host has read the tokens
@@ -504,22 +447,22 @@ def test_ranks_take_the_tokens_of_the_first(monkeypatch, failing):
     assert is_masked == [[VOCAB] * 3 if failing == 0 else [1, VOCAB, 1]] * 2
 
 
+def request_in(row, asked, **fields):
+    """A request in a row of the engine's table."""
+    sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None)
+    req = dict(kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=asked and parse_guidance(asked), lenvm_row=None)
+    req |= dict(sampling_params=sampling, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None)
+    return SimpleNamespace(**req | fields)
+
+
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_requests_are_admitted_once(is_prefill):
     """In each prefill batch, and in the first decode batch if another server has computed the prompt. A request that
     has ended, which the overlapping scheduler still has in the batch, is skipped."""
     guide, given = guide_of([None] * 3), []
     guide.step.add_request = lambda row, params, *args, **kwargs: given.append((row, params is not None))
-    sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None)
-    reqs = []
-    for row, asked in zip(ROWS, (NEAR, None, NEAR), strict=True):
-        params = None if asked is None else parse_guidance(asked)
-        req = dict(
-            kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=params, lenvm_row=None, sampling_params=sampling
-        )
-        reqs.append(SimpleNamespace(**req, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None))
-    batch = SimpleNamespace(lenvm_reqs=[reqs[0], reqs[2]], lenvm_failed=False)
-    ended = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=None))
+    reqs = [request_in(row, asked) for row, asked in zip(ROWS, (NEAR, None, NEAR), strict=True)]
+    batch, ended = SimpleNamespace(lenvm_reqs=[reqs[0], reqs[2]], lenvm_failed=False), request_in(None, NEAR)
     for _ in range(2):
         guide.admit(batch, [ended, *reqs], is_prefill=is_prefill)
     assert batch.lenvm_reqs == [reqs[0], reqs[2]] and guide.fallbacks == 0
@@ -533,17 +476,12 @@ def test_requests_are_admitted_once(is_prefill):
 def test_lora_requests_are_counted(guide):
     """A value model does not know the adapter; without one there is nothing to know."""
     for values, lora_id in ((guide, "adapter"), (guide, None), (guide_of([None] * 3), "adapter")):
-        values.metrics = SimpleNamespace(lora_requests=Counter())
-        values.metrics.lora_requests.inc = partial(values.metrics.lora_requests.update, ["inc"])
+        counted = itertools.count()
+        values.metrics = SimpleNamespace(lora_requests=SimpleNamespace(inc=counted.__next__))
         values.step = SimpleNamespace(add_request=lambda *args, **kwargs: None)
-        sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None)
-        req = dict(kv=SimpleNamespace(req_pool_idx=3), lenvm_guidance=parse_guidance(NEAR), lenvm_row=None)
-        req |= dict(sampling_params=sampling, origin_input_ids=[5], output_ids=[], lora_id=lora_id, tokenizer=None)
-        req = SimpleNamespace(**req, lenvm_images=None, extend_end=1)
-        batch = SimpleNamespace(lenvm_reqs=[req], lenvm_failed=False)
-        values.admit(batch, [req], is_prefill=True)
-        assert values.fallbacks == 0
-        assert values.metrics.lora_requests["inc"] == (values is guide and lora_id is not None)
+        req = request_in(3, NEAR, lora_id=lora_id, lenvm_images=None, extend_end=1)
+        values.admit(SimpleNamespace(lenvm_reqs=[req], lenvm_failed=False), [req], is_prefill=True)
+        assert values.fallbacks == 0 and next(counted) == (values is guide and lora_id is not None)
 
 
 @pytest.mark.parametrize("uses_pickle", [True, False])
@@ -585,6 +523,7 @@ def test_samples_are_sent_with_parameters_of_their_own(uses_pickle):
         ({"return_sampling_mask": True}, "return_sampling_mask cannot be combined with guidance"),
         ({"return_sampling_mask": True, "custom_params": None}, None),
         ({"top_k": 1}, None),  # greedy
+        ({"custom_params": "loud"}, "custom_params must be an object of named values, got 'loud'"),
         ({"input_embeds": [0.5]}, "input_embeds cannot be combined with"),
         ({"positional_embed_overrides": [0.5]}, "positional_embed_overrides cannot be combined with"),
         ({"mm_inputs": [0.5]}, "images, videos and audio cannot be combined with"),
@@ -601,6 +540,9 @@ def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
     request = SimpleNamespace(sampling_params=SimpleNamespace(**sampling), **request)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         assert (guidance_of(request, Settings(folder / "value")) is None) == (sampling["custom_params"] is None)
+    if changes.keys() & {"input_embeds", "positional_embed_overrides", "mm_inputs", "session"}:
+        request.sampling_params.custom_params = NEAR
+        assert guidance_of(request, Settings()) is not None  # only a value model cannot read these
 
 
 @pytest.mark.parametrize(
@@ -614,3 +556,106 @@ def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
 def test_end_tokens_match_those_of_the_engine(ignore_eos, tokenizer, expected):
     params = SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=[5])
     assert end_tokens(SimpleNamespace(sampling_params=params, eos_token_ids={1, 2}, tokenizer=tokenizer)) == expected
+
+
+# --- drafts ---
+
+# Parents of nodes, -1 for the root. Children of the root are 1, 3 and 4; of node 1, 2 and 5; of node 4, 6.
+TREE = [-1, 0, 1, 0, 0, 1, 4]
+CHAIN = [-1, 0, 1, 2, 3, 4, 5]
+STAR = [-1, 0, 0, 0, 0, 0, 0]
+
+
+def links(parents):
+    """(first child, next sibling) of each node."""
+    children, siblings = [-1] * len(parents), [-1] * len(parents)
+    for node in reversed(range(1, len(parents))):
+        siblings[node], children[parents[node]] = children[parents[node]], node
+    return children, siblings
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_drafts_of_a_batch(dtype):
+    trees, tokens = [TREE, STAR, CHAIN], torch.arange(20, 41)
+    children, siblings = (torch.tensor(x, dtype=dtype) for x in zip(*map(links, trees), strict=True))
+    given = dict(draft_token=tokens, draft_token_num=7, retrieve_next_token=children, retrieve_next_sibling=siblings)
+    drafts = drafts_of(SimpleNamespace(**given))
+    assert drafts.token_ids.tolist() == [[*range(first + 1, first + 7)] for first in (20, 27, 34)]
+    assert drafts.parents.dtype == torch.int32
+    assert drafts.parents.tolist() == [[max(parent - 1, -1) for parent in tree[1:]] for tree in trees]
+
+
+def test_penalties_are_applied_once():
+    additive, scaling = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]), torch.tensor([[2.0, 1, 1], [1, 1, 4.0]])
+    bias = torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])
+    info = SimpleNamespace(acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias)
+    mask = SimpleNamespace(apply=lambda logits: logits[3].fill_(-math.inf))
+    logits = torch.tensor([[4.0, 1.0, 0.0], [-4.0, 2.0, 0.0], [0.5, 1.0, 8.0], [0.5, 1.0, 8.0]])
+    expected = [[2.0, 2.0, -math.inf], [-8.0, 3.0, -math.inf], [1.0, 1.0, 2.0], [-math.inf] * 3]
+    apply_changes(logits, info, mask, 2)
+    assert logits.tolist() == expected
+    apply_changes(logits, without_changes(info), None, 2)
+    assert logits.tolist() == expected and info.logit_bias is bias
+
+
+# --- the engine's plugin loader and lenvm doctor, in separate processes because hooks cannot be removed ---
+
+REMOVE = "from sglang.srt.layers.sampler import Sampler; del Sampler._preprocess_logits"
+FAIL = "import lenvm_kernels.engines.sglang.plugin as adapter; adapter.plugin = lambda: {}['x']"
+TRIED = ", ".join(recorded("sglang"))
+
+
+def run(code, environment):
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("LENVM_", "SGLANG_"))}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "wrong"),
+    [
+        ("", {}, {}),
+        ("", {"LENVM_VALUE_MODEL": "off"}, {}),
+        (REMOVE, {}, {"plugin": "did not run", "Sampler._preprocess_logits": "is not there"}),
+        ("", {"SGLANG_PLUGINS": "other"}, {"plugin": "did not run"}),
+        (FAIL, {}, {"plugin": "did not run"}),
+    ],
+)
+def test_hooks_and_signatures(before, environment, wrong):
+    code = (
+        f"import contextlib, io, os, sys\nwith contextlib.redirect_stderr(io.StringIO()):\n    {before or 'pass'}\n"
+        "from lenvm_kernels.cli import main\nstatus = main(['doctor', '--json'])\n"
+        f"assert os.environ.get('LENVM_VALUE_MODEL') == {environment.get('LENVM_VALUE_MODEL')!r}\nsys.exit(status)"
+    )
+    result = run(code, environment)
+    assert result.stderr == ""
+    checks = json.loads(result.stdout)["sglang"]
+    assert {check["name"]: check["found"] for check in checks if check["mark"] == "wrong"} == wrong
+    assert result.returncode == bool(wrong)
+    if not wrong:
+        assert [check["name"] for check in checks] == ["signatures"] and checks[0]["found"].endswith(TRIED)
+
+
+LOAD = """
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+print("served", *sorted(target.rpartition(".")[2] for target in HookRegistry._patched))
+"""
+ALL = "served __init__ _send_one_request load_model update_request_meta_info"
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "printed", "logged"),
+    [
+        ("", {}, ALL, ""),
+        ("", {"LENVM_VALUE_MODEL": "off"}, "served __init__ _send_one_request", ""),
+        (REMOVE, {"LENVM_TRACE": "t"}, "", "the plugin of SGLang cannot be used: .* Sampler._preprocess_logits is not"),
+    ],
+)
+def test_hooks_in_the_loader_of_the_engine(before, environment, printed, logged):
+    """The loader ignores exceptions of a plugin, so the process ends if the plugin does not fit the engine."""
+    result = run(f"{before}\n{LOAD}", environment)
+    assert result.stdout.strip() == printed, result.stderr
+    assert result.returncode == (not printed)
+    assert re.search(logged, result.stderr)

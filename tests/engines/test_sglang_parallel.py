@@ -1,4 +1,4 @@
-"""The SGLang plugin on several ranks, and with engine options that affect the hooked functions.
+"""The SGLang plugin on several ranks, with engine options that affect the hooked functions, and under load.
 
 Tensor-parallel ranks trace the same steps into one file: every line occurs twice if and only if the ranks are bitwise
 identical.
@@ -7,6 +7,8 @@ identical.
 import json
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 import requests
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from lenvm_kernels.types import Status
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (
     ATOL,
@@ -30,6 +33,7 @@ from tests.helpers.sglang_server import (
     prompts_of,
     rows_of,
     running_server,
+    running_speculation,
     write_checkpoints,
 )
 
@@ -142,16 +146,22 @@ def test_mixed_prefill_and_decode_batches(folder):
             assert any({True, False} <= set(decoding) for decoding in batches)
 
 
-def test_requests_that_cannot_be_guided_are_rejected(folder):
-    """The scheduler rejects them, because the engine loads no plugins in several HTTP workers. Without radix cache and
-    overlapping scheduler; guided requests still work."""
+def test_strides_and_requests_that_cannot_be_guided(tmp_path):
+    """The scheduler rejects such requests, because the engine loads no plugins in several HTTP workers.
+
+    Requests without a stride use the server's. Each row is guided at its own steps, with correct values. The base model
+    is a mixture of experts, and the radix cache and the overlapping scheduler are disabled."""
+    write_checkpoints(tmp_path)
+    sizes = TINY | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
+    random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=0).save_pretrained(tmp_path / "base")
     options = ("--disable-overlap-schedule", "--disable-radix-cache", "--enable-streaming-session", *CHUNKS)
     options += ("--tokenizer-worker-num", "2", "--skip-server-warmup")  # warm-up would overlap with serving
     prompts = prompts_of(*PROMPT_LENGTHS, seed=2)
     guided, unguided = ({**SAMPLING, "custom_params": custom_params} for custom_params in (GENTLE, None))
     beams, prompt = {"beam_width": 2, "n": 2}, {"input_ids": prompts[0]}
-    patient = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}  # imports of a worker take long on a busy machine
-    with running_server(folder, "refusing", *options, **patient) as server:
+    # Imports of a worker take long on a busy machine.
+    variables = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120", "LENVM_VALUE_STRIDE": "4"}
+    with running_server(tmp_path, "refusing", *options, **variables) as server:
         session = requests.post(f"{server.url}/open_session", json={"capacity_of_str_len": 500, "streaming": True})
         in_session = prompt | {"session_params": {"id": session.json()}}
         for request, sampling, refused in (
@@ -169,5 +179,99 @@ def test_requests_that_cannot_be_guided_are_rejected(folder):
             assert not refused or f"{refused} cannot be combined with guidance" in response.json()["error"]["message"]
         scores = {"query": prompts[0], "items": prompts[1:3], "label_token_ids": [3, 4], "model": "base"}
         assert requests.post(f"{server.url}/v1/score", json=scores, timeout=60).ok
-        results, steps = server.generate(prompts, GUIDANCE)
-        assert check_steps(folder, prompts, results, steps) > 12 * 16
+        prompts = prompts_of(9, 12, 40, 5, seed=12)
+        guidance = [MODES[0], MODES[1] | {"value_stride": 1}, MODES[2] | {"value_stride": 3}, None]
+        results, steps = server.generate(prompts, guidance, max_new_tokens=24)
+    assert check_steps(tmp_path, prompts, results, steps) > 24 * 2
+    for result, stride in zip(results[:3], (4, 1, 3), strict=True):
+        rows = rows_of(result, [step for step in steps if step["mode"] == "DECODE"])
+        due = [i for i, row in enumerate(rows) if row["status"] == Status.GUIDE]
+        assert {row["status"] for row in rows} <= {Status.GUIDE, Status.NOT_DUE}
+        assert {after - before for before, after in pairwise(due)} == {stride}
+
+
+# --- many requests, a quarter of which is cut short ---
+
+MORE_THAN_ANY_GETS = 300
+# The engine checks for leaked slots after every step, not only when idle, and exits if it finds one.
+CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_TEST_RETRACT": "1"}
+
+
+def leave_early(engine, body, *, after, abort):
+    """Abort a request by its id after some chunks of its stream, or hang up. Returns the last chunk that was read."""
+    with requests.post(f"{engine.url}/generate", json={**body, "stream": True}, stream=True, timeout=300) as response:
+        assert response.ok, response.text
+        lines = (line.removeprefix(b"data: ") for line in response.iter_lines() if line)
+        chunk = list(islice(lines, after))[-1]
+        if abort:
+            assert requests.post(f"{engine.url}/abort_request", json={"rid": body["rid"]}, timeout=60).ok
+            chunk = [line for line in lines if line != b"[DONE]"][-1]
+    return json.loads(chunk)
+
+
+def wait_until_idle(engine):
+    for _ in range(240):
+        (load,) = requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"]
+        if not load["num_running_reqs"] and not load["num_waiting_reqs"]:
+            return load
+        time.sleep(0.25)
+    raise AssertionError(f"requests are left behind: {load}")
+
+
+@pytest.mark.parametrize(("running", "count"), [(running_server, 200), (running_speculation, 80)])
+def test_many_requests_with_aborts(tmp_path, running, count):
+    """Without and with drafts. Each prompt is sent twice; in every eight requests, one is aborted by its id and one
+    client hangs up."""
+    write_checkpoints(tmp_path)
+    prompts = prompts_of(*[3 + i * 7 % 50 for i in range(count // 2)], seed=8) * 2
+    rids = [f"{i:03}" for i in range(count)]  # the engine aborts every request whose id begins with the given one
+    guidance = [*MODES, None]  # eleven, so each of them is also used by requests that are cut short
+    lengths = [4 + i * 5 % 37 for i in range(count)]
+    leaving = {i: "abort" if i % 8 else "hang up" for i in range(0, count, 4)}
+
+    def body(i):
+        sampling = {**SAMPLING, "custom_params": guidance[i % len(guidance)]}
+        sampling["max_new_tokens"] = MORE_THAN_ANY_GETS if i in leaving else lengths[i]
+        return {"rid": rids[i], "input_ids": prompts[i], "sampling_params": sampling}
+
+    def ask(i):
+        if i in leaving:
+            return leave_early(engine, body(i), after=1 + i // 4 % 5, abort=leaving[i] == "abort")
+        response = engine.post(**body(i))
+        assert response.ok, response.text
+        return response.json()
+
+    with running(tmp_path, "load", "--chunked-prefill-size", "64", **CHECKS) as engine:
+        with ThreadPoolExecutor(count) as pool:
+            results = list(pool.map(ask, range(count)))
+        wait_until_idle(engine)
+        steps = engine.steps()
+        assert requests.post(f"{engine.url}/flush_cache", timeout=60).ok  # rejected unless the engine is idle
+        load = wait_until_idle(engine)
+        assert load["num_used_tokens"] == 0 and load["token_usage"] == 0
+        followers = prompts_of(5, 40, seed=9)
+        later = engine.generate(followers, MODES[:2])
+        assert requests.get(f"{engine.url}/health", timeout=60).ok
+    log = (tmp_path / "load.log").read_text()
+    assert "Traceback" not in log and "LenVM: a step failed" not in log and "leak" not in log
+
+    for i, how in leaving.items():
+        if how == "abort":
+            assert results[i]["meta_info"]["finish_reason"]["type"] == "abort"
+        assert len(results[i]["output_ids"]) < MORE_THAN_ANY_GETS
+    finished = [i for i in range(count) if i not in leaving]
+    assert [len(results[i]["output_ids"]) for i in finished] == [lengths[i] for i in finished]
+    assert any(results[i]["meta_info"]["num_retractions"] for i in finished)
+    # At most 32 requests run at once. The number in one step depends on arrivals and retractions.
+    assert 16 < max(len({row["rid"] for row in step["rows"]}) for step in steps) <= 32
+    rows = {rid: [] for rid in rids}
+    for step in steps:
+        for row in step["rows"]:
+            rows[row["rid"]].append(row)
+    assert all(len(rows[rids[i]]) < MORE_THAN_ANY_GETS for i in leaving)
+    for i in finished:  # one at a time, because a request has hundreds of candidates
+        if guidance[i % len(guidance)] is None:
+            assert all(row["status"] == Status.UNGUIDED for row in rows[rids[i]])
+        else:
+            assert check_steps(tmp_path, [prompts[i]], [results[i]], [{"rows": rows[rids[i]]}])
+    assert check_steps(tmp_path, followers, *later)

@@ -4,7 +4,6 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +19,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import SGLangGuide
-from lenvm_kernels.engines.sglang.hooks import SGLangPlugin
-from lenvm_kernels.engines.sglang.requests import guidance_of
-from lenvm_kernels.engines.sglang.states import ProbeGuide, SampledStates, input_embedding
-from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
+from lenvm_kernels.engines.sglang.hooks import guidance_of
+from lenvm_kernels.engines.sglang.states import ProbeGuide, input_embedding
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.types import Status
 from lenvm_kernels.values import LengthProbe
 from tests.helpers.models import random_model
 from tests.helpers.probes import write_random_probe
@@ -33,13 +29,12 @@ from tests.helpers.sglang_server import (
     GENTLE,
     HIDDEN,
     MODES,
-    SAMPLING,
     TINY,
     TWO_RANKS,
     VOCAB,
     cached_tokens,
+    guided_rows,
     prompts_of,
-    rows_of,
     running_server,
     running_speculation,
     write_eagle,
@@ -110,14 +105,10 @@ def check_steps(folder, prompts, guidance, results, steps):
     oracle, found, expected = Oracle(folder), [], []
     for prompt, params, result in zip(prompts, guidance, results, strict=True):
         sequence = [*prompt, *result["output_ids"]]
-        # The engine discards the draws of all chunks of a prompt but the last, and the overlapping scheduler computes
-        # one step more than a request returns.
-        rows = [r for r in rows_of(result, steps) if len(prompt) <= r["length"] < len(sequence)]
-        rows = [row for row in rows if row["status"] == Status.GUIDE]
+        rows = guided_rows(prompt, result, steps)
         if not rows:
             assert not params
             continue
-        assert all(sequence[row["length"]] in row["token_ids"] for row in rows)
         ids, values, lengths = (
             torch.tensor([row[name] for row in rows]) for name in ("token_ids", "value_logits", "length")
         )
@@ -143,16 +134,6 @@ def test_every_mode_in_batch_with_unguided_requests(folder, engine):
         assert all(cached_tokens(results)) if is_cached else cached_tokens(results)[9]
 
 
-def test_prompt_log_probabilities(folder, engine):
-    """If they are requested, the engine computes logits of all states of a prompt and samples from the last."""
-    prompts, guidance = prompts_of(9, 40, 14, 22, seed=1), [GENTLE, NEAR[0], None, MODES[0]]
-    starts = [0, 3, 0, 21]
-    results, steps = engine.generate(prompts, guidance, request=dict(return_logprob=True, logprob_start_len=starts))
-    for prompt, start, result in zip(prompts, starts, results, strict=True):
-        assert len(result["meta_info"]["input_token_logprobs"]) == len(prompt) - start
-    assert check_steps(folder, prompts, guidance, results, steps) > 3 * 16
-
-
 def test_predicted_lengths(folder, engine):
     """Lengths after the drawn tokens, guided or not; the output's length is predicted after its first token."""
     wants, oracle = {"return_values": True, "gamma": GAMMA}, Oracle(folder)
@@ -165,29 +146,16 @@ def test_predicted_lengths(folder, engine):
         found = torch.tensor(result["meta_info"]["predicted_remaining_lengths"])
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)
         assert result["meta_info"]["predicted_output_length"] == pytest.approx([1 + found[0].item()], abs=2e-3)
-
-
-def test_parameters_unsupported_by_probes_are_rejected(engine):
-    custom_params = {"target_length": 9, "value_min": 0.1}
-    response = engine.post(input_ids=[5, 6], sampling_params={**SAMPLING, "custom_params": custom_params})
-    assert response.status_code == 400
-    assert "value_min must be absent with near and a probe, got 0.1" in response.json()["error"]["message"]
     assert engine.metrics()["fallbacks_total"] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("tree", {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}),
-        ("ngram", {"algorithm": "NGRAM", "draft": None}),
-    ],
-)
-def test_output_is_unchanged_by_drafts(folder, engine, name, more):
+def test_output_is_unchanged_by_drafts(folder, engine):
     """EAGLE's draft model receives the same states as without a probe, and its drafts are accepted."""
     prompts, tokens = prompts_of(*range(4, 70, 12), seed=20), dict(sampling_seed=5, max_new_tokens=24)
     guidance = [GENTLE, MODES[1], *NEAR, GENTLE | {"return_values": True}]
     plain, _ = engine.generate(prompts, guidance, **tokens)
-    with running_probe(folder, name, start=running_speculation, **more) as server:
+    tree = {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}
+    with running_probe(folder, "tree", start=running_speculation, **tree) as server:
         for others in (0, 2):
             asked = [*guidance, *[None] * others]
             results, steps = server.generate([*prompts, *prompts_of(9, 14)[:others]], asked, **tokens)
@@ -238,15 +206,16 @@ class Base(torch.nn.Module):
 class DeepBase(Base):
     """A base model that captures the inputs of its layers."""
 
+    first_layer = 1
+
     def set_eagle3_layers_to_capture(self, layer_ids):
-        self.layers_to_capture = [layer + 1 for layer in layer_ids]
+        self.layers_to_capture = [layer + self.first_layer for layer in layer_ids]
 
 
-class OtherBase(Base):
+class OtherBase(DeepBase):
     """A base model that interprets layer numbers as numbers of the captured layers themselves."""
 
-    def set_eagle3_layers_to_capture(self, layer_ids):
-        self.layers_to_capture = list(layer_ids)
+    first_layer = 0
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +229,13 @@ class Hooked:
     def __init__(self, folder, weight):
         self.base = base = DeepBase(weight)
         self.tensors = load_file(folder / "deep" / "probe.safetensors")
-        self.states = SampledStates(base, LengthProbe.from_pretrained(folder / "deep", LAYERS, weight))
-        self.guide = ProbeGuide(Settings(folder / "deep"), torch.device("cpu"), self.states, drafts=2)
+        probe = LengthProbe.from_pretrained(folder / "deep", LAYERS, weight)
+        self.guide = ProbeGuide(Settings(folder / "deep"), torch.device("cpu"), 2, probe, base)
         self.processor = base.logits_processor
+
+    def kept(self, rows):
+        """The states that a step of ``rows`` rows reads."""
+        return self.guide.states_of(torch.empty(rows))
 
     def prune(self, states, metadata, processor=None):
         """Prune states as in the engine's forward; returns the pruned states, and the inner states passed to the
@@ -311,10 +284,10 @@ def prompts_metadata(lens, starts):
 def test_states_of_sampled_rows(hooked, metadata, sampled):
     """States are in the probe's layer order; the engine receives its own states and no inner ones."""
     states = rows_of_states(9)
-    hooked.states.allocate(7)
+    hooked.guide.allocate(7)
     pruned, inner = hooked.prune(states, metadata)
     first, second, last = (layer[sampled][:7] for layer in states)
-    assert torch.equal(hooked.states.of(len(first)), torch.cat([second, last, first], dim=1))
+    assert torch.equal(hooked.kept(len(first)), torch.cat([second, last, first], dim=1))
     assert inner is None and pruned[2] is None
     expected = LogitsProcessor._get_pruned_states(hooked.processor, states[2], None, None, metadata)
     assert torch.equal(pruned[0], expected[0])
@@ -329,25 +302,25 @@ def test_memory_of_states(hooked):
 
 
 def test_draft_model_keeps_its_own_states(hooked):
-    hooked.states.allocate(7)
+    hooked.guide.allocate(7)
     processor = Base(torch.zeros(1)).logits_processor
     pruned, inner = hooked.prune(rows_of_states(4), LogitsMetadata(ForwardMode.DECODE), processor)
-    assert len(inner) == len(pruned[2]) == 2 and hooked.states.of(7).eq(0).all()
+    assert len(inner) == len(pruned[2]) == 2 and hooked.kept(7).eq(0).all()
 
 
 def test_replayed_graph_keeps_states_without_hook(hooked):
     """Operations captured for several batch sizes store the states of each replay."""
-    hooked.states.allocate(6)
+    hooked.guide.allocate(6)
     metadata = LogitsMetadata(ForwardMode.DECODE)
     graphs = {
         size: make_fx(lambda *states: hooked.prune(states, metadata)[0][0])(*rows_of_states(size)) for size in (8, 4, 2)
     }
-    kept = hooked.states.of(6)
+    kept = hooked.kept(6)
     for size, rows in ((4, 3), (8, 6), (2, 2), (4, 4)):
         first, second, last = states = rows_of_states(size, seed=size + rows)
         graphs[size](*states)
-        assert torch.equal(hooked.states.of(rows), torch.cat([second, last, first], dim=1)[:rows])
-        assert kept.data_ptr() == hooked.states.of(rows).data_ptr()
+        assert torch.equal(hooked.kept(rows), torch.cat([second, last, first], dim=1)[:rows])
+        assert kept.data_ptr() == hooked.kept(rows).data_ptr()
 
 
 def sharded(parts, rank, **more):
@@ -398,22 +371,6 @@ def test_options_unsupported_by_probes_are_rejected_at_start(folder, weight, pro
         ProbeGuide.load(Settings(folder / probe), runner, options, torch.device("cpu"), 0)
 
 
-@pytest.mark.parametrize("reads_tokens", [False, True])
-def test_probes_accept_requests_that_value_models_reject(folder, reads_tokens):
-    """A value model needs the tokens and cached values of a request; a probe does not."""
-    kind, name = (partial(ValueModelGuide, value_model=None), "value") if reads_tokens else (SGLangGuide, "last")
-    guide = kind(Settings(folder / name), torch.device("cpu"))
-    sampling = dict(custom_params=GENTLE, top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None)
-    sampling = SimpleNamespace(**sampling, watermark=None)
-    req = dict(sampling_params=sampling, input_embeds=[0.5], positional_embed_overrides=None, extra_key="mine")
-    req = SimpleNamespace(**req, set_finish_with_abort=lambda message: errors.append(message))
-    errors = []
-    SGLangPlugin(guide).note_guidance(None, req)
-    assert errors == ["input_embeds cannot be combined with guidance in custom_params"] * reads_tokens
-    assert req.extra_key == "mine"
-    assert (req.lenvm_guidance is None) == reads_tokens
-
-
 def test_probe_follows_updated_weights(hooked, weight, caplog):
     """Values equal a probe's on the new embedding. With another base model's embedding, requests are rejected."""
     guide, states = hooked.guide, torch.randn(2, 3 * HIDDEN)
@@ -425,7 +382,7 @@ def test_probe_follows_updated_weights(hooked, weight, caplog):
         rows = dict(table_rows=torch.arange(2), generated=torch.zeros(2, dtype=torch.int32))
         return probe.value_logits(states, torch.tensor([[3, 4], [5, 6]], dtype=torch.int32), table, **rows)[0]
 
-    probe = guide.states.probe
+    probe = guide.probe
     before = values(probe)
     hooked.base.embed_tokens.weight.mul_(1.01)
     guide.update_probe(None, None, "version")

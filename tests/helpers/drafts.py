@@ -1,11 +1,8 @@
 """Drafts for the tests of operators on drafts."""
 
-import json
-
 import torch
 
 from lenvm_kernels.types import Drafts
-from tests.helpers.interpreter import run_compiling
 
 LARGEST = 2**31 - 1
 
@@ -34,8 +31,3 @@ def random_drafts(requests, columns, *, seed=0, tokens=5, device="cpu"):
     parents = torch.randint(0, 2**30, (requests, columns), generator=generator) % (torch.arange(columns) + 1) - 1
     parents[torch.rand(requests, columns, generator=generator) < 0.1] = columns - 1
     return make_drafts(token_ids, parents, device=device)
-
-
-def variants(*names):
-    """The output of :mod:`tests.helpers.draft_variants`: the number of compiled variants by kernel."""
-    return json.loads(run_compiling("-m", "tests.helpers.draft_variants", *names))

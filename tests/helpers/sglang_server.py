@@ -200,24 +200,26 @@ def values_from_scratch(folder, sequences):
     return last_value_logits(model, load_file(folder / "value" / "value_head.safetensors"), sequences)
 
 
+def guided_rows(prompt, result, steps):
+    """The guided rows of a request whose draws the engine has used.
+
+    It discards the draws of all chunks of a prompt but the last, and the overlapping scheduler computes one step more
+    than a request returns."""
+    sequence = [*prompt, *result["output_ids"]]
+    rows = [row for row in rows_of(result, steps) if row["status"] == Status.GUIDE]
+    rows = [row for row in rows if len(prompt) <= row["length"] < len(sequence)]
+    assert all(sequence[row["length"]] in row["token_ids"] for row in rows)
+    return rows
+
+
 def check_steps(folder, prompts, results, steps):
     """Check every value of every traced step against a forward of its sequence; returns the number of values."""
-    sequences = {r["meta_info"]["id"]: (p, [*p, *r["output_ids"]]) for p, r in zip(prompts, results, strict=True)}
     candidates, values = [], []
-    for step in steps:
-        for row in step["rows"]:
-            if row["rid"].startswith("HEALTH_CHECK"):  # the start of a server of two ranks waits for one answer only
-                continue
-            prompt, sequence = sequences[row["rid"]]
-            # The engine discards draws of all chunks of a prompt but the last, and the overlapping scheduler computes
-            # one step more than a request returns.
-            if row["status"] != Status.GUIDE or not len(prompt) <= row["length"] < len(sequence):
-                continue
-            for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
-                if token >= 0:
-                    candidates.append([*sequence[: row["length"]], token])
-                    values.append(value)
-            assert sequence[row["length"]] in row["token_ids"]
+    for prompt, result in zip(prompts, results, strict=True):
+        for row in guided_rows(prompt, result, steps):
+            before = [*prompt, *result["output_ids"]][: row["length"]]
+            candidates += [[*before, token] for token in row["token_ids"] if token >= 0]
+            values += [value for token, value in zip(row["token_ids"], row["value_logits"], strict=True) if token >= 0]
     assert candidates, "not one step was guided"
     torch.testing.assert_close(torch.tensor(values), values_from_scratch(folder, candidates), rtol=0, atol=ATOL)
     return len(values)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from lenvm_kernels.fuzz.check import check, operators
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from tests.helpers.cases import arguments_of, cases, small_case
-from tests.helpers.drafts import variants
 from tests.helpers.memory import GuardedMemory
 
 OPERATORS = operators()
@@ -63,10 +62,3 @@ def test_counters_of_attention_are_zero_afterwards(device):
     for _ in range(2):
         failure = check(case, function, device=device, other_batches=False)
         assert failure is None and not counters.any(), str(failure)
-
-
-def test_number_of_requests_triggers_no_recompilation():
-    """Operators on requests and drafts; slices of longer tensors trigger none either."""
-    names = ["begin_step", "lay_out", "limit_span", "pack_drafts", "verify_drafts"]
-    expected = {f"_{name}_kernel": 1 for name in names} | {"_scan_kernel": 1, "_filter_kernel": 1}
-    assert variants(*names, "topk_candidates") == expected

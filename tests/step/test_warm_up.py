@@ -25,3 +25,6 @@ def test_serving_compiles_nothing():
     # Steps, predictions, and steps with drafts.
     gathers = {name: served["warm"]["_begin_step_kernel"] for name, served in report.items()}
     assert gathers == dict.fromkeys(kinds, 2) | {"with drafts": 6}
+    # The number of requests and the strides of their drafts trigger no recompilation.
+    warm = report["with drafts"]["warm"]
+    assert [warm[f"_{name}_kernel"] for name in ("pack_drafts", "verify_drafts")] == [1, 1]

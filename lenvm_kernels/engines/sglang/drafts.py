@@ -9,17 +9,15 @@ draws that token. So speculation changes neither the text of a guided request wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
-from lenvm_kernels.engines.one_token import leave_only
-from lenvm_kernels.engines.report import trace_drafts
-from lenvm_kernels.engines.sglang.guide import SGLangGuide, needs_step
+from lenvm_kernels.engines.sglang.guide import Hooks, SGLangGuide
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Drafts, VerifiedTokens
 
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
 _CHANGES = ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
 
 
-def hooks_of(guide: SGLangGuide) -> dict[str, tuple[str, Callable]]:
-    """Kind and function of further hooks, by target."""
+def hooks_of(guide: SGLangGuide) -> Hooks:
+    """Further hooks of a process."""
     return {"sglang.srt.speculative.eagle_utils.eagle_sample": ("AROUND", partial(verify, guide))}
 
 
@@ -49,35 +47,23 @@ def verify(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Around the verification of a batch's drafts: draw tokens at the nodes of guided requests first."""
-    is_idle = batch.forward_mode.is_idle()
-    batch.lenvm_reqs = [] if is_idle else [req for req in batch.reqs if req.lenvm_guidance is not None]
-    batch.lenvm_failed = False
+    guide.note_batch(batch, [] if batch.forward_mode.is_idle() else batch.reqs)
     if not batch.lenvm_reqs:
         return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
-    guide.discard_read_done(guide.runner)
-    logits, info, nodes = logits_output.next_token_logits, batch.sampling_info, verify_input.draft_token_num
-    table_rows, lengths = batch.req_pool_indices, batch.seq_lens.int() + 1
-    drawn = tokens = None
+    guide.discard_read_done()
     assert guide.grown_by is not None  # there are drafts
-    grown, count = guide.grown_by
-    with changed_once(logits, info, grammar_mask, nodes):
-        with guide.failing_softly(batch):
-            rows = StepBatch(grown[table_rows], table_rows, lengths, count[table_rows], states=guide.states_of(logits))
-            prepared = guide.step.prepare(logits, rows, drafts_of(verify_input))
-            if needs_step(batch):
-                drawn = guide.run(batch, prepared, info, is_prompt=False)
-        if needs_step(batch):
-            tokens = guide.agreed(drawn, len(logits))
-            if batch.return_logprob:  # of the unmasked logits
-                logits_output.next_token_logits = logits.clone()
-            leave_only(logits_output.next_token_logits, tokens)
-        verified = original(verify_input, batch, logits_output, None, *args, **kwargs)
-        logits_output.next_token_logits = logits
-    predict, lens, index = verified
+    (grown, count), table_rows = guide.grown_by, batch.req_pool_indices
+    rows = StepBatch(grown[table_rows], table_rows, batch.seq_lens.int() + 1, count[table_rows])
+    logits, info = logits_output.next_token_logits, batch.sampling_info
+    apply_changes(logits, info, grammar_mask, verify_input.draft_token_num)
+    unmasked = guide.leave_drawn(batch, logits, rows, info, drafts_of(verify_input), copies=batch.return_logprob)
+    batch.sampling_info = without_changes(info)
+    verified = predict, lens, index = original(verify_input, batch, logits_output, None, *args, **kwargs)
+    batch.sampling_info = info
+    if unmasked is not None:
+        logits_output.next_token_logits = unmasked  # for log-probabilities
     nodes = index.clamp(min=0).long()
-    guide.report(batch, logits_output, drawn, VerifiedTokens(predict[nodes], lens, nodes), tokens)
-    if drawn is not None and batch.lenvm_reqs and guide.settings.trace is not None:
-        trace_drafts(guide.settings.trace, batch, drawn.output, verified)
+    guide.report(batch, logits_output, VerifiedTokens(predict[nodes], lens, nodes))
     return verified
 
 
@@ -110,12 +96,11 @@ def parents_of(first_children: torch.Tensor, next_siblings: torch.Tensor) -> tor
     return (parent.gather(1, first_one) - 1).int()
 
 
-@contextmanager
-def changed_once(logits: torch.Tensor, info: SamplingBatchInfo, grammar_mask: Any, nodes: int) -> Iterator[None]:
-    """Apply the engine's changes to the logits before verification, and disable them inside the context."""
-    changes = {name: getattr(info, name) for name in _CHANGES}
+def apply_changes(logits: torch.Tensor, info: SamplingBatchInfo, grammar_mask: Any, nodes: int) -> None:
+    """Apply the engine's changes to the logits before verification."""
     additive, scaling, bias = (
-        None if change is None else change.repeat_interleave(nodes, dim=0) for change in changes.values()
+        None if change is None else change.repeat_interleave(nodes, dim=0)
+        for change in (getattr(info, name) for name in _CHANGES)
     )
     if additive is not None:
         logits.add_(additive)
@@ -125,10 +110,11 @@ def changed_once(logits: torch.Tensor, info: SamplingBatchInfo, grammar_mask: An
         logits.add_(bias)
     if grammar_mask is not None:
         grammar_mask.apply(logits)
-    try:
-        for name in _CHANGES:
-            setattr(info, name, None)
-        yield
-    finally:
-        for name, change in changes.items():
-            setattr(info, name, change)
+
+
+def without_changes(info: SamplingBatchInfo) -> SamplingBatchInfo:
+    """The same filters without the changes, which are applied once."""
+    info = copy.copy(info)
+    for name in _CHANGES:
+        setattr(info, name, None)
+    return info

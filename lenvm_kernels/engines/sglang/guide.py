@@ -1,19 +1,20 @@
-"""The guided step of SGLang's requests, called by the hooks of :mod:`lenvm_kernels.engines.sglang.hooks`.
+"""The guidance of SGLang's requests with ``none``, and the part that all sources of values share.
 
-The step draws the tokens of guided requests from the logits that the engine is about to sample from, and leaves only
-these tokens in their rows (:func:`leave_only`). The engine's sampler then returns them at any temperature and with any
-filter. The computation is in :class:`lenvm_kernels.step.GuidedStep`. Only images and the trace make a host-device sync,
-so that the overlapping scheduler stays ahead.
+Just before the engine's sampler, a guided step (:class:`lenvm_kernels.step.GuidedStep`) draws the tokens of guided
+requests, and leaves only these tokens in their rows of the logits (:func:`leave_only`). The sampler then returns them
+at any temperature and with any filter. Only images and the trace make a host-device sync, so that the overlapping
+scheduler stays ahead.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -23,12 +24,11 @@ from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.engines.one_token import leave_only
 from lenvm_kernels.engines.report import Metrics, StepReport, Stopwatch, trace_batch
-from lenvm_kernels.engines.settings import NONE, Settings
+from lenvm_kernels.engines.settings import MAX_END_TOKENS, NONE, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
-from lenvm_kernels.engines.sglang.requests import end_tokens, seed_of
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
-from lenvm_kernels.types import VerifiedTokens
+from lenvm_kernels.types import Drafts, VerifiedTokens
 from lenvm_kernels.values import LengthProbe, ValueModel
 
 if TYPE_CHECKING:
@@ -41,95 +41,85 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+    Batch: TypeAlias = ForwardBatch | ScheduleBatch
+
 logger = logging.getLogger(__name__)
 
+# The kind of each hook and its function, by target. The function takes the arguments of the target, preceded by its
+# result (AFTER) or by the target itself (AROUND).
+Hooks = dict[str, tuple[str, Callable]]
+# Options of the engine, each with the accepted values and the reason.
+EngineOptions = dict[str, tuple[tuple[Any, ...], str]]
+NOT_TRIED = "not tried"
 # Maximum number of tokens per request, without drafts, that one step computes.
 MAX_DELTA = 16
 # The engine's own limit of requests, if the user sets none.
 MAX_REQUESTS = 4096
 # In place of the tokens of a batch, on every rank: the step of the first rank has failed.
 LOST = -2
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 
 class SGLangGuide:
-    """The guidance of one scheduler process: with ``none``, and the part that all sources of values share.
+    """The guidance of one scheduler process, which has one model runner that samples.
 
-    Args:
+    Attributes:
         settings: settings of the plugin.
         device: device of the base model.
         drafts: draft tokens per request and step.
         model: what computes values. If None, nothing does.
-
-    Attributes:
-        settings, device, drafts, model: as above.
-        value_model: the ``model``, if it is a value model, else None.
         step: the guided step, set by :meth:`take_slots`.
         runner: model runner of the base model, set by :meth:`take_slots`.
-        has_slots: whether :meth:`take_slots` was called.
+        ranks: tensor-parallel ranks that draw the same tokens. None if there is one.
         grown_by: with drafts, the new tokens since the last step and their number, per table row. None without.
         metrics: metrics of this process; None without ``--enable-metrics``.
         fallbacks: number of failures of steps and prompts.
         failure: why requests with guidance are rejected. If None, they are accepted.
+        node_bytes: bytes beside the step, for each node of a request.
     """
 
     step: GuidedStep
     runner: ModelRunner
+    node_bytes = 0
 
     def __init__(
-        self,
-        settings: Settings,
-        device: torch.device,
-        drafts: int = 0,
-        model: LengthProbe | ValueModel | None = None,
+        self, settings: Settings, device: torch.device, drafts: int = 0, model: LengthProbe | ValueModel | None = None
     ) -> None:
         self.settings, self.device, self.drafts, self.model = settings, device, drafts, model
-        self.value_model = model if isinstance(model, ValueModel) else None
-        self.has_slots = False
+        self.ranks: GroupCoordinator | None = None
         self.grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
         self.metrics: Metrics | None = None
         self.fallbacks = 0
         self.failure: str | None = None
+        self._sizes = dict(max_delta=MAX_DELTA + drafts, max_drafts=drafts)
         self._stopwatch = Stopwatch(device)
         self._reserved: torch.Tensor | None = None
         self._table_rows: set[int] = set()  # rows of requests in the guidance table
-        self._ranks: GroupCoordinator | None = None  # tensor-parallel ranks, if there are several
-        # The batch that the engine is sampling, its step, and the tokens that all ranks have agreed on.
-        self._batch: ForwardBatch | None = None
-        self._drawn: Drawn | None = None
-        self._agreed: torch.Tensor | None = None
-
-    @classmethod
-    def load(
-        cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int
-    ) -> SGLangGuide:
-        """The guidance of a base model that was just loaded.
-
-        Args:
-            settings, device, drafts: as in the class.
-            runner: model runner of the base model.
-            options: the engine's options, with its defaults.
-        """
-        guide = cls(settings, device, drafts)
-        guide.reserve(runner, options.max_running_requests)
-        return guide
+        self._batch: ForwardBatch | None = None  # which the engine is sampling
+        self._drawn: Drawn | None = None  # the last step; None if it has failed, or no request needed one
+        self._agreed: torch.Tensor | None = None  # int32 [rows], its tokens on all ranks; None if none needed one
 
     @property
-    def hooks(self) -> dict[str, tuple[str, Callable]]:
-        """Kind and function of further hooks, by target."""
-        return {}
+    def hooks(self) -> Hooks:
+        """Hooks of this process."""
+        return {
+            f"{_RUNNER}.alloc_memory_pool": ("AFTER", self.take_slots),
+            "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("AFTER", self.admit_requests),
+            f"{_RUNNER}.sample": ("AROUND", self.sample),
+            "sglang.srt.layers.sampler.Sampler.forward": ("AROUND", self.draw),
+        }
 
     # --- memory ---
 
     def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
         """Bytes that steps of ``requests`` requests take, and what is cached for the ``slots`` of the engine's pool."""
-        return self.settings.working_bytes(
-            self.model,
-            requests=requests,
-            max_len=engine.context_len,
-            vocab_size=engine.vocab_size,
-            max_delta=MAX_DELTA + self.drafts,
-            max_drafts=self.drafts,
-        )
+        sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size, **self._sizes)
+        nodes = requests * (1 + self.drafts)
+        return self.settings.working_bytes(self.model, **sizes) + nodes * self.node_bytes + self.cache_bytes(slots)
+
+    def cache_bytes(self, slots: int) -> int:
+        """Bytes that are cached for the ``slots`` of the engine's pool."""
+        return 0
 
     def reserve(self, runner: ModelRunner, max_requests: int | None) -> None:
         """Hold the memory of steps until :meth:`take_slots`, so that the engine's pool leaves room for it."""
@@ -137,60 +127,66 @@ class SGLangGuide:
             num_bytes = self.num_bytes(runner.model_config, max_requests or MAX_REQUESTS)
             self._reserved = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def take_slots(self, runner: ModelRunner) -> None:
-        """Create the guided step on the slots and the slot table that the engine has just allocated."""
+    def take_slots(self, _: Any, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
+        """After the engine allocated its pools: create the guided step on its slots and its slot table."""
+        if runner.is_draft_worker:
+            return
         pool, settings, options = runner.token_to_kv_pool, self.settings, resolved_view(runner.server_args)
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
+        slot_table, engine = runner.req_to_token_pool.req_to_token, runner.model_config
         self.runner, self._reserved = runner, None
-        self.step = GuidedStep(
-            value_source(self.model),
-            EngineSlots(runner.req_to_token_pool.req_to_token, slots),
-            settings.step_config(
-                has_graphs=not cuda_graph_fully_disabled(),
-                vocab_size=runner.model_config.vocab_size,
-                max_requests=runner.max_running_requests,
-                max_delta=MAX_DELTA + self.drafts,
-                max_drafts=self.drafts,
-                text_breaks=load_text_breaks(options.tokenizer_path, runner.model_config.vocab_size),
-            ),
+        config = settings.step_config(
+            has_graphs=not cuda_graph_fully_disabled(),
+            vocab_size=engine.vocab_size,
+            max_requests=runner.max_running_requests,
+            text_breaks=load_text_breaks(options.tokenizer_path, engine.vocab_size),
+            **self._sizes,
         )
-        self.has_slots = True
+        self.step = GuidedStep(value_source(self.model), EngineSlots(slot_table, slots), config)
         if self.device.type == "cuda":
             runner.forward_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(runner.forward_stream):  # only the stream of later steps can reuse the memory
                 self.step.warm_up()
         if self.drafts:
-            table_rows = runner.req_to_token_pool.req_to_token.shape[0]
-            grown_by = torch.zeros(table_rows, 2 + self.drafts, dtype=torch.int32, device=self.device)
+            grown_by = torch.zeros(len(slot_table), 2 + self.drafts, dtype=torch.int32, device=self.device)
             self.grown_by = grown_by[:, 1:], grown_by[:, 0]
-        self.join_ranks()
-        parallel = get_parallel()
-        if options.enable_metrics and parallel.attn_tp_rank == 0:
-            self.metrics = Metrics(
-                model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
-            )
-        logger.info(
-            "LenVM: guidance is on with values of %s; %d rows, %d candidates, %.2f GiB, %s CUDA graphs",
-            settings.value_model or NONE,
-            self.step.max_requests,
-            self.step.config.max_candidates,
-            self.num_bytes(runner.model_config, self.step.max_requests, slots) / 2**30,
-            "with" if self.step.config.graphs else "without",
-        )
-
-    def join_ranks(self) -> None:
-        """Find the tensor-parallel ranks that draw the same tokens."""
         parallel = get_parallel()
         if parallel.attn_tp_size > 1:
-            self._ranks = parallel.attn_tp_group
+            self.ranks = parallel.attn_tp_group
+        if options.enable_metrics and parallel.attn_tp_rank == 0:
+            ranks = dict(dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank)
+            self.metrics = Metrics(model_name=options.served_model_name, **ranks)
+            self.metrics.cache_bytes.set(self.cache_bytes(slots))
+        rows, candidates = self.step.max_requests, self.step.config.max_candidates
+        gib, graphs = self.num_bytes(engine, rows, slots) / 2**30, "with" if self.step.config.graphs else "without"
+        text = "LenVM: guidance is on with values of %s; %d rows, %d candidates, %.2f GiB, %s CUDA graphs"
+        logger.info(text, settings.value_model or NONE, rows, candidates, gib, graphs)
 
-    def discard_read_done(self, runner: ModelRunner) -> None:
+    def discard_read_done(self) -> None:
         """Before the engine overwrites its slot table: nothing, because the step does not read it."""
 
     # --- requests ---
 
     def note_request(self, req: Req) -> None:
         """After a request was created in the scheduler."""
+
+    def note_batch(self, batch: Batch, reqs: Sequence[Req]) -> None:
+        """Attach its requests to a batch of the engine."""
+        batch.lenvm_all = list(reqs)
+        batch.lenvm_reqs = [req for req in reqs if req.lenvm_guidance is not None]
+        batch.lenvm_failed = False
+
+    def admit_requests(
+        self, batch: ForwardBatch, _: type, scheduled: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
+    ) -> None:
+        """After a batch was prepared for a model: admit its requests."""
+        if runner.is_draft_worker:
+            return
+        reqs, is_prefill = scheduled.reqs, batch.forward_mode.is_extend_without_speculative()
+        decoding = {id(req) for req in scheduled.decoding_reqs or () if is_prefill}  # in a mixed batch
+        self.note_batch(batch, reqs)
+        batch.lenvm_decoding = [id(req) in decoding for req in reqs]
+        self.admit(batch, [req for req in reqs if id(req) not in decoding], is_prefill=is_prefill)
 
     def admit(self, batch: ForwardBatch, reqs: list[Req], *, is_prefill: bool) -> None:
         """Write requests into the table: all requests of a prefill batch, also again after they were retracted, and
@@ -208,7 +204,7 @@ class SGLangGuide:
                 if req.lenvm_guidance is not None:
                     self._admit(req, table_row)
                 elif table_row in self._table_rows:
-                    self.clear(table_row)
+                    self._clear(table_row)
 
     def _admit(self, req: Req, table_row: int) -> None:
         params, seed = req.lenvm_guidance, req.sampling_params.sampling_seed
@@ -224,72 +220,100 @@ class SGLangGuide:
         if self.metrics is not None and self.model is not None and req.lora_id is not None:
             self.metrics.lora_requests.inc()
 
-    def clear(self, table_row: int) -> None:
-        """Make a row unguided."""
+    def _clear(self, table_row: int) -> None:
         self.step.remove_request(table_row)
         self._table_rows.discard(table_row)
 
-    def lose(self, req: Req) -> None:
-        """End the guidance of a request. Its tokens are not inserted into the radix cache, because the value model may
+    def lose(self, reqs: Sequence[Req]) -> None:
+        """End the guidance of requests. Their tokens are not inserted into the radix cache, because the value model may
         not have computed them."""
-        if req.lenvm_guidance is not None:
-            req.lenvm_guidance, req.skip_radix_cache_insert = None, True
-            if req.kv.req_pool_idx is not None:  # otherwise it has already left
-                self.clear(int(req.kv.req_pool_idx))
+        for req in reqs:
+            if req.lenvm_guidance is not None:
+                req.lenvm_guidance, req.skip_radix_cache_insert = None, True
+                if req.kv.req_pool_idx is not None:  # otherwise it has already left
+                    self._clear(int(req.kv.req_pool_idx))
 
     # --- steps ---
 
-    @contextmanager
-    def sampling(self, batch: ForwardBatch) -> Iterator[None]:
-        """Active while the engine samples the tokens of ``batch``."""
+    def sample(self, original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
+        """Around the sampling of a batch's tokens, in which the engine calls :meth:`draw`."""
+        if not getattr(batch, "lenvm_reqs", None):  # e.g. a batch that the engine makes for the capture of graphs
+            return original(runner, logits_output, batch)
         self._batch, self._drawn, self._agreed = batch, None, None
         try:
-            yield
+            tokens = original(runner, logits_output, batch)
         finally:
             self._batch = None
-
-    def leave_drawn(
-        self, sampler: Sampler, logits_output: LogitsProcessorOutput, info: SamplingBatchInfo, *, copies: bool
-    ) -> tuple[SamplingBatchInfo, torch.Tensor | None]:
-        """Draw the tokens of guided requests, and leave only these in their rows of the logits.
-
-        The engine's custom logit processors are applied before.
-
-        Returns:
-            The arguments of the engine's sampler, which must not apply custom logit processors again, and with
-            ``copies`` the logits before tokens were masked.
-        """
-        batch = self._batch
-        if batch is None:
-            return info, None
-        logits_output.next_token_logits = logits = sampler._preprocess_logits(logits_output.next_token_logits, info)
-        if info.has_custom_logit_processor:
-            info = copy.copy(info)
-            info.has_custom_logit_processor = False
-        tokens = self._draw(batch, logits, info)
-        if tokens is None:
-            return info, None
-        unmasked = logits.clone() if copies else None
-        leave_only(logits, tokens)
-        return info, unmasked
-
-    def _draw(self, batch: ForwardBatch, logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
-        """int32 ``[B]``; drawn tokens, negative in rows that the engine must draw. None if no request needs a step."""
-        with self.failing_softly(batch):
-            rows = last_tokens(batch, len(logits))._replace(states=self.states_of(logits))
-            prepared = self.step.prepare(logits, rows)
-            if needs_step(batch) and not batch.lenvm_failed:
-                self._drawn = self.run(batch, prepared, info, is_prompt=not batch.forward_mode.is_decode())
-        if not needs_step(batch):
-            return None
-        self._agreed = tokens = self.agreed(self._drawn, len(logits))
-        if self._drawn is not None and self.settings.trace is not None:
-            trace_batch(self.settings.trace, batch, self._drawn.output._replace(tokens=tokens))
+        rows, ones = torch.arange(len(tokens), device=self.device), torch.ones_like(tokens, dtype=torch.int32)
+        self.report(batch, logits_output, VerifiedTokens(tokens[:, None], ones, rows[:, None]))
+        self.discard_read_done()
         return tokens
 
-    def run(
-        self, batch: ForwardBatch | ScheduleBatch, prepared: PreparedStep, info: SamplingBatchInfo, *, is_prompt: bool
-    ) -> Drawn:
+    def draw(
+        self,
+        original: Callable,
+        sampler: Sampler,
+        logits_output: LogitsProcessorOutput,
+        info: SamplingBatchInfo,
+        return_logprob: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Around the engine's sampler, after penalties, biases and grammars: draw the tokens of guided requests.
+
+        Returned log-probabilities are computed from the unmasked logits.
+        """
+        if (batch := self._batch) is None:
+            return original(sampler, logits_output, info, return_logprob, *args, **kwargs)
+        logits_output.next_token_logits = logits = sampler._preprocess_logits(logits_output.next_token_logits, info)
+        rows = last_tokens(batch, len(logits))
+        unmasked = self.leave_drawn(batch, logits, rows, info, copies=return_logprob)
+        if unmasked is not None:
+            kwargs.setdefault("logprob_logits", unmasked)
+        if info.has_custom_logit_processor:  # it was applied above, and must not be applied again
+            info = copy.copy(info)
+            info.has_custom_logit_processor = False
+        return original(sampler, logits_output, info, return_logprob, *args, **kwargs)
+
+    def leave_drawn(
+        self,
+        batch: Batch,
+        logits: torch.Tensor,
+        rows: StepBatch,
+        info: SamplingBatchInfo,
+        drafts: Drafts | None = None,
+        *,
+        copies: bool,
+    ) -> torch.Tensor | None:
+        """Draw the tokens of guided requests, and leave only these in their rows of the logits, in place.
+
+        Args:
+            batch, info: the engine's batch and its filters.
+            logits: ``[B, V]``, or ``[B (1 + D), V]`` with drafts.
+            rows, drafts: inputs of the step.
+            copies: whether to return a copy of the unmasked logits. None is returned if no request needs a step.
+        """
+        self._drawn = self._agreed = None
+        with self.failing_softly(batch):
+            prepared = self.step.prepare(logits, rows._replace(states=self.states_of(logits)), drafts)
+            if needs_step(batch) and not batch.lenvm_failed:
+                is_prompt = drafts is None and not batch.forward_mode.is_decode()
+                self._drawn = self._run(batch, prepared, info, is_prompt=is_prompt)
+        if not needs_step(batch):
+            return None
+        if self._drawn is None or (tokens := self._drawn.output.tokens) is None:
+            tokens = torch.full((len(logits),), LOST, dtype=torch.int32, device=self.device)
+        if self.ranks is not None:
+            tokens = self.ranks.broadcast(tokens.contiguous(), src=0)
+        self._agreed, unmasked = tokens, logits.clone() if copies else None
+        leave_only(logits, tokens)
+        return unmasked
+
+    def states_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """The base model's states in the rows of the logits. None if the source reads none."""
+        return None
+
+    def _run(self, batch: Batch, prepared: PreparedStep, info: SamplingBatchInfo, *, is_prompt: bool) -> Drawn:
         """The guided step of a batch; ``is_prompt`` if first tokens after prompts are drawn."""
         rows, columns = prepared.batch, self.step.table.columns
         faults = columns.faults[rows.table_rows]
@@ -298,43 +322,25 @@ class SGLangGuide:
         sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, temperature, is_logits=True, sample=True)
         with self.timed():
             if wants_values and is_prompt and self.step.values.needs_tokens:
-                prompt_lengths = self.step.predict(rows)
+                prompt_lengths = self.step.predict(rows)[:, None]
             output = self.step.step(prepared, sampling)
         if self.metrics is not None:
             self.metrics.guided_steps.inc()
         broken = columns.faults[rows.table_rows] > faults
-        return Drawn(rows, output, broken, wants_values, is_prompt, prompt_lengths)
+        return Drawn(rows, output, broken, wants_values, prompt_lengths)
 
-    def agreed(self, drawn: Drawn | None, rows: int) -> torch.Tensor:
-        """int32 ``[rows]``; the drawn tokens of the first rank, on every rank. ``LOST`` if its step has failed."""
-        tokens = None if drawn is None else drawn.output.tokens
-        if tokens is None:
-            tokens = torch.full((rows,), LOST, dtype=torch.int32, device=self.device)
-        return tokens if self._ranks is None else self._ranks.broadcast(tokens.contiguous(), src=0)
-
-    def report(
-        self,
-        batch: ForwardBatch | ScheduleBatch,
-        logits_output: LogitsProcessorOutput,
-        drawn: Drawn | None,
-        chosen: VerifiedTokens,
-        agreed: torch.Tensor | None,
-    ) -> None:
+    def report(self, batch: Batch, logits_output: LogitsProcessorOutput, chosen: VerifiedTokens) -> None:
         """After the engine has chosen tokens: append a report on the step to its output, which the host reads later.
 
-        Args:
-            batch, logits_output: the engine's batch and its output.
-            drawn: the step. If None, it has failed.
-            chosen: the tokens ``[B, N]``, and how many of them each sequence grows by; ``nodes``, int64 ``[B, N]``, are
-                rows of the step, and not negative.
-            agreed: the tokens of all ranks. If None, no request needs a step.
+        The ``nodes`` of the chosen tokens ``[B, N]`` are rows of the step, int64 and not negative.
         """
-        if agreed is not None and self._ranks is not None:
+        drawn, agreed = self._drawn, self._agreed
+        if agreed is not None and self.ranks is not None:
             append(logits_output, LostGuidance(agreed, self))
-        if drawn is None or not batch.lenvm_reqs:
+        if drawn is None or agreed is None or not batch.lenvm_reqs:
             return
-        (tokens, lens, nodes), rows, lengths, prompt_lengths = chosen, drawn.batch, None, drawn.prompt_lengths
-        is_verified = nodes.shape[1] > 1
+        (tokens, lens, nodes), rows, output = chosen, drawn.batch, drawn.output
+        is_verified, lengths, prompt_lengths = nodes.shape[1] > 1, None, drawn.prompt_lengths
         with self.failing_softly(batch), self.timed():
             if self.grown_by is not None:
                 grown, count = self.grown_by
@@ -342,31 +348,23 @@ class SGLangGuide:
                 count[rows.table_rows] = lens
             if drawn.wants_values and (self.step.values.needs_tokens or not is_verified):
                 lengths = self.step.predict(rows._replace(tokens=tokens, lengths=rows.lengths + lens, new_lens=lens))
-            elif drawn.wants_values and drawn.output.remaining_lengths is not None:
-                lengths = drawn.output.remaining_lengths[nodes]
-            if lengths is not None and drawn.is_prompt and prompt_lengths is None:
-                prompt_lengths = 1 + lengths[:, 0]
+            elif drawn.wants_values and output.remaining_lengths is not None:
+                lengths = output.remaining_lengths[nodes]
+            if lengths is not None and not self.step.values.needs_tokens:  # the host reads it after a prompt only
+                prompt_lengths = 1 + lengths[:, :1]
         if batch.lenvm_reqs and (drawn.wants_values or self.metrics is not None):
-            status, lost_mass = drawn.output.candidates.status[nodes], drawn.output.candidates.lost_mass[nodes]
+            status, lost_mass = output.candidates.status[nodes], output.candidates.lost_mass[nodes]
             numbers = status, lost_mass, drawn.broken, lengths, prompt_lengths
-            append(logits_output, StepReport(*numbers, self.metrics, self._stopwatch.take(), is_verified=is_verified))
-
-    def report_sampled(self, batch: ForwardBatch, logits_output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
-        """:meth:`report` after the engine has sampled ``tokens [B]``."""
-        rows, ones = torch.arange(len(tokens), device=self.device), torch.ones_like(tokens, dtype=torch.int32)
-        chosen = VerifiedTokens(tokens[:, None], ones, rows[:, None])
-        self.report(batch, logits_output, self._drawn, chosen, self._agreed)
-
-    def states_of(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """The base model's states in the rows of the logits. None if the source reads none."""
-        return None
+            append(logits_output, StepReport(*numbers, self.metrics, self._stopwatch.take()))
+        if self.settings.trace is not None:
+            trace_batch(self.settings.trace, batch, rows.lengths, output, agreed, chosen)
 
     def timed(self) -> AbstractContextManager[None]:
         """Times the work that is launched inside, if there are metrics."""
         return nullcontext() if self.metrics is None else self._stopwatch.running()
 
     @contextmanager
-    def failing_softly(self, batch: ForwardBatch | ScheduleBatch) -> Iterator[None]:
+    def failing_softly(self, batch: Batch) -> Iterator[None]:
         """On an error inside, end the guidance of the batch's requests instead of the engine.
 
         Their next tokens would follow tokens that the value model has not computed, so guidance is off until they end.
@@ -378,37 +376,28 @@ class SGLangGuide:
         except Exception:
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-            self._count_failure()
-            if self._ranks is None:
-                for req in batch.lenvm_reqs:
-                    self.lose(req)
+            self.count_failure()
+            if self.ranks is None:
+                self.lose(batch.lenvm_reqs)
                 batch.lenvm_reqs = []
             else:
                 batch.lenvm_failed = True
 
-    def _count_failure(self) -> None:
+    def count_failure(self) -> None:
+        """Count a failure of a step or of a prompt."""
         self.fallbacks += 1
         if self.metrics is not None:
             self.metrics.fallbacks.inc()
 
 
 class Drawn(NamedTuple):
-    """A guided step of a batch.
-
-    Attributes:
-        batch, output: the batch and the result of the step.
-        broken: bool ``[B]``; requests that lost guidance in the step.
-        wants_values: whether any request has ``return_values``.
-        is_prompt: whether the first tokens after prompts are drawn.
-        prompt_lengths: fp32 ``[B]``; lengths predicted from prompts. None if not requested, or with a probe.
-    """
+    """A guided step of a batch."""
 
     batch: StepBatch
     output: StepOutput
-    broken: torch.Tensor
-    wants_values: bool
-    is_prompt: bool
-    prompt_lengths: torch.Tensor | None
+    broken: torch.Tensor  # bool [B]; requests that lost guidance in the step
+    wants_values: bool  # whether any request has return_values
+    prompt_lengths: torch.Tensor | None  # fp32 [B, 1]; None if not requested, or with a probe
 
 
 @dataclass(frozen=True)
@@ -425,8 +414,7 @@ class LostGuidance:
     def consume(self, batch: ScheduleBatch, commits: Any) -> None:
         """See SGLang's ``HostAuxiliaryOutput``."""
         if bool((self.tokens == LOST).any()):
-            for req in batch.reqs:
-                self.guide.lose(req)
+            self.guide.lose(batch.reqs)
 
 
 def append(logits_output: LogitsProcessorOutput, output: Any) -> None:
@@ -435,6 +423,30 @@ def append(logits_output: LogitsProcessorOutput, output: Any) -> None:
     logits_output.auxiliary_device_output = append_auxiliary_output(others, output)
 
 
-def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:
+def needs_step(batch: Batch) -> bool:
     """Whether any request of a batch takes part in guided steps."""
     return any(req.lenvm_guidance.needs_step for req in batch.lenvm_reqs)
+
+
+def check_options(options: Any, accepted_values: EngineOptions, feature: str) -> None:
+    """Raise ValueError unless ``feature`` can be combined with each option of the engine."""
+    for option, (accepted, reason) in accepted_values.items():
+        if (given := getattr(options, option)) not in accepted:
+            texts = ", ".join(map(str, accepted))
+            one_of = "one of " * (len(accepted) > 1)
+            raise ValueError(f"{option} must be {one_of}{texts} together with {feature}, got {given}: {reason}")
+
+
+def seed_of(text: str) -> int:
+    """A seed, at least 0, that depends on a text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def end_tokens(req: Req) -> set[int]:
+    """The tokens at which the engine ends a request's output; their value is 0. Stop strings have no token."""
+    params, tokenizer = req.sampling_params, req.tokenizer
+    if params.ignore_eos:  # the engine then also ignores stop tokens
+        return set()
+    ids = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+    ids |= {getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())}
+    return set(sorted(ids - {None})[:MAX_END_TOKENS])

@@ -1,58 +1,67 @@
-"""Hooks of the engine's functions that every source of values needs.
-
-A probe (:mod:`~lenvm_kernels.engines.sglang.states`), a value model
-(:mod:`~lenvm_kernels.engines.sglang.value_model`) and drafts (:mod:`~lenvm_kernels.engines.sglang.drafts`) add further
-hooks after the base model was loaded.
-"""
+"""The hooks that each process of the engine registers, and the parameters of requests, which the server's front end and
+its schedulers read. A scheduler's guidance adds further hooks after the base model was loaded."""
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.environ import envs
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
 from lenvm_kernels.engines import signatures
-from lenvm_kernels.engines.report import without_empty_keys
-from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang.guide import SGLangGuide
-from lenvm_kernels.engines.sglang.options import DRAFT_OPTIONS, OPTIONS, check_options, drafts_a_step
-from lenvm_kernels.engines.sglang.requests import check_off, guidance_of, separate_sample, settings_of
+from lenvm_kernels.engines.report import OUTPUT_LENGTH, REMAINING_LENGTHS
+from lenvm_kernels.engines.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, Settings
+from lenvm_kernels.engines.sglang.guide import NOT_TRIED, EngineOptions, SGLangGuide, check_options, seed_of
+from lenvm_kernels.engines.tokenizers import load_with
+from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.guidance.params import read_names
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    Request: TypeAlias = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | Req
 
 logger = logging.getLogger(__name__)
+
+OPTIONS: EngineOptions = {
+    "speculative_algorithm": ((None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"), NOT_TRIED),
+    "speculative_adaptive": ((False,), "the step takes a fixed number of drafts"),
+    "enable_multi_layer_eagle": ((False,), NOT_TRIED),
+    "dllm_algorithm": ((None,), "it never reaches the sampler that guidance is in"),
+    "startup_weight_load_mode": (("serial",), "weights are read and graphs captured after the base model is loaded"),
+    "attn_cp_size": ((1,), NOT_TRIED),
+    "enable_pdmux": ((False,), "prompts and draws would be computed at the same time"),
+}
+DRAFT_OPTIONS: EngineOptions = {"enable_mixed_chunk": ((False,), NOT_TRIED)}
 
 
 class SGLangPlugin:
     """The hooks of one process of the engine.
 
-    They take the hooked function's arguments, preceded by its result (AFTER) or by the function (AROUND).
-
     Attributes:
-        guide: the guidance of a scheduler process, which has one model runner that samples. None before it is loaded,
-            and in other processes.
+        guide: the guidance of a scheduler process. None before it is loaded, and in other processes.
         off: why requests with guidance are rejected. If None, they are accepted.
     """
 
-    def __init__(self, guide: SGLangGuide | None = None, off: str | None = None) -> None:
-        self.guide, self.off = guide, off
+    def __init__(self, off: str | None = None) -> None:
+        self.off = off
+        self.guide: SGLangGuide | None = None
         self._settings: Settings | None = None
 
-    # --- requests ---
-
     def check_request(self, manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Before a tokenized request is sent: reject it if it cannot be guided, which the servers answer with status
-        400."""
+        """Before a tokenized request is sent: reject it, with status 400, if it cannot be guided."""
         if self.off is not None:
             check_off(request, self.off)
             return
@@ -60,9 +69,25 @@ class SGLangPlugin:
         if guidance_of(request, self._settings) is not None:
             separate_sample(request)
 
-    def add_meta_info(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Around the update of a response's ``meta_info``."""
-        return without_empty_keys(original, *args, **kwargs)
+    def add_meta_info(
+        self,
+        original: Callable,
+        manager: TokenizerManager,
+        meta_info: dict[str, Any],
+        state: Any,
+        customized_info: dict[str, list],
+        index: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Around the update of a response's ``meta_info``, which gives each request of a batch the keys of all."""
+
+        def is_empty(key: str) -> bool:
+            ours = key in (REMAINING_LENGTHS, OUTPUT_LENGTH) and key not in state.customized_info_accumulated
+            return ours and all(number is None for number in customized_info[key][index])
+
+        customized_info = {key: values for key, values in customized_info.items() if not is_empty(key)}
+        original(manager, meta_info, state, customized_info, index, *args, **kwargs)
 
     def note_guidance(self, _: None, req: Req, *args: Any, **kwargs: Any) -> None:
         """After a request was created in the scheduler: parse its guidance."""
@@ -78,10 +103,8 @@ class SGLangPlugin:
         if self.guide is not None:
             self.guide.note_request(req)
 
-    # --- the model ---
-
     def load(self, _: None, runner: ModelRunner) -> None:
-        """After the base model was loaded: check the engine's options, load the source of values onto its device."""
+        """After the base model was loaded: load the guidance onto its device."""
         if runner.is_draft_worker:
             return
         try:
@@ -92,78 +115,19 @@ class SGLangPlugin:
             self.off = str(error)
             logger.warning("LenVM: guidance is off: %s", error)
 
-    def take_slots(self, _: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
-        """After the engine allocated its pools: create the guided step on them."""
-        if self.guide is not None and not runner.is_draft_worker:
-            self.guide.take_slots(runner)
 
-    # --- batches ---
-
-    def admit_requests(
-        self, batch: ForwardBatch, _: type, scheduled: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
-    ) -> None:
-        """After a batch was prepared for a model: admit its requests."""
-        batch.lenvm_reqs, batch.lenvm_failed = [], False
-        if self.guide is None or not self.guide.has_slots or runner.is_draft_worker:
-            return
-        batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
-        if is_prefill := batch.forward_mode.is_extend_without_speculative():
-            running = {id(req) for req in scheduled.decoding_reqs or ()}  # in a mixed batch
-            batch.lenvm_all, batch.lenvm_decoding = list(scheduled.reqs), [id(req) in running for req in scheduled.reqs]
-            admitted = [req for req in scheduled.reqs if id(req) not in running]
-        else:
-            admitted = scheduled.reqs
-        self.guide.admit(batch, admitted, is_prefill=is_prefill)
-
-    def sample(self, original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
-        """Around the sampling of a batch's tokens."""
-        # Batches that the engine makes for the capture of graphs have no requests.
-        if self.guide is None or not getattr(batch, "lenvm_reqs", None):
-            return original(runner, logits_output, batch)
-        with self.guide.sampling(batch):
-            tokens = original(runner, logits_output, batch)
-        self.guide.report_sampled(batch, logits_output, tokens)
-        self.guide.discard_read_done(runner)
-        return tokens
-
-    def draw(
-        self,
-        original: Callable,
-        sampler: Sampler,
-        logits_output: Any,
-        info: SamplingBatchInfo,
-        return_logprob: bool,
-        *args: Any,
-        logprob_logits: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Around the engine's sampler, after penalties, biases and grammars: leave it the drawn tokens only.
-
-        Log-probabilities are computed from the unmasked logits.
-        """
-        if self.guide is not None:
-            info, unmasked = self.guide.leave_drawn(sampler, logits_output, info, copies=return_logprob)
-            logprob_logits = unmasked if logprob_logits is None else logprob_logits
-        more = {} if logprob_logits is None else {"logprob_logits": logprob_logits}
-        return original(sampler, logits_output, info, return_logprob, *args, **more)
-
-
-_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 # The kind of each hook, and its method of SGLangPlugin.
 HOOKS = {
     f"{_MANAGER}._send_one_request": ("BEFORE", "check_request"),
     f"{_MANAGER}.update_request_meta_info": ("AROUND", "add_meta_info"),
     "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", "note_guidance"),
-    f"{_RUNNER}.load_model": ("AFTER", "load"),
-    f"{_RUNNER}.alloc_memory_pool": ("AFTER", "take_slots"),
-    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("AFTER", "admit_requests"),
-    f"{_RUNNER}.sample": ("AROUND", "sample"),
-    "sglang.srt.layers.sampler.Sampler.forward": ("AROUND", "draw"),
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": ("AFTER", "load"),
 }
 
 
 def register() -> None:
-    """Register the hooks in a process of the engine; if the plugin is off, only those that read requests.
+    """Register the hooks in a process of the engine; if the plugin is off, only those that reject requests.
 
     Raises:
         ValueError: invalid settings.
@@ -186,7 +150,8 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
         RuntimeError: a function could not be hooked.
         ValueError: an option that guidance cannot be combined with, or invalid settings.
     """
-    check_hooked(HOOKS)
+    if missing := [target for target in HOOKS if target not in HookRegistry._patched]:
+        raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
     options = resolved_view(runner.server_args)  # with the engine's defaults
     check_options(options, OPTIONS, "guidance, which LENVM_VALUE_MODEL=off turns off")
     if options.speculative_algorithm:
@@ -199,27 +164,116 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
     settings = settings_of(options)
     settings.thoughts  # noqa: B018, loads the tokenizer before the first request
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
-    kind: type[SGLangGuide] = SGLangGuide
+    drafts = (options.speculative_num_draft_tokens or 1) - 1 if options.speculative_algorithm else 0
     if settings.reads_tokens:
-        from lenvm_kernels.engines.sglang.value_model import ValueModelGuide as kind
+        from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
+
+        guide: SGLangGuide = ValueModelGuide.load(settings, runner, options, device, drafts)
     elif settings.has_probe:
-        from lenvm_kernels.engines.sglang.states import ProbeGuide as kind
-    guide = kind.load(settings, runner, options, device, drafts_a_step(options))
+        from lenvm_kernels.engines.sglang.states import ProbeGuide
+
+        guide = ProbeGuide.load(settings, runner, options, device, drafts)
+    else:
+        guide = SGLangGuide(settings, device, drafts)
+    if not settings.reads_tokens:
+        guide.reserve(runner, options.max_running_requests)
     hooks = guide.hooks
     if options.speculative_algorithm:
         from lenvm_kernels.engines.sglang.drafts import hooks_of
 
         hooks |= hooks_of(guide)
-    for target, (name, function) in hooks.items():
-        if target in HookRegistry._patched:  # the registry applies no second hook
-            raise RuntimeError(f"LenVM cannot hook {target}, which another plugin has hooked")
-        HookRegistry.register(target, function, HookType[name])
-    HookRegistry.apply_hooks()
-    check_hooked(hooks)
+    for target, (kind, function) in hooks.items():
+        HookRegistry._apply_target(target, [(HookType[kind], function, None)])  # also over the hooks of other plugins
     return guide
 
 
-def check_hooked(targets: Mapping[str, Any]) -> None:
-    """Raise RuntimeError, naming them, if hooks of the targets were not applied."""
-    if missing := [target for target in targets if target not in HookRegistry._patched]:
-        raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
+def settings_of(options: Any) -> Settings:
+    """The settings of this process. Its tokenizer is loaded as the engine loads it."""
+    path, names = options.tokenizer_path, ("tokenizer_mode", "trust_remote_code", "revision", "tokenizer_backend")
+    load_with(path, partial(get_tokenizer, path, **{name: getattr(options, name) for name in names}))
+    return Settings.current(path)
+
+
+def guidance_of(request: Request, settings: Settings, failure: str | None = None) -> GuidanceParams | None:
+    """The parameters of a request in any process, or None without guidance.
+
+    ``failure`` is why requests with guidance are rejected. If None, they are accepted.
+
+    Raises:
+        ValueError: naming the field of ``custom_params``, what came and what is accepted; or a feature that cannot be
+            combined with guidance.
+    """
+    sampling = request.sampling_params
+    if sampling.custom_params is None:
+        return None
+    if not isinstance(sampling.custom_params, dict):
+        raise ValueError(f"custom_params must be an object of named values, got {sampling.custom_params!r}")
+    params = settings.parse_request(sampling.custom_params)
+    if not params.needs_step and not params.token_temperature_scale:
+        return None
+    if failure is not None:
+        raise ValueError(f"guidance in custom_params must be absent: {failure}")
+    if not -(2**63) <= (sampling.sampling_seed or 0) < 2**63:
+        raise ValueError(f"sampling_seed must be an int64, got {sampling.sampling_seed}")
+    for name, tokens, most in (
+        ("stop_token_ids", sampling.stop_token_ids or (), MAX_STOP_TOKENS),
+        ("token_temperature_scale", params.token_temperature_scale, MAX_SCALED_TOKENS),
+    ):
+        if len(tokens) > most:
+            raise ValueError(f"{name} must be of at most {most} tokens together with guidance, got {len(tokens)}")
+    given = {
+        "beam_width": (sampling.beam_width or 1) > 1,  # beams are not drawn
+        "watermark": sampling.watermark is not None,  # it replaces the drawn token
+        # The engine aborts a request if its token is outside the engine's filters.
+        "return_sampling_mask": getattr(request, "return_sampling_mask", False),
+    }
+    if settings.reads_tokens:
+        # Requests before they are scheduled have no session, and requests for embeddings no input embeddings.
+        session = getattr(request, "session", None)
+        given |= {
+            "input_embeds": getattr(request, "input_embeds", None) is not None,
+            "positional_embed_overrides": request.positional_embed_overrides is not None,
+            # If the value model reads images, the scheduler rejects unsupported ones (PromptImages).
+            "images, videos and audio": getattr(request, "mm_inputs", None) is not None and not settings.reads_images,
+            # Its requests share slots outside the radix cache, which are not computed for requests without guidance.
+            "a streaming session": session is not None and session.streaming,
+        }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name} cannot be combined with guidance in custom_params")
+    return params
+
+
+def check_off(request: Request, reason: str) -> None:
+    """Raise ValueError with the reason if a request has parameters of guidance, although there is none.
+
+    The engine itself reads a ``thinking_budget``. Names that may be another component's are ignored.
+    """
+    custom_params = request.sampling_params.custom_params
+    if isinstance(custom_params, dict):
+        try:
+            given = read_names(custom_params, is_shared=True)
+        except ValueError:  # a name that looks like a field
+            return
+        if given.keys() - {"thinking_budget"}:
+            raise ValueError(f"guidance in custom_params must be absent: {reason}")
+
+
+def separate_sample(request: Request) -> None:
+    """Give a guided request that is about to be sent its own sampling parameters.
+
+    The ``n`` samples of a prompt are sent one after the other and share one object. Each sample that is sent changes
+    the seed in this object, so that the next sample draws other tokens.
+    """
+    shared = request.sampling_params
+    request.sampling_params = own = copy.copy(shared)
+    if shared.sampling_seed is not None:
+        shared.sampling_seed = seed_of(str(shared.sampling_seed))
+    if not envs.SGLANG_USE_PICKLE_IPC.get():
+        own.custom_params = {name: _for_msgpack(value) for name, value in own.custom_params.items()}
+
+
+def _for_msgpack(value: Any) -> Any:
+    """A parameter as the engine's msgpack accepts it: nested lists and objects as JSON text."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return json.dumps(value) if any(isinstance(part, (list, dict)) for part in parts) else value

@@ -31,19 +31,15 @@ class PromptImages:
     """
 
     def __init__(self, req: Req, value_model: ValueModel) -> None:
+        reason = "combined with guidance in custom_params"
         if getattr(req, "session", getattr(req, "session_id", None)) is not None:  # the fork only has its id
-            raise ValueError("images in a session cannot be combined with guidance in custom_params")
+            raise ValueError(f"images in a session cannot be {reason}")
         self._items: list[MultimodalDataItem] = req.multimodal_inputs.mm_items
         if not all(has_pixels(item) for item in self._items):
-            raise ValueError(
-                "videos, audio and embeddings of images cannot be combined with guidance in custom_params: only pixels "
-                "of images can"
-            )
+            raise ValueError(f"videos, audio and embeddings of images cannot be {reason}: only pixels of images can")
         tower = value_model.vision_tower
         if tower is None:
-            raise ValueError(
-                "images cannot be combined with guidance in custom_params: the value model has no vision tower"
-            )
+            raise ValueError(f"images cannot be {reason}: the value model has no vision tower")
         self.length = len(req.origin_input_ids)
         self._rows = torch.full((self.length,), -1)
         merge, count = value_model.config.vision.spatial_merge_size, 0
@@ -100,27 +96,20 @@ def image_tokens(
     """
     if all(images is None for images, _, _ in parts):
         return None
-    positions, rows, embeds, count = [], [], [], 0
+    positions, rows, device = torch.zeros(3, tokens, dtype=torch.int64), torch.full((tokens,), -1), value_model.device
+    embeds = [torch.empty(0, value_model.config.hidden_size, dtype=value_model.dtype, device=device)]
+    start = count = 0
     for images, first, length in parts:
+        here, start = slice(start, start + length), start + length
         if images is None:
-            positions.append(torch.arange(first, first + length).expand(3, -1))
-            rows.append(torch.full((length,), -1))
+            positions[:, here] = torch.arange(first, first + length)
             continue
-        part_positions, part_rows = images.of_tokens(first, length)
-        positions.append(part_positions)
-        if images.embeds is None:  # the rest is text, or the request has lost its guidance
-            rows.append(torch.full((length,), -1))
-            continue
-        rows.append(torch.where(part_rows >= 0, part_rows + count, -1))
-        embeds.append(images.embeds)
-        count += len(images.embeds)
-    padding, device = tokens - sum(length for _, _, length in parts), value_model.device
-    no_embeds = torch.empty(0, value_model.config.hidden_size, dtype=value_model.dtype, device=device)
-    return ImageTokens(
-        to_device(torch.cat([*positions, torch.zeros(3, padding, dtype=torch.int64)], dim=1), device),
-        to_device(torch.cat([*rows, torch.full((padding,), -1)]), device),
-        torch.cat([no_embeds, *embeds]),
-    )
+        positions[:, here], part_rows = images.of_tokens(first, length)
+        if images.embeds is not None:  # otherwise the rest is text, or the request has lost its guidance
+            rows[here] = torch.where(part_rows >= 0, part_rows + count, -1)
+            embeds.append(images.embeds)
+            count += len(images.embeds)
+    return ImageTokens(to_device(positions, device), to_device(rows, device), torch.cat(embeds))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,22 +8,23 @@ model has not computed.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers import mm_schedule
 
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, needs_step
+from lenvm_kernels.engines.sglang.guide import MAX_DELTA, EngineOptions, Hooks, SGLangGuide, check_options, needs_step
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens, to_device
-from lenvm_kernels.engines.sglang.options import VALUE_MODEL_OPTIONS, check_options, check_pool
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.values import KVCache, ValueModel
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -32,6 +33,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
+_OTHER_SLOTS = "the value model lives in the slots of the engine's own pool"
+VALUE_MODEL_OPTIONS: EngineOptions = {
+    "pp_size": ((1,), "not built"),
+    "disaggregation_mode": (("null",), "the value model reads the tokens of prompts"),
+    "enable_hierarchical_cache": ((False,), _FOREIGN_KEYS),
+    "enable_lmcache": ((False,), _FOREIGN_KEYS),
+    "enable_flexkv": ((False,), _FOREIGN_KEYS),
+    "enable_unified_cache_external_linker": ((False,), _FOREIGN_KEYS),
+    "radix_cache_backend": ((None,), _FOREIGN_KEYS),
+    "enable_unified_memory": ((False,), _OTHER_SLOTS),
+    "enable_hisparse": ((False,), _OTHER_SLOTS),
+    "enable_kv_cache_sharding": ((False,), _OTHER_SLOTS),
+    "dcp_size": ((1,), _OTHER_SLOTS),
+}
 RADIX_NAMESPACE = "lenvm|"
 # Maximum number of tokens per request, without drafts, that may be pending after a step.
 MAX_WAITING = MAX_DELTA - 1
@@ -39,17 +55,11 @@ _CACHE = "sglang.srt.mem_cache"
 
 
 class ValueModelGuide(SGLangGuide):
-    """The guidance of one scheduler process with a value model.
+    """The guidance of one scheduler process with a value model."""
 
-    Args:
-        settings, device, drafts: as in :class:`SGLangGuide`.
-        value_model: the value model.
-    """
-
-    value_model: ValueModel
-
-    def __init__(self, settings: Settings, device: torch.device, value_model: ValueModel, drafts: int = 0) -> None:
+    def __init__(self, settings: Settings, device: torch.device, drafts: int, value_model: ValueModel) -> None:
         super().__init__(settings, device, drafts, value_model)
+        self.value_model = value_model
 
     @classmethod
     def load(
@@ -68,12 +78,12 @@ class ValueModelGuide(SGLangGuide):
             value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
         sizes = value_model.config.vocab_size, runner.model_config.vocab_size
         check_vocabulary(settings.value_model, *sizes, options.tokenizer_path)
-        return cls(settings, device, value_model, drafts)
+        return cls(settings, device, drafts, value_model)
 
     @property
-    def hooks(self) -> dict[str, tuple[str, Callable]]:
-        """Kind and function of further hooks, by target."""
-        return {
+    def hooks(self) -> Hooks:
+        """As in :class:`SGLangGuide`."""
+        return super().hooks | {
             "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("AFTER", self.note_images),
             f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", self.leave_room),
             f"{_CACHE}.radix_cache.RadixCache.checkpoint": ("AROUND", self.checkpoint),
@@ -84,40 +94,38 @@ class ValueModelGuide(SGLangGuide):
 
     # --- memory ---
 
-    def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
-        """As in :class:`SGLangGuide`, with the value model's cache."""
-        return super().num_bytes(engine, requests) + KVCache.num_bytes(self.value_model, slots)
+    def cache_bytes(self, slots: int) -> int:
+        """Bytes of the value model's cache for the ``slots`` of the engine's pool."""
+        return KVCache.num_bytes(self.value_model, slots)
 
     def leave_room(
         self, original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None
     ) -> Any:
         """Around the sizing of the engine's pool: reserve the memory of guidance."""
-        if configurator.is_draft_worker or self.has_slots:  # after the capture of graphs, all memory is taken
+        if configurator.is_draft_worker or hasattr(self, "step"):  # after the capture of graphs, all memory is taken
             return original(configurator, budget_bytes, cap_tokens=cap_tokens)
 
-        def sized(pool_bytes: int) -> tuple[Any, int]:
-            """The pool for ``pool_bytes``, and the bytes that guidance takes in addition."""
-            pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
+        def sized(part: int) -> tuple[Any, int]:
+            """The pool for a part of the budget, in 1/4096, and the bytes that guidance takes in addition."""
+            pool = original(configurator, budget_bytes * part // 4096, cap_tokens=cap_tokens)
             requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
             slots = pool.max_total_num_tokens + configurator.page_size
             return pool, self.num_bytes(configurator.model_config, requests, slots)
 
-        # The memory of guidance grows with the slots of the pool, so the largest pool that leaves room for it is found
-        # by bisection.
-        fits, too_large = 0, budget_bytes
-        for _ in range(24):
-            middle = (fits + too_large) // 2
-            has_room = middle + sized(middle)[1] <= budget_bytes
-            fits, too_large = (middle, too_large) if has_room else (fits, middle)
+        def is_too_large(part: int) -> bool:
+            return budget_bytes * part // 4096 + sized(part)[1] > budget_bytes
+
+        # The memory of guidance grows with the slots of the pool. The largest pool that leaves room for it is taken.
+        part = bisect_left(range(1, 4096), True, key=is_too_large)
         remedies = (
             "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
         )
-        if fits == 0:
+        if part == 0:
             raise ValueError(
                 f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: {budget_bytes / 2**30:.2f} GiB are left "
                 f"for it and the guided step; {remedies}"
             )
-        pool, guidance_bytes = sized(fits)
+        pool, guidance_bytes = sized(part)
         share, most = guidance_bytes / budget_bytes, self.settings.memory_share
         if most is not None and share > most:
             raise ValueError(
@@ -127,20 +135,13 @@ class ValueModelGuide(SGLangGuide):
         logger.info("LenVM: guidance takes %.2f GiB, %.1f %%", guidance_bytes / 2**30, 100 * share)
         return pool
 
-    def take_slots(self, runner: ModelRunner) -> None:
-        """As in :class:`SGLangGuide`."""
-        super().take_slots(runner)
-        if self.metrics is not None:
-            pool = runner.token_to_kv_pool
-            self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, pool.size + pool.page_size))
-
-    def discard_read_done(self, runner: ModelRunner) -> None:
+    def discard_read_done(self) -> None:
         """Make the scheduler also wait for the value model before it overwrites the slot table.
 
         The engine's event marks the base model's last read of the table, which precedes the value model's reads.
         Without an event, the scheduler waits for all work that is queued on its forward stream.
         """
-        runner.shared_read_done_event = None
+        self.runner.shared_read_done_event = None
 
     def sample_delayed(
         self, original: Callable, scheduler: Scheduler, result: Any, batch: ScheduleBatch | None
@@ -184,23 +185,21 @@ class ValueModelGuide(SGLangGuide):
                 req.lenvm_prefilled = req.extend_end
 
     def _admit(self, req: Req, table_row: int) -> None:
+        """Also embed images, before the base model's forward, after which the engine copies the pixels to the host."""
         super()._admit(req, table_row)
         if req.lenvm_images is not None:
-            self._embed_images(req.lenvm_images, req.prefix_len)
-
-    def _embed_images(self, images: PromptImages, prefix_len: int) -> None:
-        """Embed images before the base model's forward, after which the engine copies the pixels to the host."""
-        with self.timed():
-            if mm_schedule.host_offload_event is not None:  # after a retraction, they may have been copied before
-                mm_schedule.host_offload_event.synchronize()
-            images.embed(prefix_len, self.value_model)
+            with self.timed():
+                if mm_schedule.host_offload_event is not None:  # after a retraction, they may have been copied before
+                    mm_schedule.host_offload_event.synchronize()
+                req.lenvm_images.embed(req.prefix_len, self.value_model)
 
     def extend_prompts(self, _: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
         """After the base model's forward: compute prompts with the value model."""
         # Batches that the engine makes for the capture of graphs have no requests.
         if getattr(batch, "lenvm_reqs", None) and batch.forward_mode.is_extend_without_speculative():
-            self.extend(batch)
-            self.discard_read_done(runner)
+            if needs_step(batch):
+                self.extend(batch)
+            self.discard_read_done()
 
     def extend(self, batch: ForwardBatch) -> None:
         """Pass the tokens of a prefill batch, or of a chunk of it, to the value model.
@@ -208,13 +207,11 @@ class ValueModelGuide(SGLangGuide):
         All tokens of a chunk are passed, because the engine decides whether a token is drawn after it. Tokens of
         requests that decode in a mixed batch are passed to the step instead.
         """
-        if not needs_step(batch):
-            return
         with self.failing_softly(batch), self.timed():
             lens = batch.extend_seq_lens.int()
-            images = [getattr(req, "lenvm_images", None) for req in batch.lenvm_all]
             parts: list[tuple[PromptImages | None, int, int]] = []
-            if any(x is not None for x in images):  # a padded batch has more lengths
+            if any(req.lenvm_images is not None for req in batch.lenvm_all):
+                images = [req.lenvm_images for req in batch.lenvm_all]  # a padded batch has more lengths
                 parts = list(zip(images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False))
             if any(batch.lenvm_decoding):
                 lens = lens.masked_fill(to_device(torch.tensor(batch.lenvm_decoding), self.device), 0)
@@ -231,23 +228,21 @@ class ValueModelGuide(SGLangGuide):
             for x, prefix_len, count in parts:
                 if x is not None and prefix_len + count >= x.length:
                     x.embeds = None
-        self._agree_on_prompts(batch)
+        if self.ranks is not None:
+            self._agree_on_prompts(batch, self.ranks)
 
-    def _agree_on_prompts(self, batch: ForwardBatch) -> None:
+    def _agree_on_prompts(self, batch: ForwardBatch, ranks: GroupCoordinator) -> None:
         """End the guidance of a prefill batch on all ranks if it has failed on any of them.
 
         The engine may insert a chunk of a prompt into its radix cache before the host has read any token. So the ranks
         agree from host to host, as the engine distributes requests, without a host-device sync.
         """
-        if self._ranks is None:
-            return
         flag = torch.tensor([batch.lenvm_failed], dtype=torch.uint8, device="cpu")
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._ranks.cpu_group)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, ranks.cpu_group)
         if flag:
             if not batch.lenvm_failed:
-                self._count_failure()
-            for req in batch.lenvm_reqs:
-                self.lose(req)
+                self.count_failure()
+            self.lose(batch.lenvm_reqs)
             batch.lenvm_reqs = []
 
     # --- the radix cache ---
@@ -255,7 +250,7 @@ class ValueModelGuide(SGLangGuide):
     def checkpoint(self, original: Callable, tree: BasePrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """Around the insertion of a request's first tokens into the radix cache: insert only tokens that the value
         model has computed, so that its cache covers every guided prefix."""
-        original(tree, req, up_to=self.computed_len(req, up_to) if self.has_slots else up_to, **kwargs)
+        original(tree, req, up_to=self.computed_len(req, up_to), **kwargs)
 
     def computed_len(self, req: Req, length: int) -> int:
         """Number of a request's first tokens, at most ``length``, that the value model has certainly computed.
@@ -271,3 +266,13 @@ class ValueModelGuide(SGLangGuide):
             end = params.span_state(req.origin_input_ids, req.output_ids).end
             read = read if end is None else end - 1
         return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, read) - waiting))
+
+
+def check_pool(runner: ModelRunner) -> None:
+    """Raise ValueError unless every layer of the base model stores all keys and values in slots of one pool."""
+    windows, states = runner.is_hybrid_swa, mambaish_config(runner.model_config) is not None
+    if windows or states:
+        kind = "sliding windows" if windows else "layers with a state"
+        raise ValueError(
+            f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}: {_OTHER_SLOTS}"
+        )
