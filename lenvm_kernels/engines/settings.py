@@ -174,7 +174,7 @@ class Settings:
             ValueError: naming the field, what came and what is accepted; also if the request needs a value model and
                 there is none, cannot be combined with a probe, or has more tokens than a row of the device table.
         """
-        given = read_names(custom_params, is_shared=True)
+        given = read_names(custom_params, others="shared")
         is_text = any(isinstance(given.get(name), str) for name in ("end_message", "landing"))
         params = parse_guidance(
             given,

@@ -23,6 +23,7 @@ from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.guidance.params import read_names
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, topk_candidates
 from lenvm_kernels.ops.value_head import value_head
@@ -114,9 +115,10 @@ class ForkHooks:
             return
         from sglang.srt.lvm.lvm_value_utils import get_eos_token_ids
 
-        given = req.sampling_params.custom_params if isinstance(req.sampling_params.custom_params, dict) else {}
+        custom_params = req.sampling_params.custom_params
         req.lenvm_guidance, req.lenvm_end_tokens = GuidanceParams(), get_eos_token_ids(req)
         try:
+            given = read_names(custom_params, others="ignored") if isinstance(custom_params, dict) else {}
             params = parse_guidance(given, gamma=self._gamma, constraint="eq")  # the fork's default constraint
             if params.has_span:
                 raise ValueError("end_token_ids and landing must be absent in the fork, whose sampler reads neither")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from lenvm_kernels.guidance.fields import DEFAULT_GAMMA, FIELDS, FP32_MAX, NAMESPACE, read_json
 from lenvm_kernels.guidance.spans import (
@@ -232,17 +232,19 @@ def check_with_probe(params: GuidanceParams) -> None:
         raise ValueError(f"value_min must be absent with {name} and a probe, got {params.value_min}")
 
 
-def read_names(custom_params: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
+def read_names(
+    custom_params: Mapping[str, Any], *, others: Literal["rejected", "ignored", "shared"] = "rejected"
+) -> dict[str, Any]:
     """The given fields of ``custom_params`` and its :data:`NAMESPACE` by their main names, with values as given.
 
-    Case, hyphens and underscores of names are ignored, and so is a field that is None. Names of other components are
-    ignored, except names that look like a misspelt field and names that other engines give to limits.
+    Case, hyphens and underscores of names are ignored, and so is a field that is None.
 
     Args:
         custom_params: values by name.
-        is_shared: other components of a server read ``custom_params``, too. Outside the namespace, short names of
-            fields and common words (``Field.is_common``) are then no fields if no other field is there. A
-            ``thinking_budget`` of 0 or -1 is the engine's own.
+        others: names outside the namespace that are no fields. ``ignored``: names of other components are ignored,
+            except names that look like a misspelt field and names that other engines give to limits. ``shared``: in
+            addition, short names of fields and common words (``Field.is_common``) are no fields if no other field is
+            there, and a ``thinking_budget`` of 0 or -1 is the engine's own.
 
     Raises:
         TypeError: ``custom_params`` is not a mapping.
@@ -255,14 +257,16 @@ def read_names(custom_params: Mapping[str, Any], *, is_shared: bool = False) -> 
     if not isinstance(space, Mapping):
         raise ValueError(f"{NAMESPACE} must be an object of guidance parameters, or its JSON text, got {space!r}")
     names = _NAMES
-    if is_shared:
+    if others == "shared":
         flat = {name: x for name, x in flat.items() if _NAMES.get(_key(name)) != "thinking_budget" or x not in (0, -1)}
         is_ours = any(x is not None and _key(name) in _DISTINCTIVE | _LIMITS.keys() for name, x in flat.items())
         flat, names = flat if is_ours else {}, _SHARED
     given: dict[str, Any] = {}
     for values, accepted in ((flat, names), (space, _NAMES)):
         for name, value in values.items():
-            main = None if value is None else _main_name(name, accepted, is_known=values is space)
+            main = (
+                None if value is None else _main_name(name, accepted, is_known=values is space or others == "rejected")
+            )
             if main in given:
                 every = ", ".join([*FIELDS[main].names, *FIELDS[main].elsewhere.split()])
                 raise ValueError(f"{main} is given twice: accepted is one of {every}")

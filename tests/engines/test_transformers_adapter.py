@@ -327,6 +327,8 @@ OF_GENERATE = [
     ({"generation_config": GenerationConfig(num_beams=4)}, "num_beams must be 1 with guidance, got 4"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens must be None with guidance, got 3"),
     ({"decoder_input_ids": 7}, "decoder_input_ids must be None with guidance, got 7"),
+    ({"inputs_embeds": torch.ones(3, 6, 8), "input_ids": None}, "inputs_embeds must be None with guidance, got Tensor"),
+    ({"guidance": {"flavour": 1}}, "flavour is not a guidance parameter; accepted are"),
     ({"guidance": [None]}, "target_length must be None unless guidance is a mapping or None, got 5"),
     ({"target_length": None, "guidance": [None]}, "guidance must be one for all or one for each of the 3 prompts"),
     ({"guidance": {"op": "eq"}}, "value_constraint must be one of near, ge_near, le_near without a value model"),
@@ -344,7 +346,7 @@ def test_bad_arguments_are_rejected_by_name(tiny, changes, message):
 @pytest.mark.parametrize(("changes", "message"), OF_GENERATE)
 def test_generate_rejects_bad_arguments_by_name(tiny, changes, message):
     with pytest.raises(ValueError, match=message):
-        generate(tiny.base, **PROMPTS, **{"target_length": 5, "max_new_tokens": 4} | changes)
+        generate(tiny.base, **PROMPTS | {"target_length": 5, "max_new_tokens": 4} | changes)
 
 
 def test_vocabularies_may_differ_in_padding_only(tiny):

@@ -32,7 +32,7 @@ def lands(target, **changed):
 # Requests, and their parameters that differ from an empty request's.
 ACCEPTED = [
     ({}, {}),
-    ({"value_scale": None, "budget_of_tools": 5, "lenvm": None}, {}),  # absent; a field of another consumer
+    ({"value_scale": None, "lenvm": None}, {}),  # absent
     ({"Value-Scale": 0.5, "lengthGamma": 0.9}, dict(mode=Mode.MUL, scale=0.5, gamma=0.9)),
     ({"lenvm": {"scale": 0.5, "mode": None}, "gamma": 0.9}, dict(mode=Mode.MUL, scale=0.5, gamma=0.9)),
     ({"lenvm": '{"scale": 0.5}'}, dict(mode=Mode.MUL, scale=0.5)),
@@ -234,6 +234,9 @@ REJECTED_TOGETHER = [
     ({"thinking_budget": 5, "target_length": 5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "length_mode": "remaining"} | ENDS, OWN_TARGET),
+    ({"target_length": 5, "flavour": 1}, f"flavour is not a guidance parameter; accepted are {', '.join(FIELDS)}"),
+    ({"target_length": 5, "hardlimits": 1}, r"hardlimits is not a guidance parameter; did you mean hard_limit\?",
+     {"others": "ignored"}),
     # With defaults of a server.
     ({"target_length": 9, "op": "eq"}, "value_constraint must be one of near, ge_near, le_near without a value model, "
      "got 'eq'", {"has_values": False}),
@@ -242,12 +245,12 @@ REJECTED_TOGETHER = [
     ({"value_min": 0.0}, "value_min must not be given without a value model, got 0.0", {"has_values": False}),
     ({}, "gamma must be a finite number > 0 and < 1, got 1.5", {"gamma": 1.5}),
     # Among parameters of other components.
-    ({"target_length": 5, "op": "ge"}, "op must be value_constraint, or be inside lenvm", {"is_shared": True}),
+    ({"target_length": 5, "op": "ge"}, "op must be value_constraint, or be inside lenvm", {"others": "shared"}),
     ({"target_length": 5, "value_scal": 2}, r"value_scal is not a guidance parameter; did you mean value_scale\?",
-     {"is_shared": True}),
-    ({"minLength": 5}, "minLength is not a guidance parameter: give .* ge_near, .*", {"is_shared": True}),
+     {"others": "shared"}),
+    ({"minLength": 5}, "minLength is not a guidance parameter: give .* ge_near, .*", {"others": "shared"}),
     ({"lenvm": {"thinking_budget": 0}}, r"thinking_budget must be a finite number > 0 and < 1e\+09, got 0",
-     {"is_shared": True}),
+     {"others": "shared"}),
 ]  # fmt: skip
 
 
@@ -255,9 +258,9 @@ REJECTED_TOGETHER = [
 def test_conflicting_fields_are_named(rejected):
     request_, message, *more = rejected
     defaults = dict(*more)
-    is_shared = defaults.pop("is_shared", False)
+    others = defaults.pop("others", "rejected")
     with pytest.raises(ValueError, match=f"^{message}$"):
-        parse_guidance(read_names(request_, is_shared=is_shared), **defaults)
+        parse_guidance(read_names(request_, others=others), **defaults)
 
 
 def test_custom_params_must_be_a_mapping():
@@ -315,7 +318,12 @@ SHARED = [
 
 @pytest.mark.parametrize(("request_", "fields"), SHARED, ids=lambda x: str(x))
 def test_fields_among_parameters_of_other_components(request_, fields):
-    assert read_names(request_, is_shared=True) == fields
+    assert read_names(request_, others="shared") == fields
+
+
+def test_ignored_parameters_of_other_components():
+    """Short names of fields are accepted, as in the fork."""
+    assert read_names({"scale": 2, "budget_of_tools": 5}, others="ignored") == {"value_scale": 2}
 
 
 NAMES = ["lenvm", *(name for field in FIELDS.values() for name in (*field.names, *field.elsewhere.split()))]
@@ -324,11 +332,14 @@ ANYTHING = (
 )
 
 
-@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), ANYTHING, max_size=5), st.booleans())
-def test_anything_is_parsed_or_rejected(params, is_shared):
+@given(
+    st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), ANYTHING, max_size=5),
+    st.sampled_from(["rejected", "ignored", "shared"]),
+)
+def test_anything_is_parsed_or_rejected(params, others):
     """Any input gives usable parameters or a ValueError, and accepted parameters fit the device table."""
     try:
-        parsed = parse_guidance(read_names(params, is_shared=is_shared))
+        parsed = parse_guidance(read_names(params, others=others))
     except ValueError:
         return
     columns = GuidanceTable.from_params([parsed], [set()], "cpu").columns

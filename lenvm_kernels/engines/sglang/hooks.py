@@ -252,7 +252,7 @@ def check_off(request: Request, reason: str) -> None:
     custom_params = request.sampling_params.custom_params
     if isinstance(custom_params, dict):
         try:
-            given = read_names(custom_params, is_shared=True)
+            given = read_names(custom_params, others="shared")
         except ValueError:  # a name that looks like a field
             return
         if given.keys() - {"thinking_budget"}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,13 @@ from lenvm_kernels.engines.transformers.processor import NEUTRAL, Guidance, LenV
 from lenvm_kernels.values import LengthProbe, ValueModel
 
 # Arguments of ``model.generate`` that steps are not guided with, and their only accepted values.
-UNGUIDED = {"num_beams": 1, "assistant_model": None, "prompt_lookup_num_tokens": None, "decoder_input_ids": None}
+UNGUIDED = {
+    "num_beams": 1,
+    "assistant_model": None,
+    "prompt_lookup_num_tokens": None,
+    "inputs_embeds": None,
+    "decoder_input_ids": None,
+}
 
 
 def generate(
@@ -55,12 +62,13 @@ def generate(
     """
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
-    config = kwargs.get("generation_config")
+    config = kwargs.pop("generation_config", None)
     given = ({} if config is None else _without_none(vars(config))) | _without_none(kwargs)
     settings = _without_none(vars(model.generation_config)) | given
     for name, accepted in UNGUIDED.items():
         if settings.get(name, accepted) != accepted:
-            raise ValueError(f"{name} must be {accepted} with guidance, got {settings[name]!r}")
+            came = settings[name] if isinstance(settings[name], int) else type(settings[name]).__name__
+            raise ValueError(f"{name} must be {accepted} with guidance, got {came}")
     images = {name: kwargs[name] for name in ("pixel_values", "image_grid_thw") if kwargs.get(name) is not None}
     if images and num_return_sequences > 1:
         raise ValueError(f"num_return_sequences must be 1 with {next(iter(images))}, got {num_return_sequences}")
@@ -94,6 +102,9 @@ def generate(
     if tokenizer is not None:
         kwargs["tokenizer"] = tokenizer
     kwargs |= dict(input_ids=input_ids, attention_mask=attention_mask, num_return_sequences=num_return_sequences)
+    if config is not None:  # transformers accepts a configuration or arguments, not both
+        config = copy.deepcopy(config)
+        kwargs = config.update(**kwargs) | {"generation_config": config}
     return model.generate(**kwargs)  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
 
 

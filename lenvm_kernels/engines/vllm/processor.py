@@ -232,7 +232,7 @@ def names_guidance(extra_args: Mapping[str, Any] | None) -> bool:
     from lenvm_kernels.guidance.params import parse_guidance, read_names
 
     try:
-        params = parse_guidance(read_names(extra_args or {}, is_shared=True))
+        params = parse_guidance(read_names(extra_args or {}, others="shared"))
     except ValueError:
         return True
     return params.needs_step or bool(params.token_temperature_scale)
