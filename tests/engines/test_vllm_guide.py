@@ -587,7 +587,9 @@ def test_accepted_drafts_are_counted(value_model, has_model):
     assert step({1: ([5], [8, 9]), 5: ([], [3, 4])}) == [0, 0]
     engine.add(5, [4, 4], None)
     assert step({5: ([3], [3]), 1: ([8, 5], [8, 9])}) == [1, 2]
-    assert metrics["guided_steps"] == 6 and not engine.guide.fallbacks
+    engine.add(5, PROMPT, {"target_length": 9})  # in two chunks, beside drafts
+    assert step({5: 20, 1: ([5], [8])}) == step({5: ON, 1: ([5], [8])}) == [1, 1]
+    assert metrics["guided_steps"] == 8 and not engine.guide.fallbacks
 
 
 def test_rows_are_counted_by_status(value_model):
@@ -605,8 +607,8 @@ def test_rows_are_counted_by_status(value_model):
     engine.step({2: ON, 0: ON, 1: ON, 5: ON, 3: 20, 4: ON}, logits=scores)
     expected = dict(unguided=1, guide=1, single=1, skip=1, not_due=0, broken=1)
     assert {name: metrics[name] for name in metrics.rows} == expected
-    engine.step({2: ([3], [])})
-    assert metrics["guide"] == 2 and metrics["value_model_milliseconds"] > 0
+    engine.step({2: ([3], []), 4: ([3], [])})  # a row is broken in one step only
+    assert (metrics["guide"], metrics["broken"]) == (3, 1) and metrics["value_model_milliseconds"] > 0
     assert 1 - 8.1 / VOCAB < metrics["lost_mass"] < 4
     engine.guide.step.restart_request(2)
     engine.step({2: ([3], [])})

@@ -88,7 +88,7 @@ class Report:
         nodes, status, lost_mass = status.shape[1], status[:, 0], lost_mass[:, 0]
         drafted_at, faults = self._drafted_at[slots], faults[slots]
         broken = faults > self._faults[slots]
-        new_lens = torch.where(is_drawn & (drafted_at > 0), lengths - drafted_at, 0)
+        new_lens = torch.where(drafted_at > 0, lengths - drafted_at, 0)
         rows = torch.where(broken, len(self._statuses) - 1, status)[:, None] == self._statuses
         sums = (
             *(rows & is_drawn[:, None]).sum(0),
@@ -96,7 +96,7 @@ class Report:
             (new_lens > 0).sum(),
             new_lens.sum(),
         )
-        self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths if nodes > 1 else 0)
+        self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths * is_drawn if nodes > 1 else 0)
         self._faults[slots] = faults
         self._copy(torch.stack([x.float() for x in sums]), partial(self._count, self.metrics, self._stopwatch.take()))
 
