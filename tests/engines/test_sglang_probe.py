@@ -395,3 +395,6 @@ def test_probe_follows_updated_weights(hooked, weight, caplog):
     sampling = SimpleNamespace(custom_params=GENTLE)
     with pytest.raises(ValueError, match=r"guidance in custom_params must be absent: .* another embedding"):
         guidance_of(SimpleNamespace(sampling_params=sampling), guide.settings, guide.failure)
+    hooked.base.embed_tokens.weight.neg_()
+    guide.update_probe(None, None, "version")
+    assert guide.failure is None
