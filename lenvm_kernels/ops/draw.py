@@ -201,6 +201,7 @@ def draw(
         TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
 
     Example:
+        >>> import torch
         >>> from lenvm_kernels import GuidanceTable, begin_step, empty_scored, parse_guidance, topk_candidates
         >>> guidance = parse_guidance({"target_length": 9, "op": "le", "return_values": True})
         >>> table = GuidanceTable.from_params([guidance], [{2}], "cpu").columns
