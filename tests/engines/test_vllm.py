@@ -42,6 +42,7 @@ from tests.helpers.sglang_server import (
     prompts_of,
     values_from_scratch,
 )
+from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
 from tests.helpers.vllm_server import (
     NGRAM,
     PIECES,
@@ -212,6 +213,24 @@ def test_preemption_and_small_cache_of_value_model(folder):
 def repeating(seed, *lengths):
     """Repetitive prompts, from which drafts are found."""
     return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
+
+
+def test_several_spans_and_closings(folder, server):
+    """The value model also computes tokens between spans. The engine accepts lists in lists as JSON text."""
+    prompts = repeating(18, 9, 20, 5, 12)
+    guidance = [
+        {name: json.dumps(x) if name in ("end_token_ids", "start_token_ids") else x for name, x in asked.items()}
+        for asked in (GENTLE | asked for asked in SEVERAL)
+    ]
+    sequences, _, steps = generate(server, prompts, guidance, max_tokens=60, allowed_token_ids=FEW, temperature=2.0)
+    assert check_steps(folder, sequences, steps) > 40
+    for asked, prompt, sequence, spans in zip(SEVERAL, prompts, sequences, SPANS_ENDED, strict=True):
+        rows = [row for row in rows_of(steps) if row["tokens"] == sequence[: len(row["tokens"])]]
+        statuses = {len(row["tokens"]): row["status"] for row in rows}
+        assert check_several(asked, prompt, sequence[len(prompt) :], statuses) >= spans
+    metrics = server.metrics()
+    if drafts := metrics.get("lenvm:verifications_total yes"):
+        assert 1 <= metrics["lenvm:verified_tokens_total yes"] / drafts < 1 + 3
 
 
 def test_earlier_of_two_budgets_ends_thought(folder, server):
