@@ -72,7 +72,7 @@ class _Piece(NamedTuple):
 class ValueEngine:
     """Computes queries by forwards of at most ``chunk_tokens``, and keeps prefixes until their room is needed.
 
-    The cache has room for ``max_tokens``, the maximum length of a sequence. ``backend`` is that of the operators.
+    The cache has room for ``max_tokens``, the maximum length of a sequence. ``backend`` is the operators' backend.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | N
 def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, base_tokenizer: str) -> None:
     """Raise ValueError unless both models have the same tokens; their embeddings may be padded differently.
 
-    ``value_model`` is a directory with a tokenizer; the sizes are those of the vocabularies.
+    ``value_model`` is a directory with a tokenizer; the sizes are the sizes of the two vocabularies.
     """
     if value_size == base_size:
         return

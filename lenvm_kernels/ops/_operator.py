@@ -42,7 +42,7 @@ def operator(
     """Turn a function that launches kernels into an operator.
 
     The function takes its output first, then the operands: tensors, named tuples of tensors, numbers, and ``None`` for
-    optional operands. All are positional. Their types are those of ``specs``, unless annotated. The decorated function
+    optional operands. All are positional. ``specs`` gives their types, unless annotated. The decorated function
     takes the backend, ``triton`` or ``reference``, before these arguments, and returns the output. It
 
     - reduces a :class:`GuidanceColumns` to the columns of the annotated named tuple;

@@ -183,7 +183,7 @@ class StepBatch(NamedTuple):
         return self._replace(tokens=self.tokens.long(), table_rows=self.table_rows.long())
 
     def check_states(self, rows: int, needed: tuple[int, torch.dtype] | None) -> None:
-        """Raise unless ``states`` are those that a value source needs (:attr:`ValueSource.needs_states`)."""
+        """Raise unless ``states`` have the form in :attr:`ValueSource.needs_states`."""
         if needed is not None:
             shape, device = (rows, needed[0]), self.lengths.device
             check_tensor("batch.states", self.states, dtypes=needed[1], shape=shape, device=device)

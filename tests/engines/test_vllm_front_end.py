@@ -64,7 +64,7 @@ def config(is_second=True, **changes):
 
 
 PIPELINE, SLEEP = dict(parallel_config={"pipeline_parallel_size": 2}), dict(model_config={"enable_sleep_mode": True})
-# What guides, the configuration with the version of vLLM, and the reason against guidance.
+# Value source, configuration with the version of vLLM, and reason against guidance.
 SERVERS = [
     ("", {}, None),
     ("", dict(version="0.33.1+cu130"), None),
@@ -215,7 +215,7 @@ def group(monkeypatch):
 
 @pytest.mark.parametrize("theirs", [None, "gamma=0.99", "off"])
 def test_ranks_with_different_settings_are_rejected(monkeypatch, group, theirs):
-    """They would draw different tokens. Files of a rank may differ."""
+    """Ranks would draw different tokens. Files of a rank may differ."""
     made, group.world_size = [], 2
 
     def all_gather_object(found, mine, group):

@@ -86,7 +86,7 @@ class Server:
 def running_server(folder, name, *options, speculation=None, has_settings=True, **variables):
     """The real server on CPU with vLLM's second model runner, for the models ``base`` and ``value`` of the folder.
 
-    ``name`` is that of the log and the trace in the folder. Without ``has_settings``, the plugin has its defaults.
+    ``name`` names the log and the trace in the folder. Without ``has_settings``, the plugin has its defaults.
     """
     port = free_port()
     trace, log, metrics = (folder / f"{name}.{suffix}" for suffix in ("jsonl", "log", "metrics"))

@@ -127,7 +127,7 @@ HOOKS = {
 
 
 def register() -> None:
-    """Register the hooks in a process of the engine; if the plugin is off, only those that reject requests.
+    """Register the hooks in a process of the engine; if the plugin is off, only the hooks that reject requests.
 
     Raises:
         ValueError: invalid settings.

@@ -65,7 +65,7 @@ NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
 MAX_PROGRAMS = 528
 MAX_SMALL_PROGRAMS = 2048  # of the launch that adds parts; a multiprocessor holds 16: one wave suffices
 # Bytes of a row of x per block of products, whole cache lines. Blocks and splits determine the order of a row's sums.
-# Both depend on the weight alone, so that a row's result is bitwise identical in any batch and any tile.
+# Both constants depend on the weight alone, so that a row's result is bitwise identical in any batch and any tile.
 BLOCK_K_BYTES = 128
 
 

@@ -9,7 +9,7 @@ tokens. The K best tokens are in the K tiles with the largest maxima, because a 
 ones. The second launch, with one program per request, adds the sums and rereads these tiles to extract the tokens.
 No reduction order depends on the number of requests.
 
-For a step, the second launch also decides which candidates the value model scores: those of all requests that are
+For a step, the second launch also decides which candidates the value model scores: candidates of all requests that are
 reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
 candidates would end it. If predicted lengths are requested without reweighting, only the next token is scored, provided
 it is known.
