@@ -161,7 +161,7 @@ STOPS = list(range(200, 212))
 def check_targets(outputs):
     """Check that each output is about as long as its target and ends by itself."""
     for output, target in zip(outputs, TARGETS, strict=True):
-        assert output[-1] in STOPS and not set(output[:-1]) & set(STOPS)
+        assert output[-1] in {EOS, *STOPS} and not set(output[:-1]) & set(STOPS)
         assert abs(len(output) - 1 - target) <= 2 + 0.2 * target, (len(output), target)
 
 
