@@ -6,7 +6,7 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -165,7 +165,7 @@ class Settings:
         """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
         return load_thoughts(self.tokenizer or (None if self.value_model is None else str(self.value_model)))
 
-    def parse_request(self, custom_params: Mapping[str, Any], stop_token_ids: Sequence[int] = ()) -> GuidanceParams:
+    def parse_request(self, custom_params: Mapping[str, Any], stop_token_ids: Collection[int] = ()) -> GuidanceParams:
         """:func:`parse_guidance` of a server's request, with the defaults of the settings and the value model.
 
         Parameters of other components are ignored (:func:`read_names`).

@@ -169,7 +169,7 @@ def parse_guidance(
                 raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {text!r}")
             values[name] = tuple(thoughts.encode(text))
     values |= _landing_fields(given, values)
-    # The device table has room for so many tokens.
+    # A row of the device table has MAX_SPAN_TOKENS columns for ends and starts, and MAX_CLOSING_TOKENS for a closing.
     ends, starts, message = values["end_token_ids"], values["start_token_ids"], values["end_message"]
     if (total := sum(map(len, ends + starts))) > MAX_SPAN_TOKENS:
         accepted = f"of at most {MAX_SPAN_TOKENS} tokens together"

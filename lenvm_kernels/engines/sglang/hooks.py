@@ -19,7 +19,7 @@ from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.report import OUTPUT_LENGTH, REMAINING_LENGTHS
-from lenvm_kernels.engines.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, Settings
+from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import NOT_TRIED, EngineOptions, SGLangGuide, check_options, seed_of
 from lenvm_kernels.engines.tokenizers import load_with
 from lenvm_kernels.guidance import GuidanceParams
@@ -208,19 +208,13 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
         return None
     if not isinstance(sampling.custom_params, dict):
         raise ValueError(f"custom_params must be an object of named values, got {sampling.custom_params!r}")
-    params = settings.parse_request(sampling.custom_params)
+    params = settings.parse_request(sampling.custom_params, sampling.stop_token_ids or ())
     if not params.needs_step and not params.token_temperature_scale:
         return None
     if failure is not None:
         raise ValueError(f"guidance in custom_params must be absent: {failure}")
     if not -(2**63) <= (sampling.sampling_seed or 0) < 2**63:
         raise ValueError(f"sampling_seed must be an int64, got {sampling.sampling_seed}")
-    for name, tokens, most in (
-        ("stop_token_ids", sampling.stop_token_ids or (), MAX_STOP_TOKENS),
-        ("token_temperature_scale", params.token_temperature_scale, MAX_SCALED_TOKENS),
-    ):
-        if len(tokens) > most:
-            raise ValueError(f"{name} must be of at most {most} tokens together with guidance, got {len(tokens)}")
     given = {
         "beam_width": (sampling.beam_width or 1) > 1,  # beams are not drawn
         "watermark": sampling.watermark is not None,  # it replaces the drawn token
