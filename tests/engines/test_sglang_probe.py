@@ -392,7 +392,7 @@ def test_probe_follows_updated_weights(hooked, weight, caplog):
     hooked.base.embed_tokens.weight.neg_()
     guide.update_probe(None, None, "version")
     assert "got one with another embedding" in guide.failure and "requests with guidance are rejected" in caplog.text
-    sampling = SimpleNamespace(custom_params=GENTLE)
+    sampling = SimpleNamespace(custom_params=GENTLE, stop_token_ids=None)
     with pytest.raises(ValueError, match=r"guidance in custom_params must be absent: .* another embedding"):
         guidance_of(SimpleNamespace(sampling_params=sampling), guide.settings, guide.failure)
     hooked.base.embed_tokens.weight.neg_()
