@@ -43,7 +43,7 @@ def limit_span(
     end_bits, start_bits = table.span_end_bits[table_rows], table.span_start_bits[table_rows]
     limit, grace = table.hard_limit[table_rows], table.hard_limit_grace[table_rows]
     lands = (ends[:, 0] < 0) & (table.closing_token_ids[table_rows, 0] >= 0)
-    has_span = (ends[:, 0] >= 0) | lands
+    has_span = (ends[:, 0] >= 0) | lands | (start_bits != 0)
     bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
 
     def after(span: _Span, token: Tensor, place: Tensor, is_told: Tensor, is_new: Tensor) -> _Span:

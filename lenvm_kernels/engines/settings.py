@@ -180,7 +180,7 @@ class Settings:
             given,
             gamma=self.gamma,
             strength=self.strength,
-            thoughts=self.thoughts if is_text or "thinking_budget" in given else None,
+            thoughts=self.thoughts if is_text or given.keys() & {"thinking_budget", "target_length"} else None,
             has_values=self.value_model is not None,
         )
         if self.has_probe:

@@ -209,9 +209,10 @@ _ALL = (
     ),
     Word(
         "target_length_mode length_mode",
-        "total, the target counts all new tokens; remaining, at every step those still to come",
-        "total",
-        "one of total, remaining",
+        "answer, the target counts the tokens after a thought; total, all new tokens; remaining, at every step those "
+        "still to come",
+        "answer",
+        "one of answer, total, remaining",
     ),
     Number("target_value", "the target as a value; takes precedence over target_length", limits=">= 0 and < 1"),
     Word(
@@ -264,8 +265,8 @@ _ALL = (
     Field(
         partial(_sequences, least=0),
         "start_token_ids",
-        "up to 4 tokens or sequences that begin a span; default: the answer begins the only span; <think> with a "
-        "thinking_budget without end_token_ids, if <think> is a token",
+        "up to 4 tokens or sequences that begin a span; default: the answer begins the only span; with a "
+        "thinking_budget without end_token_ids, the tokenizer's start of a thought, if it has one",
         (),
         needs=_A_SPAN,
     ),

@@ -60,10 +60,12 @@ class GuidanceParams:
         mode: how candidates are reweighted; ``Mode.UNGUIDED`` for neutral parameters, a constraint for a target.
         scale: ``value_scale``, or the ``strength`` of a near constraint.
         target_length: tokens, also for a ``target_value`` or a ``thinking_budget``. If None, there is no target.
-        counts_down: ``target_length`` is a total, from which the generated tokens are subtracted.
+        counts_down: the generated tokens of the span are subtracted from ``target_length``.
         tolerance: tokens; the near constraints treat all lengths within it of the target alike.
         least_share: share of the largest probability below which tokens are no candidates.
         entropy_threshold: ``value_entropy_threshold``.
+        pause_token_ids: sequences that end a span without being its aim: starts of thoughts, whose ends are
+            ``start_token_ids``. The first span begins with the output.
         end_message: tokens forced before the end; without ``end_token_ids``, a landing, which is forced once.
     """
 
@@ -82,6 +84,7 @@ class GuidanceParams:
     value_stride: int | None = None
     end_token_ids: TokenSequences = ()
     start_token_ids: TokenSequences = ()
+    pause_token_ids: TokenSequences = ()
     allow_eos: bool = False
     answer_length: float = 0.0
     hard_limit: int | None = None
@@ -96,12 +99,14 @@ class GuidanceParams:
     @property
     def has_span(self) -> bool:
         """Whether :func:`limit_span` must read the request: it has a span or a landing."""
-        return bool(self.end_token_ids or self.end_message)
+        return bool(self.end_token_ids or self.pause_token_ids or self.end_message)
 
     @cached_property
     def span_patterns(self) -> SpanPatterns:
         """The sequences that begin and end a span."""
-        return SpanPatterns.of(self.end_token_ids, self.start_token_ids)
+        begins_open = bool(self.pause_token_ids) or not self.start_token_ids
+        ends = self.end_token_ids + self.pause_token_ids
+        return SpanPatterns.of(ends, self.start_token_ids, begins_open=begins_open)
 
     @property
     def closing_token_ids(self) -> tuple[int, ...]:
@@ -138,8 +143,9 @@ def parse_guidance(
 
     Args:
         custom_params: values by name (:func:`read_names`).
-        thoughts: the tokenizer's marks of thoughts (:meth:`Thoughts.of`), for a ``thinking_budget`` without
-            ``end_token_ids`` and for texts that are forced. If None, neither is accepted.
+        thoughts: the tokenizer's marks of thoughts (:meth:`Thoughts.of`): a ``target_length`` counts from the end of a
+            thought. If None, it counts all new tokens, and a ``thinking_budget`` without ``end_token_ids`` and texts
+            that are forced are rejected.
         gamma: default of the field; a server takes it from the value model (:class:`LenVMConfig`). If None, 0.997.
         strength: default of the field, from the same source. If None, 5.
         constraint: default of ``value_constraint``.
@@ -168,7 +174,15 @@ def parse_guidance(
             if thoughts is None or thoughts.encode is None:
                 raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {text!r}")
             values[name] = tuple(thoughts.encode(text))
-    values |= _landing_fields(given, values)
+    # A target of all new tokens, or of the tokens after a thought.
+    has_total = values["target_value"] is None and values["target_length_mode"] != "remaining"
+    has_total &= values["target_length"] is not None and not values["end_token_ids"]
+    values |= _landing_fields(values, has_total=has_total)
+    # Between the start and the end of a thought, guidance pauses.
+    pauses = thoughts is not None and bool(thoughts.starts) and has_total and values["target_length_mode"] == "answer"
+    values["pause_token_ids"] = thoughts.starts if pauses else ()
+    if pauses:
+        values |= dict(start_token_ids=thoughts.ends, allow_eos=True)
     # A row of the device table has MAX_SPAN_TOKENS columns for ends and starts, and MAX_CLOSING_TOKENS for a closing.
     ends, starts, message = values["end_token_ids"], values["start_token_ids"], values["end_message"]
     if (total := sum(map(len, ends + starts))) > MAX_SPAN_TOKENS:
@@ -177,7 +191,7 @@ def parse_guidance(
     if message and len(message) > (most := MAX_CLOSING_TOKENS - len(ends[0])):
         raise ValueError(f"end_message must be of at most {most} tokens, got {len(message)}")
 
-    target_length, counts_down = values["target_length"], values["target_length_mode"] == "total"
+    target_length, counts_down = values["target_length"], values["target_length_mode"] != "remaining"
     if values["target_value"] is not None:  # takes precedence, as in the fork
         target_length = math.log1p(-values["target_value"]) / math.log(values["gamma"])
         counts_down = False
@@ -308,12 +322,11 @@ def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, An
     return implied | dict(end_token_ids=thoughts.ends, start_token_ids=thoughts.starts)
 
 
-def _landing_fields(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _landing_fields(values: Mapping[str, Any], *, has_total: bool) -> dict[str, Any]:
     landing, room = values["landing"], values["landing_tokens"]
     if not landing:
         return {}
-    has_total = "target_length" in given and "target_value" not in given and values["target_length_mode"] == "total"
-    if not has_total or values["end_token_ids"]:
+    if not has_total:
         raise ValueError("landing needs a target_length of all new tokens, and neither end_token_ids nor a budget")
     if len(landing) > MAX_CLOSING_TOKENS:
         raise ValueError(f"landing must be of at most {MAX_CLOSING_TOKENS} tokens, got {len(landing)}")

@@ -15,7 +15,20 @@ MAX_SPAN_TOKENS = 31  # tokens of all start and end sequences: bits of an int32
 MAX_CLOSING_TOKENS = 32  # tokens that a hard limit forces
 # A prompt leaves no span open if an end is among this many last tokens. Ends of earlier turns are further away.
 CLOSED_WITHIN = 4
-START_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+# The marks of thoughts in the vocabularies of models that think. The first pair is also looked up in chat templates.
+_THOUGHT_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<|channel>", "<channel|>"),  # Gemma 4
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ("◁think▷", "◁/think▷"),  # Kimi-VL
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+)
+# gpt-oss writes its thought and its answer into channels. The first end is also the one that is forced.
+_CHANNEL, _CHANNEL_STARTS = "<|channel|>", ("<|channel|>analysis<|message|>",)
+_CHANNEL_ENDS = ("<|end|><|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>")
 # A tokenizer may merge the last character of an end and a line break after it into one token.
 _AFTER_END = ("", "\n", "\n\n")
 
@@ -27,20 +40,25 @@ class SpanPatterns(NamedTuple):
 
     Attributes:
         token_ids: their tokens.
+        begins_open: a span is open after a prompt without any of the sequences.
         first_bits, end_bits, start_bits: bit ``i`` states whether token ``i`` is the first of a sequence, the last of
             an end sequence, the last of a start sequence.
         bits_of: the places of a token in ``token_ids``, as bits.
     """
 
     token_ids: tuple[int, ...]
+    begins_open: bool
     first_bits: int
     end_bits: int
     start_bits: int
     bits_of: Mapping[int, int]
 
     @classmethod
-    def of(cls, ends: TokenSequences, starts: TokenSequences) -> SpanPatterns:
-        """The patterns of these sequences, none of which is empty."""
+    def of(cls, ends: TokenSequences, starts: TokenSequences, *, begins_open: bool | None = None) -> SpanPatterns:
+        """The patterns of these sequences, none of which is empty.
+
+        If ``begins_open`` is None, the first span begins with a start sequence if there is one, else with the output.
+        """
         token_ids: list[int] = []
         first_bits, last_bits, bits_of = 0, [0, 0], dict[int, int]()
         for kind, sequences in enumerate((ends, starts)):
@@ -50,7 +68,8 @@ class SpanPatterns(NamedTuple):
                 last_bits[kind] |= 1 << len(token_ids) - 1
         for i, token in enumerate(token_ids):
             bits_of[token] = bits_of.get(token, 0) | 1 << i
-        return cls(tuple(token_ids), first_bits, last_bits[0], last_bits[1], bits_of)
+        begins_open = not starts if begins_open is None else begins_open
+        return cls(tuple(token_ids), begins_open, first_bits, last_bits[0], last_bits[1], bits_of)
 
     def after(self, match: int, token: int) -> int:
         """The bits of the tokens that may have been matched last, after another ``token``."""
@@ -67,8 +86,8 @@ class SpanPatterns(NamedTuple):
         """Whether a span is open after a prompt.
 
         Without start sequences, it is unless an end is among the last :data:`CLOSED_WITHIN` tokens: without thinking, a
-        chat template puts ``<think></think>`` and line breaks there. With start sequences, it is only if the last start
-        follows the last end.
+        chat template puts ``<think></think>`` and line breaks there. With start sequences, the last start or end of the
+        prompt decides.
         """
         lasts = {token for token, bits in self.bits_of.items() if bits & (self.end_bits | self.start_bits)}
         within = len(prompt) if self.start_bits else CLOSED_WITHIN
@@ -79,7 +98,7 @@ class SpanPatterns(NamedTuple):
                     return False
                 if match & self.start_bits:
                     return True
-        return not self.start_bits
+        return self.begins_open
 
 
 @dataclass(frozen=True)
@@ -131,18 +150,21 @@ class Thoughts:
     def of(cls, tokenizer: Any) -> Thoughts:
         """The marks of a tokenizer of ``transformers``.
 
-        ``<think>`` and ``</think>`` are tokens, or the end is a sequence of tokens if the chat template has it. A start
-        of several tokens is not looked up: its last token may differ with the text after it.
+        The marks are tokens of the vocabulary. ``</think>`` may also be a sequence of tokens, if the chat template has
+        it. A ``<think>`` of several tokens is not looked up: its last token may differ with the text after it.
         """
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)
 
         vocab = tokenizer.get_vocab()
-        starts = ((vocab[START_OF_THOUGHT],),) if START_OF_THOUGHT in vocab else ()
-        if END_OF_THOUGHT in vocab:
-            return cls(((vocab[END_OF_THOUGHT],),), starts, encode)
-        if END_OF_THOUGHT not in (getattr(tokenizer, "chat_template", None) or ""):
+        for start, end in _THOUGHT_MARKS:
+            if end in vocab:
+                return cls(((vocab[end],),), ((vocab[start],),) if start in vocab else (), encode)
+        if _CHANNEL in vocab:
+            ends, starts = (tuple(tuple(encode(text)) for text in texts) for texts in (_CHANNEL_ENDS, _CHANNEL_STARTS))
+            return cls(ends, starts, encode)
+        end = _THOUGHT_MARKS[0][1]
+        if end not in (getattr(tokenizer, "chat_template", None) or ""):
             return cls((), (), encode)
-        ends = dict.fromkeys(tuple(encode(END_OF_THOUGHT + after)) for after in _AFTER_END)
-        return cls(tuple(ends), starts, encode)
+        return cls(tuple(dict.fromkeys(tuple(encode(end + after)) for after in _AFTER_END)), (), encode)

@@ -118,13 +118,13 @@ def _limit_span_kernel(
     first_end = tl.sum(tl.where(column == 0, ends, 0), axis=1)
     closing_ptr = table.closing_token_ids + table_row * stride.closing_token_ids
     lands = (first_end < 0) & (tl.load(closing_ptr, mask=exists, other=-2) >= 0)
-    has_span = (first_end >= 0) | lands
+    start_bits = _of(table.span_start_bits, stride.span_start_bits, table_row, exists)
+    has_span = (first_end >= 0) | lands | (start_bits != 0)
     column = tl.arange(0, PATTERNS)[None, :]
     patterns_ptr = table.span_token_ids + (table_row * stride.span_token_ids)[:, None] + column
     patterns = tl.load(patterns_ptr, mask=has_span[:, None] & (column < P), other=-2)
     first_bits = _of(table.span_first_bits, stride.span_first_bits, table_row, has_span)
     end_bits = _of(table.span_end_bits, stride.span_end_bits, table_row, has_span)
-    start_bits = _of(table.span_start_bits, stride.span_start_bits, table_row, has_span)
     hard_limit = _of(table.hard_limit, stride.hard_limit, table_row, has_span)
     grace = _of(table.hard_limit_grace, stride.hard_limit_grace, table_row, has_span)
     allows_eos = _of(table.allows_eos, stride.allows_eos, table_row, has_span)
@@ -268,18 +268,19 @@ def limit_span(
 ) -> SpanNodes:
     """Update the state of guided spans; prevent the end of a sequence with an open span, and end long spans.
 
-    A request has a span if it has ``span_end_token_ids``. An open span ends after the last token of one of its end
-    sequences, and a new one begins after the last token of a start sequence (``span_token_ids``). The table stores the
-    state and the number of tokens read (``span_seen``), so that passing tokens again has no effect. While a span is
-    open:
+    A request has a span if it has ``span_end_token_ids`` or a start sequence. An open span ends after the last token of
+    one of its end sequences, and a new one begins after the last token of a start sequence (``span_token_ids``). The
+    table stores the state and the number of tokens read (``span_seen``), so that passing tokens again has no effect.
+    While a span is open:
 
     - The request's ``eos_token_ids`` are excluded unless ``allows_eos`` is set or they also end the span. Their logits
       are lowered so far that any other token is drawn instead.
     - Once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
       ``closing_token_ids`` are raised in the same way, one per step; after the last one, the last one is repeated.
 
-    A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing. From its ``hard_limit`` on,
-    its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may end.
+    A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing in each span. From its
+    ``hard_limit`` on, its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may
+    end.
 
     Other requests are unchanged. Calling it again for the same step does not change the drawn tokens.
 

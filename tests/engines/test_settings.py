@@ -303,7 +303,7 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
     engine = path_of(engine)
     settings = Settings.current(engine)
     assert settings is Settings.current(engine)
-    settings.parse_request({"target_length": 9, "thinking_budget": None})
+    settings.parse_request({"value_mode": "centered_exp", "value_scale": 9, "thinking_budget": None})
     assert "thoughts" not in vars(settings)
     if end is not None:
         assert settings.parse_request({"thinking_budget": 9}).end_token_ids == ((end,),)

@@ -144,7 +144,7 @@ REJECTED_ALONE = [
     ("value_scale", "be a finite number", ["fast", NAN, INF, -1e39, 1e39, 10**400, True, False]),
     ("gamma", "be a finite number > 0 and < 1", [-0.5, 1.0, 0]),
     ("target_length", "be a finite number >= 0", [-1, [5]]),
-    ("target_length_mode", "be one of total, budget, remaining", ["left"]),
+    ("target_length_mode", "be one of answer, total, budget, remaining", ["left"]),
     ("target_value", "be a finite number >= 0 and < 1", [-0.1, 1.0]),
     ("strength", "be a finite number >= 0", [-0.1, NAN, INF, -INF, "much", True, 3.5e38]),
     ("min_end_prob", "be a finite number >= 0", [-0.1]),
@@ -269,6 +269,8 @@ def test_custom_params_must_be_a_mapping():
 
 
 THOUGHT = {"thoughts": Thoughts(ends=((9, 4),), starts=((8,),))}
+PAUSES = dict(pause_token_ids=((8,),), start_token_ids=((9, 4),), end_token_ids=(), allow_eos=True)
+NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,16 @@ THOUGHT = {"thoughts": Thoughts(ends=((9, 4),), starts=((8,),))}
         ({"thinking_budget": 100, "start_token_ids": []}, THOUGHT, dict(end_token_ids=((9, 4),), start_token_ids=())),
         ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, dict(start_token_ids=((3,),))),
         ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, dict(end_token_ids=((3,),), start_token_ids=())),
-        ({"target_length": 100}, THOUGHT, dict(end_token_ids=(), start_token_ids=(), hard_limit=None)),
+        # A target counts from the end of a thought, unless it is a target of another kind.
+        ({"target_length": 100}, THOUGHT, PAUSES | dict(hard_limit=None, counts_down=True)),
+        ({"target_length": 100, "op": "eq", "length_mode": "answer"}, THOUGHT, PAUSES),
+        ({"target_length": 100, "landing": [3]}, THOUGHT, PAUSES | dict(end_message=(3,), hard_limit=76)),
+        ({"target_length": 100, "target_length_mode": "total"}, THOUGHT, NO_PAUSES | dict(counts_down=True)),
+        ({"target_length": 100, "length_mode": "remaining"}, THOUGHT, NO_PAUSES),
+        ({"target_value": 0.5}, THOUGHT, NO_PAUSES),
+        ({"target_length": 100, "end_token_ids": [3]}, THOUGHT, NO_PAUSES | dict(end_token_ids=((3,),))),
+        ({"scale": 2}, THOUGHT, NO_PAUSES),
+        ({"target_length": 100}, {"thoughts": Thoughts(ends=((9,),))}, NO_PAUSES),  # its start is not known
     ],
 )  # fmt: skip
 def test_defaults_of_a_server(request_, defaults, expected):

@@ -55,6 +55,26 @@ def test_begin_and_end_of_span(prompt, output, starts, expected):
     assert GuidanceParams().span_state(prompt, output) == SpanState(state.seen, len(prompt))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "output", "expected"),
+    [
+        ([TURN, WORD], [WORD], (2, None)),  # a model that thinks can answer at once
+        ([TURN, WORD], [THINK, WORD], (2, 3)),
+        ([TURN, WORD], [THINK, WORD, END_OF_THINK, WORD], (5, None)),
+        ([TURN, WORD, THINK, BREAK], [WORD], (4, 4)),  # the prompt opens the thought
+        ([TURN, WORD, THINK, BREAK], [WORD, END_OF_THINK, WORD], (6, None)),
+        ([TURN, THINK, BREAK, END_OF_THINK, BREAK], [WORD], (5, None)),  # without thinking
+        ([THINK, END_OF_THINK, TURN, *[WORD] * 9], [WORD], (12, None)),  # an earlier turn
+        ([TURN], [THINK, END_OF_THINK, WORD, THINK, WORD, END_OF_THINK], (7, None)),
+    ],
+)
+def test_begin_of_the_answer_after_a_thought(prompt, output, expected):
+    thoughts = Thoughts(ends=((END_OF_THINK,),), starts=((THINK,),))
+    params = parse_guidance({"target_length": 50}, thoughts=thoughts)
+    state = params.span_state(prompt, output)
+    assert (state.begin, state.end) == expected and params.has_span
+
+
 CLOSED = dict(end_token_ids=((7, 9),), hard_limit=2, hard_limit_grace=2, end_message=(5, 6))
 LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_tokens": 10})
 
@@ -95,9 +115,9 @@ def ends_with(tokens, sequences):
     return any(tokens[-len(s) :] == list(s) for s in sequences)
 
 
-def naive_state(ends, starts, prompt, output):
-    """(begin, end) by the last start or end in the output. The prompt leaves a span open unless there are starts."""
-    begin, end = len(prompt), len(prompt) if starts else None
+def naive_state(ends, starts, prompt, output, *, is_open):
+    """(begin, end) by the last start or end in the output, if the prompt has none."""
+    begin, end = len(prompt), None if is_open else len(prompt)
     tokens = list(prompt)
     for token in output:
         tokens.append(token)
@@ -117,10 +137,13 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tup
     output=st.lists(st.integers(0, 2), max_size=24),
     cuts=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=24, max_size=24),
     known=st.integers(0, 24),
+    pauses=st.booleans(),
 )
-def test_host_and_device_agree(ends, starts, output, cuts, known):
+def test_host_and_device_agree(ends, starts, output, cuts, known, pauses):
     """Some tokens are passed repeatedly. The table row of another request stays unchanged."""
-    params = GuidanceParams(end_token_ids=tuple(ends), start_token_ids=tuple(starts))
+    pauses &= bool(starts)
+    spans = {"pause_token_ids" if pauses else "end_token_ids": tuple(ends), "start_token_ids": tuple(starts)}
+    params = GuidanceParams(**spans)
     prompt, known = [9, 9], min(known, len(output))
     table = GuidanceTable(3, "cpu")
     table.add_request(1, params, {8}, prompt_len=2, span=params.span_state(prompt, output[:known]))
@@ -140,7 +163,9 @@ def test_host_and_device_agree(ends, starts, output, cuts, known):
             new_lens=torch.tensor([at - start], dtype=torch.int32),
         )
         state = params.span_state(prompt, sequence[2:at])
-        assert (state.begin, state.end) == naive_state(ends, starts, prompt, sequence[2:at])
+        assert (state.begin, state.end) == naive_state(
+            ends, starts, prompt, sequence[2:at], is_open=pauses or not starts
+        )
         assert found.ended.tolist() == [state.end is not None] and found.generated.tolist() == [at - state.begin]
         columns = table.columns
         written = (columns.prompt_len, columns.span_ended, columns.span_seen, columns.span_match)
@@ -166,6 +191,11 @@ def test_thought_markers_of_tokenizers():
     text = [ord(x) for x in "</think"]
     assert of_several.ends == ((*text, ord(">")), (*text, ord("}")), (*text, ord("}"), ord("\n")))
     assert not of_several.starts
+    channels = Thoughts.of(tokenizer_of({"<|channel|>": 3}))  # gpt-oss
+    assert channels.starts == (tuple(map(ord, "<|channel|>analysis<|message|>")),)
+    assert "".join(map(chr, channels.ends[0])) == "<|end|><|start|>assistant<|channel|>final<|message|>"
+    of_gemma = Thoughts.of(tokenizer_of({"<|channel>": 5, "<channel|>": 6, "<|channel": 7}))
+    assert (of_gemma.ends, of_gemma.starts) == (((6,),), ((5,),))
     none = Thoughts.of(tokenizer_of({}, "{{ content }}"))
     assert (none.ends, none.starts) == ((), ())
     params = parse_guidance({"thinking_budget": 8, "end_message": "So", "hard_limit": 5}, thoughts=of_several)

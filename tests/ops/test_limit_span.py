@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.guidance import GuidanceTable, Thoughts, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
 from tests.helpers.drafts import i32, make_drafts
 
@@ -133,13 +133,20 @@ CLOSINGS = [
         [8, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, 8, PLAIN, PLAIN, LINE, PLAIN, PLAIN],
         [8, PLAIN, PLAIN, PLAIN, PLAIN, 8, 2, 8, PLAIN, PLAIN, LINE, 8, 2],
     ),
+    # In a thought, from 8 to 9, nothing is counted or forced. The target counts from its end.
+    (
+        LATE_LANDING,
+        [PLAIN, 8, *[PLAIN] * 5, 9, *[PLAIN] * 7],
+        [PLAIN, 8, *[PLAIN] * 5, 9, *[PLAIN] * 4, 5, 6, PLAIN],
+    ),
+    (LATE_LANDING, [8, PLAIN, 0, LINE, PLAIN, PLAIN, PLAIN], [8, PLAIN, 0, LINE, PLAIN, PLAIN, PLAIN]),
 ]
 
 
 @pytest.mark.parametrize(("asked", "drawn", "expected"), CLOSINGS)
 def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
     """Steps of one token, then nodes of drafts: one draft is wrong, the others are the forced tokens."""
-    params, prompt = parse_guidance(asked), 2
+    params, prompt = parse_guidance(asked, thoughts=Thoughts(ends=((9,),), starts=((8,),))), 2
     breaks = torch.tensor([0, 3, 2, 1, 0], dtype=torch.int8, device=device)  # no token from 5 on ends a line
 
     def table():

@@ -26,6 +26,7 @@ SPARE_ROWS = 3  # table rows that no request of the batch uses
 NO_LIMIT = 2**31 - 1
 OTHER_TOKEN = 4  # can only end a line
 UNTOUCHED = 0.125
+PAUSES = 2  # the last of the spans, which end in a pause
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "drafts": [0, *DRAFTS["drafts"]],  # 0: None is passed
@@ -82,7 +83,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
 
 
 def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
-    """End and start sequences of requests: none, one or several, of one or several tokens."""
+    """End and start sequences of requests: none, one or several, of one or several tokens. The last ones are pauses."""
     return [
         ((), ()),
         (((3,),), ()),
@@ -92,6 +93,8 @@ def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
         (((3, 3), (0,)), ((7, 3),)),
         (((3, 7, 3), (vocab + 3,), (0,), (vocab,)), ((7,), (vocab - 1, 3))),
         (((NO_LIMIT,), (0,)), ((vocab + 3,), (3, 0, 3))),
+        (((3,),), ((7,),)),
+        (((7, 3),), ((3, 7), (0,))),
     ]
 
 
@@ -103,6 +106,7 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     """A table of requests with sequences of any length, including some shorter than their prompts."""
     device, spans = draws.device, _spans(vocab)
     patterns = [SpanPatterns.of(*span) for span in spans]
+    firsts = [[end[0] for end in ends] for ends, _ in spans[:-PAUSES]] + [[]] * PAUSES
     kind = draws.integers("span", rows, low=0, high=len(spans) - 1)
     closing = draws.choose("closing", rows, values=range(4))
     # All different within a request.
@@ -110,7 +114,7 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     is_eos = torch.arange(eos, device=device) < draws.integers("eos ids", rows, low=0, high=eos)[:, None]
     columns = {
         "eos_token_ids": torch.where(is_eos, torch.tensor(ids, device=device)[order], -2),
-        "span_end_token_ids": _padded([[end[0] for end in ends] for ends, _ in spans], MAX_SPAN_ENDS, device)[kind],
+        "span_end_token_ids": _padded(firsts, MAX_SPAN_ENDS, device)[kind],
         "span_token_ids": _padded([x.token_ids for x in patterns], MAX_SPAN_TOKENS, device)[kind],
         "closing_token_ids": _padded([[], [3], [5, vocab, 3, 7], [0, 3]], MAX_CLOSING_TOKENS, device)[closing],
         **{
