@@ -138,7 +138,9 @@ class SpanNodes(NamedTuple):
     """State of the spans at the nodes of ``B`` requests (see :class:`Drafts`; one node per request without drafts)."""
 
     ended: Annotated[Tensor, "bool [B * (1 + D)]", "the request uses spans and none is open: the node is not guided"]
-    generated: Annotated[Tensor, "int32 [B * (1 + D)]", "tokens since the span or the output began; 0: no node"]
+    generated: Annotated[
+        Tensor, "int32 [B * (1 + D)]", "tokens since the output or a span began, or a span ended; 0: no node"
+    ]
 
 
 class StepRequests(NamedTuple):
@@ -155,7 +157,7 @@ class StepRequests(NamedTuple):
     draft_ids: Annotated[Tensor, "int32 [N, D]", "the drafts, -1 from the first missing one on"]
     draft_parents: Annotated[Tensor, "int32 [N, D]", "the earlier column that each draft follows, or -1"]
     positions: Annotated[Tensor, "int32 [N * (1 + D)]", "position of the token before the node; -1 in padding"]
-    table_rows: Annotated[Tensor, "int64 [N * (1 + D)]", "row of the request"]
+    table_rows: Annotated[Tensor, "int64 [N * (1 + D)]", "row of the node's parameters in the guidance table"]
     guided: Annotated[Tensor, "bool [N * (1 + D)]", "the node is guided"]
     wants_length: Annotated[Tensor, "bool [N * (1 + D)]", "lengths are requested, or the request is between spans"]
     generated: Annotated[Tensor, "int32 [N * (1 + D)]", "number of generated tokens"]
@@ -276,7 +278,8 @@ class GuidanceColumns(NamedTuple):
     entropy_threshold: Annotated[Tensor, Column(torch.float32, nan), "nats"]
     answer_length: Annotated[Tensor, _NUMBER, "expected tokens after the span"]
     target_logit: Annotated[Tensor, _NUMBER, "value logit of ``max(1, target_length + answer_length)`` tokens"]
-    prompt_len: Annotated[Tensor, _INTEGER, "tokens before the span, which do not count as generated"]
+    prompt_len: Annotated[Tensor, _INTEGER, "tokens before the span, or before the end of the last one"]
+    answer_row: Annotated[Tensor, Column(torch.int32, -1), "row with the parameters after the span; -1: unguided"]
     hard_limit: Annotated[Tensor, Column(torch.int32, 2**31 - 1), "generated tokens at which a span is ended"]
     hard_limit_grace: Annotated[Tensor, _INTEGER, "maximum tokens beyond the limit to wait for the end of a line"]
     value_stride: Annotated[Tensor, Column(torch.int32, 1), "the request is guided at every n-th step"]

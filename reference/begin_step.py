@@ -35,7 +35,9 @@ def begin_step(
 
     has_mode, ended = table.mode[table_rows] != Mode.UNGUIDED, table.span_ended[table_rows]
     may_begin = has_mode & (table.span_start_bits[table_rows] != 0)
-    guided = active & has_mode & ~ended
+    answer_rows = table.answer_row[table_rows].long()
+    has_answer = has_mode & (answer_rows >= 0)
+    guided = active & has_mode & (~ended | has_answer)
     # Between two spans the history must stay complete for the next one.
     wants_length = active & (table.return_values[table_rows] | (may_begin & ended))
     due = torch.ones_like(active)
@@ -65,11 +67,12 @@ def begin_step(
     last_tokens = tokens.gather(1, new_lens.clamp(min=1)[:, None].long() - 1).int()
     is_there = torch.nn.functional.pad(draft_ids[:count] >= 0, (1, 0), value=True)
     guided, wants_length = guided[:, None] & is_there, wants_length[:, None] & is_there
-    generated = (lengths - table.prompt_len[table_rows])[:, None] + depth
+    generated, ended = (lengths - table.prompt_len[table_rows])[:, None] + depth, ended[:, None].expand(depth.shape)
     if spans is not None:
         # A draft may begin the next span: the nodes after it are guided.
-        guided = (guided | (may_begin[:, None] & wants_length)) & ~spans.ended.view(depth.shape)
-        generated = spans.generated.view(depth.shape)
+        ended, generated = spans.ended.view(depth.shape), spans.generated.view(depth.shape)
+        guided = (guided | (may_begin[:, None] & wants_length)) & (~ended | has_answer[:, None])
+    node_rows = torch.where(ended & has_answer[:, None], answer_rows[:, None], table_rows[:, None])
 
     def write(target: Tensor, values: Tensor, padding: float) -> None:
         target[: count * (1 + columns)] = values.expand(-1, 1 + columns).flatten()
@@ -79,7 +82,7 @@ def begin_step(
     for target, values, filler in (*per_request, (out.needs_values, (guided | wants_length)[:, 0], 0)):
         target[:count], target[count:] = values, filler
     write(out.positions, lengths[:, None] - 1 + depth, -1)
-    write(out.table_rows, table_rows[:, None], padding_row)
+    write(out.table_rows, node_rows, padding_row)
     write(out.guided, guided, False)
     write(out.wants_length, wants_length, False)
     write(out.generated, generated, 0)

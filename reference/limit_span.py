@@ -54,7 +54,7 @@ def limit_span(
         begins_now = span.ended & ((match & start_bits) != 0)
         begun = _Span(
             (span.ended | ends_now) & ~begins_now,
-            torch.where(begins_now, place, span.begin),
+            torch.where(begins_now | ends_now, place, span.begin),
             match,
             torch.where(begins_now, -1, span.closing_from),
         )

@@ -250,7 +250,8 @@ _ALL = (
     # The bound makes its hard_limit an int32.
     Number(
         "thinking_budget",
-        "tokens that a thought may take on average: a target_length with le_near that holds until the thought ends",
+        "tokens that a thought may take on average: a target with le_near that holds until the thought ends; "
+        "a target_length then counts from there",
         limits="> 0 and < 1e+09",
         elsewhere="thinking_token_budget thinking_budget_tokens max_thinking_tokens reasoning_budget "
         "reasoning_max_tokens budget_tokens",

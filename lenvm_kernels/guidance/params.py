@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -47,6 +47,12 @@ _LEAST_SHARE = 0.05
 _ANSWER_AFTER_LANDING = 8
 # Without values the strength moves only ends and the tokens before them.
 _STRENGTH_WITHOUT_VALUES = 10.0
+# If a request has a budget and a target, the answer has none of the first fields, and the thought none of the second.
+_OF_THOUGHTS = {
+    *("thinking_budget", "end_token_ids", "start_token_ids", "allow_eos", "answer_length"),
+    *("hard_limit", "hard_limit_grace", "end_message", "landing", "landing_tokens"),
+}
+_OF_TARGETS = {"target_length", "target_length_mode", "value_constraint", "tolerance"}
 NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
@@ -67,6 +73,8 @@ class GuidanceParams:
         pause_token_ids: sequences that end a span without being its aim: starts of thoughts, whose ends are
             ``start_token_ids``. The first span begins with the output.
         end_message: tokens forced before the end; without ``end_token_ids``, a landing, which is forced once.
+        answer: parameters after the span: the target of a request that also has a ``thinking_budget``. If None, the
+            request is unguided there.
     """
 
     mode: Mode = Mode.UNGUIDED
@@ -90,6 +98,7 @@ class GuidanceParams:
     hard_limit: int | None = None
     hard_limit_grace: int = 0
     end_message: tuple[int, ...] = ()
+    answer: GuidanceParams | None = None
 
     @property
     def needs_step(self) -> bool:
@@ -121,7 +130,7 @@ class GuidanceParams:
         for length, token in enumerate(output, len(prompt) + 1):
             match = patterns.after(match, token)
             if end is None and match & patterns.end_bits:
-                end = length
+                begin = end = length
             elif end is not None and match & patterns.start_bits:
                 begin, end = length, None
         if end is None and self.hard_limit is not None:
@@ -161,6 +170,13 @@ def parse_guidance(
         'NEAR'
     """
     given = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
+    if "thinking_budget" in given and "target_length" in given:
+        defaults = dict(gamma=gamma, strength=strength, constraint=constraint, has_values=has_values)
+        answer = {name: value for name, value in given.items() if name not in _OF_THOUGHTS}
+        thought = {name: value for name, value in given.items() if name not in _OF_TARGETS}
+        thought.setdefault("answer_length", given["target_length"])
+        params = parse_guidance(thought, thoughts=thoughts, **defaults)
+        return replace(params, answer=parse_guidance(answer, **defaults))
     for name in given:
         if FIELDS[name].needs and given.keys().isdisjoint(FIELDS[name].needs[1:]):
             raise ValueError(f"{name} needs {FIELDS[name].needs[0]}")
@@ -218,7 +234,7 @@ def parse_guidance(
         token_temperature_scale=_token_divisors(given),
         end_message=values["landing"] or values["end_message"],
     )
-    params = GuidanceParams(**{field.name: values[field.name] for field in fields(GuidanceParams)})
+    params = GuidanceParams(**{each.name: values[each.name] for each in fields(GuidanceParams) if each.name in values})
     if not has_values:
         check_without_values(params)
     return params
@@ -312,8 +328,8 @@ def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, An
     budget = given.get("thinking_budget")
     if budget is None:
         return {}
-    if "target_length" in given or "target_value" in given or given.get("target_length_mode") == "remaining":
-        raise ValueError("thinking_budget is itself a target_length: pass no other target")
+    if "target_value" in given or given.get("target_length_mode") == "remaining":
+        raise ValueError("thinking_budget is itself a target: the only other one can be a target_length of the answer")
     implied = dict(target_length=budget, value_constraint="le_near", hard_limit=math.ceil(_LIMIT_OF_BUDGET * budget))
     if "end_token_ids" in given:
         return implied

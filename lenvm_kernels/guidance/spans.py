@@ -107,7 +107,7 @@ class SpanState:
 
     Attributes:
         seen: tokens of the sequence that have been read.
-        begin: place of the span's first token, from which limits and targets count.
+        begin: place from which limits and targets count: of the span's first token, or after the last span.
         end: place after the last span. If None, a span is open.
         match: bits of the tokens of :class:`SpanPatterns` that may have been matched last.
         closing_from: place from which the end is forced. If None, it is not forced.

@@ -111,6 +111,7 @@ class GuidanceTable:
         prompt_len: int = 0,
         seed: int = 0,
         span: SpanState | None = None,
+        answer_row: int | None = None,
     ) -> None:
         """Write a request into a row when it arrives.
 
@@ -122,6 +123,7 @@ class GuidanceTable:
             seed: seed of its draws (:func:`draw`), any int64.
             span: state of its span (:meth:`GuidanceParams.span_state`). If None, a span is open that begins after
                 ``prompt_len`` tokens, and nothing has been generated.
+            answer_row: row with the parameters that apply after a span. If None, the request is then unguided.
 
         Raises:
             IndexError: there is no such row.
@@ -131,10 +133,15 @@ class GuidanceTable:
         if not 0 <= table_row < len(self):
             raise IndexError(f"table_row must be in [0, {len(self)}), got {table_row}")
         span = span or SpanState(prompt_len, prompt_len)
-        self._staged[table_row] = self._packed(params or GuidanceParams(), eos_token_ids, seed, span)
+        self._staged[table_row] = self._packed(params or GuidanceParams(), eos_token_ids, seed, span, answer_row)
 
     def _packed(
-        self, params: GuidanceParams, eos_token_ids: Collection[int], seed: int, span: SpanState
+        self,
+        params: GuidanceParams,
+        eos_token_ids: Collection[int],
+        seed: int,
+        span: SpanState,
+        answer_row: int | None = None,
     ) -> torch.Tensor:
         """A row on the host, as int64 words."""
         patterns, target = params.span_patterns, params.target_length or 0.0
@@ -159,6 +166,7 @@ class GuidanceTable:
             "due_length": target + params.tolerance if params.counts_down else None,
             "target_logit": _target_logit(params),
             "prompt_len": span.begin,
+            "answer_row": answer_row,
             "allows_eos": params.allow_eos,
             "span_ended": span.end is not None,
         }

@@ -32,7 +32,7 @@ _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 
 # The columns of a guidance table that the kernel accesses. It writes the last one.
 GatheredColumns = namedtuple(
-    "GatheredColumns", "mode return_values prompt_len value_stride span_ended span_start_bits faults"
+    "GatheredColumns", "mode return_values prompt_len value_stride span_ended span_start_bits answer_row faults"
 )
 
 
@@ -95,6 +95,7 @@ def _begin_step_kernel(
     value_stride = tl.load(table.value_stride + table_row * stride.value_stride, mask=exists, other=1)
     span_ended = tl.load(table.span_ended + table_row * stride.span_ended, mask=exists, other=False)
     start_bits = tl.load(table.span_start_bits + table_row * stride.span_start_bits, mask=exists, other=0)
+    answer_row = tl.load(table.answer_row + table_row * stride.answer_row, mask=exists, other=-1)
     new_ptr = tokens_ptr + request * stride_tokens_request
     last_token = tl.load(new_ptr + tl.maximum(new_len, 1) - 1, mask=exists, other=-1).to(tl.int32)
     top_k = tl.load(top_k_ptr + request * stride_top_k, mask=exists, other=0)
@@ -107,7 +108,8 @@ def _begin_step_kernel(
     min_p, temperature = tl.where(greedy, 0.0, min_p), tl.where(greedy, 1.0, temperature)
     has_mode = mode != _UNGUIDED
     may_begin = has_mode & (start_bits != 0)
-    guided, due = active & has_mode & (span_ended == 0), exists
+    has_answer = has_mode & (answer_row >= 0)
+    guided, due = active & has_mode & ((span_ended == 0) | has_answer), exists
     # Between two spans the history must stay complete for the next one.
     wants_length = active & ((returns_values != 0) | (may_begin & (span_ended != 0)))
     if history is not None:
@@ -155,22 +157,23 @@ def _begin_step_kernel(
     row, mask = request[:, None] * (D + 1) + node, is_row[:, None] & (node <= D)
     is_node = exists[:, None] & (node <= D)
     guided, wants_length = guided[:, None] & is_there, wants_length[:, None] & is_there
-    generated = (length - prompt_len)[:, None] + depth
+    generated, is_open = (length - prompt_len)[:, None] + depth, (span_ended == 0)[:, None] | (depth < 0)
     if span_ended_ptr is not None:
         # A draft may begin the next span: the nodes after it are guided.
         is_open = tl.load(span_ended_ptr + row, mask=is_node, other=False) == 0
-        guided = (guided | (may_begin[:, None] & wants_length)) & is_open
+        guided = (guided | (may_begin[:, None] & wants_length)) & (is_open | has_answer[:, None])
         generated = tl.load(span_generated_ptr + row, mask=is_node, other=0)
     drawn = tl.full([REQUESTS, NODES], -1, tl.int32)
     if drawn_ptr is not None:
         drawn = tl.load(drawn_ptr + row, mask=is_node, other=-1).to(tl.int32)
     table_row = tl.where(exists, table_row, padding_row)
+    node_row = tl.where(is_open | (has_answer == 0)[:, None], table_row[:, None], answer_row[:, None])
     needs_values = tl.max(tl.where(node == 0, (guided | wants_length).to(tl.int32), 0), axis=1) > 0
     tl.store(requests.lengths + request, length, mask=is_row)
     tl.store(requests.request_rows + request, table_row, mask=is_row)
     tl.store(requests.needs_values + request, needs_values, mask=is_row)
     tl.store(requests.positions + row, (length - 1)[:, None] + depth, mask=mask)
-    tl.store(requests.table_rows + row, table_row[:, None], mask=mask)
+    tl.store(requests.table_rows + row, node_row, mask=mask)
     tl.store(requests.guided + row, guided, mask=mask)
     tl.store(requests.wants_length + row, wants_length, mask=mask)
     tl.store(requests.generated + row, generated, mask=mask)

@@ -60,7 +60,7 @@ def _after(
     ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0)
     begins = is_new & span.ended & ((match & rules.start_bits) != 0)
     ended = (span.ended | ends) & (begins == 0)
-    begin = tl.where(begins, place, span.begin)
+    begin = tl.where(begins | ends, place, span.begin)
     closing_from = tl.where(begins, -1, span.closing_from)
     over = place - begin - rules.hard_limit
     is_due = over >= rules.grace

@@ -178,7 +178,11 @@ class StepState(NamedTuple):
     @property
     def padding_row(self) -> int:
         """Table row of the dummy requests that pad a batch to its graph's size."""
-        return len(self.table) - 1
+        return self.slots.table.shape[0]
+
+    def answer_row(self, table_row: int) -> int:
+        """Row of the guidance table with the parameters that apply after the span of a request."""
+        return self.padding_row + 1 + table_row
 
 
 def bucket_of(requests: int, max_requests: int) -> int:

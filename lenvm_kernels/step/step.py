@@ -89,16 +89,16 @@ class GuidedStep:
         self.config = config = config.completed(slots, self.device, values.candidates, has_graphs=has_graphs)
         table_rows = slots.table.shape[0]
         self.max_requests = config.max_requests or table_rows
-        # The extra row is for the dummy requests that pad a batch to its graph's size.
+        # A row for each request and for the dummy requests of a padded batch, then the rows of answers after spans.
         self.table = GuidanceTable(
-            table_rows + 1,
+            2 * table_rows + 1,
             self.device,
             max_eos=config.max_eos,
             max_scaled_tokens=config.max_scaled_tokens,
             early=0.0 if config.text_breaks is None else values.early,
         )
         # Kept on the host to skip launches that no request needs.
-        self._scaled_rows, self._value_rows, self._span_rows = set[int](), set[int](), set[int]()
+        self._scaled_rows, self._value_rows, self._span_rows, self._answer_rows = (set[int]() for _ in range(4))
         self._max_rows = min(self.max_requests, MAX_ROWS)
         sizes = self._max_rows, config.max_drafts, config.max_candidates or values.candidates
         tensors = StepTensors(*sizes, self.device, trees=values.needs_tokens, states=values.needs_states)
@@ -130,12 +130,19 @@ class GuidedStep:
             stride = params.value_stride or self.config.value_stride
             params = replace(params, token_temperature_scale=known, value_stride=stride)
         self.values.add_request(table_row, params)
-        self.table.add_request(table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed, span=span)
+        answer = None if params is None else params.answer
+        row = None if answer is None else self._state.answer_row(table_row)
+        self.table.add_request(
+            table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed, span=span, answer_row=row
+        )
+        if answer is not None or table_row in self._answer_rows:
+            self.table.add_request(self._state.answer_row(table_row), answer, eos_token_ids, seed=seed)
         params = params or GuidanceParams()
         for rows, is_member in (
             (self._scaled_rows, params.token_temperature_scale),
             (self._value_rows, params.return_values),
             (self._span_rows, params.has_span),
+            (self._answer_rows, params.answer is not None),
         ):
             rows.discard(table_row)
             if is_member:
@@ -160,6 +167,12 @@ class GuidedStep:
         """
         self.table.flush()
         self._state.history.flush()
+
+    @property
+    def faults(self) -> torch.Tensor:
+        """int32 ``[R]``; number of steps in which the request of each table row has lost its guidance."""
+        faults, rows = self.table.columns.faults, self._state.padding_row
+        return faults[:rows] + faults[rows + 1 :] if self._answer_rows else faults[:rows]
 
     def told_lens(self, table_rows: torch.Tensor) -> torch.Tensor:
         """int32 ``[B]``; number of tokens of each sequence that were passed to :meth:`extend` and steps without a gap.
@@ -272,7 +285,7 @@ class GuidedStep:
 
         A request that is guided or requests values must pass every token of its sequence, to :meth:`extend` or to a
         step, and at most ``max_delta`` tokens may be pending. If a token is missing, the request continues without
-        guidance, which ``table.columns.faults`` counts, until :meth:`extend` passes its tokens again. The step makes no
+        guidance, which :attr:`faults` counts, until :meth:`extend` passes its tokens again. The step makes no
         host-device sync.
 
         On a GPU all launches after the first are replayed from a CUDA graph (``StepConfig.graphs``), unless the caller

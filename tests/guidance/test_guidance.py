@@ -182,7 +182,7 @@ NEAR_ONLY = "needs a value_constraint of near, ge_near or le_near"
 A_TARGET = "needs a target: give target_length or target_value as well"
 A_SPAN, A_LIMIT = "needs end_token_ids, or a thinking_budget", "needs a hard_limit, or a thinking_budget"
 LANDING = "landing needs a target_length of all new tokens, and neither end_token_ids nor a budget"
-OWN_TARGET = "thinking_budget is itself a target_length: pass no other target"
+OWN_TARGET = "thinking_budget is itself a target: the only other one can be a target_length of the answer"
 NO_END = "thinking_budget needs end_token_ids: no token is known that ends a thought"
 TOGETHER = "boosted_token_ids and token_temp_divisor must be given together"
 ENDS = {"end_token_ids": [1]}
@@ -231,7 +231,11 @@ REJECTED_TOGETHER = [
     ({"landing": "A", "target_length": 9}, "landing must be a list of token ids where no tokenizer is known, got 'A'"),
     ({"landing_tokens": 9, "target_length": 9}, "landing_tokens needs a landing"),
     ({"thinking_budget": 5}, NO_END),
-    ({"thinking_budget": 5, "target_length": 5} | ENDS, OWN_TARGET),
+    ({"thinking_budget": 5, "target_length": 5, "landing": [3]} | ENDS, LANDING),
+    ({"thinking_budget": 5, "target_length": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
+    ({"thinking_budget": 5, "target_length": 5}, NO_END),
+    ({"thinking_budget": 5, "target_length": 5, "op": "eq", "strength": 2} | ENDS,
+     "strength needs a value_constraint of near, ge_near or le_near"),
     ({"thinking_budget": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "length_mode": "remaining"} | ENDS, OWN_TARGET),
     ({"target_length": 5, "flavour": 1}, f"flavour is not a guidance parameter; accepted are {', '.join(FIELDS)}"),
@@ -293,6 +297,14 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"thinking_budget": 100, "start_token_ids": []}, THOUGHT, dict(end_token_ids=((9, 4),), start_token_ids=())),
         ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, dict(start_token_ids=((3,),))),
         ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, dict(end_token_ids=((3,),), start_token_ids=())),
+        # Beside a target, the budget is the thought's, and the target the answer's.
+        ({"thinking_budget": 100, "target_length": 40, "op": "eq_soft", "hard_limit": 90, "gamma": 0.9}, THOUGHT,
+         budget(100.0, hard_limit=90, answer_length=40.0, gamma=0.9, end_token_ids=((9, 4),), start_token_ids=((8,),),
+                answer=parse_guidance({"target_length": 40, "op": "eq_soft", "gamma": 0.9}))),
+        ({"thinking_budget": 100, "target_length": 40, "tolerance": 0.5, "answer_length": 3, "end_token_ids": [7]},
+         {"has_values": False},
+         dict(tolerance=0.0, scale=10.0, answer_length=3.0, end_token_ids=((7,),),
+              answer=parse_guidance({"target_length": 40, "tolerance": 0.5}, has_values=False))),
         # A target counts from the end of a thought, unless it is a target of another kind.
         ({"target_length": 100}, THOUGHT, PAUSES | dict(hard_limit=None, counts_down=True)),
         ({"target_length": 100, "op": "eq", "length_mode": "answer"}, THOUGHT, PAUSES),

@@ -24,24 +24,24 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
         # DeepSeek R1 and Qwen3 of July 2025: the prompt opens the thought.
         ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (), (5, None)),
         ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (THINK,), (5, None)),
-        ([THINK], [WORD, END_OF_THINK, WORD], (THINK,), (1, 3)),
+        ([THINK], [WORD, END_OF_THINK, WORD], (THINK,), (3, 3)),
         # Qwen3: the model opens the thought. If start tokens are known, no span is open until then.
-        ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (), (3, 6)),
-        ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (THINK,), (4, 6)),
+        ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (), (6, 6)),
+        ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (THINK,), (6, 6)),
         ([TURN, WORD, BREAK], [WORD, WORD], (THINK,), (3, 3)),
-        ([TURN, WORD, BREAK], [END_OF_THINK], (), (3, 4)),
+        ([TURN, WORD, BREAK], [END_OF_THINK], (), (4, 4)),
         ([TURN, WORD, BREAK], [], (), (3, None)),
         # Several thoughts.
         ([TURN], [THINK, WORD, END_OF_THINK, WORD, THINK, WORD], (THINK,), (6, None)),
-        ([TURN, THINK], [THINK, END_OF_THINK, THINK, END_OF_THINK], (THINK,), (5, 6)),
+        ([TURN, THINK], [THINK, END_OF_THINK, THINK, END_OF_THINK], (THINK,), (6, 6)),
         # A thought of an earlier turn.
         ([END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD, BREAK], [WORD], (), (8, None)),
         ([END_OF_THINK, TURN, BREAK, WORD, BREAK], [WORD], (), (5, None)),
         ([THINK, END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD], [WORD], (THINK,), (8, 8)),
         ([THINK, BREAK, WORD, END_OF_THINK, TURN, THINK, WORD, BREAK, WORD, WORD], [], (THINK,), (10, None)),
         # An end of two tokens, the first of which is in the prompt.
-        ([TURN, WORD], [WORD, END, END, WORD], (), (2, 5)),
-        ([TURN, END], [END, WORD], (), (2, 3)),
+        ([TURN, WORD], [WORD, END, END, WORD], (), (5, 5)),
+        ([TURN, END], [END, WORD], (), (3, 3)),
         ([WORD, END, END, BREAK], [WORD], (), (4, 4)),
         ([], [WORD], (), (0, None)),
     ],
@@ -59,7 +59,7 @@ def test_begin_and_end_of_span(prompt, output, starts, expected):
     ("prompt", "output", "expected"),
     [
         ([TURN, WORD], [WORD], (2, None)),  # a model that thinks can answer at once
-        ([TURN, WORD], [THINK, WORD], (2, 3)),
+        ([TURN, WORD], [THINK, WORD], (3, 3)),
         ([TURN, WORD], [THINK, WORD, END_OF_THINK, WORD], (5, None)),
         ([TURN, WORD, THINK, BREAK], [WORD], (4, 4)),  # the prompt opens the thought
         ([TURN, WORD, THINK, BREAK], [WORD, END_OF_THINK, WORD], (6, None)),
@@ -90,7 +90,7 @@ LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_token
         (CLOSED, [3, 3, 3], [1, 1, 1, 1, 1, 5], 3, None),  # the message began too late
         (CLOSED, [3, 3, 3], [1, 5, 6], 3, None),
         (CLOSED, [3, 3, 3], [1, 1, 5, 1], 3, None),
-        (CLOSED, [3, 3, 3], [1, 1, 5, 6, 7, 9], 3, None),  # the forced end has ended the span
+        (CLOSED, [3, 3, 3], [1, 1, 5, 6, 7, 9], 9, None),  # the forced end has ended the span
         # The limit counts from the span.
         (dict(end_token_ids=((9,),), start_token_ids=((8,),), hard_limit=2, end_message=(5,)), [3],
          [1, 1, 5, 8, 1, 1, 5], 5, 7),
@@ -122,7 +122,7 @@ def naive_state(ends, starts, prompt, output, *, is_open):
     for token in output:
         tokens.append(token)
         if end is None and ends_with(tokens, ends):
-            end = len(tokens)
+            begin = end = len(tokens)
         elif end is not None and ends_with(tokens, starts):
             begin, end = len(tokens), None
     return begin, end

@@ -59,7 +59,7 @@ class Engine:
     def admit(self, row, tokens, guidance, *, prompt_len, seed=0, eos=(EOS,)):
         """Reserve a request's slots and add its parameters; raises OutOfSlots."""
         self.slots.extend(row, len(tokens))
-        params = None if guidance is None else parse_guidance(guidance)
+        params = parse_guidance(guidance) if isinstance(guidance, dict) else guidance
         begins = params is not None and params.start_token_ids  # otherwise a span is open after any prompt
         span = {"span": params.span_state(tokens[:prompt_len])} if begins else {}
         self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed, **span)

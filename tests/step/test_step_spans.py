@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.guidance import Thoughts, parse_guidance
 from lenvm_kernels.step import StepBatch
 from tests.helpers.drafted_steps import END, BaseModel, run_drafted, run_plain
 from tests.helpers.drafts import make_drafts
@@ -85,8 +85,47 @@ def test_several_spans_and_closings(models):
     assert start == 9 or BREAKS[texts[2][start - 1]] == 1
 
 
+# Targets of answers after thoughts: with a budget of the thought, and without one. EOS begins, END ends thoughts.
+THOUGHTS = Thoughts(ends=((END,),), starts=((EOS,),))
+ANSWERS = [
+    {"target_length": 8, "gamma": 0.9},
+    {"target_length": 6, "value_constraint": "eq_soft", "gamma": 0.9},
+    {"target_length": 12, "tolerance": 0.3, "strength": 2},
+]
+BUDGETS = [answer | {"thinking_budget": 6, "end_token_ids": [END, OTHER_END]} for answer in ANSWERS]
+BUDGETS[2] |= {"start_token_ids": [EOS], "hard_limit": 4}
+OF_THOUGHTS = [*BUDGETS, *(parse_guidance(answer, thoughts=THOUGHTS) for answer in ANSWERS[::2])]
+
+
+def test_target_of_the_answer_after_a_thought(models):
+    """After its thought, a request continues as a request with the target alone."""
+    base, count = BaseModel(), 40
+    texts = run_plain(models, [4, 0, 6], PROMPTS_OF_ALL[:3], BUDGETS, count, base, max_delta=6)
+    plain = run_plain(models, [4, 0, 6], PROMPTS_OF_ALL[:3], [None] * 3, count, base)
+    for text, unguided, prompt, answer in zip(texts[:2], plain, PROMPTS_OF_ALL, ANSWERS, strict=False):
+        place = 1 + min(i for i, token in enumerate(text) if token in (END, OTHER_END))
+        after = [*prompt, *text[:place]]
+        assert text[place:] == run_plain(models, [1], [after], [answer], count - place, base)[0] != unguided[place:]
+
+
+def test_thoughts_are_left_alone(models):
+    """A target without a budget guides nothing in thoughts, and counts from their ends."""
+    base, prompt, count, params = BaseModel(), PROMPTS[0], 30, OF_THOUGHTS[3]
+    (text,) = run_plain(models, [2], [prompt], [params], count, base, max_delta=6)
+    answers, sequence = 0, [*prompt, *text]
+    states = [params.span_state(prompt, text[:i]) for i in range(count + 1)]
+    for before, after in pairwise(states):
+        if before.end is not None:
+            assert sequence[before.seen] == base.scores(sequence[: before.seen]).argmax()
+        elif after.end is not None or after.seen == len(sequence):
+            answers += 1
+            read, answer = sequence[: before.begin], sequence[before.begin : after.seen]
+            assert answer == run_plain(models, [1], [read], ANSWERS[:1], len(answer), base)[0]
+    assert answers > 1
+
+
 WITHOUT_SPANS = [*KINDS[:4], None]
-OF_EACH_KIND = [GUIDANCE[0], SEVERAL[1], SEVERAL[2], LANDINGS[1], LANDINGS[3]]
+OF_EACH_KIND = [GUIDANCE[0], SEVERAL[1], SEVERAL[2], LANDINGS[1], BUDGETS[0]]
 KERNELS = {"backend": "triton", "max_delta": 7}
 
 
@@ -99,9 +138,10 @@ KERNELS = {"backend": "triton", "max_delta": 7}
         (GUIDANCE, {}),
         (SEVERAL, {}),
         (LANDINGS, {}),
+        (OF_THOUGHTS, {}),
         (OF_EACH_KIND, KERNELS),
     ],
-    ids=["no span", "padded", "kernels", "one span", "several spans", "landings", "kernels with spans"],
+    ids=["no span", "padded", "kernels", "one span", "several spans", "landings", "thoughts", "kernels with spans"],
 )
 def test_output_is_unchanged_by_drafts(models, guidance, options):
     """Drafts that are right, partly right, wrong and absent; ends of spans and tokens after them."""

@@ -315,8 +315,8 @@ class SGLangGuide:
 
     def _run(self, batch: Batch, prepared: PreparedStep, info: SamplingBatchInfo, *, is_prompt: bool) -> Drawn:
         """The guided step of a batch; ``is_prompt`` if first tokens after prompts are drawn."""
-        rows, columns = prepared.batch, self.step.table.columns
-        faults = columns.faults[rows.table_rows]
+        rows = prepared.batch
+        faults = self.step.faults[rows.table_rows]
         wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
         temperature, prompt_lengths = info.temperatures.flatten(), None
         sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, temperature, is_logits=True, sample=True)
@@ -326,7 +326,7 @@ class SGLangGuide:
             output = self.step.step(prepared, sampling)
         if self.metrics is not None:
             self.metrics.guided_steps.inc()
-        broken = columns.faults[rows.table_rows] > faults
+        broken = self.step.faults[rows.table_rows] > faults
         return Drawn(rows, output, broken, wants_values, prompt_lengths)
 
     def report(self, batch: Batch, logits_output: LogitsProcessorOutput, chosen: VerifiedTokens) -> None:

@@ -262,7 +262,7 @@ class ValueModelGuide(SGLangGuide):
         if params is None or not params.needs_step:
             return length  # requests that the value model reads do not share these prefixes
         read, waiting = len(req.origin_input_ids) + len(req.output_ids), MAX_WAITING + self.drafts
-        if not params.start_token_ids:  # otherwise each chunk would need a search of the prompt
+        if not params.start_token_ids and params.answer is None:  # starts would need a search of the prompt
             end = params.span_state(req.origin_input_ids, req.output_ids).end
             read = read if end is None else end - 1
         return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, read) - waiting))

@@ -179,7 +179,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
     @property
     def faults(self) -> list[int]:
         """Number of steps per prompt that lost their guidance because scores or values were not finite."""
-        return self._step.table.columns.faults[: len(self._table_rows)].tolist()
+        return self._step.faults[: len(self._table_rows)].tolist()
 
     @torch.no_grad()
     def predicted_output_lengths(self, sequences: torch.Tensor) -> list[float | None]:

@@ -279,7 +279,7 @@ class Guide:
             self._predict_begun(prepared, sampling, part)
             output = self.step.step(prepared, sampling)
         assert output.tokens is not None  # they are sampled
-        self.report.note(output, self.step.table.columns.faults, slots, lengths, is_drawn)
+        self.report.note(output, self.step.faults, slots, lengths, is_drawn)
         if self.settings.trace is not None:
             trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, part.at)
         return part.by_row(output.tokens, -1)

@@ -65,6 +65,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1, 0, -2]),
         "span_ended": draws.chance("span_ended", rows, of=0.4),
         "span_start_bits": draws.choose("span_start_bits", rows, values=[0, 0, 2, 2**30]),
+        "answer_row": draws.choose("answer_row", rows, values=[-1, -1, 0, 2**31 - 1]),
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
     fill(table, table_rows, columns, elsewhere=3)
