@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lenvm_kernels import __version__
-from lenvm_kernels.cli import doctor, export, generate, serve
+from lenvm_kernels.cli import doctor, export, generate, params, serve
 from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.evaluate import demo
 from lenvm_kernels.fuzz import command as fuzz
@@ -52,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
     parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, demo, evaluate, train, export, doctor, serve, fuzz):
+    for command in (generate, params, demo, evaluate, train, export, doctor, serve, fuzz):
         command.add(commands)
     return parser

@@ -108,13 +108,18 @@ def test_threads_wait_briefly_by_default(lenvm, monkeypatch, given, spins):
     assert (environment.get("GOMP_SPINCOUNT"), environment["HF_HUB_OFFLINE"]) == (spins, "1")
 
 
-@pytest.mark.parametrize("argv", ["--version", "generate -h", "demo -h", "evaluate -h", "export -h", "doctor -h"])
+@pytest.mark.parametrize("argv", ["--version", "generate -h", "demo -h", "evaluate -h", "params", "doctor -h"])
 def test_help_does_not_import_torch(argv):
     code = (
         f"import sys; from lenvm_kernels.cli import main\ntry: main({argv.split()})\n"
         "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_parameters_are_printed(lenvm):
+    status, text, _ = lenvm("params")
+    assert status == 0 and [line.split(" (default: ")[0] for line in text.splitlines() if line[0] != " "] == [*FIELDS]
 
 
 def test_every_flag_has_help_with_its_default(lenvm):

@@ -21,14 +21,15 @@ from transformers import (
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lenvm_kernels.engines.transformers import processor as transformers_adapter
-from lenvm_kernels.engines.transformers.generate import generate
+from lenvm_kernels.engines.transformers.generate import generate, load_value_model
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.values import ValueModel
+from lenvm_kernels.values import LengthProbe, ValueModel
 from tests.helpers import models
 from tests.helpers.models import last_value_logits, random_model
 from tests.helpers.oracle import PlainStep
+from tests.helpers.probes import write_random_probe
 
 VOCAB, HIDDEN, EOS, PAD = 61, 32, 2, 0
 TINY = models.TINY | dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, max_position_embeddings=128)
@@ -179,6 +180,8 @@ def test_thought_markers_are_read_from_tokenizer(tiny, tmp_path):
     assert params == parse_guidance(
         {"thinking_budget": 9.0, "end_message": [3, 5], "end_token_ids": [17], "start_token_ids": [0]}
     )
+    params, *_ = tiny.make(guidance={"target_length": 9}, tokenizers=(thinking, thinking)).params
+    assert params.pause_token_ids == ((0,),) and params.start_token_ids == ((17,),)
     for tokenizers in (None, (plain, plain)):
         with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
             tiny.make(**budget, tokenizers=tokenizers)
@@ -402,13 +405,28 @@ def test_generate_equals_explicit_use_of_the_processor(tiny, has_values):
     guidance = [{"target_length": 2}, None, {"target_length": 12, "strength": 9}]
     options = dict(guidance=guidance, value_model=value_model, max_new_tokens=7, top_k=9, pad_token_id=PAD)
     torch.manual_seed(5)
-    output = generate(tiny.base, **PROMPTS, **options, num_return_sequences=2, processor_options={"max_candidates": 4})
+    output = generate(tiny.base, **PROMPTS, **options, num_return_sequences=2, max_candidates=4)
     ids, mask = (PROMPTS[name].repeat_interleave(2, dim=0) for name in ("input_ids", "attention_mask"))
     doubled = [g for g in guidance for _ in range(2)]
     processor = LenVMLogitsProcessor(tiny.base, value_model, doubled, mask, max_new_tokens=7, top_k=9, max_candidates=4)
     torch.manual_seed(5)
     expected = tiny.base.generate(input_ids=ids, attention_mask=mask, **processor.generation_kwargs, pad_token_id=PAD)
     assert torch.equal(output, expected) and len(output.unique(dim=0)) > 3
+
+
+@pytest.mark.parametrize("kind", [LengthProbe, ValueModel])
+def test_generate_loads_values_from_a_path(tiny, tmp_path, kind):
+    if kind is LengthProbe:
+        write_random_probe(tmp_path, tiny.base)
+    else:
+        models.save_checkpoint(tmp_path, seed=3, words=[f"w{i}" for i in range(VOCAB)], value_head=True)
+    loaded, outputs = load_value_model(tmp_path, tiny.base), []
+    assert isinstance(loaded, kind)
+    for values in (loaded, str(tmp_path), tiny.value_model):
+        torch.manual_seed(1)
+        options = dict(guidance=SHORTER, value_model=values, max_new_tokens=8, pad_token_id=PAD)
+        outputs.append(generate(tiny.base, **PROMPTS, **options))
+    assert torch.equal(*outputs[:2]) and not torch.equal(*outputs[1:])
 
 
 def test_generate_meets_target_without_value_model(tiny):

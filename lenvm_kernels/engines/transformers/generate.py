@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from lenvm_kernels.engines.transformers.processor import NEUTRAL, Guidance, LenVMLogitsProcessor, vocab_size_of
 from lenvm_kernels.values import LengthProbe, ValueModel
+from lenvm_kernels.values.checkpoint import local_path
+from lenvm_kernels.values.probe import is_probe
 
 # Arguments of ``model.generate`` that steps are not guided with, and their only accepted values.
 UNGUIDED = {
@@ -30,7 +33,8 @@ def generate(
     max_new_tokens: int,
     target_length: float | None = None,
     guidance: Guidance | Sequence[Guidance] = None,
-    value_model: ValueModel | LengthProbe | None = None,
+    value_model: ValueModel | LengthProbe | str | Path | None = None,
+    max_candidates: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     num_return_sequences: int = 1,
     processor_options: Mapping[str, Any] | None = None,
@@ -48,10 +52,12 @@ def generate(
         max_new_tokens: maximum number of new tokens.
         target_length: target number of new tokens, without the end-of-sequence token.
         guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length``, a mapping of further ones.
-        value_model: the value model, or a :class:`LengthProbe` of the base model. If None, the end tokens alone guide.
+        value_model: the value model, or a :class:`LengthProbe` of the base model; or its directory or name, which
+            :func:`load_value_model` loads in every call. If None, the end tokens alone guide.
+        max_candidates: as in :class:`LenVMLogitsProcessor`.
         tokenizer: tokenizer of the base model. Recommended, because outputs then end where sentences do.
         num_return_sequences: outputs per prompt, in consecutive rows.
-        processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
+        processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``tokenizers``.
         **kwargs: further arguments of ``model.generate``.
 
     Returns:
@@ -82,7 +88,9 @@ def generate(
     sampling = {name: settings.get(name, value) for name, value in NEUTRAL.items()}
     # A model is sampled from by default, although its own default is the most probable token.
     sampling |= dict(do_sample=given.get("do_sample", True), eos_token_id=settings.get("eos_token_id"))
-    options = dict(processor_options or {})
+    options = {"max_candidates": max_candidates} | dict(processor_options or {})
+    if isinstance(value_model, (str, Path)):
+        value_model = load_value_model(value_model, model)
     # Not passed as the value model's tokenizer if the vocabularies must be compared.
     is_other = isinstance(value_model, ValueModel) and vocab_size_of(model) != value_model.config.vocab_size
     if tokenizer is not None and not is_other:
@@ -106,6 +114,24 @@ def generate(
         config = copy.deepcopy(config)
         kwargs = config.update(**kwargs) | {"generation_config": config}
     return model.generate(**kwargs)  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+
+
+def load_value_model(path: str | Path, model: PreTrainedModel) -> ValueModel | LengthProbe:
+    """The value model or the probe at a location, for a base model, in its dtype and on its device.
+
+    Args:
+        path: a directory, or ``owner/name`` of one on Hugging Face.
+        model: the base model; a probe must have been trained for it.
+
+    Raises:
+        ValueError, OSError: as ``from_pretrained`` of :class:`ValueModel` and :class:`LengthProbe`.
+    """
+    path = local_path(path)
+    if is_probe(path):
+        embedding: Any = model.get_input_embeddings()
+        layers = model.config.get_text_config().num_hidden_layers
+        return LengthProbe.from_pretrained(path, layers, embedding.weight.detach())
+    return ValueModel.from_pretrained(path, dtype=model.dtype, device=model.device)
 
 
 def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
