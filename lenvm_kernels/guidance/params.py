@@ -171,7 +171,7 @@ def parse_guidance(
     """
     given = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
     if "thinking_budget" in given and "target_length" in given:
-        defaults = dict(gamma=gamma, strength=strength, constraint=constraint, has_values=has_values)
+        defaults: dict[str, Any] = dict(gamma=gamma, strength=strength, constraint=constraint, has_values=has_values)
         answer = {name: value for name, value in given.items() if name not in _OF_THOUGHTS}
         thought = {name: value for name, value in given.items() if name not in _OF_TARGETS}
         thought.setdefault("answer_length", given["target_length"])
@@ -181,9 +181,9 @@ def parse_guidance(
         if FIELDS[name].needs and given.keys().isdisjoint(FIELDS[name].needs[1:]):
             raise ValueError(f"{name} needs {FIELDS[name].needs[0]}")
     strength = strength if has_values else _STRENGTH_WITHOUT_VALUES
-    defaults = {"gamma": gamma, "strength": strength, "value_constraint": constraint}
+    given_defaults = {"gamma": gamma, "strength": strength, "value_constraint": constraint}
     values = {name: field.default for name, field in FIELDS.items()}
-    values |= {name: FIELDS[name].parse(default) for name, default in defaults.items() if default is not None}
+    values |= {name: FIELDS[name].parse(default) for name, default in given_defaults.items() if default is not None}
     values |= _budget_fields(given, thoughts or Thoughts()) | given
     for name in ("end_message", "landing"):
         if isinstance(text := values[name], str):
@@ -195,10 +195,8 @@ def parse_guidance(
     has_total &= values["target_length"] is not None and not values["end_token_ids"]
     values |= _landing_fields(values, has_total=has_total)
     # Between the start and the end of a thought, guidance pauses.
-    pauses = thoughts is not None and bool(thoughts.starts) and has_total and values["target_length_mode"] == "answer"
-    values["pause_token_ids"] = thoughts.starts if pauses else ()
-    if pauses:
-        values |= dict(start_token_ids=thoughts.ends, allow_eos=True)
+    if thoughts is not None and thoughts.starts and has_total and values["target_length_mode"] == "answer":
+        values |= dict(pause_token_ids=thoughts.starts, start_token_ids=thoughts.ends, allow_eos=True)
     # A row of the device table has MAX_SPAN_TOKENS columns for ends and starts, and MAX_CLOSING_TOKENS for a closing.
     ends, starts, message = values["end_token_ids"], values["start_token_ids"], values["end_message"]
     if (total := sum(map(len, ends + starts))) > MAX_SPAN_TOKENS:
