@@ -124,8 +124,9 @@ class GuidanceParams:
 
     def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
         """The state of the request's span, after ``output``. Without an end sequence, the whole output is one span."""
-        patterns, begin, seen, place = self.span_patterns, len(prompt), len(prompt) + len(output), None
-        end = None if patterns.leave_open(prompt) else begin
+        patterns, seen, place = self.span_patterns, len(prompt) + len(output), None
+        opened = patterns.open_from(prompt)
+        begin, end = (len(prompt), len(prompt)) if opened is None else (opened, None)
         match = patterns.at_end_of(prompt)
         for length, token in enumerate(output, len(prompt) + 1):
             match = patterns.after(match, token)
@@ -134,7 +135,7 @@ class GuidanceParams:
             elif end is not None and match & patterns.start_bits:
                 begin, end = length, None
         if end is None and self.hard_limit is not None:
-            span = output[begin - len(prompt) :]
+            span = [*prompt, *output][begin:]
             place = closing_from(self.closing_token_ids, span, self.hard_limit, self.hard_limit_grace)
         return SpanState(seen, begin, end, match, None if place is None else begin + place)
 

@@ -82,12 +82,12 @@ class SpanPatterns(NamedTuple):
             match = self.after(match, token)
         return match
 
-    def leave_open(self, prompt: Sequence[int]) -> bool:
-        """Whether a span is open after a prompt.
+    def open_from(self, prompt: Sequence[int]) -> int | None:
+        """The place from which the span that is open after a prompt counts. None if no span is open.
 
-        Without start sequences, it is unless an end is among the last :data:`CLOSED_WITHIN` tokens: without thinking, a
-        chat template puts ``<think></think>`` and line breaks there. With start sequences, the last start or end of the
-        prompt decides.
+        Without start sequences, a span is open unless an end is among the last :data:`CLOSED_WITHIN` tokens: without
+        thinking, a chat template puts ``<think></think>`` and line breaks there. With start sequences, the last start or end of the
+        prompt decides: a thought that the prompt begins counts from its start. Other spans count from the output.
         """
         lasts = {token for token, bits in self.bits_of.items() if bits & (self.end_bits | self.start_bits)}
         within = len(prompt) if self.start_bits else CLOSED_WITHIN
@@ -95,10 +95,10 @@ class SpanPatterns(NamedTuple):
             if prompt[i] in lasts:
                 match = self.at_end_of(prompt[max(i + 1 - MAX_SPAN_TOKENS, 0) : i + 1])
                 if match & self.end_bits:
-                    return False
+                    return None
                 if match & self.start_bits:
-                    return True
-        return self.begins_open
+                    return len(prompt) if self.begins_open else i + 1
+        return len(prompt) if self.begins_open else None
 
 
 @dataclass(frozen=True)

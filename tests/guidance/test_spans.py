@@ -23,7 +23,7 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
         ([WORD, END_OF_THINK], [WORD], (), (2, 2)),
         # DeepSeek R1 and Qwen3 of July 2025: the prompt opens the thought.
         ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (), (5, None)),
-        ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (THINK,), (5, None)),
+        ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (THINK,), (4, None)),
         ([THINK], [WORD, END_OF_THINK, WORD], (THINK,), (3, 3)),
         # Qwen3: the model opens the thought. If start tokens are known, no span is open until then.
         ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (), (6, 6)),
@@ -38,7 +38,7 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
         ([END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD, BREAK], [WORD], (), (8, None)),
         ([END_OF_THINK, TURN, BREAK, WORD, BREAK], [WORD], (), (5, None)),
         ([THINK, END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD], [WORD], (THINK,), (8, 8)),
-        ([THINK, BREAK, WORD, END_OF_THINK, TURN, THINK, WORD, BREAK, WORD, WORD], [], (THINK,), (10, None)),
+        ([THINK, BREAK, WORD, END_OF_THINK, TURN, THINK, WORD, BREAK, WORD, WORD], [], (THINK,), (6, None)),
         # An end of two tokens, the first of which is in the prompt.
         ([TURN, WORD], [WORD, END, END, WORD], (), (5, 5)),
         ([TURN, END], [END, WORD], (), (3, 3)),
@@ -94,6 +94,9 @@ LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_token
         # The limit counts from the span.
         (dict(end_token_ids=((9,),), start_token_ids=((8,),), hard_limit=2, end_message=(5,)), [3],
          [1, 1, 5, 8, 1, 1, 5], 5, 7),
+        # A thought that the prompt begins counts from its start.
+        (dict(end_token_ids=((9,),), start_token_ids=((8,),), hard_limit=2, end_message=(5,)), [3, 8, 1, 1],
+         [5], 2, 4),
         # A landing has no end tokens, and its tokens in the prompt do not count.
         (vars(LANDING), [3, 5, 6], [1, 1], 3, None),
         (vars(LANDING), [3, 5, 6], [1, 1, 5, 6, 5, 1], 3, 5),
