@@ -20,13 +20,12 @@ from tests.helpers.sglang_server import (
     SAMPLING,
     cached_tokens,
     check_lengths,
-    check_spans,
     check_steps,
     prompts_of,
     rows_of,
     running_server,
 )
-from tests.helpers.spans import LIKELY, SEVERAL, check_answers_of_several
+from tests.helpers.spans import LIKELY, SEVERAL, SPANS_ENDED, check_answers_with_spans
 
 OPTIONS = ("--chunked-prefill-size", "32", "--enable-metrics")
 STOPS = list(range(200, 248))
@@ -119,11 +118,13 @@ def test_spans(folder, engine):
     """A span ends by an end token or at its limit, the sequence ends only after it, and then guidance is off."""
     prompts, ends = prompts_of(9, 12, 70, 5, 30, 8, seed=13), [7, *range(100, 103)]
     span = GENTLE | {"end_token_ids": ends, "hard_limit": 11}
-    results, steps = engine.generate(prompts, [span | {"answer_length": 4.0}, *[span] * 5], **ENDING)
+    guidance = [span | {"answer_length": 4.0}, *[span] * 5]
+    results, steps = engine.generate(prompts, guidance, **ENDING)
     assert check_steps(folder, prompts, results, steps) > 6 * 6
-    places = check_spans(prompts, results, steps, ends, 11)
+    check_answers_with_spans(guidance, prompts, results, steps, [1] * 6)
     outputs = [result["output_ids"] for result in results]
-    assert all(not set(output[:place]) & set(STOPS) for output, place in zip(outputs, places, strict=True))
+    places = [min(i for i, token in enumerate(output) if token in ends) for output in outputs]
+    assert max(places) == 11 and all(not {*output[:n]} & {*STOPS} for output, n in zip(outputs, places, strict=True))
     assert any(output[-1] in STOPS for output in outputs)
     results, _ = engine.generate(prompts, [span | {"allow_eos": True}] * 6, **ENDING)
     assert any(result["output_ids"][-1] in STOPS and len(result["output_ids"]) < 12 for result in results)
@@ -142,7 +143,7 @@ def test_several_spans_and_closings(folder, engine):
     prompts, guidance = prompts_of(9, 40, 5, 12, seed=17), [GENTLE | asked for asked in SEVERAL]
     results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
     assert check_steps(folder, prompts, results, steps) > 60
-    check_answers_of_several(prompts, results, steps)
+    check_answers_with_spans(SEVERAL, prompts, results, steps, SPANS_ENDED)
     assert engine.metrics()["fallbacks_total"] == 0
 
 

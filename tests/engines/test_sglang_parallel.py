@@ -50,17 +50,12 @@ def ranks(folder):
 
 
 def agreed(server):
-    """Lines of the trace without duplicates, once both ranks have written all of them."""
+    """The steps of the trace without duplicates, once both ranks have written all of them."""
     end = time.monotonic() + 20  # the second rank reaches its last step after the first has answered
     while set((lines := Counter(server.lines())).values()) - {2}:
         assert time.monotonic() < end, f"ranks disagree: {[line for line, n in lines.items() if n != 2][:2]}"
         time.sleep(0.1)
-    return list(lines)
-
-
-def steps_of(lines, results):
-    ids = {result["meta_info"]["id"] for result in results}
-    return [step for step in map(json.loads, lines) if any(row["rid"] in ids for row in step["rows"])]
+    return [json.loads(line) for line in lines]
 
 
 @torch.no_grad()
@@ -82,7 +77,7 @@ def test_tensor_parallel_ranks_agree(folder, ranks):
     prompts = prompts_of(*PROMPT_LENGTHS)
     for is_cached in (False, True):
         results = ask(folder, ranks, prompts, GUIDANCE)
-        assert check_steps(folder, prompts, results, steps_of(agreed(ranks), results)) > 12 * 16
+        assert check_steps(folder, prompts, results, agreed(ranks)) > 12 * 16
         assert all((count > 0) == is_cached for count in cached_tokens(results))
     assert ranks.metrics()["guided_steps_total"] == len(agreed(ranks))
 
@@ -98,7 +93,7 @@ def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
     assert not (folder / "fail").exists(), "the rank did not fail"
     assert ranks.metrics()["fallbacks_total"] == fallbacks + is_lost
     time.sleep(2)  # the second rank reaches its last step after the first has answered
-    steps = steps_of(ranks.lines(), results)
+    steps = ranks.steps()
     drawn = [row["token"] for row in rows_of(results[0], steps) if row["length"] >= 20]
     if not is_lost:
         assert check_steps(folder, prompts, results, steps) > 16 and min(drawn) >= 0
@@ -106,14 +101,11 @@ def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
         assert drawn == []
     else:
         assert drawn and max(drawn) < 0
-    for cached in (
-        0 if method == "extend" else 19,
-        19,
-    ):  # what the failed request left in the radix cache is not reused
+    # What the failed request left in the radix cache is not reused.
+    for cached in (0 if method == "extend" else 19, 19):
         results = ask(folder, ranks, prompts[:1], [GENTLE])
         assert cached_tokens(results) == [cached]
-        steps = [json.loads(line) for line in ranks.lines()[-34:]]
-        assert check_steps(folder, prompts[:1], results, steps_of(map(json.dumps, steps), results))
+        assert check_steps(folder, prompts[:1], results, ranks.steps()[-34:])
 
 
 def test_data_parallel_attention(tmp_path):
@@ -124,13 +116,14 @@ def test_data_parallel_attention(tmp_path):
     prompts, options = prompts_of(*PROMPT_LENGTHS), ("--tp", "2", "--dp", "2", "--enable-dp-attention", *CHUNKS)
     with running_server(tmp_path, "attention", *options, **TWO_RANKS) as server:
         results = ask(tmp_path, server, prompts, GUIDANCE)
+        steps = server.steps()
         for rank in (0, 1):
-            assert steps_of(server.lines(), [r for r in results if r["meta_info"]["dp_rank"] == rank])
-        assert check_steps(tmp_path, prompts, results, steps_of(server.lines(), results))
+            assert any(rows_of(result, steps) for result in results if result["meta_info"]["dp_rank"] == rank)
+        assert check_steps(tmp_path, prompts, results, steps)
         for rank in (0, 1):
             alone = ask(tmp_path, server, prompts[-1:], [GENTLE], routed_dp_rank=rank)
             assert alone[0]["meta_info"]["dp_rank"] == rank
-            assert check_steps(tmp_path, prompts[-1:], alone, steps_of(server.lines(), alone))
+            assert check_steps(tmp_path, prompts[-1:], alone, server.steps())
 
 
 def test_mixed_prefill_and_decode_batches(folder):
@@ -255,23 +248,18 @@ def test_many_requests_with_aborts(tmp_path, running, count):
     log = (tmp_path / "load.log").read_text()
     assert "Traceback" not in log and "LenVM: a step failed" not in log and "leak" not in log
 
-    for i, how in leaving.items():
-        if how == "abort":
-            assert results[i]["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(results[i]["output_ids"]) < MORE_THAN_ANY_GETS
-    finished = [i for i in range(count) if i not in leaving]
-    assert [len(results[i]["output_ids"]) for i in finished] == [lengths[i] for i in finished]
-    assert any(results[i]["meta_info"]["num_retractions"] for i in finished)
     # At most 32 requests run at once. The number in one step depends on arrivals and retractions.
     assert 16 < max(len({row["rid"] for row in step["rows"]}) for step in steps) <= 32
-    rows = {rid: [] for rid in rids}
-    for step in steps:
-        for row in step["rows"]:
-            rows[row["rid"]].append(row)
-    assert all(len(rows[rids[i]]) < MORE_THAN_ANY_GETS for i in leaving)
-    for i in finished:  # one at a time, because a request has hundreds of candidates
+    assert any(results[i]["meta_info"]["num_retractions"] for i in range(count) if i not in leaving)
+    for i, result in enumerate(results):
+        rows = [row for step in steps for row in step["rows"] if row["rid"] == rids[i]]
+        if i in leaving:
+            assert len(result["output_ids"]) < MORE_THAN_ANY_GETS and len(rows) < MORE_THAN_ANY_GETS
+            assert leaving[i] == "hang up" or result["meta_info"]["finish_reason"]["type"] == "abort"
+            continue
+        assert len(result["output_ids"]) == lengths[i]
         if guidance[i % len(guidance)] is None:
-            assert all(row["status"] == Status.UNGUIDED for row in rows[rids[i]])
-        else:
-            assert check_steps(tmp_path, [prompts[i]], [results[i]], [{"rows": rows[rids[i]]}])
+            assert all(row["status"] == Status.UNGUIDED for row in rows)
+        else:  # one at a time, because a request has hundreds of candidates
+            assert check_steps(tmp_path, [prompts[i]], [result], [{"rows": rows}])
     assert check_steps(tmp_path, followers, *later)

@@ -10,7 +10,6 @@ import requests
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
-from lenvm_kernels.engines.sglang.value_model import MAX_WAITING
 from lenvm_kernels.types import Status
 from tests.helpers.sglang_server import (
     GENTLE,
@@ -29,7 +28,7 @@ from tests.helpers.sglang_server import (
     write_checkpoints,
     write_eagle,
 )
-from tests.helpers.spans import LIKELY, SEVERAL, check_answers_of_several
+from tests.helpers.spans import LIKELY, SEVERAL, SPANS_ENDED, check_answers_with_spans
 from tests.helpers.vllm_server import WORDS, save_tokenizer
 
 GUIDANCE = [
@@ -51,7 +50,6 @@ KINDS = {
     "tree": ((), {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}),
     "ranks": (("--tp", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
 }
-only_chain = pytest.mark.parametrize("engine", ["chain"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +107,10 @@ def test_several_spans_and_closings(folder, engine):
     prompts, guidance = PROMPTS[:4], [GENTLE | asked for asked in SEVERAL]
     results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
     assert check_steps(folder, prompts, results, steps) > 60
-    check_answers_of_several(prompts, results, steps)
+    check_answers_with_spans(SEVERAL, prompts, results, steps, SPANS_ENDED)
 
 
-@only_chain
+@pytest.mark.parametrize("engine", ["chain"], indirect=True)
 def test_strides_and_predicted_lengths(folder, engine):
     """Guided, strided and unguided requests, with and without ``return_values``."""
     wants = {"return_values": True, "gamma": 0.9}
@@ -123,17 +121,6 @@ def test_strides_and_predicted_lengths(folder, engine):
     status = {row["status"] for step in steps for row in step["rows"]}
     assert status >= {Status.GUIDE, Status.NOT_DUE, Status.UNGUIDED}
     check_lengths(folder, prompts, guidance, results)
-
-
-@only_chain
-def test_pending_end_of_answer_is_not_reused_as_prefix(folder, engine):
-    """The second turn of a conversation reuses only tokens that the value model had computed in the first."""
-    prompts = prompts_of(30, seed=23)
-    first, _ = engine.generate(prompts, [GENTLE | {"value_stride": 999_999}], max_new_tokens=40)
-    longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
-    results, steps = engine.generate(longer, [GENTLE])
-    assert 30 < cached_tokens(results)[0] <= 30 + 39 - MAX_WAITING
-    assert check_steps(folder, longer, results, steps)
 
 
 def test_without_a_value_model(folder):

@@ -14,10 +14,12 @@ class PlainStep:
     Args:
         values: value logits of the last tokens of sequences, by full forwards of ``transformers``.
         eos: the end-of-sequence token.
+        max_candidates: maximum number of candidates.
+        defaults: further arguments of :func:`parse_guidance`.
     """
 
-    def __init__(self, values, eos):
-        self.values, self.eos = values, eos
+    def __init__(self, values, eos, max_candidates=8, **defaults):
+        self.values, self.eos, self.max_candidates, self.defaults = values, eos, max_candidates, defaults
 
     def row(self, logits, prefix, generated, guidance, sampling):
         """Distribution of the next token, value logits of the candidates by token, and what decides the row.
@@ -29,7 +31,7 @@ class PlainStep:
             guidance: parameters of the request.
             sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
         """
-        logits, params = logits[None].clone(), parse_guidance(guidance)
+        logits, params = logits[None].clone(), parse_guidance(guidance, **self.defaults)
         probs = torch.softmax(logits / sampling["temperature"], 1)
         if params.has_span:
             if any(end in prefix for (end,) in params.end_token_ids):
@@ -47,7 +49,9 @@ class PlainStep:
         filters["top_k"] = filters["top_k"].int()
         table = GuidanceTable.from_params([params], [{self.eos}], "cpu").columns
         of_request = dict(table=table, generated=torch.tensor([generated]).int(), backend="reference")
-        candidates = topk_candidates(logits, **filters, **of_request, is_logits=True)
+        candidates = topk_candidates(
+            logits, **filters, **of_request, is_logits=True, max_candidates=self.max_candidates
+        )
         tokens = candidates.token_ids[0].tolist()
         listed = [token for token in tokens if token >= 0]
         values = dict(zip(listed, self.values([[*prefix, token] for token in listed]), strict=True))

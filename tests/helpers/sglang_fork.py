@@ -1,6 +1,7 @@
 """A stand-in for the LenVM fork of SGLang, with the inputs that its model runner passes to the guided sampler."""
 
 import sys
+from itertools import chain
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -18,19 +19,11 @@ BY_TOKEN, BY_LENGTH = (torch.randn(size, VOCAB, generator=_GENERATOR) for size i
 BY_TOKEN[:, [IMAGE, VIDEO]] = -torch.inf  # no image is drawn
 
 
-def use_stand_in(monkeypatch, without="", **changed):
-    """Put modules with the fork's names and parameters into ``sys.modules``, before ``install()``.
-
-    Args:
-        monkeypatch: pytest's fixture.
-        without: name to leave out.
-        changed: replacement parameters by the last part of a name.
-
-    Returns:
-        The modules by name. ``calls`` of the module of the sampler records calls of ``initialize`` and ``apply``.
-    """
+def use_stand_in(monkeypatch):
+    """Put modules with the fork's names and parameters into ``sys.modules``, before ``install()``; returns them by
+    name. ``calls`` of the sampler's module records calls of ``initialize`` and ``apply``."""
     modules = {}
-    for path, text in stubs("sglang_fork", "0.5.8", **changed).items():
+    for path, text in stubs("sglang_fork", "0.5.8").items():
         name = path.removesuffix(".py").replace("/", ".")
         modules[name] = ModuleType(name)
         exec(text, vars(modules[name]))
@@ -47,25 +40,13 @@ def use_stand_in(monkeypatch, without="", **changed):
         (runner, "initialize", lambda self, min_per_gpu_memory: calls.append(("initialize", self, min_per_gpu_memory))),
         (runner, "sample", lambda self, logits_output, forward_batch: self.sampler(logits_output, forward_batch)),
     ):
-        if name not in changed:
-            setattr(owner, name, function)
+        setattr(owner, name, function)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    if without:
-        owner, _, attribute = without.replace(":", ".").rpartition(".")
-        module, _, owner = (owner, "", "") if owner in modules else owner.rpartition(".")
-        delattr(getattr(modules[module], owner) if owner else modules[module], attribute)
     sglang_fork.install.cache_clear()
     sglang_fork.warn_once.cache_clear()
     for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
         monkeypatch.delenv(name, raising=False)
-    return modules
-
-
-def install(monkeypatch):
-    """Modules of the stand-in after ``install()``, without a value model and without settings."""
-    modules = use_stand_in(monkeypatch)
-    sglang_fork.install()
     return modules
 
 
@@ -81,11 +62,6 @@ class Request:
 
     def finished(self):
         return self.finished_reason is not None
-
-    @property
-    def items(self):
-        """Images of the prompt."""
-        return () if self.multimodal_inputs is None else self.multimodal_inputs.mm_items
 
 
 class Item(SimpleNamespace):
@@ -108,23 +84,11 @@ class Item(SimpleNamespace):
         return self.modality.name == "IMAGE"
 
 
-class OnHost(list):
-    """Numbers that the engine has on the host; ``tolist`` of a tensor would count as a host-device sync."""
-
-    def tolist(self):
-        return list(self)
-
-
 class Engine:
     """A model runner after ``install()``; scores of its base model depend on the last token and the length.
 
-    Args:
-        modules, monkeypatch: modules of the stand-in, by name, and pytest's fixture.
-        value_model: directory of the value model.
-        free: bytes of free memory returned by successive calls.
-        function: guidance function. If None, one of the fork's.
-        is_draft_worker: attribute of the model runner.
-        options: options of the server.
+    ``free`` are the bytes of free memory returned by successive calls, ``function`` is the guidance function (if None,
+    one of the fork's), and ``options`` are the server's.
     """
 
     lag = 0  # number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler
@@ -142,15 +106,9 @@ class Engine:
         self.lvm_guided_sampler = object.__new__(modules[SAMPLING].LvmGuidedSampler)
         self.lvm_guided_sampler._inproc = None
         self.lvm_guided_sampler._fn = function or modules[SAMPLING].lvm_combined_guidance
-        given = dict(
-            tokenizer_path=str(value_model),
-            disable_cuda_graph=False,
-            mem_fraction_static=0.9,
-            lvm_guided_inproc=True,
-            lvm_guided_inproc_model_path=str(value_model),
-            lvm_guided_inproc_json_model_override_args="{}",
-            lvm_guided_inproc_mem_fraction_static=0.5,
-        )
+        given = dict(tokenizer_path=str(value_model), disable_cuda_graph=False, mem_fraction_static=0.9)
+        inproc = dict(model_path=str(value_model), json_model_override_args="{}", mem_fraction_static=0.5)
+        given |= {"lvm_guided_inproc": True} | {f"lvm_guided_inproc_{name}": value for name, value in inproc.items()}
         self.model_runner = object.__new__(modules[RUNNER].ModelRunner)
         vars(self.model_runner).update(
             sampler=self,
@@ -165,39 +123,28 @@ class Engine:
             max_running_requests=5,
         )
         self.model_runner.initialize(0.0)
-        self._draws = torch.Generator().manual_seed(21)
+        self.draws = torch.Generator().manual_seed(21)
 
     @property
     def runner(self):
         return self.lvm_guided_sampler._inproc
 
-    @property
-    def rows(self):
-        """Rows that hold slots of the value model."""
-        slots = self.runner.own.slots
-        return {row for row in range(len(slots.table)) if slots.pages(row)}
-
     def step(self, requests, rows=(), *, ends=None, prefixes=None):
-        """Probabilities before and after guidance of a batch.
+        """Probabilities before and after guidance of a batch of requests with all their tokens, including those
+        generated before a retraction.
 
-        Args:
-            requests: requests with all tokens, including those generated before a retraction.
-            rows: rows of the engine's request pool in a batch of prompts; empty in a decode batch.
-            ends: ends of the prompts' chunks. If None, the chunks are whole.
-            prefixes: number of tokens per request in the engine's radix cache. If None, 0.
+        A batch of prompts has ``rows`` of the engine's request pool, ``ends`` of the chunks (if None, all tokens), and
+        ``prefixes`` in the engine's radix cache (if None, 0 tokens).
         """
         is_decode, lens = not rows, [len(request.tokens) for request in requests]
-        prefixes = [n - 1 for n in lens] if is_decode else prefixes or [0] * len(requests)
-        ends = ends or lens
+        ends, prefixes = ends or lens, [n - 1 for n in lens] if is_decode else prefixes or [0] * len(requests)
         for request, row in zip(requests, rows, strict=False):
             request.req_pool_idx = row
-        for request in requests:
-            end = len(request.tokens) - self.lag * is_decode
-            request.output_ids = request.tokens[len(request.origin_input_ids) : end]
+        for request, n in zip(requests, lens, strict=True):
+            request.output_ids = request.tokens[len(request.origin_input_ids) : n - self.lag * is_decode]
         scores = [BY_TOKEN[r.tokens[n - 1]] + BY_LENGTH[n] for r, n in zip(requests, ends, strict=True)]
         parts = [r.tokens[first:end] for r, first, end in zip(requests, prefixes, ends, strict=True)]
         part_lens = torch.tensor([len(part) for part in parts], dtype=torch.int32)
-        tokens = [token for part in parts for token in part] + [VOCAB - 1] * is_decode  # with padding
         sampling = [r.sampling_params for r in requests]
         batch = SimpleNamespace(
             reqs=list(requests),
@@ -208,21 +155,17 @@ class Engine:
                 torch.tensor([float(x.min_p) for x in sampling]),
             ),
             forward_mode=SimpleNamespace(is_decode=lambda: is_decode, is_mixed=lambda: False),
-            input_ids=torch.tensor(tokens),
+            input_ids=torch.tensor([*chain(*parts), *[VOCAB - 1] * is_decode]),  # with padding
             extend_seq_lens=part_lens,
             extend_start_loc=part_lens.cumsum(0, dtype=torch.int32) - part_lens,
             req_pool_indices=torch.tensor([r.req_pool_idx for r in requests]),
             seq_lens=torch.tensor(ends),
-            seq_lens_cpu=OnHost(ends),
+            # On the host. ``tolist`` of a tensor would count as a host-device sync.
+            seq_lens_cpu=SimpleNamespace(tolist=lambda: ends),
         )
         probs = torch.softmax(torch.stack(scores), dim=-1)
         self.model_runner.sample(probs, batch)
         return probs, self.result
-
-    def draw(self, requests, probs):
-        """Append tokens drawn from ``probs [B, V]``."""
-        for request, row in zip(requests, probs, strict=True):
-            request.tokens.append(int(torch.multinomial(row, 1, generator=self._draws)))
 
     def __call__(self, probs, batch):
         """Replaces the fork's sampler up to the guidance, which rewrites probabilities in place."""

@@ -139,20 +139,6 @@ def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALO
     return running_server(folder, name, "--chunked-prefill-size", "32", *options, plugin=plugin, **env)
 
 
-def check_spans(prompts, results, steps, ends, limit):
-    """Check that each output has one of ``ends`` within ``limit`` and is guided up to it; returns their indices."""
-    places = []
-    for prompt, result in zip(prompts, results, strict=True):
-        places.append(min(i for i, token in enumerate(result["output_ids"]) if token in ends))
-        rows = [row for row in rows_of(result, steps) if row["length"] >= len(prompt)]  # without chunks of the prompt
-        open_rows = [row for row in rows if row["length"] <= len(prompt) + places[-1]]
-        assert len(open_rows) == places[-1] + 1 and Status.UNGUIDED not in {row["status"] for row in open_rows}
-        assert {row["status"] for row in rows if row not in open_rows} <= {Status.UNGUIDED}
-        assert places[-1] < limit or result["output_ids"][limit] == ends[0]
-    assert max(places) == limit
-    return places
-
-
 # Targets of requests to a server without a value model, with many stop tokens.
 TARGETS = (4, 27, 9, 40, 15)
 STOPS = list(range(200, 212))

@@ -34,9 +34,9 @@ def check_several(asked, prompt, output, statuses):
     return ended
 
 
-def check_answers_of_several(prompts, results, steps):
-    """:func:`check_several` for SGLang's answers to :data:`SEVERAL`, with at least :data:`SPANS_ENDED` ended spans."""
-    for asked, prompt, result, spans in zip(SEVERAL, prompts, results, SPANS_ENDED, strict=True):
+def check_answers_with_spans(guidance, prompts, results, steps, ended):
+    """:func:`check_several` for SGLang's answers, with at least ``ended[i]`` ended spans of request ``i``."""
+    for asked, prompt, result, spans in zip(guidance, prompts, results, ended, strict=True):
         rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
         statuses = {row["length"]: row["status"] for row in rows}
         assert check_several(asked, prompt, result["output_ids"], statuses) >= spans

@@ -3,20 +3,16 @@
 ``openai_client.py`` needs a server: ``test_sglang_text.py`` runs it against the real one.
 """
 
-import math
 import re
 import runpy
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lenvm_kernels import GuidanceTable, parse_guidance
-from lenvm_kernels.ops.topk_candidates import topk_candidates
 from tests.helpers.cases import simplest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -92,35 +88,3 @@ def test_fuzz_own_kernel(setting, monkeypatch, lenvm):
     command = re.search(r"^    lenvm (fuzz .*)$", (EXAMPLES / "fuzz_own_kernel.py").read_text(), re.MULTILINE)[1]
     code, out, _ = lenvm(*command.split(), "--replay", simplest("value_head", 6, seed=3, **setting))
     assert code == 0 and out.split()[-5:-2] == ["value_head", "1", "6"]
-
-
-def test_fork_guidance(monkeypatch):
-    """With stand-ins for the fork's functions: tilted rows stay unchanged, constrained rows take the largest value."""
-
-    class LvmGuidedSampler:
-        def _apply_guidance_gpu(self, pending, value_logits):
-            probs, ids, listed = pending.gpu_candidates
-            assert len(probs) == len(value_logits) == len(pending.send_batch_indices)
-            assert torch.equal(listed, probs > 0)
-            pending.guided[pending.send_batch_indices] = pending.guided[pending.send_batch_indices].scatter_add(
-                1, ids, probs / probs.sum(1, keepdim=True)
-            )
-
-    def lvm_combined_guidance(token_probs, token_values, token_ids, *, req):
-        assert req.sampling_params.custom_params["value_constraint"] == "ge"
-        assert math.isclose(sum(token_probs), 1, abs_tol=1e-6) and len(token_ids) == len(token_values)
-        return [float(value == max(token_values)) for value in token_values]
-
-    module = ModuleType("sglang.srt.lvm.lvm_guided_sampling")
-    module.LvmGuidedSampler, module.lvm_combined_guidance = LvmGuidedSampler, lvm_combined_guidance
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    fork = runpy.run_path(str(EXAMPLES / "fork_guidance.py"))
-
-    params = [parse_guidance(p) for p in ({"target_length": 9, "op": "ge"}, {"mode": "exp", "scale": 2})]
-    table = GuidanceTable.from_params([*params, None], [{2}] * 3, "cpu").columns
-    rows = dict(top_k=torch.full([3], 3, dtype=torch.int32), top_p=torch.ones(3), min_p=torch.zeros(3))
-    candidates = topk_candidates(torch.tensor([[0.1, 0.2, 0.4, 0.3]]).repeat(3, 1), **rows, max_candidates=4)
-    # Token 2, the first candidate, ends the output, so its value is 0 for any logit.
-    guided = fork["reweight_scatter"](candidates, torch.tensor([[9.0, 1.0, 2.0, 0.0]]).repeat(3, 1), table)
-    q = [4 / 9, 3 / 9, 2 / 9, 0]
-    torch.testing.assert_close(guided, torch.tensor([[0.0, 0, 1, 0], q, q]))
