@@ -63,11 +63,9 @@ def oracle(value_model):
 
 def layer_of(kind, weight=None):
     """A layer of the engine without its constructor, which needs an engine; its output is the hidden states."""
-    made = type(
-        "Layer",
-        (kind,),
-        {"__init__": torch.nn.Module.__init__, "forward": lambda self, lm_head, hidden_states: hidden_states},
-    )()
+    made = object.__new__(kind)
+    torch.nn.Module.__init__(made)
+    made.forward = lambda lm_head, hidden_states: hidden_states
     if weight is not None:
         made.weight, made.tp_size = torch.nn.Parameter(weight), 1
     return made
@@ -273,16 +271,17 @@ UNCHANGED = CHUNK, LOST, NONE, NOT_DUE = "chunk", "lost", "unguided", "not due"
 SHARED = [*PROMPT[:50], 1, 2, 3]
 ENDED = [*PROMPT[:9], 20, 21, END, 20, 21]  # a prompt of 9 tokens, and an output that has ended its span
 SCENARIOS = {
-    # Guided, unguided, skipped by an entropy threshold, with one candidate, and an unfinished prompt.
+    # Guided, unguided, skipped by an entropy threshold, with one candidate, an unfinished prompt, and a stride.
     "mixed batch": [
         Add(2, PROMPT[:9], TILT, params={"temperature": 0.5, "top_k": 4}),
         Add(5, PROMPT[:6], None),
         Add(0, PROMPT[:12], TILT | {"value_entropy_threshold": 50.0}),
         Add(3, PROMPT[:50], TILT),
         Add(1, PROMPT[:4], TILT, params={"top_p": 1e-6}),
-        Step({2: ON, 5: ON, 0: ON, 3: 20, 1: ON}, [G, NONE, "SKIP", CHUNK, "SINGLE"]),
-        Step({0: ([9], []), 3: ON, 2: ([8], [])}, ["SKIP", G, G]),
-        Step({2: ([7], []), 0: ([4], []), 5: ([1], [])}, [G, "SKIP", NONE]),
+        Add(4, PROMPT[1:9], TILT | {"value_stride": 2}),
+        Step({2: ON, 5: ON, 0: ON, 3: 20, 1: ON, 4: ON}, [G, NONE, "SKIP", CHUNK, "SINGLE", NOT_DUE]),
+        Step({0: ([9], []), 3: ON, 2: ([8], []), 4: ([7], [])}, ["SKIP", G, G, G]),
+        Step({2: ([7], []), 0: ([4], []), 4: ([9], []), 5: ([1], [])}, [G, "SKIP", NOT_DUE, NONE]),
     ],
     "drafts of some requests": [
         Add(4, PROMPT, TILT),
@@ -293,17 +292,15 @@ SCENARIOS = {
         Step({1: ([8], [3, 4, 5]), 4: ON, 0: ([2], [1, 2, 3])}, [*[G] * 5, *[NONE] * 4]),
         Step({1: ([3, 4], [3, 4, 5]), 4: ([7], [6, 7, 8])}, [G] * 8),
     ],
-    "stride": [
-        Add(2, PROMPT[:9], TILT | {"value_stride": 2}),
-        Step({2: ON}, [NOT_DUE]),
-        Step({2: ([7], [])}, [G]),
-        Step({2: ([9], [])}, [NOT_DUE]),
-    ],
-    # As from a chat template with thinking disabled; another request of the step has an open span.
-    "closed span": [
+    # After an end in the prompt, as from a chat template with thinking disabled; open; and of requests that the engine
+    # has preempted, which are added again with their outputs.
+    "spans": [
         Add(4, [*PROMPT[:6], END, 9], SPAN),
         Add(2, PROMPT[:8], SPAN),
-        Step({4: ON, 2: ON}, [AFTER, G], likely=(EOS,)),
+        Add(0, ENDED, SPAN, prompt_len=9),
+        Add(3, PROMPT[:12], SPAN, prompt_len=9),
+        Step({4: ON, 2: ON, 0: ON, 3: ON}, [AFTER, G, AFTER, G], likely=(EOS,)),
+        Step({3: ([9], [])}, ["hard limit"]),
     ],
     # With fewer drafts than the maximum, among other requests. The span in slot 4 ends in a draft, and then in the
     # first of two new tokens. The span in slot 2 ends at its limit.
@@ -318,13 +315,6 @@ SCENARIOS = {
             likely=(EOS,),
         ),
         Step({4: ([END, 20], [])}, [AFTER], likely=(EOS,)),
-    ],
-    # The request is added again with its output; or the end belongs to an earlier turn in the prompt.
-    "preempted after its span": [Add(0, ENDED, SPAN, prompt_len=9), Step({0: ON}, [AFTER])],
-    "preempted in its span": [
-        Add(3, PROMPT[:12], SPAN, prompt_len=9),
-        Step({3: ON}, [G]),
-        Step({3: ([9], [])}, ["hard limit"]),
     ],
     # Twelve pages of slots: the requests that have waited longest lose them and are recomputed, also if the span has
     # ended meanwhile, or tokens of steps that were not due are not computed yet.
@@ -687,14 +677,9 @@ def test_new_weights_and_sleep(probe, is_probe, sleeps):
             engine.runner.reset_lora_state()
 
 
-def flipped(base):
-    return torch.nn.ModuleList([layer_of(VocabParallelEmbedding, base[1].weight.detach().flip(0))])
-
-
 def with_inner_layers(base):
     """A model that returns the inputs of its layers."""
-    model = object.__new__(Qwen2ForCausalLM)
-    torch.nn.Module.__init__(model)
+    model = layer_of(Qwen2ForCausalLM)
     model.parts = base
     return model
 
@@ -702,7 +687,6 @@ def with_inner_layers(base):
 INNER = r"got one of layers \[1\], too"
 NO_PROBE = "LENVM_VALUE_MODEL must not be a probe with this base model: ModuleList"
 REFUSED = [
-    ("probe", flipped, {}, "must be 'tiny', got one with another embedding"),
     ("probe", lambda base: base[:1], {}, f"{NO_PROBE} has no input embedding that is not quantized"),
     ("probe", lambda base: base[:2], {}, f"{NO_PROBE} computes its logits without vLLM's LogitsProcessor"),
     ("inner", lambda base: base, {}, f"{INNER}: ModuleList shows no others"),
