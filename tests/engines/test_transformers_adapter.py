@@ -239,6 +239,14 @@ def test_ended_rows_are_inactive(tiny, monkeypatch):
     assert tiny.make()(IDS, torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
 
 
+def test_extended_prompts_exclude_padding_and_last_token(tiny, monkeypatch):
+    """The first step computes the last token."""
+    extended = {}
+    monkeypatch.setattr(GuidedStep, "extend", lambda *args, **kwargs: extended.update(kwargs))
+    tiny.make()(IDS, SCORES)
+    assert extended["starts"].tolist() == [0, 9, 17] and extended["lens"].tolist() == [5, 2, 0]
+
+
 def test_non_finite_scores_affect_their_row_only(tiny):
     clean, broken, processor = tiny.make()(IDS, SCORES), SCORES.clone(), tiny.make()
     broken[1, 7] = torch.nan
