@@ -649,15 +649,22 @@ def probe(tmp_path_factory):
 def test_states_are_those_of_the_rows_of_a_step(probe, kind):
     """The states of the engine's logits, also if drafts are verified for some requests at a time."""
     base, hidden, pos = torch.nn.ModuleList([*probe[1][:2], layer_of(kind)]), torch.randn(9, HIDDEN), torch.arange(9)
-    engine = Engine(probe[0], base=base)
-    engine.add(4, PROMPT[:9], TILT)
+    engine, scores = Engine(probe[0], base=base, drafts=3), torch.randn(3, VOCAB)
     base[2](None, hidden)
     for first, end in ((0, 9), (0, 4), (4, 9)):
         states = engine.guide._states.of_rows(SimpleNamespace(pos=pos[first:end]))
         assert torch.equal(states, hidden[first:end])
-    base[2](lm_head=None, hidden_states=hidden[8:])
-    _, after, *_ = engine.step({4: ON})
-    assert len(kept(after)[0]) == 1 and not engine.guide.fallbacks
+
+    def probs(rows, first):
+        """Guided probabilities of slot 4 and its draft, with states and logits from row ``first`` on."""
+        engine.add(2, PROMPT[:5], None)
+        engine.add(4, PROMPT[:9], TILT)
+        base[2](lm_head=None, hidden_states=hidden[first:3])
+        engine.step(rows, scores[first:])
+        return torch.stack([found for tokens, found in engine.traced()[0].items() if len(tokens) > 6])
+
+    beside, alone = probs({2: ([6], []), 4: ([8], [6])}, 0), probs({4: ([8], [6])}, 1)
+    assert torch.equal(beside, alone) and len(alone) == 2 and not engine.guide.fallbacks
 
 
 @pytest.mark.parametrize("is_probe", [False, True])
