@@ -10,7 +10,6 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -21,14 +20,10 @@ from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.logits_processor import LogitsProcessor as LogitsLayer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
-from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from lenvm_kernels.engines.one_token import leave_only
 from lenvm_kernels.engines.own_slots import MAX_DELTA
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
@@ -404,37 +399,6 @@ def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
     for event in SCENARIOS["drafts of some requests"][3:]:
         _, after, *_ = engine.step(event.rows)
         assert any(len(tokens) == 1 for tokens in kept(after)) and not engine.guide.fallbacks
-
-
-@pytest.mark.parametrize("is_probabilistic", [False, True])
-@pytest.mark.parametrize("use_block_verification", [False, True])
-def test_engine_accepts_exactly_the_drafts_that_were_drawn(monkeypatch, is_probabilistic, use_block_verification):
-    """vLLM's rejection sampler, top-k, top-p and a temperature on rows with one finite logit."""
-    # Triton's interpreter has no log1p.
-    monkeypatch.setattr(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=lambda x: tl.log(1 + x)))
-    count, temperature, requests = 60, 0.7, torch.arange(60)
-    drawn, logits = torch.randint(VOCAB, (count, 3), dtype=torch.int32), torch.randn(3 * count, VOCAB)
-    leave_only(logits, drawn.flatten())
-    accepted = requests % 3
-    drafts = torch.where(torch.arange(2) < accepted[:, None], drawn[:, :2], (drawn[:, :2] + 1) % VOCAB)
-    for k, p in ((1, 0.1), (VOCAB, 1.0)):
-        sampled, num_sampled = rejection_sample(
-            apply_top_k_top_p(logits / temperature, torch.full((3 * count,), k), torch.full((3 * count,), p)),
-            torch.zeros(count, 2, VOCAB) if is_probabilistic else None,
-            torch.cat([drawn[:, :1], drafts], 1).flatten(),
-            torch.arange(0, 3 * count + 1, 3, dtype=torch.int32),
-            torch.arange(9, 12).repeat(count),
-            requests,
-            requests.repeat_interleave(3),
-            torch.arange(3, dtype=torch.int32).repeat(count),
-            torch.full((count,), temperature),
-            requests + 1000,
-            num_speculative_steps=2,
-            use_block_verification=use_block_verification,
-        )
-        assert torch.equal(num_sampled.long(), accepted + 1)
-        is_returned = torch.arange(3) <= accepted[:, None]
-        assert torch.equal(sampled[is_returned].int(), drawn[is_returned])
 
 
 def test_requests_without_a_seed_draw_differently_and_alike_on_all_ranks(value_model):
