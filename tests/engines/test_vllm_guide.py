@@ -287,14 +287,15 @@ SCENARIOS = {
         Step({1: ([8], [3, 4, 5]), 4: ON, 0: ([2], [1, 2, 3])}, [*[G] * 5, *[NONE] * 4]),
         Step({1: ([3, 4], [3, 4, 5]), 4: ([7], [6, 7, 8])}, [G] * 8),
     ],
-    # After an end in the prompt, as from a chat template with thinking disabled; open; and of requests that the engine
-    # has preempted, which are added again with their outputs.
-    "spans": [
+    # Spans after an end in the prompt, as from a chat template with thinking disabled; open spans; and spans and a
+    # target of requests that the engine has preempted, which are added again with their outputs.
+    "spans and preempted requests": [
         Add(4, [*PROMPT[:6], END, 9], SPAN),
         Add(2, PROMPT[:8], SPAN),
         Add(0, ENDED, SPAN, prompt_len=9),
         Add(3, PROMPT[:12], SPAN, prompt_len=9),
-        Step({4: ON, 2: ON, 0: ON, 3: ON}, [AFTER, G, AFTER, G], likely=(EOS,)),
+        Add(1, PROMPT[1:14], {"target_length": 6}, prompt_len=9),
+        Step({4: ON, 2: ON, 0: ON, 3: ON, 1: ON}, [AFTER, G, AFTER, G, G], likely=(EOS,)),
         Step({3: ([9], [])}, ["hard limit"]),
     ],
     # With fewer drafts than the maximum, among other requests. The span in slot 4 ends in a draft, and then in the

@@ -182,7 +182,6 @@ class Guide:
             slot,
             guidance,
             set(sorted(ends)[:MAX_END_TOKENS]),
-            prompt_len=prompt_len,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             span=guidance.span_state(tokens[:prompt_len], tokens[prompt_len:]),
         )
