@@ -151,9 +151,7 @@ class ValueEngine:
     def _forward(self, pieces: Sequence[_Piece]) -> None:
         """Compute the value logits of the tokens and candidates of each piece."""
         own, device, counts = self._own, self.value_model.device, [len(piece.candidate_ids) for piece in pieces]
-        columns = max(counts)
-        if columns and self._backend != "reference" and device.type == "cuda":  # a kernel is compiled for each
-            columns = next_power_of_2(columns)
+        columns = next_power_of_2(max(counts)) if any(counts) else 0  # a kernel is compiled for each
         candidates = [[*piece.candidate_ids, *[-1] * (columns - len(piece.candidate_ids))] for piece in pieces]
         at = own.places([piece.part for piece in pieces])
         token_ids = own.to_device(torch.tensor([t for piece in pieces for t in piece.token_ids], dtype=torch.int64))

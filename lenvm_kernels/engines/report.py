@@ -56,9 +56,7 @@ class Metrics:
         self.fallbacks = counter("fallbacks", "Steps whose guidance failed; their requests lost it.")
         self.without_room = counter("without_room", "Requests that lost guidance: the value model's cache was full.")
         self.lora_requests = counter("lora_requests", "Guided requests whose LoRA adapter the values do not describe.")
-        self.lost_mass = counter(
-            "lost_mass", "Probability cut off by the limit on candidates, summed over guided rows."
-        )
+        self.lost_mass = counter("lost_mass", "Probability cut off by the limit on candidates, over guided rows.")
         self.value_model_milliseconds = counter("value_model_milliseconds", "Time of guided steps and of prompts.")
         statuses = [*(status.name.lower() for status in Status), _BROKEN]
         self.rows = counters("rows", "Rows of guided steps, by what became of them.", "status", statuses)

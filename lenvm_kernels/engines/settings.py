@@ -214,10 +214,8 @@ class Settings:
         """The value model on a device, or None without one or with a probe; ``dtype`` is the base model's."""
         if self.value_model is None or self.has_probe:
             return None
-        dtype = self.dtype or dtype
-        return ValueModel.from_pretrained(
-            self.value_model, self.value_head, gamma=self.gamma, dtype=dtype, device=device
-        )
+        options: dict[str, Any] = dict(gamma=self.gamma, dtype=self.dtype or dtype, device=device)
+        return ValueModel.from_pretrained(self.value_model, self.value_head, **options)
 
     def working_bytes(
         self, values: ValueModel | LengthProbe | None, *, max_delta: int, max_drafts: int = 0, **sizes: int

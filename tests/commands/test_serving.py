@@ -145,11 +145,10 @@ def test_request_formats_of_fork_scripts(pair, client, path, body, queries, is_l
     assert isinstance(answer, list) == is_list
     rows = answer if is_list else [answer]
     check(pair, [row["embedding"] for row in rows], queries)
+    about = [row["meta_info"] for row in rows]
     lengths = [len(query.token_ids) + len(query.candidate_ids) for query in queries]
-    assert [row["meta_info"]["prompt_tokens"] for row in rows] == lengths
-    if "rid" in body:
-        assert [row["meta_info"]["id"] for row in rows] == list(body["rid"])
-    assert all(row["meta_info"]["cached_tokens"] == 0 for row in rows)
+    assert [(facts["prompt_tokens"], facts["cached_tokens"]) for facts in about] == [(n, 0) for n in lengths]
+    assert "rid" not in body or [facts["id"] for facts in about] == list(body["rid"])
     assert post(client, "flush_cache", b"").text and client.get("health").json()["forwards"] >= 1
 
 
@@ -158,18 +157,18 @@ def test_predicted_lengths_of_prompts(pair, tmp_path, form, scale):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(save_checkpoint(tmp_path, seed=1))
     tokenizer.chat_template = CHAT
     engine = ValueEngine(value_model_of(*pair, lenvm_config=LenVMConfig(gamma=0.97, **form)), max_tokens=512)
-    turns = (("user", "w7"), ("assistant", "w8"), ("user", "w1"))
-    chat = [{"role": role, "content": content} for role, content in turns]
-    of_chat = tokenizer.convert_tokens_to_ids(["w30", "w7", "w31", "w8", "w30", "w1", "w32"])
-    cases = [
+    chat = [dict(role=role, content=text) for role, text in (("user", "w7"), ("assistant", "w8"), ("user", "w1"))]
+    of_chat, of_turn = map(
+        tokenizer.convert_tokens_to_ids, (["w30", "w7", "w31", "w8", "w30", "w1", "w32"], ["w30", "w7", "w32"])
+    )
+    client = client_of(engine, tokenizer=tokenizer)
+    for body, prompts in (
         ({"input_ids": [A, [5]]}, [A, [5]]),
         ({"input_ids": A}, [A]),
         ({"text": ["w3 w4", "w2"]}, [[6, 7], [5]]),
         ({"messages": chat}, [of_chat]),
-        ({"messages": [chat, chat[:1]]}, [of_chat, tokenizer.convert_tokens_to_ids(["w30", "w7", "w32"])]),
-    ]
-    client = client_of(engine, tokenizer=tokenizer)
-    for body, prompts in cases:
+        ({"messages": [chat, chat[:1]]}, [of_chat, of_turn]),
+    ):
         answers = post(client, "predict", body).json()
         answers = answers if isinstance(answers, list) else [answers]
         for answer, prompt in zip(answers, prompts, strict=True):
@@ -183,25 +182,19 @@ def test_predicted_lengths_of_prompts(pair, tmp_path, form, scale):
     ("path", "body", "message"),
     [
         ("encode", b"{", "the body: Invalid JSON"),
-        ("encode", b"\xff", "the body: Invalid JSON"),
         ("encode", [1], "the body: Input should be an object, got [1]"),
         ("encode", {}, "one of input_ids, text must be given, got none"),
         ("encode", {"input_ids": [1], "text": "a"}, "got input_ids and text"),
         ("encode", {"messages": [{"role": "user"}]}, "one of input_ids, text must be given, got messages"),
         ("encode", {"input_ids": "a"}, "valid array, got 'a'"),
         ("encode", {"input_ids": []}, "input_ids must have 1 to 512 tokens, a candidate included, got 0"),
-        ("encode", {"input_ids": [[1], 2]}, "valid array, got 2"),
-        ("encode", {"input_ids": [[1], [2.0]]}, "valid integer, got 2.0"),
         ("encode", {"input_ids": [[True]]}, "valid integer, got True"),
-        ("encode", {"input_ids": [-1]}, "input_ids must be token ids in [0, 97), got -1"),
-        ("encode", {"input_ids": [10**30]}, "input_ids must be token ids in [0, 97), got 1000"),
+        ("encode", {"input_ids": [-(10**30)]}, "input_ids must be token ids in [0, 97), got -1000"),
         ("encode", {"input_ids": [1] * 513}, "input_ids must have 1 to 512 tokens, a candidate included, got 513"),
         ("encode", {"input_ids": [1], "bypass_cache": [True, False]}, "bypass_cache must have one per sequence, 1"),
         ("encode", {"input_ids": [1], "candidate_ids": [[1]]}, "and be absent elsewhere"),
         ("encode", {"text": "a"}, "text needs a tokenizer"),
         ("encode", {"input_ids": [1], "image_data": "data:"}, "image_data: Extra inputs are not permitted"),
-        ("predict", {"messages": [{"role": "user", "content": [1]}]}, "messages"),
-        ("tree_value", {"input_ids": [[1]]}, "candidate_ids must have tokens for each sequence"),
         ("tree_value", {"input_ids": [[1], [2]], "candidate_ids": [[1], []]}, "must have tokens for each"),
         ("tree_value", {"input_ids": [[1]], "candidate_ids": [[1], [2]]}, "must have one per sequence, 1"),
         ("tree_value", {"input_ids": [[1]], "candidate_ids": [[97]]}, "candidate_ids must be token ids in [0, 97)"),

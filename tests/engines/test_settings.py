@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks, load_with
-from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import StepConfig
 from tests.helpers.models import random_pair, save_checkpoint
 from tests.helpers.probes import write_random_probe
@@ -88,10 +87,9 @@ def test_settings_are_read_from_variables_and_files(model, given, name, text, so
     value = EACH[name][0][text]
     if source == "variable":
         given(value_model=model, **{name: text.format(model=model)})
-    elif isinstance(value, (bool, int, float)):
-        given({"value_model": str(model), name: value})
     else:
-        given({"value_model": str(model), name: text.format(model=model)})
+        is_text = not isinstance(value, (bool, int, float))
+        given({"value_model": str(model), name: text.format(model=model) if is_text else value})
     assert Settings.from_environment() == Settings(model, **{name: model if value == "{model}" else value})
 
 
@@ -110,20 +108,14 @@ PRECEDENCE = [
 def test_precedence(model, given, name, values, first):
     """Sources from ``first`` on provide a value."""
     of_request, variable, in_file, beside_model, _ = [x if i >= first else None for i, x in enumerate(values)]
-    if beside_model is not None:
-        LenVMConfig(**{name: beside_model}).write(model)
-    given({"value_model": str(model), name: in_file} if in_file is not None else {"value_model": str(model)})
-    if variable is not None:
-        given(**{name: variable})
+    LenVMConfig(**({} if beside_model is None else {name: beside_model})).write(model)
+    in_file = {} if in_file is None else {name: in_file}
+    given({"value_model": str(model)} | in_file, **({} if variable is None else {name: variable}))
     settings = Settings.from_environment()
     params = settings.parse_request({"target_length": 9} | ({} if of_request is None else {name: of_request}))
     config = settings.step_config(has_graphs=False, vocab_size=9)
-    found = {
-        "gamma": params.gamma,
-        "strength": params.scale,
-        "value_stride": params.value_stride or config.value_stride,
-        "max_candidates": config.max_candidates,
-    }
+    found = dict(gamma=params.gamma, strength=params.scale, max_candidates=config.max_candidates)
+    found["value_stride"] = params.value_stride or config.value_stride
     assert found[name] == next((value for value in values[first:] if value is not None), None)
 
 
@@ -173,13 +165,6 @@ def test_bad_files_are_rejected_by_name(model, given, content, message):
         Settings.from_environment()
 
 
-def test_bad_file_of_value_model_is_rejected_by_name(model, given):
-    given(value_model=model)
-    (model / "lenvm_config.json").write_text('{"gamma": 2}')
-    with pytest.raises(ValueError, match=r"lenvm_config.json: gamma must be a number > 0 and < 1, got 2"):
-        Settings.from_environment()
-
-
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("graphs", [None, False, True])
 def test_step_config_from_settings(model, has_graphs, graphs):
@@ -190,16 +175,11 @@ def test_step_config_from_settings(model, has_graphs, graphs):
 
 
 # By source: the default strength, the error of value_head, and unsupported requests with their errors.
+MINIMUM = {"target_length": 9, "value_min": 0.5}
 UNSUPPORTED = [
     ("none", 10, "without a value model", {"return_values": True}, "return_values must not be given without a value"),
     ("none", 10, "without a value model", {"thinking_budget": 40}, "thinking_budget needs end_token_ids"),
-    (
-        "probe",
-        40,
-        "with a probe",
-        {"target_length": 9, "value_min": 0.5},
-        r"value_min must be absent .* probe, got 0.5",
-    ),
+    ("probe", 40, "with a probe", MINIMUM, r"value_min must be absent .* probe, got 0.5"),
 ]
 
 
@@ -235,16 +215,6 @@ def test_requests_with_too_many_tokens_are_rejected(fields, stops, message):
         Settings(None).parse_request(fields, range(stops))
 
 
-@pytest.mark.parametrize("other", [{}, {"scale": 2}, {"mode": "x", "strength": "high"}, {"thinking_budget": -1}])
-def test_requests_share_parameters_with_other_components(other):
-    """Without fields, nothing is guided. Fields in the namespace are, whatever other components read."""
-    params = Settings(None).parse_request(other)
-    assert params == GuidanceParams() and not params.needs_step
-    for fields in ({"target_length": 9, "strength": 3}, '{"target_length": 9, "strength": 3}'):
-        params = Settings(None).parse_request(other | {"lenvm": fields})
-        assert (params.target_length, params.scale) == (9.0, 3.0)
-
-
 def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
     """None, with a warning, if the engine's tokenizer cannot be loaded."""
     path = save_checkpoint(tmp_path, seed=0, words=["<unk>", "<eos>", "<pad>", "a", "b.", "c\n"])
@@ -254,32 +224,20 @@ def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
     assert "outputs may end within sentences: the tokenizer" in caplog.text and "nowhere" in caplog.text
 
 
-def test_tokenizer_of_an_engine_is_loaded_by_the_engine(model, given, tmp_path, monkeypatch):
-    """Other tokenizers are loaded by transformers."""
-    words = AutoTokenizer.from_pretrained(save_checkpoint(tmp_path / "words", seed=0, words=["<think>", "</think>"]))
-    loaded = []
-
-    def from_pretrained(path):
-        loaded.append(str(path))
-        if path == model:
-            raise OSError("no tokenizer")
-        return words
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    for i in (1, 2, 3):
-        load_with(f"engine/{i}", lambda i=i: loaded.append(i) or words)
-    assert Settings.current("engine/1").thoughts.ends == ((1,),)
-    assert load_text_breaks("engine/2", 2) is None
-    check_vocabulary(tmp_path / "value", 2, 3, "engine/3")
+def test_tokenizer_of_an_engine_is_loaded_by_the_engine(model, tmp_path):
+    """Once for each use. The value model's is loaded by transformers."""
+    path, loaded = save_checkpoint(tmp_path / "words", seed=0, words=["<think>", "</think>"]), []
+    tokenizers = [AutoTokenizer.from_pretrained(path)] * 3 + [SimpleNamespace(get_vocab=dict)]
+    for i, tokenizer in enumerate(tokenizers):
+        load_with(f"engine/{i}", lambda i=i, tokenizer=tokenizer: loaded.append(i) or tokenizer)
+    assert Settings.current("engine/0").thoughts.ends == ((1,),)
+    assert load_text_breaks("engine/1", 2) is None
+    check_vocabulary(path, 2, 3, "engine/2")
     with pytest.raises(ValueError, match=r"LENVM_VALUE_MODEL must have a tokenizer .* has 2 tokens .* 3, got none in"):
-        check_vocabulary(model, 2, 3, "engine/3")
-    Settings.current.cache_clear()
-    given(tokenizer="other")
-    assert Settings.current("engine/1").thoughts.ends == ((1,),)
-    assert loaded == [1, 2, 3, str(tmp_path / "value"), str(model), "other"]
-    load_with("engine/4", lambda: SimpleNamespace(get_vocab=dict))
+        check_vocabulary(model, 2, 3, "engine/2")
     with pytest.raises(ValueError, match=r"LENVM_VALUE_MODEL must share .* tokens differ, .* \(ids None and \d+\)"):
-        check_vocabulary(tmp_path / "value", 2, 3, "engine/4")
+        check_vocabulary(path, 2, 3, "engine/3")
+    assert loaded == [0, 1, 2, 3]
 
 
 # Tokenizers of the setting, the engine and the value model, named by the id of their end of a thought, and the one
@@ -292,12 +250,10 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
     """It is loaded only if a request needs it: loading takes seconds."""
 
     def path_of(name):
-        if name is None:
-            return None
         words = [f"w{i}" for i in range(20)]
-        if name != "none":
+        if name not in (None, "none"):
             words[int(name)] = "</think>"
-        return save_checkpoint(tmp_path / name, seed=0, words=words)
+        return name and save_checkpoint(tmp_path / name, seed=0, words=words)
 
     given(tokenizer=path_of(setting) or "", value_model=path_of(value_model) or model)
     engine = path_of(engine)
@@ -305,10 +261,8 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
     assert settings is Settings.current(engine)
     settings.parse_request({"value_mode": "centered_exp", "value_scale": 9, "thinking_budget": None})
     assert "thoughts" not in vars(settings)
-    if end is not None:
+    message = "thinking_budget needs end_token_ids: no token is known"
+    with pytest.raises(ValueError, match=message) if end is None else nullcontext():
         assert settings.parse_request({"thinking_budget": 9}).end_token_ids == ((end,),)
-    else:
-        with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
-            settings.parse_request({"thinking_budget": 9})
     assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == ((3,), (4,))
     assert not settings.parse_request({"target_length": 9}).end_token_ids

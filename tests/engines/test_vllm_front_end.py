@@ -1,11 +1,10 @@
 """Servers of vLLM that cannot guide requests, and requests that cannot be guided: named, and harmless to others."""
 
 import os
-import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -71,6 +70,7 @@ SERVERS = [
     ("", dict(version="0.34.0"), "guidance fits vLLM 0.32, 0.33, got 0.34.0; LENVM_VALUE_MODEL=none tries it"),
     ("none", dict(version="0.34.0"), None),
     ("", dict(is_second=False), SECOND),
+    ("", dict(model_config={"is_diffusion": True}), "is_diffusion must be False together with guidance, got"),
     ("model", dict(is_second=False), SECOND),
     ("none", dict(is_second=False, model_config={"runner_type": "pooling"}), None),
     ("none", PIPELINE, None),
@@ -80,15 +80,15 @@ SERVERS = [
     ("probe", SLEEP, None),
     ("model", SLEEP, "enable_sleep_mode must be False together with guidance, got True"),
     *(
-        (source, dict([(part, {name: value})]), f"{name} must be {accepted} together with guidance, got")
-        for source, part, name, value, accepted in (
-            ("", "model_config", "return_sampling_mask", True, False),
-            ("", "model_config", "is_diffusion", True, False),
-            ("none", "parallel_config", "prefill_context_parallel_size", 2, 1),
-            ("none", "parallel_config", "decode_context_parallel_size", 2, 1),
-            ("none", "parallel_config", "enable_batch_sharded_sampling", True, False),
-            ("none", "speculative_config", "enable_adaptive_verification", True, False),
-            ("none", "speculative_config", "rejection_sample_method", "synthetic", "standard or block"),
+        ("none", {part: {name: value}}, f"{name} must be {accepted} together with guidance, got")
+        for part, name, value, accepted in (
+            ("model_config", "return_sampling_mask", True, False),
+            ("model_config", "is_diffusion", True, False),
+            ("parallel_config", "prefill_context_parallel_size", 2, 1),
+            ("parallel_config", "decode_context_parallel_size", 2, 1),
+            ("parallel_config", "enable_batch_sharded_sampling", True, False),
+            ("speculative_config", "enable_adaptive_verification", True, False),
+            ("speculative_config", "rejection_sample_method", "synthetic", "standard or block"),
         )
     ),
 ]
@@ -140,52 +140,52 @@ def test_variables_reach_every_worker(monkeypatch):
     assert os.environ["LENVM_GAMMA"] == "0.9"
 
 
+@dataclass
 class Request:
     """What ``InputProcessor.process_inputs`` returns."""
 
-    def __init__(self, extra_args=None, watermarking=False, lora=None, images=None, embeds=None):
-        self.sampling_params = SamplingParams(extra_args=extra_args, watermarking=watermarking)
-        self.lora_request, self.mm_features, self.prompt_embeds = lora, images, embeds
+    sampling_params: SamplingParams
+    lora_request: object = None
+    mm_features: list | None = None
+    prompt_embeds: torch.Tensor | None = None
 
 
 TEXT = "the prompt must be text together with guidance by a value model, got"
 ADAPTER = "a LoRA adapter must be absent together with guidance by a value model or probe"
+MARKED, LORA, IMAGES = {"watermarking": True}, {"lora_request": "adapter"}, {"mm_features": [1]}
+EMBEDS = {"prompt_embeds": torch.zeros(2, 3)}
+# Value source, parameters and contents of a request, and the error if it contains guidance.
 REQUESTS = [
-    ("none", dict(lora="adapter", images=[1]), None),
-    ("none", dict(embeds=torch.zeros(2, 3)), None),
-    ("none", dict(watermarking=True), "watermarking must be false together with guidance, got true"),
-    ("probe", dict(images=[1]), None),
-    ("probe", dict(lora="adapter"), ADAPTER),
-    ("model", {}, None),
-    ("model", dict(lora="adapter"), ADAPTER),
-    ("model", dict(images=[1]), f"{TEXT} images or audio"),
-    ("model", dict(embeds=torch.zeros(2, 3)), f"{TEXT} prompt_embeds"),
+    ("none", {}, LORA | IMAGES | EMBEDS, None),
+    ("none", MARKED, {}, "watermarking must be false together with guidance, got true"),
+    ("probe", {}, IMAGES, None),
+    ("probe", {}, LORA, ADAPTER),
+    ("model", {}, {}, None),
+    ("model", {}, LORA, ADAPTER),
+    ("model", {}, IMAGES, f"{TEXT} images or audio"),
+    ("model", {}, EMBEDS, f"{TEXT} prompt_embeds"),
 ]
 
 
-@pytest.mark.parametrize(("source", "options", "message"), REQUESTS)
-def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, source, options, message):
-    """And only if they contain guidance."""
+@pytest.mark.parametrize(("source", "params", "contents", "message"), REQUESTS)
+def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, source, params, contents, message):
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
     monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
     front_end.configure(None, config())
-    unguided = Request(OTHERS, **options)
-    assert InputProcessor.process_inputs(None, unguided) is unguided
-    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        InputProcessor.process_inputs(None, Request(TARGET, **options))
+    for xargs, error in ((OTHERS, None), (TARGET, message)):
+        request = Request(SamplingParams(extra_args=xargs, **params), **contents)
+        with nullcontext() if error is None else pytest.raises(ValueError, match=error):
+            assert InputProcessor.process_inputs(None, request) is request
 
 
-@pytest.mark.parametrize(
-    ("request_class", "prompt"),
-    [
-        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "w1"}]}),
-        (CompletionRequest, {"prompt": "w1"}),
-    ],
-)
+CHAT = {"messages": [{"role": "user", "content": "w1"}]}
+
+
+@pytest.mark.parametrize(("kind", "prompt"), [(ChatCompletionRequest, CHAT), (CompletionRequest, {"prompt": "w1"})])
 @pytest.mark.parametrize("xargs", [None, OTHERS, TARGET])
-def test_beams_with_guidance_are_rejected(request_class, prompt, xargs):
+def test_beams_with_guidance_are_rejected(kind, prompt, xargs):
     front_end.configure(None, config())
-    request, message = request_class(model="base", use_beam_search=True, n=2, vllm_xargs=xargs, **prompt), "use_beam_"
+    request, message = kind(model="base", use_beam_search=True, n=2, vllm_xargs=xargs, **prompt), "use_beam_search must"
     with pytest.raises(ValueError, match=message) if xargs is TARGET else nullcontext():
         assert request.to_beam_search_params(5, {}).beam_width == 2
 
@@ -245,11 +245,11 @@ def test_failure_at_start_ends_servers_with_settings_only(monkeypatch, caplog, g
     assert "requests cannot be guided: on purpose" in caplog.text
 
 
-VERSION = {"vllm/__init__.py": "__version__ = '0.32.0'\n"}
-INTERFACE = {"vllm/v1/worker/gpu/sample/logits_processor/interface.py": "class LogitsProcessor: pass\n"}
-WITHOUT_TRITON = "import sys; sys.modules['triton'] = None\n"
+INTERFACE = "vllm/v1/worker/gpu/sample/logits_processor/interface.py"
 USE = """
+import sys
 from types import SimpleNamespace
+sys.modules |= {modules}
 from lenvm_kernels.engines.vllm.front_end import configure, install
 from lenvm_kernels.engines.vllm.processor import LenVMProcessor
 install()
@@ -257,35 +257,22 @@ model_config = SimpleNamespace(tokenizer='', runner_type='generate')
 configure(None, SimpleNamespace(use_v2_model_runner={is_second}, model_config=model_config, additional_config={{}}))
 LenVMProcessor(SimpleNamespace(model_config=None, additional_config={{}}), None, False)
 LenVMProcessor.validate_params(SimpleNamespace(extra_args=None))
-try:
-    LenVMProcessor.validate_params(SimpleNamespace(extra_args={{"target_length": 5}}))
-except ValueError as error:
-    print(error)
+LenVMProcessor.validate_params(SimpleNamespace(extra_args={{"target_length": 5}}))
 """
 
 
 @pytest.mark.parametrize(
-    ("files", "before", "is_second", "message"),
+    ("version", "files", "modules", "is_second", "message"),
     [
-        ({"vllm/__init__.py": "__version__ = '0.11.0'\n"}, "", False, "got 0.11.0"),
-        (VERSION, "", False, SECOND),
-        (VERSION | INTERFACE, WITHOUT_TRITON, True, "triton"),
+        ("0.11.0", {}, {}, False, "got 0.11.0"),
+        ("0.32.0", {}, {}, False, SECOND),
+        ("0.32.0", {INTERFACE: "class LogitsProcessor: pass\n"}, {"triton": None}, True, "triton"),
     ],
 )
-def test_other_environments_are_not_harmed(site, files, before, is_second, message):
+def test_other_environments_are_not_harmed(site, version, files, modules, is_second, message):
     """Another version of vLLM, without the modules that guidance uses; and an environment without Triton."""
-    folder, code = site(files), before + USE.format(is_second=is_second)
-    variables = {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    assert "guidance (target_length) must be absent from this server" in done.stdout and message in done.stdout
-
-
-def test_slots_of_a_value_model_are_imported_with_one_only():
-    """Guidance by a probe, or without values, imports neither."""
-    texts = {path.stem: path.read_text() for path in Path(front_end.__file__).parent.glob("*.py")}
-    for module, users in (("own_slots", {"model_guide"}), ("model_guide", {"processor"})):
-        imports = re.compile(rf"^( *)from lenvm_kernels\.engines\.(?:vllm\.)?{module} import", re.MULTILINE)
-        found = {name: imports.findall(text) for name, text in texts.items() if imports.search(text)}
-        assert found.keys() == users
-    assert found == {"processor": ["        "]}  # inside a function
+    folder = site({"vllm/__init__.py": f"__version__ = '{version}'\n"} | files)
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", USE.format(modules=modules, is_second=is_second)]
+    error = subprocess.run(command, env=environment, capture_output=True, text=True).stderr.splitlines()[-1]
+    assert "guidance (target_length) must be absent from this server" in error and message in error, error

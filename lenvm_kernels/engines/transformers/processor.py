@@ -242,8 +242,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         for row, params in enumerate(self.params):
             if params is not None and params.has_span:
                 prompt = tokens[row, -int(self._prompt_lens[row]) :].tolist()
-                span = params.span_state(prompt)
-                self._step.add_request(row, params, eos, prompt_len=len(prompt), span=span)
+                self._step.add_request(row, params, eos, span=params.span_state(prompt))
 
     def _check_progress(self, input_ids: torch.Tensor) -> int:
         """The number of new tokens so far. Raises ValueError unless each row grew by one token since the last call."""

@@ -62,6 +62,9 @@ class Guide:
         signatures.check("vllm")
         self.settings, self.config, self.req_states, self.device = settings, config, req_states, req_states.device
         self.rows, self.drafts = req_states.max_num_reqs, config.num_speculative_tokens
+        self._sizes = dict(
+            vocab_size=req_states.vocab_size, max_drafts=self.drafts, max_delta=self.max_delta + self.drafts
+        )
         self._group = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
         self._states: BaseStates | None = None
         self.fallbacks = 0
@@ -114,12 +117,6 @@ class Guide:
         after_reload(runner, reload)
         return probe, no_slots, name
 
-    @property
-    def _sizes(self) -> dict[str, int]:
-        """Sizes of a step."""
-        vocab_size = self.req_states.vocab_size
-        return dict(vocab_size=vocab_size, max_delta=self.max_delta + self.drafts, max_drafts=self.drafts)
-
     def _working_bytes(self, source: ValueModel | LengthProbe | None) -> int:
         """Bytes that the steps take."""
         sizes = self._sizes | dict(requests=self.rows, max_len=self.config.model_config.max_model_len)
@@ -145,9 +142,8 @@ class Guide:
 
     def _new_report(self) -> Report:
         """The report of the first rank."""
-        file, request_ids, metrics = self.settings.predictions, None, None
-        if file is not None:
-            request_ids = calling_runner().req_states.index_to_req_id
+        file, metrics = self.settings.predictions, None
+        request_ids = {} if file is None else calling_runner().req_states.index_to_req_id
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):  # the engine's /metrics reads this directory
             metrics = Metrics(model_name=str(self.config.model_config.served_model_name))
         return Report(self.device, self.rows, metrics, file, request_ids)
@@ -186,7 +182,6 @@ class Guide:
             slot,
             guidance,
             set(sorted(ends)[:MAX_END_TOKENS]),
-            prompt_len=prompt_len,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             span=guidance.span_state(tokens[:prompt_len], tokens[prompt_len:]),
         )
@@ -213,14 +208,12 @@ class Guide:
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
         places, has_drafts = np.flatnonzero(self._is_known[ctx.idx_mapping_np]), len(ctx.pos) > len(ctx.idx_mapping_np)
-        parts = [places[first : first + self._part] for first in range(0, len(places), self._part)]
+        size = self._part if has_drafts else self.rows
         # vLLM may verify drafts for some requests at a time, in views of the step's rows.
         is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
-        if len(places) and not has_drafts:
-            self._guide(logits, Part.whole(ctx), is_last)
-        elif len(places):
-            for part in parts:
-                self._guide(logits, Part.of(ctx, part, 1 + self.drafts), is_last and part is parts[-1])
+        for first in range(0, len(places), size):
+            part = Part.of(ctx, places[first : first + size], 1 + self.drafts) if has_drafts else Part.whole(ctx)
+            self._guide(logits, part, is_last and first + size >= len(places))
         try:
             self.report.collect()
         except Exception:
