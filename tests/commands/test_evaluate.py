@@ -342,7 +342,7 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
 def test_said_settings_put_each_target_into_the_prompt(evaluate, served, tiny, engine):
     server, url = served("sglang")
     options = ["--num-prompts", 2, *([] if engine is None else ["--url", url, "--constant-url", url])]
-    options += ["--say-it", "w{words} w{tokens}"]
+    options += ["--say-it", "w{words} w{tokens}", "--temperature", 0]
     folder, _ = evaluate(*options, targets=[9, 30])
     lines = lines_of(folder)
     counts = {"none": 4, **dict.fromkeys(["constant", "guided", "none, said", "constant, said", "guided, said"], 8)}
@@ -356,6 +356,8 @@ def test_said_settings_put_each_target_into_the_prompt(evaluate, served, tiny, e
         assert len(line["ids"]) <= {None: 80, 9: 32, 30: 80}[line["target"]]
     assert sorted(body["input_ids"] for _, body in server.requests) == ([] if engine is None else sorted(asked))
     assert list(scores_of(folder)["30"]) == ["none", "hard cut", *list(counts)[1:]]
+    answers = {(line["setting"], line["target"], line["prompt"], *line["ids"]) for line in lines}
+    assert engine or len(answers) == 22  # equal for both seeds
     evaluate(*options, targets=[9, 30])
     assert len(server.requests) == (0 if engine is None else 44)
 
