@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.types import DeltaTokens
-from lenvm_kernels.values import KVCache, LenVMConfig, RaggedBatch, ValueModel
+from lenvm_kernels.values import LenVMConfig, ValueModel
 from tests.helpers.models import VOCAB, random_pair, value_logits
+from tests.helpers.value_requests import ATOL, Requests
 
 FORMS = {
     "softplus": LenVMConfig(gamma=0.99, target_form="length", length_normalizer=100.0),
@@ -28,9 +27,6 @@ def trained_lengths(config, outputs):
         return torch.expm1(torch.nn.functional.softplus(x))
     activation = {"softplus": torch.nn.functional.softplus, "sigmoid": torch.sigmoid}[config.length_activation]
     return activation(x) * config.length_normalizer
-
-
-# --- the file ---
 
 
 def test_written_fields_round_trip(tmp_path):
@@ -79,9 +75,6 @@ def test_bad_files_are_named(tmp_path, content, message):
             read(tmp_path)
 
 
-# --- lengths ---
-
-
 @pytest.mark.parametrize("gamma", [0.5, 0.9, 0.997, 1 - 1e-6])
 @pytest.mark.parametrize("form", FORMS)
 def test_value_logits_encode_the_trained_lengths(form, gamma):
@@ -106,19 +99,9 @@ def test_extreme_outputs(form):
         assert FORMS[form].value_logits(torch.tensor([math.inf])).isinf()
 
 
-# --- the model and its adapter ---
-
-
 @pytest.fixture(scope="module")
 def pair():
     return random_pair("qwen2")
-
-
-@pytest.fixture
-def checkpoint(tmp_path, pair):
-    pair[0].save_pretrained(tmp_path)
-    save_file(pair[1], tmp_path / "value_head.safetensors")
-    return tmp_path
 
 
 PROMPT, CANDIDATES = [5, 6, 7], [11, 12]
@@ -126,21 +109,18 @@ PROMPT, CANDIDATES = [5, 6, 7], [11, 12]
 
 def forward(value_model):
     """Value logits of two candidates after a prompt, and of two columns of padding."""
-    i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
-    slots, padded = i32(1, 2, 3), i32(*CANDIDATES, -1, -1)[None]
-    delta = DeltaTokens(i32(*PROMPT), i32(0), i32(3), i32(0), torch.zeros(1, dtype=torch.int64))
-    batch = RaggedBatch.build(value_model, padded, i32(2), slots[None], delta=delta)
-    return value_model.forward(batch, KVCache.of_slots(value_model, 8))
+    return Requests(value_model, rows=1).step([PROMPT], [CANDIDATES], width=4)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_model_of_lengths_returns_value_logits(checkpoint, pair, form):
+def test_model_of_lengths_returns_value_logits(tmp_path, pair, form):
     """Requests without their own gamma get the trained lengths, for any gamma of the model."""
     config = FORMS[form]
-    config.write(checkpoint)
+    config.write(tmp_path)
+    pair[0].save_pretrained(tmp_path)
     outputs = torch.stack([value_logits(*pair, torch.tensor([[*PROMPT, token]]))[0, -1] for token in CANDIDATES])
     for gamma in (None, 0.95):
-        value_model = ValueModel.from_pretrained(checkpoint, gamma=gamma)
+        value_model = ValueModel.from_pretrained(tmp_path, pair[1], gamma=gamma)
         assert value_model.lenvm_config.gamma == (gamma or config.gamma)
         z = forward(value_model)
         assert z.dtype == torch.float32 and z[0, 2:].eq(0).all()
@@ -150,13 +130,11 @@ def test_model_of_lengths_returns_value_logits(checkpoint, pair, form):
         torch.testing.assert_close(lengths.double(), trained_lengths(config, outputs), rtol=1e-4, atol=0)
 
 
-def test_model_of_discounted_returns_keeps_its_head_outputs(checkpoint, pair):
-    LenVMConfig(gamma=0.9).write(checkpoint)
-    z = forward(ValueModel.from_pretrained(checkpoint))
-    torch.testing.assert_close(forward(ValueModel.from_pretrained(checkpoint, gamma=0.5)), z)
-    torch.testing.assert_close(forward(ValueModel.from_causal_lm(*pair)), z)
-    length_model = ValueModel.from_causal_lm(*pair, lenvm_config=FORMS["log_length"])
-    assert not torch.allclose(z, forward(length_model))
+def test_model_of_discounted_returns_keeps_its_head_outputs(pair):
+    expected = [value_logits(*pair, torch.tensor([[*PROMPT, token]]))[0, -1].item() for token in CANDIDATES]
+    for gamma in (0.9, 0.5):
+        z = forward(ValueModel.from_causal_lm(*pair, lenvm_config=LenVMConfig(gamma=gamma)))
+        assert z.tolist()[0] == pytest.approx([*expected, 0, 0], abs=ATOL)
 
 
 NEAR, OWN = {"target_length": 9}, {"target_length": 9, "gamma": 0.8, "strength": 2}
