@@ -424,12 +424,6 @@ SCENARIOS = [
         [Start("ab"), Predict("b"), Grow("b", (9,), told=1), Extend("b"), Predict("b"), Step("ab")],
         page_size=1,
     ),
-    Scenario(
-        "a predicted prompt of the length and the last token of another request",
-        {"a": Asked(0, PROMPTS[0], TILT), "b": Asked(3, [40, 41, 42, 8], LENGTHS)},
-        [Start("ab"), Step("a"), Predict("b"), Step("a"), Predict("b"), Step("ba")],
-        page_size=1,
-    ),
 ]
 
 
