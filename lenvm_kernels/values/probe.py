@@ -115,8 +115,8 @@ class LengthProbe:
         tensors: ``projection.weight [2 D, L H]`` and ``projection.bias [2 D]``, which give ``scale`` and then ``shift``
             from the states of ``L`` layers, ``embedding.weight [D, H]`` and ``embedding.bias [D]``, ``fc.weight
             [E, D]`` and ``fc.bias [E]``, ``bins.weight [N, E]`` and ``bins.bias [N]``.
-        embedding: the base model's input embedding ``[V, H]``, which is projected once.
-        dtype: dtype of the states: float32, bfloat16 or float16. If None, the dtype of ``embedding``.
+        embedding: the base model's input embedding ``[V, H]``, which is projected once. Its dtype, float32, bfloat16 or
+            float16, is also the dtype of the states.
         lenvm_config: provides gamma. If None, ``LenVMConfig()``.
 
     Raises:
@@ -129,14 +129,13 @@ class LengthProbe:
         tensors: Mapping[str, torch.Tensor],
         embedding: torch.Tensor,
         *,
-        dtype: torch.dtype | None = None,
         lenvm_config: LenVMConfig | None = None,
     ) -> None:
         self.config, self.lenvm_config = config, lenvm_config or LenVMConfig()
-        self.dtype, self.device = dtype or embedding.dtype, embedding.device
+        self.dtype, self.device = embedding.dtype, embedding.device
         if self.dtype not in FLOAT_DTYPES:
             came = str(self.dtype).removeprefix("torch.")
-            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {came}")
+            raise ValueError(f"embedding must be float32, bfloat16 or float16, got {came}")
         of = {name: tensor.to(self.device, self.dtype).contiguous() for name, tensor in tensors.items()}
         self._projection = of["projection.weight"], of["projection.bias"]
         self._head = tuple(of[name] for name in ("fc.weight", "fc.bias", "bins.weight", "bins.bias"))
@@ -163,13 +162,7 @@ class LengthProbe:
 
     @classmethod
     def from_pretrained(
-        cls,
-        path: str | Path,
-        num_layers: int,
-        embedding: torch.Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        gamma: float | None = None,
+        cls, path: str | Path, num_layers: int, embedding: torch.Tensor, *, gamma: float | None = None
     ) -> LengthProbe:
         """Load a probe for a base model.
 
@@ -177,7 +170,6 @@ class LengthProbe:
             path: a directory with ``probe_config.json``, ``probe.safetensors`` and ``lenvm_config.json``, or
                 ``owner/name`` of one on Hugging Face.
             num_layers, embedding: layers and input embedding of the base model that the probe was trained for.
-            dtype: as above.
             gamma: replaces the gamma of ``lenvm_config.json``. If None, the file's is kept.
 
         Raises:
@@ -187,7 +179,7 @@ class LengthProbe:
         path = local_path(path)
         config, tensors = read_probe(path)
         config.check_base(num_layers, embedding)
-        return cls(config, tensors, embedding, dtype=dtype, lenvm_config=LenVMConfig.read(path, gamma))
+        return cls(config, tensors, embedding, lenvm_config=LenVMConfig.read(path, gamma))
 
     def value_logits(
         self,

@@ -306,8 +306,8 @@ def test_copies_of_the_base_model_in_other_dtypes_are_accepted():
 def test_base_model_and_dtype_of_a_probe_are_checked(probe, folder):
     with pytest.raises(ValueError, match="with 48 columns in its embedding, got one with 24"):
         probe.config.check_base(3, torch.zeros(VOCAB, 24))
-    with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):
-        LengthProbe(probe.config, load_file(folder / TENSORS_FILE), torch.zeros(VOCAB, 48), dtype=torch.float64)
+    with pytest.raises(ValueError, match="embedding must be float32, bfloat16 or float16, got float64"):
+        LengthProbe(probe.config, load_file(folder / TENSORS_FILE), torch.zeros(VOCAB, 48).double())
 
 
 def test_mixture_of_experts(tmp_path, put_into_cache):
