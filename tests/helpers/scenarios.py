@@ -7,7 +7,7 @@ references in PyTorch, values with plain forwards of ``transformers``, and the n
 import math
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import softplus
@@ -60,24 +60,21 @@ class Asked:
         return replace(self, tokens=list(self.prompt))
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Requests arrive. If not ``is_extended``, their prompts are not computed."""
 
     names: str
     is_extended: bool = True
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(NamedTuple):
     """A request leaves; its row and slots are free."""
 
     name: str
     is_removed: bool = True  # otherwise the next request replaces it
 
 
-@dataclass(frozen=True)
-class Extend:
+class Extend(NamedTuple):
     """Tokens ``first`` to ``end`` of the request's sequence are passed to ``extend``. If ``restarts``, after a loss."""
 
     name: str
@@ -86,8 +83,7 @@ class Extend:
     restarts: bool = False
 
 
-@dataclass(frozen=True)
-class Grow:
+class Grow(NamedTuple):
     """A sequence grows by tokens that no step drew. ``told``: how many the next step is passed; if None, all."""
 
     name: str
@@ -95,13 +91,11 @@ class Grow:
     told: int | None = None
 
 
-@dataclass(frozen=True)
-class WarmUp:
+class WarmUp(NamedTuple):
     """The step is warmed up."""
 
 
-@dataclass(frozen=True)
-class Predict:
+class Predict(NamedTuple):
     """Lengths are predicted after the tokens that the next step is passed."""
 
     names: str
@@ -246,16 +240,17 @@ class Driver:
         self.seen.candidates.clear()
 
     def predict(self, event):
-        batch = [self.live[name] for name in event.names]
-        i32, new = self.engine.tensor, [asked.new for asked in batch]
-        lengths, tokens = [len(asked.tokens) for asked in batch], [asked.tokens for asked in batch]
+        batch, i32 = [self.live[name] for name in event.names], self.engine.tensor
+        new, tokens = [asked.new for asked in batch], [asked.tokens for asked in batch]
         if max(new) == 1 and not self.options["max_drafts"]:
             told, new_lens = i32([sequence[-1] for sequence in tokens]), None
         else:
             told, new_lens = self.engine.told(tokens, new)[:, : 1 + self.options["max_drafts"]], i32(new)
         cache = self.engine.step.values.cache
         before = cache.keys.clone()
-        found = self.engine.step.predict(StepBatch(told, i32([a.row for a in batch]), i32(lengths), new_lens))
+        found = self.engine.step.predict(
+            StepBatch(told, i32([a.row for a in batch]), i32([*map(len, tokens)]), new_lens)
+        )
         deltas, scored = [], []
         for asked, row, n in zip(batch, found.view(len(batch), -1), new, strict=True):
             wants = asked.params.return_values
@@ -328,7 +323,7 @@ class Driver:
         for i, (name, asked) in enumerate(zip(event.names, batch, strict=True)):
             if name in event.takes:
                 taken = event.takes[name]
-                taken = [taken] if isinstance(taken, int) else list(taken)
+                taken = [taken] if isinstance(taken, int) else taken
             elif output.verified is not None:
                 taken = output.verified.tokens[i, : output.verified.lens[i]].tolist()
             else:
@@ -340,7 +335,7 @@ class Driver:
     def check(self, event, nodes, output, scores, options, before_probs):
         """Check all results of a step."""
         width = len(nodes) // len(event.names)
-        active = options.get("active", torch.ones(len(event.names), dtype=torch.bool)).tolist()
+        active = options["active"].tolist() if "active" in options else [True] * len(event.names)
         due = {}
         rows = []  # (request, tokens before the candidates, parameters, whether guided, whether a length is wanted)
         for i, name in enumerate(event.names):
@@ -367,12 +362,10 @@ class Driver:
                 if token < VOCAB:
                     scores[row, token] *= scale
         generated = torch.tensor([len(s) - self.span(a, s).begin for s, a in zip(sequences, asked_of, strict=True)])
-        filters = dict(top_k=6, top_p=1.0, min_p=0.05, temperature=0.8)
-        filters |= {name: options[name] for name in filters if name in options}
+        filters = dict(top_k=6, top_p=1.0, min_p=0.05, temperature=0.8) | options
         filters = {
-            name: x.repeat_interleave(width) if isinstance(x, torch.Tensor) else x for name, x in filters.items()
+            name: torch.as_tensor(filters[name]).expand(len(due)).repeat_interleave(width) for name in FILTER_DTYPES
         }
-        filters = {name: torch.as_tensor(x).expand(len(rows)) for name, x in filters.items()}
         greedy = (filters["top_k"] == 1) | (filters["temperature"] < 1e-6)
         without = dict(top_k=0, top_p=1.0, min_p=0.0, temperature=1.0)  # guidance chooses among all candidates
         candidates = topk_candidates(
