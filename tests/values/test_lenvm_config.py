@@ -54,17 +54,13 @@ REJECTED = [
     *(({"strength": x}, f"strength must be a finite number >= 0, got {x!r}") for x in (-1, math.inf, "5")),
     ({"target_form": "value"}, r"target_form must be one of discounted_return, length, log_length, got 'value'"),
     ({"target_form": ["length"]}, r"target_form must be one of .*, got \['length'\]"),
-    *(
-        (LENGTH | {"length_normalizer": x}, f"length_normalizer must be a finite number > 0, got {x!r}")
-        for x in (0, math.inf, True)
-    ),
+    *((LENGTH | {"length_normalizer": x}, f"length_normalizer must be a finite number > 0, got {x!r}")
+      for x in (0, math.inf, True)),
     (LENGTH | {"length_activation": "exp"}, r"length_activation must be one of softplus, sigmoid, got 'exp'"),
     ({"length_normalizer": 2}, r"length_normalizer must be 1.0 or absent unless target_form is length, got 2 with"),
-    (
-        {"target_form": "log_length", "length_activation": "sigmoid"},
-        r"length_activation must be softplus or absent unless target_form is length, got 'sigmoid' with log_length",
-    ),
-]
+    ({"target_form": "log_length", "length_activation": "sigmoid"},
+     "length_activation must be softplus or absent unless target_form is length, got 'sigmoid' with log_length"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "message"), REJECTED)

@@ -124,6 +124,9 @@ def test_sums_are_rounded_once(tmp_path):
     assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
 
 
+PREFIX = "base_model.model.model"
+
+
 def renamed(old, new):
     return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
 
@@ -152,17 +155,11 @@ def narrowed(end, columns):
         (without("layers.0.self_attn.q_proj.lora_A"), r"layers.0.self_attn.q_proj.lora_B.* got none and \[48, 3\]"),
         (renamed("lora_B.weight", "lora_embedding_B"), r"layers.0.mlp.down_proj.* got \[3, 80\] and none"),
         (narrowed("lora_B.weight", 2), r"lora_A.weight \[r, in\] and .*, got \[3, 80\] and \[48, 2\]"),
+        (narrowed("q_proj.lora_A.weight", 40), r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.* one \[48, 48\]"),
+        (lambda tensors: tensors | {f"{PREFIX}.extra.weight": torch.zeros(2)}, "unexpected .*extra.weight"),
         (
-            narrowed("q_proj.lora_A.weight", 40),
-            r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.* has one \[48, 48\]",
-        ),
-        (
-            lambda tensors: tensors | {"base_model.model.model.extra.weight": torch.zeros(2)},
-            "unexpected .*extra.weight",
-        ),
-        (
-            lambda tensors: tensors | {"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude": torch.zeros(2)},
-            "up_proj.lora_magnitude in .* must be of a pair",
+            lambda tensors: tensors | {f"{PREFIX}.up_proj.lora_magnitude": torch.zeros(2)},
+            "magnitude in .* be of a pair",
         ),
         ("adapter_config.json", "adapter_config.json is missing"),
         ("adapter_model.safetensors", "adapter_model.safetensors is missing"),

@@ -245,10 +245,8 @@ ARCHITECTURES_ARE = "model_type .*be one of qwen2, qwen3, llama, qwen2_5_vl, got
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda tensors: tensors | {"pretrained_model.model.norm.weight": tensors[NORM].clone()},
-            r"each tensor once, got (pretrained_model\.)?model\.norm\.weight and another",
-        ),
+        (lambda tensors: tensors | {f"pretrained_model.{NORM}": tensors[NORM].clone()},
+         r"each tensor once, got (pretrained_model\.)?model\.norm\.weight and another"),
         (without(NORM, Q_NORM), rf"missing {Q_NORM}, {NORM}$"),
         (lambda tensors: tensors | {name: torch.zeros(1) for name in ODD}, f"unexpected {ODD[0]}, {ODD[1]}"),
         (without("embed_tokens"), r"missing model\.embed_tokens\.weight$"),
@@ -258,14 +256,12 @@ ARCHITECTURES_ARE = "model_type .*be one of qwen2, qwen3, llama, qwen2_5_vl, got
         ({"vocab_size": VOCAB + 7}, r"embed_tokens\.weight must be .* \[104, 48\], got float32 \[97, 48\]"),
         ({"model_type": "no_such_model"}, f"{ARCHITECTURES_ARE} 'no_such_model'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
-            r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]",
-        ),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+         r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]"),
         (of_rope(rope_type="dynamic", factor=2.0), "rope_type .*got 'dynamic'"),
         (of_rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1 or absent, got 0.5"),
     ],
-)
+)  # fmt: skip
 def test_inconsistent_checkpoints_are_rejected(tmp_path, change, message):
     random_model(*ARCHITECTURES["qwen3"]).save_pretrained(tmp_path)
     change_checkpoint(tmp_path / "config.json", tmp_path / "model.safetensors", change)
