@@ -66,9 +66,8 @@ class SpanPatterns(NamedTuple):
     def leave_open(self, prompt: Sequence[int]) -> bool:
         """Whether a span is open after a prompt.
 
-        Without start sequences, it is unless an end is among the last :data:`CLOSED_WITHIN` tokens: without thinking, a
-        chat template puts ``<think></think>`` and line breaks there. With start sequences, it is only if the last start
-        follows the last end.
+        Without start sequences, it is unless an end is among the last :data:`CLOSED_WITHIN` tokens: a chat template
+        without thinking ends with ``<think></think>`` and line breaks. With them, it is if a start follows all ends.
         """
         lasts = {token for token, bits in self.bits_of.items() if bits & (self.end_bits | self.start_bits)}
         within = len(prompt) if self.start_bits else CLOSED_WITHIN

@@ -204,8 +204,7 @@ def read_checkpoint(
 def head_beside(*folders: str | os.PathLike | None) -> Path | None:
     """The file with the value head in the first of these directories that has one.
 
-    It is named as in :data:`HEAD_FILES`, or is the only ``.safetensors`` or ``.bin`` file whose tensors are all
-    ``v_head.*``.
+    It is named as in :data:`HEAD_FILES`, or is the only ``.safetensors`` or ``.bin`` file with only ``v_head.*``.
 
     Raises:
         ValueError: a directory has several such files.
@@ -328,11 +327,8 @@ def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: str | os.PathLike
     for name, update in added.items():
         matrix = merged.get(names.get(_without_prefixes(name), ""))
         if matrix is None or matrix.shape != update.shape:
-            got = "none" if matrix is None else f"one {list(matrix.shape)}"
-            raise ValueError(
-                f"{Path(adapter) / ADAPTER_FILE} must fit the backbone: it adds {list(update.shape)} to {name}, "
-                f"and the backbone has {got}"
-            )
+            got, file = "none" if matrix is None else f"one {list(matrix.shape)}", Path(adapter) / ADAPTER_FILE
+            raise ValueError(f"{file} adds {list(update.shape)} to {name}, and the backbone has {got}")
         merged[names[_without_prefixes(name)]] = (matrix.float() + update.to(matrix.device)).to(matrix.dtype)
     return merged | {names.get(_without_prefixes(name), name): tensor for name, tensor in replaced.items()}
 

@@ -2,9 +2,8 @@
 
 The hidden states of a base model contain information about the remaining length. The distribution of lengths after a
 candidate is ``softmax(W2 silu(W1 silu(shift + scale * e) + b1) + b2)``, where ``scale`` and ``shift`` are projections
-of the states of some layers at the token before it, and ``e`` is a projection of the candidate's input embedding. So a
-step costs one projection per request and a small matmul for its candidates, and the network keeps no state between
-steps.
+of the states of some layers at the token before it, and ``e`` is a projection of the candidate's input embedding. A
+step costs one projection per request and a small matmul for its candidates. The network keeps no state between steps.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class ProbeConfig:
     def check_base(self, num_layers: int, embedding: torch.Tensor) -> None:
         """Raise ValueError unless a base model with this number of layers and this input embedding is the probe's.
 
-        Copies in another dtype and quantized copies are accepted, and fine-tuned models whose embedding has hardly
-        changed.
+        Quantized copies, other dtypes, and fine-tuned models whose embedding has hardly changed are accepted.
         """
         tokens = min(len(embedding), self.vocab_size)  # the embedding may be padded
         for name, wanted, came in (
@@ -195,8 +193,7 @@ class LengthProbe:
 
         Args:
             states: ``[B, L H]`` in :attr:`dtype`; states of the layers at the token before the candidates.
-            token_ids, table, table_rows, generated, backend: as in :func:`candidate_values`, which also documents the
-                results.
+            token_ids, table, table_rows, generated, backend: as in :func:`candidate_values`, as the results.
         """
         weight, bias = self._projection
         scale, shift = ragged_linear(states, weight, bias, backend=backend).chunk(2, dim=1)
@@ -218,19 +215,17 @@ class LengthProbe:
 
 def check_tensors(config: ProbeConfig, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError, naming the tensor, unless ``tensors`` form a probe."""
-    names = [f"{part}.{kind}" for part in ("projection", "embedding", "fc", "bins") for kind in ("weight", "bias")]
-    if sorted(tensors) != sorted(names):
-        raise ValueError(f"tensors must be {', '.join(names)}, got {', '.join(sorted(tensors))}")
-    outputs, size = tensors["fc.weight"].shape
-    wanted: dict[str, tuple[int, ...]] = {
-        "projection.weight": (2 * size, config.state_size),
-        "projection.bias": (2 * size,),
-        "embedding.weight": (size, config.hidden_size),
-        "embedding.bias": (size,),
-        "fc.bias": (outputs,),
-        "bins.weight": (len(config.bin_edges) - 1, outputs),
-        "bins.bias": (len(config.bin_edges) - 1,),
+    outputs, size = tensors["fc.weight"].shape if "fc.weight" in tensors else (0, 0)
+    shapes = {
+        "projection": (2 * size, config.state_size),
+        "embedding": (size, config.hidden_size),
+        "fc": (outputs, size),
+        "bins": (len(config.bin_edges) - 1, outputs),
     }
+    wanted: dict[str, tuple[int, ...]] = {f"{part}.weight": shape for part, shape in shapes.items()}
+    wanted |= {f"{part}.bias": shape[:1] for part, shape in shapes.items()}
+    if tensors.keys() != wanted.keys():
+        raise ValueError(f"tensors must be {', '.join(wanted)}, got {', '.join(sorted(tensors))}")
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
             raise ValueError(f"{name} must be {list(shape)}, got {list(tensors[name].shape)}")

@@ -417,13 +417,6 @@ SCENARIOS = [
         requests(*[SPAN | NEVER] * 4),
         [Start("abcd"), Step("abcd", "NGGG", likely={"b": {60: 1.5}, "c": {EOS: 1.5}, "d": {11: 1.5}})],
     ),
-    # Predictions of a request beside others.
-    Scenario(
-        "predictions of a prompt of one repeated token at two lengths",
-        {"a": Asked(5, PROMPTS[2], TILT), "b": Asked(2, [9], LENGTHS)},
-        [Start("ab"), Predict("b"), Grow("b", (9,), told=1), Extend("b"), Predict("b"), Step("ab")],
-        page_size=1,
-    ),
 ]
 
 

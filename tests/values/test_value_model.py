@@ -52,20 +52,6 @@ def test_values_equal_transformers(loaded, page_size):
     assert 0.3 < z[z != 0].std() < 30  # otherwise a tolerance of 1e-5 is meaningless
 
 
-def test_decode_steps_equal_transformers(loaded):
-    """Prompts, then steps of fixed shape that extend each request by one of its candidates."""
-    model, head, value_model = loaded
-    requests = Requests(value_model, rows=3, page_size=16)
-    deltas = [random_tokens(n, seed=n) for n in (6, 1, 15)]
-    shapes = set()
-    for step in range(4):
-        candidates = [random_tokens(1 + (i + step) % 4, seed=100 * step + i) for i in range(3)]
-        shapes.add(len(requests.batch(deltas, candidates, width=4).layout.token_ids) if step else None)
-        requests.check(requests.step(deltas, candidates, width=4), candidates, model, head)
-        deltas = [[tokens[step % len(tokens)]] for tokens in candidates]
-    assert shapes == {None, 3 * (1 + 4)}
-
-
 def test_candidates_and_padding_are_not_cached(loaded):
     requests = mixed_requests(loaded[2], page_size=4)
     before = requests.cache.keys.clone()
