@@ -130,7 +130,8 @@ class Step:
 class Scenario:
     """Requests by name, lists of events in their order, and options of the step.
 
-    ``is_padded``: as with CUDA graphs. ``parts_of``: requests that are computed at once.
+    ``is_padded``: as with CUDA graphs. ``parts_of``: requests that are computed at once. ``has_values``: whether there
+    is a value model.
     """
 
     def __init__(self, name, requests, *events, is_padded=False, parts_of=MAX_ROWS, **options):
@@ -146,11 +147,11 @@ class Driver:
     """Runs the events of scenarios, and checks each step against the oracle."""
 
     def __init__(self, models, monkeypatch, options, is_padded=False):
-        self.is_padded = is_padded
+        self.is_padded, self.has_values = is_padded, options.pop("has_values", True)
         self.models, self.options = models, dict(max_delta=16, max_drafts=0, value_stride=1) | options
         if is_padded:
             options = options | dict(step_class=PaddedStep, backend="triton")
-        self.engine = Engine(*make_step(models.value, **options))
+        self.engine = Engine(*make_step(models.value if self.has_values else None, **options))
         self.seen = watch_forwards(models.value, monkeypatch)
         self.live: dict[str, Asked] = {}
         self.counted = self.scored = self.number = 0
@@ -344,7 +345,7 @@ class Driver:
             is_gap = asked.told < length - asked.new
             is_open = self.span(asked, asked.tokens).end is None
             is_guided, wants = active[i] and params.mode != Mode.UNGUIDED, active[i] and params.return_values
-            reads = wants or (is_guided and (is_open or bool(params.start_token_ids)))
+            reads = self.has_values and (wants or (is_guided and (is_open or bool(params.start_token_ids))))
             is_lost = reads and (is_gap or length - asked.cached > self.options["max_delta"])
             asked.faults += is_lost
             asked.told = asked.told if is_gap else max(asked.told, length)
@@ -391,7 +392,11 @@ class Driver:
             else:
                 assert torch.equal(found, expected), f"{name} {found.tolist()}, not {expected.tolist()}"
 
-        self.scored += self.models.assert_values(output, sequences)
+        if self.has_values:
+            self.scored += self.models.assert_values(output, sequences)
+        else:
+            assert output.value_logits is None
+            self.scored += (candidates.status == Status.GUIDE).sum().item()
         probs = reweight_scatter(
             candidates, output.value_logits, table, generated=generated.int(), probs=before_probs, backend="reference"
         )
@@ -412,7 +417,10 @@ class Driver:
             expected = verify_drafts(tokens, options["drafts"], backend="reference")
             assert all(map(torch.equal, output.verified, expected)), "verified tokens differ"
         self.check_lengths(output, tokens, rows)
-        self.check_forward(event, nodes, output, tokens, rows, guided, wants)
+        faults = self.engine.step.table.columns.faults[[self.live[name].row for name in event.names]].tolist()
+        assert faults == [self.live[name].faults for name in event.names], f"faults {faults}"
+        if self.has_values:
+            self.check_forward(event, nodes, output, tokens, guided, wants)
 
     def check_lengths(self, output, tokens, rows):
         returns = any(asked.params.return_values for asked in self.live.values())
@@ -425,8 +433,8 @@ class Driver:
                 expected.append(self.length(asked, [*sequence, token]) if wants and is_scored else math.nan)
             same(output.remaining_lengths, torch.tensor(expected), rtol=1e-4, atol=2e-3)
 
-    def check_forward(self, event, nodes, output, tokens, rows, guided, wants):
-        """Check how many tokens the value model has computed, and the faults."""
+    def check_forward(self, event, nodes, output, tokens, guided, wants):
+        """Check how many tokens the value model has computed."""
         width, deltas = len(nodes) // len(event.names), []
         status = output.candidates.status.tolist()
         for i, name in enumerate(event.names):
@@ -436,10 +444,7 @@ class Driver:
             )
             deltas.append(self.catch_up(asked, len(asked.tokens), is_needed, guided[own[0]] or wants[own[0]]))
         self.forward(deltas, event.deltas)
-        rows_of_batch = [self.live[name].row for name in event.names]
-        faults = self.engine.step.table.columns.faults[rows_of_batch].tolist()
-        assert faults == [self.live[name].faults for name in event.names], f"faults {faults}"
-        told = self.engine.step.told_lens(torch.tensor(rows_of_batch)).tolist()
+        told = self.engine.step.told_lens(torch.tensor([self.live[name].row for name in event.names])).tolist()
         assert told == [self.live[name].told for name in event.names], f"told_lens {told}"
 
     @staticmethod

@@ -56,6 +56,14 @@ ENDING = [
     {"value_mode": "mul", "value_scale": 0.8},
     {"target_length": 9, "op": "eq_soft", "min_end_prob": 0},
 ]
+CONSTANT = [
+    {"target_length": 9, "strength": 3},
+    {"target_length": 40, "constraint": "le_near", "gamma": 0.9},
+    None,
+    {"target_length": 3, "constraint": "ge_near", "target_length_mode": "remaining", "gamma": 0.5},
+    {"target_length": 6, "end_token_ids": [7], "answer_length": 5, "allow_eos": True},
+    {"target_length": 30, "value_stride": 3},
+]
 WAITING = (TILT, TILT | {"entropy_threshold": 100.0}, TILT | NEVER, None)
 CHAIN, TREE = [-1, 0, 1], [-1, -1, 0, 0, 1, 3]  # two branches, one of which forks; no draft follows its parent directly
 DRAFTS = dict(max_drafts=3, max_candidates=4)
@@ -217,6 +225,7 @@ SCENARIOS = [
         [Grow("a", (0,)), Step("abcd"), Step("abcd", options={"drawn": torch.tensor([0, 7, 7, 0], dtype=torch.int32)})],
         [Step("abcd")],
         max_delta=2,
+        page_size=1,
     ),
     Scenario(
         "rows without a next token have no length",
@@ -225,6 +234,14 @@ SCENARIOS = [
         ),
         [Start("abcd"), Step("abcd", "SS-G", draws=False), Step("abcd", draws=False, options={"sample": False})],
         [Step("abcd", "SS--", options={"active": "abc"}), Step("abcd", options={"sample": False, "min_p": 1.0})],
+    ),
+    Scenario(
+        "without values, end tokens alone guide, and prompts are not extended",
+        requests(*CONSTANT, prompts=[*PROMPTS, [3] * 30]),
+        [Start("abcdef", is_extended=False)],
+        [Step("abcdef", likely={name: {EOS: 0.1 * n, 7: 1.0 - 0.2 * n} for name in "abcdef"}) for n in range(4)],
+        has_values=False,
+        is_padded=True,
     ),
     # Drafts.
     Scenario(
