@@ -392,11 +392,14 @@ class Driver:
             else:
                 assert torch.equal(found, expected), f"{name} {found.tolist()}, not {expected.tolist()}"
 
+        shown = {Status.SINGLE, Status.SKIP} if self.options.get("score_all") else set()
+        status = candidates.status.tolist()
+        scored = [s == Status.GUIDE or (s in shown and not want) for s, want in zip(status, wants, strict=True)]
         if self.has_values:
-            self.scored += self.models.assert_values(output, sequences)
+            self.scored += self.models.assert_values(output, sequences, scored)
         else:
             assert output.value_logits is None
-            self.scored += (candidates.status == Status.GUIDE).sum().item()
+            self.scored += sum(scored)
         probs = reweight_scatter(
             candidates, output.value_logits, table, generated=generated.int(), probs=before_probs, backend="reference"
         )
@@ -420,7 +423,7 @@ class Driver:
         faults = self.engine.step.table.columns.faults[[self.live[name].row for name in event.names]].tolist()
         assert faults == [self.live[name].faults for name in event.names], f"faults {faults}"
         if self.has_values:
-            self.check_forward(event, nodes, output, tokens, guided, wants)
+            self.check_forward(event, nodes, output, tokens, guided, wants, scored)
 
     def check_lengths(self, output, tokens, rows):
         returns = any(asked.params.return_values for asked in self.live.values())
@@ -433,15 +436,12 @@ class Driver:
                 expected.append(self.length(asked, [*sequence, token]) if wants and is_scored else math.nan)
             same(output.remaining_lengths, torch.tensor(expected), rtol=1e-4, atol=2e-3)
 
-    def check_forward(self, event, nodes, output, tokens, guided, wants):
+    def check_forward(self, event, nodes, output, tokens, guided, wants, scored):
         """Check how many tokens the value model has computed."""
         width, deltas = len(nodes) // len(event.names), []
-        status = output.candidates.status.tolist()
         for i, name in enumerate(event.names):
             asked, own = self.live[name], range(width * i, width * (i + 1))
-            is_needed = any(
-                status[j] == Status.GUIDE or (wants[j] and self.next_token(event, output, tokens, j) >= 0) for j in own
-            )
+            is_needed = any(scored[j] or (wants[j] and self.next_token(event, output, tokens, j) >= 0) for j in own)
             deltas.append(self.catch_up(asked, len(asked.tokens), is_needed, guided[own[0]] or wants[own[0]]))
         self.forward(deltas, event.deltas)
         told = self.engine.step.told_lens(torch.tensor([self.live[name].row for name in event.names])).tolist()

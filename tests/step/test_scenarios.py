@@ -236,6 +236,13 @@ SCENARIOS = [
         [Step("abcd", "SS--", options={"active": "abc"}), Step("abcd", options={"sample": False, "min_p": 1.0})],
     ),
     Scenario(
+        "score_all also scores skipped rows and single candidates, but only the drawn token of a row with a length",
+        requests(TILT | {"entropy_threshold": 100.0}, LENGTHS | TILT | {"entropy_threshold": 100.0}, None, TILT),
+        [Start("abcd"), Step("abcd", "SS-1", likely={"d": SURE})],
+        [Step("abcd", "SS-G", options={"drawn": torch.tensor([7, 85, 7, 7])})],  # 85 is the second candidate of b
+        score_all=True,
+    ),
+    Scenario(
         "without values, end tokens alone guide, and prompts are not extended",
         requests(*CONSTANT, prompts=[*PROMPTS, [3] * 30]),
         [Start("abcdef", is_extended=False)],

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.launches import intercept_launches
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.types import Mode, Status
+from lenvm_kernels.types import Mode
 from tests.helpers.engine import PROMPTS, TILT, Engine, make_step, random_scores
 from tests.helpers.models import EOS, VOCAB
 from tests.helpers.step_models import ATOL
@@ -54,33 +54,6 @@ def test_flush_leaves_no_pending_writes(models):
         step.flush()
     assert sorted(seen.writes) == ["aten::index_copy_", *["aten::index_fill_"] * 2]
     assert not step.table.columns.mode.any()
-
-
-def test_score_all_includes_skipped_and_single_rows(models):
-    """Skipped rows and rows with one candidate are scored, unguided rows are not."""
-    guidance = [TILT | {"entropy_threshold": 100.0}, None, TILT]
-    prompts, rows = [PROMPTS[0], PROMPTS[0], PROMPTS[2]], [6, 1, 4]
-    engine, scores = Engine(*make_step(models.value, score_all=True)).start(rows, prompts, guidance), random_scores(3)
-    output = engine.decode(rows, prompts, scores, min_p=torch.tensor([0.05, 0.05, 1.0]))
-    assert output.candidates.status.tolist() == [Status.SKIP, Status.UNGUIDED, Status.SINGLE]
-    assert output.candidates.counts.tolist()[::2] == [6, 1]
-    expected = torch.zeros(3, 8)
-    ids = output.candidates.token_ids[0, :6].tolist()
-    expected[0, :6] = models.values([[*prompts[0], token] for token in ids])
-    expected[2, 0] = models.values([[*prompts[2], int(scores[2].argmax())]])
-    torch.testing.assert_close(output.value_logits, expected, rtol=0, atol=ATOL)
-
-
-def test_score_all_scores_drawn_token_alone(models):
-    """The drawn token of a skipped row gives its length, even as one of the candidates, which then have no values."""
-    guidance = TILT | {"entropy_threshold": 100.0, "return_values": True}
-    engine = Engine(*make_step(models.value, score_all=True)).start([3], PROMPTS[:1], [guidance])
-    scores = random_scores(1)
-    second = scores.topk(2).indices[:, 1]
-    output = engine.decode([3], PROMPTS[:1], scores, drawn=second)
-    assert output.candidates.status.tolist() == [Status.SKIP] and output.candidates.token_ids[0, 1] == second
-    expected = models.lengths([[*PROMPTS[0], second.item()]], 0.997)
-    torch.testing.assert_close(output.remaining_lengths, expected, rtol=1e-4, atol=0)
 
 
 def test_steps_of_one_model_share_its_weights_only(models):
