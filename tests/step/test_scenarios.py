@@ -202,6 +202,13 @@ SCENARIOS = [
         [Step("ab", "GG", deltas=(1, 1)), Extend("b", restarts=True), Step("ab", "GG", deltas=(1, 1))],
         [Extend("b", 0, 0, restarts=True), Step("ab", "G-", deltas=(1, 0)), Extend("b"), Step("ab", "GG")],
     ),
+    Scenario(
+        "prompts that are extended in parts, whose ends and chunks do not coincide",
+        requests(*[TILT] * 3, prompts=[[*range(3, 53)], [60, 61], [*range(60, 90)]]),
+        [Start("abc", is_extended=False), Extend("a", 0, 1), Extend("c", 0, 20), Extend("a", 1, 23), Extend("b")],
+        [Extend("a", 23), Extend("c", 20), Step("abc", "GGG", deltas=(1, 1, 1))],
+        chunk_tokens=8,
+    ),
     # Lengths.
     Scenario(
         "lengths of the prompt and of every token, guided or not, with a stride",

@@ -1,7 +1,5 @@
 """The guided step over the lifetime of requests, against recomputation from scratch."""
 
-from itertools import pairwise
-
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -10,25 +8,7 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.types import Mode
 from tests.helpers.engine import PROMPTS, TILT, Engine, make_step, random_scores
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import ATOL
 from tests.helpers.watch import Operators
-
-
-def test_prompts_may_be_extended_in_parts(models):
-    """Several requests in rows out of order; ends of parts and chunks do not coincide."""
-    rows, prompts = [6, 1, 4], [list(range(3, 53)), [60, 61], list(range(60, 90))]
-    caches = []
-    for chunk_tokens, parts in ((1000, [0, 100]), (7, [0, 100]), (8, [0, 1, 20, 23, 100])):
-        engine = Engine(*make_step(models.value, chunk_tokens=chunk_tokens))
-        for row, tokens in zip(rows, prompts, strict=True):
-            engine.admit(row, tokens, TILT, prompt_len=len(tokens))
-        for first, end in pairwise(parts):
-            pieces = [tokens[first:end] for tokens in prompts]
-            engine.step.extend(*engine.prompts(rows, pieces, [min(first, len(tokens)) for tokens in prompts]))
-        caches.append(torch.stack((engine.step.values.cache.keys, engine.step.values.cache.values)))
-    for cache in caches[1:]:
-        torch.testing.assert_close(cache, caches[0], rtol=0, atol=ATOL)
-    assert (caches[0] != 0).any(dim=(0, 1, 3, 4)).sum() == 50 + 2 + 30
 
 
 def test_probabilities_may_be_guided_in_place(models):
