@@ -97,9 +97,8 @@ class ValueModelConfig:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         inv_freq, rope_scale = _rope_frequencies(config, head_dim)
         if images and sum(images["mrope_sections"]) != len(inv_freq):
-            raise ValueError(
-                f"mrope_section must add up to half of head_dim, {len(inv_freq)}, got {list(images['mrope_sections'])}"
-            )
+            accepted, came = f"half of head_dim, {len(inv_freq)}", list(images["mrope_sections"])
+            raise ValueError(f"mrope_section must add up to {accepted}, got {came}")
         attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
             hidden_size=config.hidden_size,
@@ -360,10 +359,8 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
     for name, shape in shapes.items():
         tensor = named[name]
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} must be floating-point {list(shape)}, got {str(tensor.dtype).removeprefix('torch.')} "
-                f"{list(tensor.shape)}"
-            )
+            came = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            raise ValueError(f"{name} must be floating-point {list(shape)}, got {came}")
     return {name: named[name] for name in shapes}
 
 
