@@ -38,8 +38,7 @@ def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
 def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
     r"""The reference answers: the text after GSM8K's ``####``, else in the last ``\boxed{}``, else all of it.
 
-    Returns None if no prompt has an answer, and raises ValueError, which names ``where``, if only some have one or an
-    answer has another form.
+    Returns None if no prompt has an answer. If only some have one, or one has another form, ValueError names ``where``.
     """
     if all(prompt.answer is None for prompt in prompts):
         return None
@@ -107,9 +106,8 @@ def add(
 ) -> None:
     """Add shares of prompts, 0 to 1, to the scores of each target and setting, with intervals as :func:`.measure` has.
 
-    ``acc_first`` counts prompts with a right answer for the first seed, ``acc_any`` for any seed. The tokens of an
-    answer are decoded again, because the text of a cut answer is still the whole text. ``expected`` has the reference
-    answer of every prompt.
+    ``acc_first`` counts prompts with a right answer for the first seed, ``acc_any`` for any seed. Tokens are decoded
+    again, because the text of a cut answer is the whole text. ``expected`` has the reference answer of every prompt.
     """
     pairs = {}
     for target, by_name in views.items():

@@ -117,8 +117,7 @@ def repeated_4grams(ids: Sequence[int]) -> tuple[int, int]:
 def calibrate(answers: Sequence[Answer]) -> dict[str, Any] | None:
     """Compare predicted with actual lengths of the base model's answers, in tokens with the end-of-sequence token.
 
-    An answer that was cut counts with the tokens that it has, a lower bound of its length. Answers without a prediction
-    are left out.
+    A cut answer counts with the tokens that it has, a lower bound. Answers without a prediction are left out.
 
     Returns:
         ``answers`` (their number), ``left_out``, ``cut`` (share), ``rank_correlation`` (Spearman's; None if a length is

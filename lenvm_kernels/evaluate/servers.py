@@ -65,8 +65,7 @@ class Server:
             eos: end-of-sequence tokens, see :func:`with_end`.
 
         Raises:
-            ValueError: the server does not answer or rejects the request, or its response has another form; the message
-                quotes it.
+            ValueError: no answer, a rejected request, or a response of another form, which the message quotes.
         """
         if self.engine == "sglang":
             params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}

@@ -159,8 +159,7 @@ def parse_guidance(
         gamma: default of the field; a server takes it from the value model (:class:`LenVMConfig`). If None, 0.997.
         strength: default of the field, from the same source. If None, 5.
         constraint: default of ``value_constraint``.
-        has_values: whether there is a value model. If not, the default ``strength`` is 10, and requests that need
-            values are rejected.
+        has_values: whether there is a value model. If not, ``strength`` is 10, and values must not be needed.
 
     Raises:
         TypeError: ``custom_params`` is not a mapping.

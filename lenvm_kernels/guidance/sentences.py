@@ -29,8 +29,7 @@ def ends_sentence(text: str) -> bool:
 def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> torch.Tensor | None:
     """The sentence and line ends in a vocabulary, by the text of each token.
 
-    A full stop of an abbreviation counts as an end: after it, a base model gives the end of the text next to no
-    probability.
+    A full stop of an abbreviation counts as an end: there, the end of the text has next to no probability.
 
     Args:
         tokenizer: the base model's.

@@ -85,10 +85,9 @@ class SpanPatterns(NamedTuple):
     def open_from(self, prompt: Sequence[int]) -> int | None:
         """The place from which the span that is open after a prompt counts. None if no span is open.
 
-        Without start sequences, a span is open unless an end is among the last :data:`CLOSED_WITHIN` tokens: without
-        thinking, a chat template puts ``<think></think>`` and line breaks there. With start sequences, the last start
-        or end of the prompt decides. A thought that the prompt begins counts from its start, other spans from the
-        output.
+        Without start sequences, a span is open unless an end is among the last :data:`CLOSED_WITHIN` tokens: a chat
+        template without thinking ends with ``<think></think>`` and line breaks. With start sequences, the last start or
+        end of the prompt decides. A thought that the prompt begins counts from its start, other spans from the output.
         """
         lasts = {token for token, bits in self.bits_of.items() if bits & (self.end_bits | self.start_bits)}
         within = len(prompt) if self.start_bits else CLOSED_WITHIN

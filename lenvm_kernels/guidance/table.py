@@ -41,8 +41,7 @@ class GuidanceTable:
         device: device of the table.
         max_eos: the most end-of-sequence ids of a request.
         max_scaled_tokens: the most tokens of a request with a separate temperature.
-        early: tokens by which ``near`` and ``le_near`` aim below a total, at most a tenth of it. A range
-            (``tolerance``) is not shifted.
+        early: tokens, at most a tenth, by which ``near`` and ``le_near`` aim below a total without ``tolerance``.
 
     Example:
         >>> from lenvm_kernels import parse_guidance
@@ -127,8 +126,8 @@ class GuidanceTable:
 
         Raises:
             IndexError: there is no such row.
-            ValueError: the table has no room for the end-of-sequence ids or token temperatures, or a column cannot
-                store a number. The row is unchanged.
+            ValueError: too many end-of-sequence ids or token temperatures, or a number that a column cannot store. The
+                row is unchanged.
         """
         if not 0 <= table_row < len(self):
             raise IndexError(f"table_row must be in [0, {len(self)}), got {table_row}")

@@ -80,7 +80,7 @@ def add_dtype(parser: Any, of: str, *, by_device: bool = False) -> None:
 def add_sampling(group: Any) -> None:
     """Add ``--temperature``, ``--top-k``, ``--top-p`` and ``--min-p``; :func:`sampling_of` reads them."""
     for flag, kind, default, metavar, meaning in (
-        ("--temperature", float, 0.8, "T", "of the base model, > 0"),
+        ("--temperature", float, 0.8, "T", "of the base model, >= 0; 0: the most likely token"),
         ("--top-k", int, 8, "K", "most likely tokens to keep, 0: all"),
         ("--top-p", float, 1.0, "P", "probability mass of the most likely tokens to keep, in (0, 1]"),
         ("--min-p", float, 0.02, "P", "drop tokens less likely than this share of the most likely one, in [0, 1]"),

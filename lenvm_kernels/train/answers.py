@@ -1,8 +1,7 @@
 """Answers of the base model, the directory that stores them, and the target values that follow from their lengths.
 
 The value of a state is ``1 - gamma^remaining`` (arXiv 2604.27039), where ``remaining`` counts the tokens to come,
-end-of-sequence included: in an answer of ``L`` tokens it is ``L`` at the last token of the prompt and 1 at the token
-before the end.
+end-of-sequence included: ``L`` at the last token of the prompt for an answer of ``L`` tokens, 1 before the end.
 
 States inside the guided part of an answer have no target, because guidance and not the base model chose what follows.
 The unknown tail of an answer that was cut at its limit is taken as geometric, with the rate at which answers end in the

@@ -93,8 +93,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
     """Sample the answers of a plan that a directory lacks, by the server at ``url`` or in process.
 
     Raises:
-        ValueError: BASE has no end-of-sequence token, the directory holds answers of another plan, or the server does
-            not answer a request.
+        ValueError: BASE has no end-of-sequence token, the directory has another plan, or the server does not answer.
     """
     quiet()
     tokenizer = load_tokenizer("BASE", locate("BASE", plan.base))

@@ -85,8 +85,7 @@ def fit_value_model(
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Train a value model and write it to ``output / "value"``; return facts for the report, and the held-out values.
 
-    An interrupted training resumes from ``output / "checkpoints"`` with the same ``plan``. Every process but the first
-    returns no facts.
+    A training resumes from ``output / "checkpoints"`` with the same ``plan``. Only the first process returns facts.
     """
     checkpoints = output / "checkpoints"
     guard = checkpoints / "plan.json"

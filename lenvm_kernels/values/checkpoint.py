@@ -97,9 +97,8 @@ class ValueModelConfig:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         inv_freq, rope_scale = _rope_frequencies(config, head_dim)
         if images and sum(images["mrope_sections"]) != len(inv_freq):
-            raise ValueError(
-                f"mrope_section must add up to half of head_dim, {len(inv_freq)}, got {list(images['mrope_sections'])}"
-            )
+            accepted, came = f"half of head_dim, {len(inv_freq)}", list(images["mrope_sections"])
+            raise ValueError(f"mrope_section must add up to {accepted}, got {came}")
         attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
             hidden_size=config.hidden_size,
@@ -204,8 +203,7 @@ def read_checkpoint(
 def head_beside(*folders: str | os.PathLike | None) -> Path | None:
     """The file with the value head in the first of these directories that has one.
 
-    It is named as in :data:`HEAD_FILES`, or is the only ``.safetensors`` or ``.bin`` file whose tensors are all
-    ``v_head.*``.
+    It is named as in :data:`HEAD_FILES`, or is the only ``.safetensors`` or ``.bin`` file with only ``v_head.*``.
 
     Raises:
         ValueError: a directory has several such files.
@@ -328,11 +326,8 @@ def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: str | os.PathLike
     for name, update in added.items():
         matrix = merged.get(names.get(_without_prefixes(name), ""))
         if matrix is None or matrix.shape != update.shape:
-            got = "none" if matrix is None else f"one {list(matrix.shape)}"
-            raise ValueError(
-                f"{Path(adapter) / ADAPTER_FILE} must fit the backbone: it adds {list(update.shape)} to {name}, "
-                f"and the backbone has {got}"
-            )
+            got, file = "none" if matrix is None else f"one {list(matrix.shape)}", Path(adapter) / ADAPTER_FILE
+            raise ValueError(f"{file} adds {list(update.shape)} to {name}, and the backbone has {got}")
         merged[names[_without_prefixes(name)]] = (matrix.float() + update.to(matrix.device)).to(matrix.dtype)
     return merged | {names.get(_without_prefixes(name), name): tensor for name, tensor in replaced.items()}
 
@@ -364,10 +359,8 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
     for name, shape in shapes.items():
         tensor = named[name]
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} must be floating-point {list(shape)}, got {str(tensor.dtype).removeprefix('torch.')} "
-                f"{list(tensor.shape)}"
-            )
+            came = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            raise ValueError(f"{name} must be floating-point {list(shape)}, got {came}")
     return {name: named[name] for name in shapes}
 
 

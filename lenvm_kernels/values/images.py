@@ -106,11 +106,9 @@ def load_vision_tower(
 def check_pixels(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> None:
     """Raise ValueError unless ``pixel_values`` has one row per patch, of the size that the tower reads."""
     patches, elements = int(grid_thw.prod(dim=1).sum()), tower.get_parameter("patch_embed.proj.weight")[0].numel()
-    if tuple(pixel_values.shape) != (patches, elements):
-        raise ValueError(
-            f"pixel_values must be [{patches}, {elements}], a row for each patch of image_grid_thw, got "
-            f"{list(pixel_values.shape)}"
-        )
+    if (came := list(pixel_values.shape)) != [patches, elements]:
+        accepted = f"[{patches}, {elements}], a row for each patch of image_grid_thw"
+        raise ValueError(f"pixel_values must be {accepted}, got {came}")
 
 
 def embedding_with_images(

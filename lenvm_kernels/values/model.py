@@ -264,8 +264,7 @@ class ValueModel:
         Returns:
             ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Outputs of a head with another target
             form are converted under the model's gamma (:meth:`LenVMConfig.value_logits`). A token id outside the
-            model's vocabulary (base models pad theirs further) has NaN, and makes other values of its request
-            arbitrary; other requests are unaffected.
+            vocabulary (base models pad theirs further) has NaN, and makes only the values of its request arbitrary.
 
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.

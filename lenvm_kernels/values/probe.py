@@ -2,9 +2,8 @@
 
 The hidden states of a base model contain information about the remaining length. The distribution of lengths after a
 candidate is ``softmax(W2 silu(W1 silu(shift + scale * e) + b1) + b2)``, where ``scale`` and ``shift`` are projections
-of the states of some layers at the token before it, and ``e`` is a projection of the candidate's input embedding. So a
-step costs one projection per request and a small matmul for its candidates, and the network keeps no state between
-steps.
+of the states of some layers at the token before it, and ``e`` is a projection of the candidate's input embedding. A
+step costs one projection per request and a small matmul for its candidates. The network keeps no state between steps.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class ProbeConfig:
     def check_base(self, num_layers: int, embedding: torch.Tensor) -> None:
         """Raise ValueError unless a base model with this number of layers and this input embedding is the probe's.
 
-        Copies in another dtype and quantized copies are accepted, and fine-tuned models whose embedding has hardly
-        changed.
+        Quantized copies, other dtypes, and fine-tuned models whose embedding has hardly changed are accepted.
         """
         tokens = min(len(embedding), self.vocab_size)  # the embedding may be padded
         for name, wanted, came in (
@@ -115,8 +113,8 @@ class LengthProbe:
         tensors: ``projection.weight [2 D, L H]`` and ``projection.bias [2 D]``, which give ``scale`` and then ``shift``
             from the states of ``L`` layers, ``embedding.weight [D, H]`` and ``embedding.bias [D]``, ``fc.weight
             [E, D]`` and ``fc.bias [E]``, ``bins.weight [N, E]`` and ``bins.bias [N]``.
-        embedding: the base model's input embedding ``[V, H]``, which is projected once.
-        dtype: dtype of the states: float32, bfloat16 or float16. If None, the dtype of ``embedding``.
+        embedding: the base model's input embedding ``[V, H]``, which is projected once. Its dtype, float32, bfloat16 or
+            float16, is also the dtype of the states.
         lenvm_config: provides gamma. If None, ``LenVMConfig()``.
 
     Raises:
@@ -129,14 +127,13 @@ class LengthProbe:
         tensors: Mapping[str, torch.Tensor],
         embedding: torch.Tensor,
         *,
-        dtype: torch.dtype | None = None,
         lenvm_config: LenVMConfig | None = None,
     ) -> None:
         self.config, self.lenvm_config = config, lenvm_config or LenVMConfig()
-        self.dtype, self.device = dtype or embedding.dtype, embedding.device
+        self.dtype, self.device = embedding.dtype, embedding.device
         if self.dtype not in FLOAT_DTYPES:
             came = str(self.dtype).removeprefix("torch.")
-            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {came}")
+            raise ValueError(f"embedding must be float32, bfloat16 or float16, got {came}")
         of = {name: tensor.to(self.device, self.dtype).contiguous() for name, tensor in tensors.items()}
         self._projection = of["projection.weight"], of["projection.bias"]
         self._head = tuple(of[name] for name in ("fc.weight", "fc.bias", "bins.weight", "bins.bias"))
@@ -163,13 +160,7 @@ class LengthProbe:
 
     @classmethod
     def from_pretrained(
-        cls,
-        path: str | Path,
-        num_layers: int,
-        embedding: torch.Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        gamma: float | None = None,
+        cls, path: str | Path, num_layers: int, embedding: torch.Tensor, *, gamma: float | None = None
     ) -> LengthProbe:
         """Load a probe for a base model.
 
@@ -177,7 +168,6 @@ class LengthProbe:
             path: a directory with ``probe_config.json``, ``probe.safetensors`` and ``lenvm_config.json``, or
                 ``owner/name`` of one on Hugging Face.
             num_layers, embedding: layers and input embedding of the base model that the probe was trained for.
-            dtype: as above.
             gamma: replaces the gamma of ``lenvm_config.json``. If None, the file's is kept.
 
         Raises:
@@ -187,7 +177,7 @@ class LengthProbe:
         path = local_path(path)
         config, tensors = read_probe(path)
         config.check_base(num_layers, embedding)
-        return cls(config, tensors, embedding, dtype=dtype, lenvm_config=LenVMConfig.read(path, gamma))
+        return cls(config, tensors, embedding, lenvm_config=LenVMConfig.read(path, gamma))
 
     def value_logits(
         self,
@@ -203,8 +193,7 @@ class LengthProbe:
 
         Args:
             states: ``[B, L H]`` in :attr:`dtype`; states of the layers at the token before the candidates.
-            token_ids, table, table_rows, generated, backend: as in :func:`candidate_values`, which also documents the
-                results.
+            token_ids, table, table_rows, generated, backend: as in :func:`candidate_values`, as the results.
         """
         weight, bias = self._projection
         scale, shift = ragged_linear(states, weight, bias, backend=backend).chunk(2, dim=1)
@@ -226,19 +215,17 @@ class LengthProbe:
 
 def check_tensors(config: ProbeConfig, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError, naming the tensor, unless ``tensors`` form a probe."""
-    names = [f"{part}.{kind}" for part in ("projection", "embedding", "fc", "bins") for kind in ("weight", "bias")]
-    if sorted(tensors) != sorted(names):
-        raise ValueError(f"tensors must be {', '.join(names)}, got {', '.join(sorted(tensors))}")
-    outputs, size = tensors["fc.weight"].shape
-    wanted: dict[str, tuple[int, ...]] = {
-        "projection.weight": (2 * size, config.state_size),
-        "projection.bias": (2 * size,),
-        "embedding.weight": (size, config.hidden_size),
-        "embedding.bias": (size,),
-        "fc.bias": (outputs,),
-        "bins.weight": (len(config.bin_edges) - 1, outputs),
-        "bins.bias": (len(config.bin_edges) - 1,),
+    outputs, size = tensors["fc.weight"].shape if "fc.weight" in tensors else (0, 0)
+    shapes = {
+        "projection": (2 * size, config.state_size),
+        "embedding": (size, config.hidden_size),
+        "fc": (outputs, size),
+        "bins": (len(config.bin_edges) - 1, outputs),
     }
+    wanted: dict[str, tuple[int, ...]] = {f"{part}.weight": shape for part, shape in shapes.items()}
+    wanted |= {f"{part}.bias": shape[:1] for part, shape in shapes.items()}
+    if tensors.keys() != wanted.keys():
+        raise ValueError(f"tensors must be {', '.join(wanted)}, got {', '.join(sorted(tensors))}")
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
             raise ValueError(f"{name} must be {list(shape)}, got {list(tensors[name].shape)}")

@@ -28,8 +28,7 @@ class RaggedBatch:
 
     Request ``i`` owns the rows ``q_offsets[i] .. q_offsets[i+1] - 1`` of the ``T``: its delta at positions
     ``cached_lens[i]`` and up, then ``candidate_lens[i]`` candidates at the position after the delta (in a tree, one
-    position further per level). Rows from ``q_offsets[B]`` on are padding, which keeps ``T`` fixed while the lengths
-    vary, at almost no cost.
+    position further per level). Rows from ``q_offsets[B]`` on are padding: ``T`` is fixed, at almost no cost.
     """
 
     layout: RaggedLayout  # the T rows, the work list of the attention, and counters, which no other forward shares

@@ -48,6 +48,8 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     assert re.fullmatch(r"(w\d+|<unk>)( (w\d+|<unk>))*", text) and text == generate(*guided)[0]
     assert any(generate(*guided, "--seed", seed)[0] != text for seed in (2, 3, 4))
     assert generate()[0] == generate("--show-values")[0]
+    greedy = {generate("--temperature", 0, "--seed", seed)[0] for seed in (2, 3)}
+    assert greedy == {generate("--top-k", 1)[0]} != {generate()[0]}
     cached = generate(*said, model="owner/base", value_model="owner/probe")
     assert cached == generate(*said, value_model=tmp_path / "probe")
     templated, plain = generate(model=chat)[0], generate()[0]

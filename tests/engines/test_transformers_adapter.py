@@ -281,7 +281,7 @@ OF_PROCESSOR = [
     ({"guidance": [SHORTER]}, "guidance must be one for all or one for each of the 3 prompts, got 1"),
     ({"guidance": {"value_mode": "loud"}}, "value_mode must be one of"),
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-    *(({"temperature": x}, f"temperature must be a finite number > 0, got {x}") for x in (0.0, float("inf"))),
+    *(({"temperature": x}, f"temperature must be a finite number >= 0, got {x}") for x in (-1.0, float("inf"))),
     *(({"top_k": x}, "top_k must be an integer >= 0") for x in (2**31, 5.0, -1)),
     *(({"top_p": x}, "top_p must be a number in") for x in (1.1, 0.0)),
     *(({"min_p": x}, "min_p must be a number in") for x in (-0.1, 1.5)),
@@ -428,7 +428,12 @@ def test_end_tokens_of_generate_are_the_ends(tiny, name):
     assert abs(lengths_of(new, ends).mean() - 20) < 5 and (new == EOS).any()
 
 
-GREEDY = [dict(do_sample=False), dict(top_k=1), dict(generation_config=GenerationConfig(do_sample=False))]
+GREEDY = [
+    dict(do_sample=False),
+    dict(top_k=1),
+    dict(temperature=0.0),
+    dict(generation_config=GenerationConfig(do_sample=False)),
+]
 
 
 @pytest.mark.parametrize("greedy", GREEDY)

@@ -7,7 +7,7 @@ references in PyTorch, values with plain forwards of ``transformers``, and the n
 import math
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import softplus
@@ -60,24 +60,21 @@ class Asked:
         return replace(self, tokens=list(self.prompt))
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Requests arrive. If not ``is_extended``, their prompts are not computed."""
 
     names: str
     is_extended: bool = True
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(NamedTuple):
     """A request leaves; its row and slots are free."""
 
     name: str
     is_removed: bool = True  # otherwise the next request replaces it
 
 
-@dataclass(frozen=True)
-class Extend:
+class Extend(NamedTuple):
     """Tokens ``first`` to ``end`` of the request's sequence are passed to ``extend``. If ``restarts``, after a loss."""
 
     name: str
@@ -86,8 +83,7 @@ class Extend:
     restarts: bool = False
 
 
-@dataclass(frozen=True)
-class Grow:
+class Grow(NamedTuple):
     """A sequence grows by tokens that no step drew. ``told``: how many the next step is passed; if None, all."""
 
     name: str
@@ -95,13 +91,11 @@ class Grow:
     told: int | None = None
 
 
-@dataclass(frozen=True)
-class WarmUp:
+class WarmUp(NamedTuple):
     """The step is warmed up."""
 
 
-@dataclass(frozen=True)
-class Predict:
+class Predict(NamedTuple):
     """Lengths are predicted after the tokens that the next step is passed."""
 
     names: str
@@ -136,7 +130,8 @@ class Step:
 class Scenario:
     """Requests by name, lists of events in their order, and options of the step.
 
-    ``is_padded``: as with CUDA graphs. ``parts_of``: requests that are computed at once.
+    ``is_padded``: as with CUDA graphs. ``parts_of``: requests that are computed at once. ``has_values``: whether there
+    is a value model.
     """
 
     def __init__(self, name, requests, *events, is_padded=False, parts_of=MAX_ROWS, **options):
@@ -152,11 +147,11 @@ class Driver:
     """Runs the events of scenarios, and checks each step against the oracle."""
 
     def __init__(self, models, monkeypatch, options, is_padded=False):
-        self.is_padded = is_padded
+        self.is_padded, self.has_values = is_padded, options.pop("has_values", True)
         self.models, self.options = models, dict(max_delta=16, max_drafts=0, value_stride=1) | options
         if is_padded:
             options = options | dict(step_class=PaddedStep, backend="triton")
-        self.engine = Engine(*make_step(models.value, **options))
+        self.engine = Engine(*make_step(models.value if self.has_values else None, **options))
         self.seen = watch_forwards(models.value, monkeypatch)
         self.live: dict[str, Asked] = {}
         self.counted = self.scored = self.number = 0
@@ -246,16 +241,17 @@ class Driver:
         self.seen.candidates.clear()
 
     def predict(self, event):
-        batch = [self.live[name] for name in event.names]
-        i32, new = self.engine.tensor, [asked.new for asked in batch]
-        lengths, tokens = [len(asked.tokens) for asked in batch], [asked.tokens for asked in batch]
+        batch, i32 = [self.live[name] for name in event.names], self.engine.tensor
+        new, tokens = [asked.new for asked in batch], [asked.tokens for asked in batch]
         if max(new) == 1 and not self.options["max_drafts"]:
             told, new_lens = i32([sequence[-1] for sequence in tokens]), None
         else:
             told, new_lens = self.engine.told(tokens, new)[:, : 1 + self.options["max_drafts"]], i32(new)
         cache = self.engine.step.values.cache
         before = cache.keys.clone()
-        found = self.engine.step.predict(StepBatch(told, i32([a.row for a in batch]), i32(lengths), new_lens))
+        found = self.engine.step.predict(
+            StepBatch(told, i32([a.row for a in batch]), i32([*map(len, tokens)]), new_lens)
+        )
         deltas, scored = [], []
         for asked, row, n in zip(batch, found.view(len(batch), -1), new, strict=True):
             wants = asked.params.return_values
@@ -328,7 +324,7 @@ class Driver:
         for i, (name, asked) in enumerate(zip(event.names, batch, strict=True)):
             if name in event.takes:
                 taken = event.takes[name]
-                taken = [taken] if isinstance(taken, int) else list(taken)
+                taken = [taken] if isinstance(taken, int) else taken
             elif output.verified is not None:
                 taken = output.verified.tokens[i, : output.verified.lens[i]].tolist()
             else:
@@ -340,7 +336,7 @@ class Driver:
     def check(self, event, nodes, output, scores, options, before_probs):
         """Check all results of a step."""
         width = len(nodes) // len(event.names)
-        active = options.get("active", torch.ones(len(event.names), dtype=torch.bool)).tolist()
+        active = options["active"].tolist() if "active" in options else [True] * len(event.names)
         due = {}
         rows = []  # (request, tokens before the candidates, parameters, whether guided, whether a length is wanted)
         for i, name in enumerate(event.names):
@@ -349,7 +345,7 @@ class Driver:
             is_gap = asked.told < length - asked.new
             is_open = self.span(asked, asked.tokens).end is None
             is_guided, wants = active[i] and params.mode != Mode.UNGUIDED, active[i] and params.return_values
-            reads = wants or (is_guided and (is_open or bool(params.start_token_ids)))
+            reads = self.has_values and (wants or (is_guided and (is_open or bool(params.start_token_ids))))
             is_lost = reads and (is_gap or length - asked.cached > self.options["max_delta"])
             asked.faults += is_lost
             asked.told = asked.told if is_gap else max(asked.told, length)
@@ -367,12 +363,10 @@ class Driver:
                 if token < VOCAB:
                     scores[row, token] *= scale
         generated = torch.tensor([len(s) - self.span(a, s).begin for s, a in zip(sequences, asked_of, strict=True)])
-        filters = dict(top_k=6, top_p=1.0, min_p=0.05, temperature=0.8)
-        filters |= {name: options[name] for name in filters if name in options}
+        filters = dict(top_k=6, top_p=1.0, min_p=0.05, temperature=0.8) | options
         filters = {
-            name: x.repeat_interleave(width) if isinstance(x, torch.Tensor) else x for name, x in filters.items()
+            name: torch.as_tensor(filters[name]).expand(len(due)).repeat_interleave(width) for name in FILTER_DTYPES
         }
-        filters = {name: torch.as_tensor(x).expand(len(rows)) for name, x in filters.items()}
         greedy = (filters["top_k"] == 1) | (filters["temperature"] < 1e-6)
         without = dict(top_k=0, top_p=1.0, min_p=0.0, temperature=1.0)  # guidance chooses among all candidates
         candidates = topk_candidates(
@@ -398,7 +392,14 @@ class Driver:
             else:
                 assert torch.equal(found, expected), f"{name} {found.tolist()}, not {expected.tolist()}"
 
-        self.scored += self.models.assert_values(output, sequences)
+        shown = {Status.SINGLE, Status.SKIP} if self.options.get("score_all") else set()
+        status = candidates.status.tolist()
+        scored = [s == Status.GUIDE or (s in shown and not want) for s, want in zip(status, wants, strict=True)]
+        if self.has_values:
+            self.scored += self.models.assert_values(output, sequences, scored)
+        else:
+            assert output.value_logits is None
+            self.scored += sum(scored)
         probs = reweight_scatter(
             candidates, output.value_logits, table, generated=generated.int(), probs=before_probs, backend="reference"
         )
@@ -419,7 +420,10 @@ class Driver:
             expected = verify_drafts(tokens, options["drafts"], backend="reference")
             assert all(map(torch.equal, output.verified, expected)), "verified tokens differ"
         self.check_lengths(output, tokens, rows)
-        self.check_forward(event, nodes, output, tokens, rows, guided, wants)
+        faults = self.engine.step.table.columns.faults[[self.live[name].row for name in event.names]].tolist()
+        assert faults == [self.live[name].faults for name in event.names], f"faults {faults}"
+        if self.has_values:
+            self.check_forward(event, nodes, output, tokens, guided, wants, scored)
 
     def check_lengths(self, output, tokens, rows):
         returns = any(asked.params.return_values for asked in self.live.values())
@@ -432,21 +436,15 @@ class Driver:
                 expected.append(self.length(asked, [*sequence, token]) if wants and is_scored else math.nan)
             same(output.remaining_lengths, torch.tensor(expected), rtol=1e-4, atol=2e-3)
 
-    def check_forward(self, event, nodes, output, tokens, rows, guided, wants):
-        """Check how many tokens the value model has computed, and the faults."""
+    def check_forward(self, event, nodes, output, tokens, guided, wants, scored):
+        """Check how many tokens the value model has computed."""
         width, deltas = len(nodes) // len(event.names), []
-        status = output.candidates.status.tolist()
         for i, name in enumerate(event.names):
             asked, own = self.live[name], range(width * i, width * (i + 1))
-            is_needed = any(
-                status[j] == Status.GUIDE or (wants[j] and self.next_token(event, output, tokens, j) >= 0) for j in own
-            )
+            is_needed = any(scored[j] or (wants[j] and self.next_token(event, output, tokens, j) >= 0) for j in own)
             deltas.append(self.catch_up(asked, len(asked.tokens), is_needed, guided[own[0]] or wants[own[0]]))
         self.forward(deltas, event.deltas)
-        rows_of_batch = [self.live[name].row for name in event.names]
-        faults = self.engine.step.table.columns.faults[rows_of_batch].tolist()
-        assert faults == [self.live[name].faults for name in event.names], f"faults {faults}"
-        told = self.engine.step.told_lens(torch.tensor(rows_of_batch)).tolist()
+        told = self.engine.step.told_lens(torch.tensor([self.live[name].row for name in event.names])).tolist()
         assert told == [self.live[name].told for name in event.names], f"told_lens {told}"
 
     @staticmethod

@@ -121,14 +121,8 @@ def random_probe(size):
     return LengthProbe(probe, tensors, torch.zeros(600, size, dtype=torch.bfloat16))
 
 
-def main() -> None:
-    vocab = int(sys.argv[1])
-    with targeting(GPUTarget("cuda", 90, 32)), intercept_launches(note_key):
-        print(json.dumps(serve(vocab)))
-
-
 def serve(vocab):
-    """The report that ``main`` prints."""
+    """The report as an object."""
     config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=2)
     tensors = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()}
     report = {}
@@ -163,4 +157,5 @@ def serve(vocab):
 
 
 if __name__ == "__main__":
-    main()
+    with targeting(GPUTarget("cuda", 90, 32)), intercept_launches(note_key):
+        print(json.dumps(serve(int(sys.argv[1]))))

@@ -28,12 +28,14 @@ class StepModels:
         """Predicted remaining length of each sequence."""
         return softplus(self.values(sequences)) / -math.log(gamma)
 
-    def assert_values(self, output, sequences):
-        """Check values of guided rows' candidates against plain forwards, and return their number.
+    def assert_values(self, output, sequences, scored=None):
+        """Check values of candidates in rows that are ``scored`` against plain forwards, and return their number.
 
-        ``sequences``: tokens before the candidates of each row, None for a row without a request."""
-        ids, status = output.candidates.token_ids.tolist(), output.candidates.status.tolist()
-        wanted = [(i, j) for i, s in enumerate(status) if s == Status.GUIDE for j, t in enumerate(ids[i]) if t >= 0]
+        ``sequences``: tokens before the candidates of each row, None for a row without a request. If ``scored`` is
+        None, guided rows are."""
+        ids = output.candidates.token_ids.tolist()
+        scored = (output.candidates.status == Status.GUIDE).tolist() if scored is None else scored
+        wanted = [(i, j) for i, is_scored in enumerate(scored) if is_scored for j, t in enumerate(ids[i]) if t >= 0]
         if wanted:
             found = output.value_logits[tuple(zip(*wanted, strict=True))]
             expected = self.values([[*sequences[i], ids[i][j]] for i, j in wanted])

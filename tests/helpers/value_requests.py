@@ -1,7 +1,5 @@
 """Requests of a value model with a cache of scattered pages, against plain forwards of ``transformers``."""
 
-from dataclasses import replace
-
 import torch
 
 from lenvm_kernels.types import DeltaTokens
@@ -62,22 +60,9 @@ class Requests:
 
     def step(self, deltas, candidates, **layout):
         z = self.value_model.forward(self.batch(deltas, candidates, **layout), self.cache, backend=self.backend)
-        self.append(deltas)
-        return z
-
-    def step_rows(self, deltas, candidates, **layout):
-        """Values of the candidates, and values of all rows."""
-        batch = self.batch(deltas, candidates, **layout)
-        row = torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
-        live_rows = torch.where(row < batch.layout.q_offsets[-1:], row, -1)
-        every = batch.layout._replace(candidate_rows=live_rows[None])
-        rows = self.value_model.forward(replace(batch, layout=every), self.cache, backend=self.backend)[0]
-        self.append(deltas)
-        return torch.where(batch.layout.candidate_rows < 0, 0.0, rows[batch.layout.candidate_rows]), rows
-
-    def append(self, deltas):
         for prefix, delta in zip(self.prefixes, deltas, strict=True):
             prefix += delta
+        return z
 
     def check(self, z, candidates, model, head, atol=ATOL):
         """Check each candidate's value against a full forward over the prefix and the candidate; padding is 0."""

@@ -56,6 +56,14 @@ ENDING = [
     {"value_mode": "mul", "value_scale": 0.8},
     {"target_length": 9, "op": "eq_soft", "min_end_prob": 0},
 ]
+CONSTANT = [
+    {"target_length": 9, "strength": 3},
+    {"target_length": 40, "constraint": "le_near", "gamma": 0.9},
+    None,
+    {"target_length": 3, "constraint": "ge_near", "target_length_mode": "remaining", "gamma": 0.5},
+    {"target_length": 6, "end_token_ids": [7], "answer_length": 5, "allow_eos": True},
+    {"target_length": 30, "value_stride": 3},
+]
 WAITING = (TILT, TILT | {"entropy_threshold": 100.0}, TILT | NEVER, None)
 CHAIN, TREE = [-1, 0, 1], [-1, -1, 0, 0, 1, 3]  # two branches, one of which forks; no draft follows its parent directly
 DRAFTS = dict(max_drafts=3, max_candidates=4)
@@ -194,6 +202,13 @@ SCENARIOS = [
         [Step("ab", "GG", deltas=(1, 1)), Extend("b", restarts=True), Step("ab", "GG", deltas=(1, 1))],
         [Extend("b", 0, 0, restarts=True), Step("ab", "G-", deltas=(1, 0)), Extend("b"), Step("ab", "GG")],
     ),
+    Scenario(
+        "prompts that are extended in parts, whose ends and chunks do not coincide",
+        requests(*[TILT] * 3, prompts=[[*range(3, 53)], [60, 61], [*range(60, 90)]]),
+        [Start("abc", is_extended=False), Extend("a", 0, 1), Extend("c", 0, 20), Extend("a", 1, 23), Extend("b")],
+        [Extend("a", 23), Extend("c", 20), Step("abc", "GGG", deltas=(1, 1, 1))],
+        chunk_tokens=8,
+    ),
     # Lengths.
     Scenario(
         "lengths of the prompt and of every token, guided or not, with a stride",
@@ -217,6 +232,7 @@ SCENARIOS = [
         [Grow("a", (0,)), Step("abcd"), Step("abcd", options={"drawn": torch.tensor([0, 7, 7, 0], dtype=torch.int32)})],
         [Step("abcd")],
         max_delta=2,
+        page_size=1,
     ),
     Scenario(
         "rows without a next token have no length",
@@ -225,6 +241,21 @@ SCENARIOS = [
         ),
         [Start("abcd"), Step("abcd", "SS-G", draws=False), Step("abcd", draws=False, options={"sample": False})],
         [Step("abcd", "SS--", options={"active": "abc"}), Step("abcd", options={"sample": False, "min_p": 1.0})],
+    ),
+    Scenario(
+        "score_all also scores skipped rows and single candidates, but only the drawn token of a row with a length",
+        requests(TILT | {"entropy_threshold": 100.0}, LENGTHS | TILT | {"entropy_threshold": 100.0}, None, TILT),
+        [Start("abcd"), Step("abcd", "SS-1", likely={"d": SURE})],
+        [Step("abcd", "SS-G", options={"drawn": torch.tensor([7, 85, 7, 7])})],  # 85 is the second candidate of b
+        score_all=True,
+    ),
+    Scenario(
+        "without values, end tokens alone guide, and prompts are not extended",
+        requests(*CONSTANT, prompts=[*PROMPTS, [3] * 30]),
+        [Start("abcdef", is_extended=False)],
+        [Step("abcdef", likely={name: {EOS: 0.1 * n, 7: 1.0 - 0.2 * n} for name in "abcdef"}) for n in range(4)],
+        has_values=False,
+        is_padded=True,
     ),
     # Drafts.
     Scenario(
@@ -416,19 +447,6 @@ SCENARIOS = [
         "a row whose span might end is due",
         requests(*[SPAN | NEVER] * 4),
         [Start("abcd"), Step("abcd", "NGGG", likely={"b": {60: 1.5}, "c": {EOS: 1.5}, "d": {11: 1.5}})],
-    ),
-    # Predictions of a request beside others.
-    Scenario(
-        "predictions of a prompt of one repeated token at two lengths",
-        {"a": Asked(5, PROMPTS[2], TILT), "b": Asked(2, [9], LENGTHS)},
-        [Start("ab"), Predict("b"), Grow("b", (9,), told=1), Extend("b"), Predict("b"), Step("ab")],
-        page_size=1,
-    ),
-    Scenario(
-        "a predicted prompt of the length and the last token of another request",
-        {"a": Asked(0, PROMPTS[0], TILT), "b": Asked(3, [40, 41, 42, 8], LENGTHS)},
-        [Start("ab"), Step("a"), Predict("b"), Step("a"), Predict("b"), Step("ba")],
-        page_size=1,
     ),
 ]
 

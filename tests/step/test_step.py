@@ -1,34 +1,14 @@
 """The guided step over the lifetime of requests, against recomputation from scratch."""
 
-from itertools import pairwise
-
 import torch
 from torch.utils._pytree import tree_leaves
 
 from bench.launches import intercept_launches
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.types import Mode, Status
+from lenvm_kernels.types import Mode
 from tests.helpers.engine import PROMPTS, TILT, Engine, make_step, random_scores
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import ATOL
 from tests.helpers.watch import Operators
-
-
-def test_prompts_may_be_extended_in_parts(models):
-    """Several requests in rows out of order; ends of parts and chunks do not coincide."""
-    rows, prompts = [6, 1, 4], [list(range(3, 53)), [60, 61], list(range(60, 90))]
-    caches = []
-    for chunk_tokens, parts in ((1000, [0, 100]), (7, [0, 100]), (8, [0, 1, 20, 23, 100])):
-        engine = Engine(*make_step(models.value, chunk_tokens=chunk_tokens))
-        for row, tokens in zip(rows, prompts, strict=True):
-            engine.admit(row, tokens, TILT, prompt_len=len(tokens))
-        for first, end in pairwise(parts):
-            pieces = [tokens[first:end] for tokens in prompts]
-            engine.step.extend(*engine.prompts(rows, pieces, [min(first, len(tokens)) for tokens in prompts]))
-        caches.append(torch.stack((engine.step.values.cache.keys, engine.step.values.cache.values)))
-    for cache in caches[1:]:
-        torch.testing.assert_close(cache, caches[0], rtol=0, atol=ATOL)
-    assert (caches[0] != 0).any(dim=(0, 1, 3, 4)).sum() == 50 + 2 + 30
 
 
 def test_probabilities_may_be_guided_in_place(models):
@@ -54,33 +34,6 @@ def test_flush_leaves_no_pending_writes(models):
         step.flush()
     assert sorted(seen.writes) == ["aten::index_copy_", *["aten::index_fill_"] * 2]
     assert not step.table.columns.mode.any()
-
-
-def test_score_all_includes_skipped_and_single_rows(models):
-    """Skipped rows and rows with one candidate are scored, unguided rows are not."""
-    guidance = [TILT | {"entropy_threshold": 100.0}, None, TILT]
-    prompts, rows = [PROMPTS[0], PROMPTS[0], PROMPTS[2]], [6, 1, 4]
-    engine, scores = Engine(*make_step(models.value, score_all=True)).start(rows, prompts, guidance), random_scores(3)
-    output = engine.decode(rows, prompts, scores, min_p=torch.tensor([0.05, 0.05, 1.0]))
-    assert output.candidates.status.tolist() == [Status.SKIP, Status.UNGUIDED, Status.SINGLE]
-    assert output.candidates.counts.tolist()[::2] == [6, 1]
-    expected = torch.zeros(3, 8)
-    ids = output.candidates.token_ids[0, :6].tolist()
-    expected[0, :6] = models.values([[*prompts[0], token] for token in ids])
-    expected[2, 0] = models.values([[*prompts[2], int(scores[2].argmax())]])
-    torch.testing.assert_close(output.value_logits, expected, rtol=0, atol=ATOL)
-
-
-def test_score_all_scores_drawn_token_alone(models):
-    """The drawn token of a skipped row gives its length, even as one of the candidates, which then have no values."""
-    guidance = TILT | {"entropy_threshold": 100.0, "return_values": True}
-    engine = Engine(*make_step(models.value, score_all=True)).start([3], PROMPTS[:1], [guidance])
-    scores = random_scores(1)
-    second = scores.topk(2).indices[:, 1]
-    output = engine.decode([3], PROMPTS[:1], scores, drawn=second)
-    assert output.candidates.status.tolist() == [Status.SKIP] and output.candidates.token_ids[0, 1] == second
-    expected = models.lengths([[*PROMPTS[0], second.item()]], 0.997)
-    torch.testing.assert_close(output.remaining_lengths, expected, rtol=1e-4, atol=0)
 
 
 def test_steps_of_one_model_share_its_weights_only(models):

@@ -10,7 +10,6 @@ from torch.profiler import profile
 from bench.launches import intercept_launches, without_kernels
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig, value_source, working_bytes
-from lenvm_kernels.step.sources import chunks_of
 from lenvm_kernels.step.state import Graphs, bucket_of
 from lenvm_kernels.types import Drafts, Status
 from tests.helpers.engine import (
@@ -70,7 +69,7 @@ def test_memory_is_within_working_bytes(device, rows, max_len, drafts):
         chains = Drafts(last.repeat(1, drafts), engine.tensor([[-1, *range(drafts - 1)]] * rows))
     scores, ones = torch.randn(rows * (1 + drafts), VOCAB, device=device), torch.ones_like(lengths)
     with PeakMemory() as of_extend:
-        step.extend(*prompts)
+        step.extend(*prompts, begins=[1 + i * (length - 1) for i in range(rows)])
     with PeakMemory() as of_step, no_read_back():
         prepared = step.prepare(scores, StepBatch(last, numbers, lengths, ones), chains)
         step.step(prepared, Sampling(4, 1.0, 0.0, is_logits=True, sample=True), verify=chains and "same_draws")
@@ -144,23 +143,6 @@ def test_keys_of_prompt_are_bitwise_identical_in_every_batch(device, others):
         caches.append((step.values.cache.keys[:, own], step.values.cache.values[:, own]))
     assert all(torch.equal(alone, beside) for alone, beside in zip(*caches, strict=True))
     assert caches[0][0].abs().sum(dim=(0, 2, 3)).min() > 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "begins", "expected"),
-    [
-        (20, [0], [(0, 8), (8, 16), (16, 20)]),
-        (20, [3], [(3, 11), (11, 19), (19, 20)]),
-        (20, [0, 2, 5, 9, 9], [(0, 5), (5, 9), (9, 17), (17, 20)]),
-        (20, [0, 1, 13], [(0, 1), (1, 9), (9, 13), (13, 20)]),  # the second prompt has 4 left, and 7 more do not fit
-        (20, [0, 12, 16], [(0, 8), (8, 16), (16, 20)]),  # the first prompt has 4 left, and 4 more fit
-        (8, [0, 8], [(0, 8)]),
-        (3, [], []),
-        (0, [0], []),
-    ],
-)
-def test_parts_of_prompts(tokens, begins, expected):
-    assert [(part.start, part.stop) for part in chunks_of(tokens, begins, 8)] == expected
 
 
 FORWARD = {"lay_out", "embed_tokens", "ragged_linear", "rope_cache", "value_tree_attention", "value_head"}

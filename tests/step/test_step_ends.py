@@ -1,58 +1,12 @@
 """Steps without a value model, and end tokens among the candidates."""
 
-import math
-
 import pytest
 import torch
 
-from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.types import Mode, Status, TextBreak
+from lenvm_kernels.types import TextBreak
 from tests.helpers.drafts import i32, make_drafts
 from tests.helpers.engine import Engine, make_step, take_step
 from tests.helpers.models import EOS, VOCAB
-
-CONSTANT_GUIDANCE = [
-    {"target_length": 9, "strength": 3},
-    {"target_length": 40, "constraint": "le_near", "gamma": 0.9},
-    None,
-    {"target_length": 3, "constraint": "ge_near", "target_length_mode": "remaining", "gamma": 0.5},
-    {"target_length": 6, "end_token_ids": [7], "answer_length": 5},
-    {"target_length": 30, "value_stride": 3},
-]
-
-
-def test_guidance_without_value_model_by_end_tokens_only(monkeypatch):
-    """End tokens have length 0, all other tokens the target's length; prompts need no ``extend``."""
-    rows, prompt_lens, steps = [5, 0, 6, 2, 7, 1], [4, 1, 9, 2, 30, 3], 8
-    step, slots = make_step(None, rows=8, max_len=96)
-    engine, generator = Engine(step, slots), torch.Generator().manual_seed(4)
-    monkeypatch.setattr(step, "extend", None)
-    params = [None if g is None else parse_guidance(g) for g in CONSTANT_GUIDANCE]
-    for row, g, n in zip(rows, CONSTANT_GUIDANCE, prompt_lens, strict=True):
-        engine.admit(row, [3] * (n + steps), g, prompt_len=n)
-    seen, not_due = 0, []
-    for generated in range(steps):
-        sequences = [[9] * (n + generated) for n in prompt_lens]
-        scores = torch.randn(len(rows), VOCAB, generator=generator) * 3
-        scores[:, [EOS, 7]] += 6 * (torch.rand(len(rows), 2, generator=generator) - 0.3)
-        output = engine.decode(rows, sequences, scores)
-        for i, p in enumerate(params):
-            if p is None or output.candidates.status[i] != Status.GUIDE:
-                continue
-            kept = output.candidates.token_ids[i] >= 0
-            tokens, q = output.candidates.token_ids[i][kept].tolist(), output.candidates.probs[i][kept].double()
-            left = max(0, p.target_length - generated) if p.counts_down else p.target_length
-            far = [0.0 if t in (EOS, *(end for (end,) in p.end_token_ids)) else p.target_length for t in tokens]
-            d = torch.tensor([math.log((length + 2) / (left + 2)) for length in far], dtype=torch.float64)
-            d = {Mode.LE_NEAR: d.clamp(min=0), Mode.GE_NEAR: d.clamp(max=0)}.get(p.mode, d).abs()
-            expected = q * torch.exp(-p.scale * d)
-            torch.testing.assert_close(output.probs[i][kept].double(), expected / expected.sum(), rtol=0, atol=2e-5)
-            seen += len({round(x, 6) for x in d.tolist()}) > 1
-        if output.candidates.status[5] == Status.NOT_DUE:
-            not_due.append((generated + 1) % 3)
-    assert seen > 15 and 0 not in not_due and len(not_due) > 2
-    assert not step.table.columns.faults.any()
-    assert step.values.cache is None and not step.values.needs_tokens
 
 
 def scores_of_a_rare_end(rows, prob):

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.types import DeltaTokens
-from lenvm_kernels.values import KVCache, LenVMConfig, RaggedBatch, ValueModel
-from tests.helpers.models import VOCAB, random_pair, value_logits
+from lenvm_kernels.values import LenVMConfig, ValueModel
+from tests.helpers.models import random_pair, value_logits
+from tests.helpers.value_requests import ATOL, Requests
 
 FORMS = {
     "softplus": LenVMConfig(gamma=0.99, target_form="length", length_normalizer=100.0),
@@ -28,9 +27,6 @@ def trained_lengths(config, outputs):
         return torch.expm1(torch.nn.functional.softplus(x))
     activation = {"softplus": torch.nn.functional.softplus, "sigmoid": torch.sigmoid}[config.length_activation]
     return activation(x) * config.length_normalizer
-
-
-# --- the file ---
 
 
 def test_written_fields_round_trip(tmp_path):
@@ -58,17 +54,13 @@ REJECTED = [
     *(({"strength": x}, f"strength must be a finite number >= 0, got {x!r}") for x in (-1, math.inf, "5")),
     ({"target_form": "value"}, r"target_form must be one of discounted_return, length, log_length, got 'value'"),
     ({"target_form": ["length"]}, r"target_form must be one of .*, got \['length'\]"),
-    *(
-        (LENGTH | {"length_normalizer": x}, f"length_normalizer must be a finite number > 0, got {x!r}")
-        for x in (0, math.inf, True)
-    ),
+    *((LENGTH | {"length_normalizer": x}, f"length_normalizer must be a finite number > 0, got {x!r}")
+      for x in (0, math.inf, True)),
     (LENGTH | {"length_activation": "exp"}, r"length_activation must be one of softplus, sigmoid, got 'exp'"),
     ({"length_normalizer": 2}, r"length_normalizer must be 1.0 or absent unless target_form is length, got 2 with"),
-    (
-        {"target_form": "log_length", "length_activation": "sigmoid"},
-        r"length_activation must be softplus or absent unless target_form is length, got 'sigmoid' with log_length",
-    ),
-]
+    ({"target_form": "log_length", "length_activation": "sigmoid"},
+     "length_activation must be softplus or absent unless target_form is length, got 'sigmoid' with log_length"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "message"), REJECTED)
@@ -77,9 +69,6 @@ def test_bad_files_are_named(tmp_path, content, message):
     for read in (LenVMConfig.read, ValueModel.from_pretrained):  # before looking for weights
         with pytest.raises(ValueError, match=message):
             read(tmp_path)
-
-
-# --- lengths ---
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.9, 0.997, 1 - 1e-6])
@@ -106,19 +95,9 @@ def test_extreme_outputs(form):
         assert FORMS[form].value_logits(torch.tensor([math.inf])).isinf()
 
 
-# --- the model and its adapter ---
-
-
 @pytest.fixture(scope="module")
 def pair():
     return random_pair("qwen2")
-
-
-@pytest.fixture
-def checkpoint(tmp_path, pair):
-    pair[0].save_pretrained(tmp_path)
-    save_file(pair[1], tmp_path / "value_head.safetensors")
-    return tmp_path
 
 
 PROMPT, CANDIDATES = [5, 6, 7], [11, 12]
@@ -126,21 +105,18 @@ PROMPT, CANDIDATES = [5, 6, 7], [11, 12]
 
 def forward(value_model):
     """Value logits of two candidates after a prompt, and of two columns of padding."""
-    i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
-    slots, padded = i32(1, 2, 3), i32(*CANDIDATES, -1, -1)[None]
-    delta = DeltaTokens(i32(*PROMPT), i32(0), i32(3), i32(0), torch.zeros(1, dtype=torch.int64))
-    batch = RaggedBatch.build(value_model, padded, i32(2), slots[None], delta=delta)
-    return value_model.forward(batch, KVCache.of_slots(value_model, 8))
+    return Requests(value_model, rows=1).step([PROMPT], [CANDIDATES], width=4)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_model_of_lengths_returns_value_logits(checkpoint, pair, form):
+def test_model_of_lengths_returns_value_logits(tmp_path, pair, form):
     """Requests without their own gamma get the trained lengths, for any gamma of the model."""
     config = FORMS[form]
-    config.write(checkpoint)
+    config.write(tmp_path)
+    pair[0].save_pretrained(tmp_path)
     outputs = torch.stack([value_logits(*pair, torch.tensor([[*PROMPT, token]]))[0, -1] for token in CANDIDATES])
     for gamma in (None, 0.95):
-        value_model = ValueModel.from_pretrained(checkpoint, gamma=gamma)
+        value_model = ValueModel.from_pretrained(tmp_path, pair[1], gamma=gamma)
         assert value_model.lenvm_config.gamma == (gamma or config.gamma)
         z = forward(value_model)
         assert z.dtype == torch.float32 and z[0, 2:].eq(0).all()
@@ -150,34 +126,17 @@ def test_model_of_lengths_returns_value_logits(checkpoint, pair, form):
         torch.testing.assert_close(lengths.double(), trained_lengths(config, outputs), rtol=1e-4, atol=0)
 
 
-def test_model_of_discounted_returns_keeps_its_head_outputs(checkpoint, pair):
-    LenVMConfig(gamma=0.9).write(checkpoint)
-    z = forward(ValueModel.from_pretrained(checkpoint))
-    torch.testing.assert_close(forward(ValueModel.from_pretrained(checkpoint, gamma=0.5)), z)
-    torch.testing.assert_close(forward(ValueModel.from_causal_lm(*pair)), z)
-    length_model = ValueModel.from_causal_lm(*pair, lenvm_config=FORMS["log_length"])
-    assert not torch.allclose(z, forward(length_model))
+def test_model_of_discounted_returns_keeps_its_head_outputs(pair):
+    expected = [value_logits(*pair, torch.tensor([[*PROMPT, token]]))[0, -1].item() for token in CANDIDATES]
+    for gamma in (0.9, 0.5):
+        z = forward(ValueModel.from_causal_lm(*pair, lenvm_config=LenVMConfig(gamma=gamma)))
+        assert z.tolist()[0] == pytest.approx([*expected, 0, 0], abs=ATOL)
 
 
-NEAR, OWN = {"target_length": 9}, {"target_length": 9, "gamma": 0.8, "strength": 2}
-
-
-@pytest.mark.parametrize(
-    ("config", "requests", "explicit"),
-    [
-        (LenVMConfig(gamma=0.9, strength=8.5), [NEAR, OWN], [NEAR | {"gamma": 0.9, "strength": 8.5}, OWN]),
-        (LenVMConfig(gamma=0.9), [NEAR, parse_guidance(OWN)], [NEAR | {"gamma": 0.9}, OWN]),
-    ],
-)
-def test_transformers_requests_get_the_defaults_of_the_value_model(pair, config, requests, explicit):
-    def probs(config, requests):
-        value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
-        ids = torch.tensor([[5, 6, 7, 8]] * 2)
-        options = dict(max_new_tokens=4, record=True)
-        processor = LenVMLogitsProcessor(pair[0], value_model, requests, torch.ones_like(ids), **options)
-        processor(ids, torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0)))
-        return processor.records[0].probs
-
-    found = probs(config, requests)
-    assert torch.equal(found, probs(LenVMConfig(), explicit))
-    assert not torch.allclose(found[0], probs(LenVMConfig(), requests)[0])
+def test_transformers_requests_get_the_defaults_of_the_value_model(pair):
+    own = {"target_length": 9, "gamma": 0.8, "strength": 2}
+    for defaults in ({"gamma": 0.9, "strength": 8.5}, {"gamma": 0.9}):
+        value_model = ValueModel.from_causal_lm(*pair, lenvm_config=LenVMConfig(**defaults))
+        requests, options = [{"target_length": 9}, own, parse_guidance(own)], dict(max_new_tokens=4)
+        processor = LenVMLogitsProcessor(pair[0], value_model, requests, torch.ones(3, 4), **options)
+        assert processor.params == [parse_guidance(x) for x in ({"target_length": 9} | defaults, own, own)]

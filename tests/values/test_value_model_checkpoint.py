@@ -14,7 +14,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -222,14 +221,6 @@ def test_weights_are_rounded_once():
         assert torch.equal(mine, head[f"v_head.{name}"])
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    """A valid checkpoint, which tests modify."""
-    random_model(*ARCHITECTURES["qwen3"]).save_pretrained(tmp_path)
-    save_file(random_head(), tmp_path / "value_head.safetensors")
-    return tmp_path
-
-
 def cut(rows, dtype):
     """A change of the shape or dtype of a matrix."""
     name = "model.layers.0.mlp.up_proj.weight"
@@ -240,27 +231,22 @@ def without(*parts):
     return lambda tensors: {name: x for name, x in tensors.items() if not any(part in name for part in parts)}
 
 
-NORM, Q_NORM, ODD = (
-    "model.norm.weight",
-    "model.layers.1.self_attn.q_norm.weight",
-    ("model.layers.7.odd", "visual.patch"),
-)
+NORM, Q_NORM = "model.norm.weight", "model.layers.1.self_attn.q_norm.weight"
+ODD = ("model.layers.7.odd", "visual.patch")
 
 
 def of_rope(**rope):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | rope}
 
 
-ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
+ARCHITECTURES_ARE = "model_type .*be one of qwen2, qwen3, llama, qwen2_5_vl, got"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda tensors: tensors | {"pretrained_model.model.norm.weight": tensors[NORM].clone()},
-            r"each tensor once, got (pretrained_model\.)?model\.norm\.weight and another",
-        ),
+        (lambda tensors: tensors | {f"pretrained_model.{NORM}": tensors[NORM].clone()},
+         r"each tensor once, got (pretrained_model\.)?model\.norm\.weight and another"),
         (without(NORM, Q_NORM), rf"missing {Q_NORM}, {NORM}$"),
         (lambda tensors: tensors | {name: torch.zeros(1) for name in ODD}, f"unexpected {ODD[0]}, {ODD[1]}"),
         (without("embed_tokens"), r"missing model\.embed_tokens\.weight$"),
@@ -268,91 +254,72 @@ ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
         (cut(79, torch.float32), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got float32 \[79, 48\]"),
         (cut(80, torch.int8), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got int8 \[80, 48\]"),
         ({"vocab_size": VOCAB + 7}, r"embed_tokens\.weight must be .* \[104, 48\], got float32 \[97, 48\]"),
-        ({"model_type": "mistral"}, f"{ARCHITECTURES_ARE} 'mistral'"),
         ({"model_type": "no_such_model"}, f"{ARCHITECTURES_ARE} 'no_such_model'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
-            r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]",
-        ),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+         r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]"),
         (of_rope(rope_type="dynamic", factor=2.0), "rope_type .*got 'dynamic'"),
         (of_rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1 or absent, got 0.5"),
     ],
-)
-def test_inconsistent_checkpoints_are_rejected(checkpoint, change, message):
-    change_checkpoint(checkpoint / "config.json", checkpoint / "model.safetensors", change)
+)  # fmt: skip
+def test_inconsistent_checkpoints_are_rejected(tmp_path, change, message):
+    random_model(*ARCHITECTURES["qwen3"]).save_pretrained(tmp_path)
+    change_checkpoint(tmp_path / "config.json", tmp_path / "model.safetensors", change)
     with pytest.raises(ValueError, match=message):
-        ValueModel.from_pretrained(checkpoint)
+        ValueModel.from_pretrained(tmp_path, random_head())
 
 
-@pytest.mark.parametrize("index", [None, {"weight_map": {"a": "pytorch_model.bin"}}])
-def test_pickled_weights_are_rejected(checkpoint, index):
-    torch.save({}, checkpoint / "pytorch_model.bin")
-    (checkpoint / "model.safetensors").unlink()
-    message = r"must hold model\.safetensors .* found pytorch_model\.bin; pickled"
-    if index is not None:
-        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-        message = r"pytorch_model\.bin must be an existing \.safetensors file"
+@pytest.mark.parametrize(
+    ("files", "path", "message"),
+    [
+        ({}, "", r"must be a directory with config\.json"),
+        ({}, "model.gguf", r"must be an existing \.gguf file"),
+        ({"config.json": '{"model_type": "qwen2"}', "pytorch_model.bin": ""}, "",
+         r"must hold model\.safetensors .* found pytorch_model\.bin; pickled"),
+        ({"config.json": '{"model_type": "qwen2"}', "model.safetensors.index.json": '{"weight_map": {"a": "b.bin"}}'},
+         "", r"b\.bin must be an existing \.safetensors file"),
+    ],
+)  # fmt: skip
+def test_missing_files_are_named(tmp_path, files, path, message):
+    """Pickled weights are never read."""
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
     with pytest.raises(FileNotFoundError, match=message):
-        ValueModel.from_pretrained(checkpoint)
-
-
-def test_directory_without_model(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"must be a directory with config\.json"):
-        ValueModel.from_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"must be an existing \.gguf file"):
-        ValueModel.from_pretrained(tmp_path / "model.gguf")
+        ValueModel.from_pretrained(tmp_path / path)
 
 
 def test_unsupported_models_and_dtypes():
-    with pytest.raises(ValueError, match="model_type must be one of"):
-        ValueModel.from_causal_lm(MistralForCausalLM(MistralConfig(**TINY)), random_head())
+    with pytest.raises(ValueError, match=f"{ARCHITECTURES_ARE} 'mistral'"):
+        ValueModelConfig.from_hf(MistralConfig(**TINY))
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got float64"):
         ValueModel.from_causal_lm(random_model(*ARCHITECTURES["llama"]).double(), random_head())
 
 
-def write_gguf(path: Path, model) -> None:
-    """Write the weights of a tiny Qwen2 to a GGUF file, unquantised."""
-    import gguf
-
-    config, writer = model.config, gguf.GGUFWriter(path, "qwen2")
-    writer.add_rope_freq_base(10_000.0)
-    for add, field in (
-        (writer.add_block_count, "num_hidden_layers"),
-        (writer.add_context_length, "max_position_embeddings"),
-        (writer.add_embedding_length, "hidden_size"),
-        (writer.add_feed_forward_length, "intermediate_size"),
-        (writer.add_head_count, "num_attention_heads"),
-        (writer.add_head_count_kv, "num_key_value_heads"),
-        (writer.add_layer_norm_rms_eps, "rms_norm_eps"),
-        (writer.add_vocab_size, "vocab_size"),
-    ):
-        add(getattr(config, field))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
-
-
-def test_gguf(tmp_path):
+@pytest.fixture
+def gguf(tmp_path, monkeypatch):
+    """A ``.gguf`` file that ``transformers`` reads as a tiny Qwen2, and its head. The demo's tests read a real file."""
     pytest.importorskip("gguf")
     model, head = random_pair("qwen2")
-    write_gguf(tmp_path / "tiny.gguf", model)
-    check_checkpoint(tmp_path / "tiny.gguf", model, head, head)
+    read = {(tmp_path, "tiny.gguf"): model}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda path, gguf_file, dtype: read[path, gguf_file])
+    (tmp_path / "tiny.gguf").touch()
+    return tmp_path / "tiny.gguf", model, head
+
+
+def test_gguf(gguf, tmp_path):
+    path, model, head = gguf
+    check_checkpoint(path, model, head, head)
     save_file(head, tmp_path / "value_head.safetensors")
-    check_checkpoint(tmp_path / "tiny.gguf", model, head)
-    (tmp_path / "blob").hardlink_to(tmp_path / "tiny.gguf")
+    check_checkpoint(path, model, head)
+    (tmp_path / "blob").hardlink_to(path)
     (tmp_path / "linked.gguf").symlink_to(tmp_path / "blob")
     assert locate("--model", str(tmp_path / "linked.gguf")).suffix == ".gguf"
 
 
-def test_gguf_without_required_packages(tmp_path, monkeypatch):
+def test_gguf_without_required_packages(gguf, monkeypatch):
     def fail(*_, **__):
         raise ImportError("no gguf")
 
-    (tmp_path / "tiny.gguf").touch()
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(ImportError, match=r"pip install \"lenvm-kernels\[demo\]\""):
-        ValueModel.from_pretrained(tmp_path / "tiny.gguf", random_head())
+        ValueModel.from_pretrained(gguf[0], random_head())

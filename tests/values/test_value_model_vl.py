@@ -57,7 +57,13 @@ def models(tmp_path_factory):
     save_file(head, path / "value_head.safetensors")
     value, base = ValueModel.from_pretrained(path), random_model(type(backbone), vl_config(), seed=7)
     return SimpleNamespace(
-        path=path, backbone=backbone, head=head, value=value, images=images_of(value), text=StepModels(), base=base
+        path=path,
+        backbone=backbone,
+        head=head,
+        value=value,
+        images=images_of(value),
+        text=StepModels().value,
+        base=base,
     )
 
 
@@ -83,8 +89,6 @@ def expected_values(models, prompt, more):
         options = dict(pixel_values=pixel_values, image_grid_thw=grids, mm_token_type_ids=(tokens == IMAGE).int())
     return value_logits(models.backbone, models.head, tokens, **options)[0, len(PROMPTS[prompt]) :]
 
-
-# --- checkpoints ---
 
 NAMINGS = {
     "hub": lambda name: name,
@@ -120,28 +124,20 @@ def test_flat_configuration_of_hub(models):
     assert read.mrope_sections == (1, 2, 3) and (read.image_token_id, read.video_token_id) == (IMAGE, VIDEO)
 
 
-def without_tower(tensors):
-    for name in [name for name in tensors if "visual." in name]:
-        del tensors[name]
-
-
 TOWER = "the tensors do not fit the vision tower"
+BIAS = "visual.merger.mlp.0.bias"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("without", "more", "message"),
     [
-        (without_tower, "value_model must be a vision-language model with its vision tower"),
-        (
-            lambda t: t.pop("model.visual.merger.mlp.0.bias"),
-            rf"{TOWER}: missing \['merger.mlp.0.bias'\], unexpected \[\]",
-        ),
-        (lambda t: t.update({"model.visual.a": torch.zeros(1)}), rf"{TOWER}: missing \[\], unexpected \['a'\]"),
+        ("visual.", {}, "value_model must be a vision-language model with its vision tower"),
+        (BIAS, {}, rf"{TOWER}: missing \['merger.mlp.0.bias'\], unexpected \[\]"),
+        ("none", {"model.visual.a": torch.zeros(1)}, rf"{TOWER}: missing \[\], unexpected \['a'\]"),
     ],
 )
-def test_checkpoint_with_broken_vision_tower_reads_text_only(models, change, message):
-    tensors = models.backbone.state_dict() | models.head
-    change(tensors)
+def test_checkpoint_with_broken_vision_tower_reads_text_only(models, without, more, message):
+    tensors = {name: x for name, x in models.backbone.state_dict().items() if without not in name} | models.head | more
     value = ValueModel(ValueModelConfig.from_hf(models.backbone.config), tensors)
     with pytest.raises(ValueError, match=message):
         value.embed_images(ALL_PIXELS, ALL_GRIDS)
@@ -158,9 +154,6 @@ def test_positions_are_shifted_to_end_at_prompt_length(models, prompt):
     assert torch.equal(found, expected[:, 0] - moved[0])
     assert found[:, -1].tolist() == [tokens.shape[1] - 1] * 3
     assert list(sizes) == [further]
-
-
-# --- the forward and steps ---
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -245,16 +238,11 @@ def test_scaled_rope_frequencies():
     check_step(scaled, engine, [1], [0], [[]])
 
 
-# --- the adapter of transformers ---
-
-
 def processor_of(models, prompts, guidance=TILT, value_model=None, **options):
     """Left-padded prompts as arguments of ``generate``, and their processor."""
-    ids = [torch.tensor(prompt) for prompt in prompts]
-    padded, mask = (
-        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-        for rows in (ids, [torch.ones_like(row) for row in ids])
-    )
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = (padded != 0).long()
     options = {"max_new_tokens": 2, "record": True} | options
     processor = LenVMLogitsProcessor(models.base, value_model or models.value, guidance, mask, **options)
     return dict(input_ids=padded, attention_mask=mask), processor
@@ -296,13 +284,11 @@ def test_padding_may_have_the_image_token_id(models):
 
 def test_text_only_value_model_reads_images_as_text(models):
     """Without images as arguments, image tokens are ordinary tokens."""
-    inputs, processor = processor_of(models, PROMPTS[2:3], value_model=models.text.value, max_new_tokens=1)
+    text = StepModels()
+    inputs, processor = processor_of(models, PROMPTS[2:3], value_model=text.value, max_new_tokens=1)
     processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
     token, z = processor.records[0].candidates.token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
-    torch.testing.assert_close(z, models.text.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)
-
-
-# --- rejected arguments ---
+    torch.testing.assert_close(z, text.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)
 
 
 def configure(**rope):
@@ -318,29 +304,23 @@ def position(tokens, size):
     return lambda models: image_positions(torch.tensor(tokens) == IMAGE, iter([size]))
 
 
-def extend(value_of=lambda models: models.value, **wrong):
+def extend(value="value", **wrong):
     """Pass two tokens, the first an image, to a step of a value model."""
     i32 = partial(torch.tensor, dtype=torch.int32)
     images = ImageTokens(torch.zeros(3, 2).long(), torch.tensor([0, -1]), torch.zeros(1, HIDDEN))._replace(**wrong)
     request = i32([5, 6]), i32([0]), i32([0]), i32([2]), i32([0])
-    return lambda models: make_step(value_of(models))[0].extend(*request, images=images)
+    return lambda models: make_step(getattr(models, value))[0].extend(*request, images=images)
 
 
-def process(prompts, of_prompts):
-    """Take a step with prompts and the images of some of :data:`PROMPTS`."""
+def process(prompts, patches=None, images=None, value="value"):
+    """Take a step with prompts, and the pixels of the first ``patches`` and the grids of the first ``images``."""
+    given = {name: IMAGES[name][:count] for name, count in zip(IMAGES, (patches, images), strict=True) if count}
 
     def call(models):
-        names, columns = ("pixel_values", "image_grid_thw"), zip(*(PIXELS[i] for i in of_prompts), strict=True)
-        images = {name: torch.cat(column) for name, column in zip(names, columns, strict=False)}
-        inputs, processor = processor_of(models, prompts, **images)
+        inputs, processor = processor_of(models, prompts, value_model=getattr(models, value), **given)
         processor(inputs["input_ids"], torch.zeros(len(prompts), VOCAB))
 
     return call
-
-
-def make_processor(*names, text_only=False):
-    images = {name: IMAGES[name] for name in names}
-    return lambda models: processor_of(models, PROMPTS, value_model=models.text.value if text_only else None, **images)
 
 
 PIXELS_ARE = r"pixel_values must be \[92, 96\], a row for each patch of image_grid_thw"
@@ -354,19 +334,19 @@ REJECTED = [
     (position([IMAGE, IMAGE, 1, IMAGE, 1], (1, 2, 1)), "given for all their tokens in prompts, 1 tokens are left"),
     (position([1, IMAGE, 1, IMAGE, 1], (1, 2, 1)), f"{IN_A_ROW}1"),
     (position([1, 1, IMAGE, 1], (1, 2, 1)), f"{IN_A_ROW}2"),
-    (extend(lambda models: models.text.value), "images must be None unless the value model is a vision-language model"),
+    (extend("text"), "images must be None unless the value model is a vision-language model"),
     (extend(positions=torch.zeros(2, 2).long()), r"images\.positions must "),
     (extend(positions=torch.zeros(3, 2).int()), r"images\.positions must "),
     (extend(rows=torch.tensor([0, -1, -1])), r"images\.rows must "),
     (extend(embeds=torch.zeros(1, HIDDEN + 1)), r"images\.embeds must "),
     (extend(embeds=torch.zeros(1, HIDDEN, dtype=torch.bfloat16)), r"images\.embeds must "),
-    (process(PROMPTS, []), "pixel_values and image_grid_thw must be given: prompts hold tokens of images"),
-    (process(PROMPTS[:3], range(4)), "image_grid_thw must be of the images in prompts, got 2 more"),
-    (process(PROMPTS, range(3)), "images must be given for all their tokens in prompts, 11 tokens are left"),
-    (process([[1, VIDEO, 2]], []), "prompts must hold no videos, got tokens of one"),
-    (make_processor("pixel_values"), "must be given together"),
-    (make_processor("image_grid_thw"), "must be given together"),
-    (make_processor(*IMAGES, text_only=True), "must be a vision-language model"),
+    (process(PROMPTS), "pixel_values and image_grid_thw must be given: prompts hold tokens of images"),
+    (process(PROMPTS[:3], 92, 5), "image_grid_thw must be of the images in prompts, got 2 more"),
+    (process(PROMPTS, 48, 3), "images must be given for all their tokens in prompts, 11 tokens are left"),
+    (process([[1, VIDEO, 2]]), "prompts must hold no videos, got tokens of one"),
+    (process(PROMPTS, patches=92), "must be given together"),
+    (process(PROMPTS, images=5), "must be given together"),
+    (process(PROMPTS, 92, 5, "text"), "must be a vision-language model"),
 ]
 
 

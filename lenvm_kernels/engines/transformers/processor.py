@@ -47,8 +47,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         attention_mask: ``[B, S]``; the tokenizer's mask of the prompts, padded on the left, or of the encoder's inputs.
         max_new_tokens: maximum number of new tokens; sizes the value model's cache.
         temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 disables that filter.
-        do_sample: whether tokens are sampled. If not, or if ``top_k`` is 1, each is the most probable after guidance,
-            and there are no filters.
+        do_sample: whether tokens are sampled. If not, or if ``top_k`` is 1 or ``temperature`` is 0, each is the most
+            probable after guidance, and there are no filters.
         eos_token_id: tokens that end an output. If None, the model's ``generation_config`` decides.
         max_candidates: candidates per step, a power of two up to 64. Guided tokens are drawn from the candidates only.
             If None, 8 with a value model and 64 without.
@@ -136,7 +136,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         eos = set(eos_token_ids(model, eos_token_id))
         self._eos_on_device = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
         self._max_new_tokens, self._prompt_width = max_new_tokens, prompt_width
-        self._do_sample = do_sample and top_k != 1
+        self._do_sample = do_sample and top_k != 1 and temperature != 0
         if not self._do_sample:
             temperature, top_k, top_p, min_p = NEUTRAL.values()
             self._unguided = LogitsProcessorList()
@@ -318,7 +318,7 @@ def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> Logi
     """The filters of an unguided row, as ``generate`` applies them. Raises ValueError, naming a bad parameter."""
     is_count = isinstance(top_k, int) and 0 <= top_k < 2**31
     parameters: tuple[tuple[str, float, bool, str, Any], ...] = (
-        ("temperature", temperature, 0 < temperature < math.inf, "a finite number > 0", TemperatureLogitsWarper),
+        ("temperature", temperature, 0 <= temperature < math.inf, "a finite number >= 0", TemperatureLogitsWarper),
         ("top_k", top_k, is_count, "an integer >= 0 (0: no limit)", TopKLogitsWarper),
         ("top_p", top_p, 0 < top_p <= 1, "a number in (0, 1]", TopPLogitsWarper),
         ("min_p", min_p, 0 <= min_p <= 1, "a number in [0, 1]", MinPLogitsWarper),
@@ -326,4 +326,5 @@ def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> Logi
     for name, value, fits, accepted, _ in parameters:
         if not fits:
             raise ValueError(f"{name} must be {accepted}, got {value!r}")
-    return LogitsProcessorList([warper(value) for name, value, _, _, warper in parameters if value != NEUTRAL[name]])
+    used = [(warper, value) for name, value, _, _, warper in parameters if value not in (0, NEUTRAL[name])]
+    return LogitsProcessorList([warper(value) for warper, value in used])
