@@ -7,11 +7,13 @@ START = 33
 LIKELY = {str(START): 6.0}  # a logit bias
 # With few allowed tokens, the start is likely too.
 FEW = [START, 7, 8, 9, *range(44, 48), 50, 51]
-# An end of two tokens after a message; a grace, in which no token of these tests ends a line; a single span.
+# An end of two tokens after a message; a grace, in which no token of these tests ends a line; a single span with a
+# budget, before an answer with a target.
 SEVERAL = [
     {"end_token_ids": [[7, 9], 8], "start_token_ids": [START], "hard_limit": 5, "end_message": [44, 45]},
     {"end_token_ids": [9], "start_token_ids": [[START, START], 8], "hard_limit": 3, "hard_limit_grace": 2},
-    {"end_token_ids": [46, [7, 7]], "hard_limit": 4, "end_message": [START, 47]},
+    {"end_token_ids": [46, [7, 7]], "hard_limit": 4, "end_message": [START, 47]}
+    | {"thinking_budget": 6, "target_length": 9},
     # A landing, which is forced once and does not end the span.
     {"target_length": 14, "landing": [44, 47, 46], "landing_tokens": 12},
 ]
@@ -19,14 +21,15 @@ SPANS_ENDED = 3, 3, 1, 0  # minimum per request
 
 
 def check_several(asked, prompt, output, statuses):
-    """Check token by token that exactly the spans are guided, and that they are closed in time.
+    """Check token by token that exactly the spans and answers with a target are guided, and spans closed in time.
 
     ``statuses`` are the statuses of guided rows by sequence length. Returns the number of ended spans."""
     params, ended = parse_guidance(asked), 0
     closing, limit = params.closing_token_ids, params.hard_limit + params.hard_limit_grace
     states = [params.span_state(prompt, output[:i]) for i in range(len(output) + 1)]
     for state, after, token in zip(states, states[1:], output, strict=False):
-        assert (statuses[state.seen] == Status.UNGUIDED) == (state.end is not None), (state, statuses[state.seen])
+        is_guided = state.end is None or params.answer is not None
+        assert (statuses[state.seen] != Status.UNGUIDED) == is_guided, (state, statuses[state.seen])
         ended += state.end is None and after.end is not None
         over = state.seen - state.begin - limit
         if state.end is None and 0 <= over < (len(closing) if not params.end_token_ids else over + 1):
