@@ -1,4 +1,4 @@
-"""``candidate_values``: by hand, against an integral over lengths, modes without a distance, and saturation."""
+"""``candidate_values``: by hand, against an integral over lengths, and modes without a distance."""
 
 import math
 
@@ -7,14 +7,10 @@ import torch
 from torch import nn
 
 from lenvm_kernels import GuidanceTable, parse_guidance
-from lenvm_kernels.fuzz.ops.candidate_values import exact
 from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import SHORTEST
 from lenvm_kernels.types import GuidanceColumns
 from tests.helpers.cases import simple_arguments
-from tests.helpers.matches import assert_matches
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def silu(x):
@@ -133,13 +129,3 @@ def test_eq_and_strength_0_are_guided_by_the_mean(params):
     inputs = make_inputs(1, torch.float32)
     logits, mean = candidate_values(**inputs | {"table": table_of(params), "table_rows": torch.tensor([0])})
     assert torch.equal(logits, mean)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_saturated_activations(device, dtype):
-    inputs = make_inputs(9, dtype, fp32_vectors=True, device=device)
-    inputs["shift"][::2] = -6e4  # exp(6e4) overflows: silu is 0
-    inputs["fc_bias"][1::8] = 6e4  # silu is the identity
-    for found, expected in zip(candidate_values(**inputs, backend="triton"), exact(**inputs), strict=True):
-        assert_matches(found, expected, "candidate_values", dtype)
-        assert found.isfinite().all()
