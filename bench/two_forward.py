@@ -74,9 +74,6 @@ class TwoForwardOutput(NamedTuple):
     value_logits: list[Tensor]
 
 
-# --- candidates ---
-
-
 def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], sampling: Sampling) -> HostCandidates:
     """Candidates of the guided rows of ``probs [B, V]``, at least one. ValueError if a row has no top-k."""
     index = torch.tensor([i for i, request in enumerate(requests) if request is not None], device=probs.device)
@@ -98,9 +95,6 @@ def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], samplin
     p, ids, rows = p[~single], ids[~single], index[~single].tolist()
     ids_of = [x[is_candidate].tolist() for x, is_candidate in zip(ids.cpu(), (p > 0).cpu(), strict=True)]
     return HostCandidates(only, rows, ids_of, p, ids)
-
-
-# --- guidance ---
 
 
 def reweighted(p: Tensor, v: Tensor, valid: Tensor, scale: Tensor) -> Tensor:
@@ -129,9 +123,6 @@ def reweighted(p: Tensor, v: Tensor, valid: Tensor, scale: Tensor) -> Tensor:
         variance = ((w * v * v).sum(-1, keepdim=True) - expected * expected).clamp(min=1e-16)
         tilt = (tilt - (expected - target) / variance).clamp(-100.0, 100.0)
     return torch.where(moves, tilted(), q)
-
-
-# --- the step ---
 
 
 class TwoForwardStep:

@@ -153,9 +153,6 @@ def _shown(x: Tensor, most: int = 8) -> str:
     return numbers[0] if x.dim() == 0 else f"[{', '.join(numbers)}{more}]"
 
 
-# --- runs ---
-
-
 @dataclass
 class Tally:
     """Counts for the cases of one operator; one failure and the number of failed cases per problem."""

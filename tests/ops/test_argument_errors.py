@@ -18,13 +18,7 @@ from tests.helpers.wrong_tensors import assert_refuses
 
 def size(dim, count):
     """Changes a tensor: zeros of the same dtype with another size of one dimension."""
-
-    def resized(x):
-        shape = list(x.shape)
-        shape[dim] = count
-        return x.new_zeros(shape)
-
-    return resized
+    return lambda x: x.new_zeros([count if i == dim else n for i, n in enumerate(x.shape)])
 
 
 def rows(count):
@@ -32,14 +26,10 @@ def rows(count):
     return lambda fields: type(fields)(*(None if x is None else x.new_zeros(count, *x.shape[1:]) for x in fields))
 
 
-def each(argument, values, message):
-    """One line per value of an argument; ``{}`` in the message stands for the value."""
-    return [({argument: x}, message.format(repr(x))) for x in values]
-
-
-def each_type(argument, values, message):
-    """One line per value of a wrong type; ``{}`` in the message stands for the type."""
-    return [({argument: x}, message.format(type(x).__name__)) for x in values]
+def each(argument, what, values, wrong=()):
+    """A line for each value of an argument that must be ``what``; errors show the type of values of a wrong type."""
+    shown = [*((x, repr(x)) for x in values), *((x, type(x).__name__) for x in wrong)]
+    return [({argument: x}, f"{argument} must be {what}, got {y}") for x, y in shown]
 
 
 FEW_ROWS = (
@@ -47,7 +37,7 @@ FEW_ROWS = (
     r"table must have a row for each of the 3 requests, got 2 \(or give table_rows\)",
 )
 ALONE, TOGETHER = "scored must be given with drawn or step, got", "must be given together"
-LEAST_1 = " must be an int of at least 1, got {}"
+POSITIVE, LEAST_1 = "a positive number or None", "an int of at least 1"
 OF_TABLE = ("table_rows", "generated", "text_breaks", "last_tokens", "requests", "drawn", "step", "scored")
 DELTA = DeltaTokens(*(i32(0, 0, 0, 0) for _ in DeltaTokens._fields))
 COLUMNS = "token_ids must have a power of two up to 64 columns, got"
@@ -56,24 +46,23 @@ ALL_HEADS = ("q", "k_new", "v_new", "k_cache", "v_cache", "out")
 HEADS_3 = dict.fromkeys(ALL_HEADS[1:5], size(1, 3))
 HEADS = "q must have a multiple of the heads of k_new, got"
 LINEAR_OPTIONS = [
-    *each("expected_rows", (-1,), "expected_rows must be an int of at least 0, got {}"),
-    *each_type("expected_rows", (2.0, True, "9"), "expected_rows must be an int of at least 0, got {}"),
-    *each("norm_eps", (0.0, math.inf, math.nan), "norm_eps must be a positive number or None, got {}"),
-    *each_type("norm_eps", (True, "1e-6"), "norm_eps must be a positive number or None, got {}"),
+    *each("expected_rows", "an int of at least 0", (-1,), (2.0, True, "9")),
+    *each("norm_eps", POSITIVE, (0.0, math.inf, math.nan), (True, "1e-6")),
     ({"norm_eps": None}, "square_sums belong to the norm: norm_eps must be passed as well"),
 ]
 # Three requests with every optional tensor; the changed arguments, and the message.
 ERRORS = {
     "topk_candidates": [
         *(({"scores": size(1, n)}, f"scores must have 1 to 1048576 columns, got {n}") for n in (0, 1_048_577)),
-        *each("max_candidates", (0, 12, 128), "max_candidates must be a power of two up to 64, got {}"),
-        *each("top_k", (2**31, -(2**31) - 1), "top_k must be an int32, got {}"),
-        ({"top_k": 5.0}, "top_k must be an integer or a tensor .*, got float"),
-        ({"top_k": True}, "top_k must be an integer or a tensor .*, got bool"),
-        ({"top_p": "1"}, "top_p must be a number or a tensor .*, got str"),
-        ({"min_p": None}, "min_p must be a number or a tensor .*, got NoneType"),
-        ({"min_p": False}, "min_p must be a number or a tensor .*, got bool"),
-        ({"temperature": [1.0]}, "temperature must be a number or a tensor .*, got list"),
+        *each("max_candidates", "a power of two up to 64", (0, 12, 128)),
+        *each("top_k", "an int32", (2**31, -(2**31) - 1)),
+        *each("top_k", "an integer or a tensor .*", (), (5.0, True)),
+        *(
+            line
+            for name in ("top_p", "min_p")
+            for line in each(name, "a number or a tensor .*", (), ("1", None, False))
+        ),
+        *each("temperature", "a number or a tensor .*", (), ([1.0],)),
         ({"is_logits": False}, "temperature must be None when scores are probabilities"),
         *(
             (dict.fromkeys({*OF_TABLE, "table"} - {x}), "table must be given with table_rows, .* or scored, got None")
@@ -100,8 +89,7 @@ ERRORS = {
             {"out": lambda x: empty_requests(2, x.due.device, 2)},
             "out must have a row for each of the 3 requests, got 2",
         ),
-        *each("padding_row", (6, -1), "padding_row must be an int from 0 to 5, got {}"),
-        *each_type("padding_row", (1.0, True), "padding_row must be an int from 0 to 5, got {}"),
+        *each("padding_row", "an int from 0 to 5", (6, -1), (1.0, True)),
         ({"drafts.token_ids": size(1, 0)}, "drafts.token_ids must have at least one column, got none"),
     ],
     "limit_span": [
@@ -115,9 +103,9 @@ ERRORS = {
         *(
             line
             for name in ("page_size", "max_new", "num_heads", "num_kv_heads")
-            for line in (*each(name, (0, -4), name + LEAST_1), *each_type(name, (2.0, True, "4"), name + LEAST_1))
+            for line in each(name, LEAST_1, (0, -4), (2.0, True, "4"))
         ),
-        *each("num_heads", (3, 130), "num_heads must be a multiple of num_kv_heads, 2, up to 64 times as many, got {}"),
+        *each("num_heads", "a multiple of num_kv_heads, 2, up to 64 times as many", (3, 130)),
         ({"requests": None}, "delta must be passed, or requests and history, got history"),
         ({"history": None}, "delta must be passed, or requests and history, got requests"),
         ({"requests": None, "history": None}, "delta must be passed, or requests and history, got neither"),
@@ -134,18 +122,15 @@ ERRORS = {
     "embed_tokens": [
         *(({"embedding": size(dim, 0)}, "embedding must have at least one row and column, got .*0") for dim in (0, 1)),
         ({"inv_freq": size(0, 0)}, "inv_freq must have at least one element, got none"),
-        *each("rope_scale", (math.inf, math.nan), "rope_scale must be a finite number, got {}"),
-        *each_type("rope_scale", ("1", True), "rope_scale must be a finite number, got {}"),
+        *each("rope_scale", "a finite number", (math.inf, math.nan), ("1", True)),
     ],
     "rope_cache": [
         *(
             ({"k_cache": size(dim, n)}, r"k_cache must have at least one head and an even last dimension, got .* \[")
             for dim, n in ((2, 15), (2, 0), (1, 0))
         ),
-        *each("num_heads", (0,), "num_heads" + LEAST_1),
-        *each_type("num_heads", (2.0, True), "num_heads" + LEAST_1),
-        *each("norm_eps", (0.0, math.inf, math.nan), "norm_eps must be a positive number, got {}"),
-        *each_type("norm_eps", ("1e-6",), "norm_eps must be a positive number, got {}"),
+        *each("num_heads", LEAST_1, (0,), (2.0, True)),
+        *each("norm_eps", "a positive number", (0.0, math.inf, math.nan), ("1e-6",)),
     ],
     "ragged_linear": [
         *LINEAR_OPTIONS,
@@ -167,10 +152,8 @@ ERRORS = {
         ({"q": size(1, 0), "out": size(1, 0)}, f"{HEADS} 0 query and "),
         (HEADS_3 | dict.fromkeys(HEADS_3, size(1, 0)), f"{HEADS} . query and 0 key/value"),
         ({"counters": i32(1)[:0]}, r"counters must be int32 \[\d+ or more\], got int32 \[0\]"),
-        *each("page_size", (0, -1), "page_size" + LEAST_1),
-        *each_type("page_size", (True, 1.0), "page_size" + LEAST_1),
-        *each("sm_scale", (math.inf, math.nan), "sm_scale must be a finite number or None, got {}"),
-        *each_type("sm_scale", (True, "1"), "sm_scale must be a finite number or None, got {}"),
+        *each("page_size", LEAST_1, (0, -1), (True, 1.0)),
+        *each("sm_scale", "a finite number or None", (math.inf, math.nan), (True, "1")),
         (dict.fromkeys(ALL_HEADS, size(2, 0)), "q must have a last dimension of at least 1, got 0"),
         (
             {"backend": "triton"} | dict.fromkeys(ALL_HEADS, size(2, 257)),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from lenvm_kernels.fuzz.ops._inputs import fill
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout
@@ -11,18 +12,6 @@ from tests.helpers.cases import arguments_of, small_case
 from tests.helpers.drafts import i32
 from tests.helpers.memory import INTEGER, MARGIN, GuardedMemory
 from tests.helpers.wrong_tensors import assert_refuses
-
-
-def make_requests(lengths, cached_lens, table_rows, needs_values, device):
-    """Requests whose other fields are 1."""
-    requests = empty_requests(len(lengths), device)
-    for x in requests:
-        x.fill_(1)
-    requests.lengths.copy_(i32(*lengths))
-    requests.cached_lens.copy_(i32(*cached_lens))
-    requests.request_rows.copy_(torch.tensor(table_rows))
-    requests.needs_values.copy_(torch.tensor(needs_values))
-    return requests
 
 
 def on(device, arguments):
@@ -53,7 +42,9 @@ def test_computed_tokens_and_their_slots(device, backend, page_size):
     """Each row has its own pages, and the slot table is a slice. With pages of 5, slots of row 2 exceed 32 bits."""
     given, expected = zip(*COMPUTED, strict=True)
     lengths, rows, cached_lens, counts, needs_values = zip(*given, strict=True)
-    requests = make_requests(lengths, cached_lens, rows, needs_values, device)
+    requests = empty_requests(len(lengths), device)
+    columns = dict(lengths=lengths, cached_lens=cached_lens, request_rows=rows, needs_values=needs_values)
+    fill(requests, slice(None), {name: torch.tensor(x) for name, x in columns.items()})
     history = empty_history(13, 3, device)
     history.tokens.copy_(100 * torch.arange(13)[:, None] + torch.arange(3))
     history.cached_lens.fill_(-5)  # shows which rows are written

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenvm_kernels.fuzz.check import check, operators
-from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from tests.helpers.cases import arguments_of, cases, small_case
 from tests.helpers.memory import GuardedMemory
 
@@ -69,13 +68,3 @@ def test_saturated_activations(device, name, bias, dtype):
     gates[::2], gates[1::8] = -3e3, 3e3
     result = operator.run(given, partial(operator.function, backend="triton"))
     assert not any(difference.wrong.any() for difference in operator.differences(given, result))
-
-
-def test_counters_of_attention_are_zero_afterwards(device):
-    """Two calls share the counters. Rows are split."""
-    case = replace(small_case("value_tree_attention", cached="long"), rows=tuple(range(5)))
-    counters = torch.zeros(4096, dtype=torch.int32, device=device)
-    function = partial(value_tree_attention, counters=counters, backend="triton")
-    for _ in range(2):
-        failure = check(case, function, device=device, other_batches=False)
-        assert failure is None and not counters.any(), str(failure)

@@ -26,9 +26,6 @@ BACKENDS = ["triton", "reference"]
 OPERATORS = operators()
 
 
-# --- results ---
-
-
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
 def test_kernels_match_the_reference(device, name, data):
@@ -65,9 +62,6 @@ def assert_same(found, expected, name, backend="triton"):
             assert torch.equal(actual.nan_to_num(), wanted.nan_to_num())
         else:
             assert_matches(actual, wanted, name, actual.dtype)
-
-
-# --- integration with torch ---
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -196,9 +190,6 @@ def test_replays_in_a_cuda_graph(device, name):
     tree_map(lambda x, y: x.copy_(y) if isinstance(x, torch.Tensor) else x, arguments, others)
     graph.replay()
     assert_same(tensors_of([result, arguments]), tensors_of(expected), name)
-
-
-# --- arguments ---
 
 
 def clone(x):

@@ -42,9 +42,6 @@ def small_limits(monkeypatch):
         monkeypatch.setattr(ops, name, value)
 
 
-# --- the reference --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_rows", [None, -2, 0, 11, 99])
 def test_reference_matches_torch_modules(num_rows):
     torch.manual_seed(0)
@@ -72,21 +69,6 @@ def test_reference_keeps_the_dtype_and_rounds_once(dtype):
         y = ragged_linear(**inputs, backend="reference")
         assert y.dtype == dtype
         assert_matches(y, exact(**inputs), "ragged_linear", dtype)
-
-
-def test_square_sums_replace_those_of_x(device, backend):
-    """The kernel adds the eight groups in order. In another order, the 1 of the first would not be lost beside 2^30."""
-    x = torch.eye(3, 512, device=device)
-    square_sums = torch.zeros(8, 3, device=device)
-    square_sums[:, 1] = 64
-    square_sums[:, 2] = torch.tensor([1.0, 2**30, 0, 0, -(2.0**30), 0, 511, 1])
-    y = ragged_linear(x, torch.eye(3, 512, device=device), norm_eps=4, square_sums=square_sums, backend=backend)
-    compared = 3 if backend == "triton" else 2
-    expected = torch.diag(torch.tensor([0.5, 5**-0.5, 5**-0.5], device=device))
-    torch.testing.assert_close(y[:compared], expected[:compared])
-
-
-# --- tiles and splits -------------------------------------------------------------------------------------------------
 
 
 # Columns, size and swiglu of a weight, and its splits. All but the first splits cost a pass over the result.
@@ -170,52 +152,33 @@ def test_every_tile_holds_whole_groups_and_fits_into_shared_memory():
 
 @pytest.mark.parametrize(("variant", "size"), [("qkv", 100), ("o and down", 320), ("all", 100)])
 def test_rows_are_bitwise_identical_with_every_tile(device, small_limits, monkeypatch, variant, size):
-    """At any place in several blocks of rows, and including the sums of squares. The tile depends on
-    ``expected_rows``; if None, on all T rows."""
-    tokens, rows = 150, 141
-    inputs = make_inputs(tokens, outputs=100, size=size, dtype=torch.bfloat16, device=device, **VARIANTS[variant])
+    """At any place in several blocks of rows, for any number of rows and row stride, and including the sums of squares.
+
+    The tile depends on ``expected_rows``; if None, on all T rows. The parts of a sum over 320 columns are added in one
+    order.
+    """
+    tokens, rows, padded = 150, 141, dict(row_padding=48, device=device, dtype=torch.bfloat16)
+    inputs = make_inputs(tokens, outputs=100, size=size, **padded, **VARIANTS[variant])
     tiles = [t for t in (*ops.TILES_SM_90, *ops.TILES) if t.block_n >= 64 * (1 + inputs["swiglu"])]
     asked = []
     monkeypatch.setattr(ops, "choose_tile", lambda rows, *_: asked.append(rows) or tiles[(len(asked) - 1) % len(tiles)])
 
-    def run(order, **options):
+    def run(order, rows, **options):
         chosen = inputs | {name: inputs[name][order] for name in ("x", "residual") if name in inputs}
-        sums = torch.zeros(2, len(order), device=device)
+        sums = torch.zeros(2, len(chosen["x"]), device=device)
         y = ragged_linear(**chosen, num_rows=number(rows, device), square_sums_out=sums, **options, backend="triton")
         return torch.cat([y.float(), sums.T], 1)[:rows]
 
-    everything = torch.arange(tokens, device=device)
-    expected = run(everything)
+    expected, everything = run(slice(tokens), rows), torch.arange(tokens, device=device)
     turned = torch.cat([everything[:rows].flip(0), everything[rows:]])
     numbers = (0, rows, 10**6, tokens + 1, *range(7, 3 + len(tiles)))
     for expected_rows in numbers:
-        assert torch.equal(run(turned, expected_rows=expected_rows).flip(0), expected)
-    assert torch.equal(run(everything[rows - 1 : rows]), expected[-1:])
-    assert asked == [tokens, *numbers, 1]
-
-
-def test_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeypatch):
-    """For any number of rows, on either side of the end of a block of rows that are multiplied at once, or whose parts
-    are added at once; for any ``expected_rows`` and row stride."""
-    options = VARIANTS["all"] | {"swiglu": False}
-    inputs = make_inputs(150, outputs=97, size=320, dtype=torch.bfloat16, device=device, row_padding=48, **options)
-    padded = {name: inputs[name] for name in ("x", "residual")}
-    assert ops.num_splits(97, 320) == 5 and not any(x.is_contiguous() for x in padded.values())
-
-    def run(tokens, rows, expected_rows, **other):
-        there = {name: x[:tokens] for name, x in padded.items()} | other
-        sums = torch.zeros(2, tokens, device=device)
-        options = dict(num_rows=number(rows, device), square_sums_out=sums, expected_rows=expected_rows)
-        y = ragged_linear(**inputs | there, **options, backend="triton")
-        return torch.cat([y.float(), sums.T], 1)[:rows]
-
-    expected = run(150, 150, None)
-    for counts in ((9, 5, 9), (128, 63, 1), (65, 64, 1), (128, 128, 65), (129, 129, 10**6)):
-        assert torch.equal(run(*counts), expected[: counts[1]]), counts
-    assert torch.equal(run(150, 150, 7, **{name: x.contiguous() for name, x in padded.items()}), expected)
-
-
-# --- written memory ---------------------------------------------------------------------------------------------------
+        assert torch.equal(run(turned, rows, expected_rows=expected_rows).flip(0), expected)
+    counts = ((9, 5), (65, 64), (128, 63), (129, 129))
+    for count, there in counts:
+        assert torch.equal(run(slice(count), there), expected[:there])
+    assert torch.equal(run(slice(rows - 1, rows), 1), expected[-1:])
+    assert asked == [tokens, *numbers, *(count for count, _ in counts), 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -226,9 +189,6 @@ def test_stored_and_computed_square_sums_are_bitwise_identical(device, dtype):
     y = ragged_linear(**inputs, square_sums_out=stored, backend="triton")
     assert torch.equal(stored, sums_of_squares(y))
     assert torch.equal(ragged_linear(**inputs, square_sums=sums_of_squares(inputs["x"]), backend="triton"), y)
-
-
-# --- prefetch ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

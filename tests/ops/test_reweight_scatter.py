@@ -58,9 +58,6 @@ def reweight(probs, z, params, eos, device, backend, *, token_ids=None, status=N
     return result.cpu(), table.faults[options["table_rows"]].tolist()
 
 
-# --- cases by hand ---
-
-
 class HandCase(NamedTuple):
     """A request with up to eight candidates, whose token ids are their places.
 
@@ -157,7 +154,6 @@ OUTSIDE = [
     for z, target, eos, eq, le, ge in (
         ((100.0, 100.0), 100.0, (), 1, SAME, SAME),
         ((100.0, 100.0), 99.0, (), 1, 1, SAME),
-        ((3.0, 100.0), 100.0, (), 1, SAME, 1),
         ((-1.0, 9.0), 0.0, (0,), 0, 0, SAME),
         ((300.0, 100.0), 100.0, (), 1, 1, SAME),
         ((-1.0, 2.0), 0.1, (), 0, 0, SAME),
@@ -179,7 +175,6 @@ TIES = [
     case
     for q, z, eos, least, most in (
         ((0.1, 0.2, 0.4, 0.3), (1.0, 2.0, 1.0, 2.0), (), 2, 3),
-        ((0.1, 0.4, 0.4, 0.1), (3.0, 3.0, 3.0, 3.0), (), 1, 1),
         ((0.2, 0.3, 0.4, 0.1), (1.0, 1.0, 5.0, -2.0), (0, 1), 1, 2),
         ((0.25, 0.25, 0.25, 0.25), (0.0, 0.5, 0.5, 0.0), (), 0, 1),
     )
@@ -198,7 +193,6 @@ BIASES = hand_cases(
     (Mode.VALUE_BIAS, 0.7, None, USUAL, biased(TENTHS, 0.7, USUAL)),
     (Mode.VALUE_BIAS, 0.7, None, USUAL, biased(TENTHS, 0.7, USUAL), {"answer_length": 900.0}),
     (Mode.VALUE_BIAS, 15.0, None, HUNDREDS, biased(TENTHS, 15.0, HUNDREDS)),
-    (Mode.VALUE_BIAS, -15.0, None, [-x for x in HUNDREDS], biased(TENTHS, 15.0, HUNDREDS)),
     (Mode.VALUE_BIAS, -20.0, None, (HUGE, 0.0, -HUGE, 9.0), 2),
     (Mode.VALUE_BIAS, 20.0, None, (-HUGE, -HUGE, -1.0, -HUGE), 2),
     (Mode.VALUE_BIAS, 1.0, None, (0.0, math.inf, 0.0, 9.0), FAULT),
@@ -230,7 +224,6 @@ ANSWERED = hand_cases(
     (Mode.LE, 1.0, 9.0, ANSWER_Z, 1, ANSWER_3),
     (Mode.EQ, 1.0, 0.0, (-HUGE, *ANSWER_Z[1:]), 1, ANSWER_3),
     (Mode.GE, 1.0, 9.0, ANSWER_Z, 3, ANSWER_3),
-    (Mode.EQ_SOFT, 1.0, 0.0, ANSWER_Z, 1, ANSWER_3),
     (Mode.CENTERED_EXP, -3.0, None, ANSWER_Z, biased(ANSWER_Q, -3.0, (0.0, 0.0, 0.0, 1 - math.exp(-2))), ANSWER_3),
     *((mode, 1.0, 9.0, ANSWER_Z, 3, LONGEST) for mode in (Mode.LE, Mode.EQ, Mode.GE, Mode.EQ_SOFT)),
     (Mode.CENTERED_EXP, -3.0, None, ANSWER_Z, ANSWER_Q, LONGEST),
@@ -243,7 +236,6 @@ EXP, SIGMOIDS = (Mode.CENTERED_EXP, -5.0, None), (0.2689414, 0.6224593, 0.0, 0.0
 ENDS = hand_cases(
     (*EXP, (-1.0, 0.5, NAN, NAN), biased(TENTHS, -5.0, SIGMOIDS), {"end_token_ids": ((2,),)}),
     (*EXP, (NAN, 2.0, NAN, NAN), biased(TENTHS, -5.0, (0.0, 0.8807971, 0.0, 0.0)), {"end_token_ids": ((2,), (0,))}),
-    (*EXP, (NAN, NAN, NAN, NAN), TENTHS, {"end_token_ids": ((9,), (0,), (2,), (1,))}),
     (*EXP, (0.0, NAN, 0.0, 0.0), FAULT, {"end_token_ids": ((2,),)}),
     (*EXP, (0.0, 0.0, NAN, 0.0), FAULT),
     eos=(3,),
@@ -286,9 +278,6 @@ def test_cases_by_hand(device, backend, name):
             continue
         expected = F.pad(torch.tensor(case.weights).double() / sum(case.weights), (0, 8 - len(case.weights)))
         assert (p.double() - expected).abs().max() <= (5e-6 if name == "biases" else 2e-6), (case, p)
-
-
-# --- the fork, and roots ---
 
 
 @pytest.mark.parametrize("backend, dtype", [("reference", "float64"), ("reference", "float32"), ("triton", "float32")])

@@ -61,8 +61,6 @@ def strided(x: Tensor, more: int) -> Tensor:
     return padded_rows(x, more, 1) if x.dim() == 2 else padded_rows(x[:, None], more, 1)[:, 0]
 
 
-# --- drafts ---
-
 DRAFTS: dict[str, list[Any]] = {
     "drafts": [1, 2, 3, 4, 5, 7, 8, 9],
     "parents": ["chain", "tree", "any"],
