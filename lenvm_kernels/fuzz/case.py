@@ -23,7 +23,6 @@ from torch import Tensor
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.results import (
     Difference,
-    Form,
     Output,
     differs,
     expect,
@@ -118,14 +117,13 @@ class Operator:
         inputs: returns the inputs of a case on a device.
         row_size: numbers per row of the inputs, which bounds batches on a GPU.
         row_work: approximate operations of Triton's interpreter per row, which bounds batches on a CPU.
-        returns: dtype and shape of each returned tensor by name, in the order of the result. If None, the reference's
-            forms, for a named tuple.
+        returns: names of the returned tensors, in the order of the result.
         writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
         owners: from inputs and result tensors, the index in the batch of the row that each item of a tensor belongs
             to, or -1 for no row; by tensor name, or by the part before its dot. By default, item i belongs to row i.
         moved: tensors that contain batch indices, which differ if the same rows are in another batch.
         by_row: changes result tensors to ones with the items first, and without batch indices.
-        unwritten: returned tensors with arbitrary contents, of which only dtype and shape are compared.
+        unwritten: returned tensors with arbitrary contents, which are not compared.
         compare: compares a result with the fp64 reference's. If None, both must be bitwise identical.
         most_rows: maximum rows of a batch.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
@@ -140,7 +138,7 @@ class Operator:
     inputs: Callable[[Case, torch.device], CallInputs]
     row_size: Callable[[Mapping[str, Any]], int]
     row_work: Callable[[Mapping[str, Any]], float]
-    returns: Callable[[CallInputs], Mapping[str, Form]] | None = None
+    returns: Sequence[str] = ("the result",)
     writes: Sequence[str] = ()
     owners: Callable[[CallInputs, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda given, tensors: {}
     moved: Collection[str] = ()
@@ -157,19 +155,11 @@ class Operator:
         return self.function.__name__
 
     def run(self, given: CallInputs, function: Callable) -> CallResult:
-        """Call a function on copies of what it writes.
-
-        Raises:
-            WrongResult: a returned tensor has another form than in ``returns``.
-        """
+        """Call a function on copies of what it writes."""
         arguments, written = with_copies(given.arguments, self.writes)
         returned = function(**arguments)
-        if self.returns is None:
-            found = {name: x for name, x in returned._asdict().items() if x is not None}
-        else:
-            results = returned if isinstance(returned, tuple) else (returned,)
-            forms = zip(self.returns(given).items(), results, strict=True)
-            found = {name: expect(name, x, dtype=dtype, shape=shape) for (name, (dtype, shape)), x in forms}
+        results = returned if isinstance(returned, tuple) else (returned,)
+        found = {name: x for name, x in zip(self.returns, results, strict=True) if x is not None}
         found |= {name: x for name, x in written.items() if not name.startswith("out.")}
         for name in self.unwritten(given):
             del found[name]
@@ -188,14 +178,18 @@ class Operator:
         ]
 
     def differences(self, given: CallInputs, result: CallResult) -> list[Difference]:
-        """Comparisons of a result with the reference's."""
+        """Comparisons of a result with the reference's.
+
+        Raises:
+            WrongResult: a tensor has another form than the reference's.
+        """
+        expected = self.expected(given)
+        for name, x in expected.tensors.items():
+            expect(name, result.tensors.get(name), dtype=x.dtype, shape=x.shape)
         if self.compare is not None:
             return self.compare(given, result)
-        expected, found = self.expected(given), []
-        for output in self.outputs(given, expected):
-            x = expected.tensors[output.name]
-            actual = expect(output.name, result.tensors.get(output.name), dtype=x.dtype, shape=x.shape)
-            found.append(differs(output.name, actual, x, output.owners))
+        names = [(output.name, output.owners) for output in self.outputs(given, expected)]
+        found = [differs(name, result.tensors[name], expected.tensors[name], owners) for name, owners in names]
         return found + [unchanged_around(name, result.around[name], x) for name, x in expected.around.items()]
 
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:

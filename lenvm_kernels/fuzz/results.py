@@ -46,9 +46,6 @@ class WrongResult(Exception):
     """The function under test returned a wrong type, shape or dtype."""
 
 
-Form = tuple[torch.dtype, Sequence[int]]  # dtype and shape of a returned tensor
-
-
 def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """Check a result's type, dtype and shape, and return it.
 

@@ -138,6 +138,13 @@ def near(mode, strength, target, lengths, q, *, tolerance=0.0, generated=0, gamm
     return HandCase(params, z, SAME if is_same else weights, q, eos, generated)
 
 
+def answered(case, answer):
+    """The same case with lengths that include an answer."""
+    nats = F.softplus(torch.tensor(case.z).double()) - answer * math.log(case.params.gamma)
+    z = (nats + torch.log(-torch.expm1(-nats))).tolist()
+    return case._replace(params=replace(case.params, answer_length=answer), z=z)
+
+
 TILTED = [
     tilted(mode, tilt, z, q)
     for mode in (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT)
@@ -218,9 +225,7 @@ AT_BREAKS, AT_KNOWN_BREAKS = (
 # An answer longer than the prediction leaves the value 0. Such candidates act like candidates that end the span.
 ANSWER_Z, LONGEST = z_of(1.0, 2.0, 2.9, 5.0, **IN_NATS), {"answer_length": 1e30}
 ANSWER_Q, ANSWER_3 = (0.1, 0.3, 0.2, 0.4), {"answer_length": 3.0}
-LESS_HALF = [1 - math.exp(-nats) for nats in (0.5, 1.5, 2.4, 4.5)]
 ANSWERED = hand_cases(
-    (Mode.CENTERED_EXP, -3.0, None, ANSWER_Z, biased(ANSWER_Q, -3.0, LESS_HALF), {"answer_length": 0.5}),
     (Mode.LE, 1.0, 9.0, ANSWER_Z, 1, ANSWER_3),
     (Mode.EQ, 1.0, 0.0, (-HUGE, *ANSWER_Z[1:]), 1, ANSWER_3),
     (Mode.GE, 1.0, 9.0, ANSWER_Z, 3, ANSWER_3),
@@ -253,7 +258,9 @@ STATUSES = [
 TABLES = {
     **dict(tilted=TILTED, unchanged=UNCHANGED, outside=OUTSIDE, value_min=VALUE_MIN, ties=TIES, long=LONG),
     **dict(biases=BIASES, near=NEARS, at_breaks=AT_BREAKS, at_known_breaks=AT_KNOWN_BREAKS, answered=ANSWERED),
-    **dict(ends=ENDS, statuses=STATUSES),
+    **dict(
+        ends=ENDS, statuses=STATUSES, beyond_answers=[answered(case, 20.0) for case in (*TILTED[::2], *NEARS[24:300])]
+    ),
 }
 
 

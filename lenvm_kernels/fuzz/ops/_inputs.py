@@ -22,6 +22,14 @@ def slice_of_longer(x: Tensor) -> Tensor:
     return torch.cat([x[-1:], x, x[:1]])[1:-1] if len(x) else x
 
 
+def limit_rows(arguments: dict[str, Any], rows: int, **tensors: Tensor | None) -> None:
+    """Pass the number of rows on the device; further rows of the tensors are NaN."""
+    given = [x for x in tensors.values() if x is not None]
+    arguments["num_rows"] = torch.tensor([rows], dtype=torch.int32, device=given[0].device)
+    for x in given:
+        x[rows:] = math.nan
+
+
 def poisoned(draws: Draws, rows: Any, x: Tensor, of: float) -> Tensor:
     """``x`` with one number of some rows replaced by NaN or infinity."""
     poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf])[:, None]

@@ -1,7 +1,6 @@
 """``draw``: the cases of ``reweight_scatter``; any int64 as seed, greedy requests, scored and passed tokens."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -99,19 +98,11 @@ def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     return found
 
 
-def _row_work(options: Mapping[str, Any]) -> float:
-    return weights.row_work({**options, "constants": "shipped"}) + 6 * options["columns"]
-
-
 OPERATOR = Operator(
     function=draw,
     options=OPTIONS,
     inputs=inputs,
-    returns=lambda given: {
-        "guided_probs": (torch.float32, given.arguments["candidates"].probs.shape),
-        "tokens": (torch.int32, (given.rows,)),
-        "remaining_lengths": (torch.float32, (given.rows,)),
-    },
+    returns=("guided_probs", "tokens", "remaining_lengths"),
     compare=compare,
     writes=("table.faults",),
     owners=lambda given, tensors: {
@@ -119,7 +110,7 @@ OPERATOR = Operator(
     },
     most_rows=65_536,
     row_size=lambda options: 40 * options["columns"],
-    row_work=_row_work,
+    row_work=lambda options: weights.row_work({**options, "constants": "shipped"}) + 6 * options["columns"],
     constants=CONSTANTS,
     free={name: what for name, what in weights.FREE.items() if name != "probs"}
     | {

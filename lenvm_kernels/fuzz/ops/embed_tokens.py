@@ -7,11 +7,11 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
-from lenvm_kernels.fuzz.results import Difference, Form, beyond, differs
+from lenvm_kernels.fuzz.results import Difference, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.reference._common import SQUARES_GROUP
+from lenvm_kernels.types import EmbeddedTokens
 
 OPTIONS: dict[str, list[Any]] = {
     "size": [64, 1, 63, 130, 576, 1030, 2112],
@@ -53,17 +53,6 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments | {"rope_scale": options["rope_scale"]}, there)
 
 
-def returns(given: CallInputs) -> dict[str, Form]:
-    embedding, half = given.arguments["embedding"], len(given.arguments["inv_freq"])
-    tokens, size = len(given.arguments["token_ids"]), embedding.shape[1]
-    return {
-        "hidden": (embedding.dtype, [tokens, size]),
-        "square_sums": (torch.float32, [ceil_div(size, SQUARES_GROUP), tokens]),
-        "cos": (torch.float32, [tokens, half]),
-        "sin": (torch.float32, [tokens, half]),
-    }
-
-
 def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {"square_sums": tensors["square_sums"].T}
 
@@ -87,7 +76,7 @@ OPERATOR = Operator(
     function=embed_tokens,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=EmbeddedTokens._fields,
     by_row=by_row,
     compare=compare,
     most_rows=8192,

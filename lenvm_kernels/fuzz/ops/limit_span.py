@@ -10,7 +10,7 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, fill, owners_of_nodes, slice_of_longer
-from lenvm_kernels.fuzz.results import Form, owners_in_table
+from lenvm_kernels.fuzz.results import owners_in_table
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import (
@@ -20,7 +20,7 @@ from lenvm_kernels.guidance.spans import (
     TokenSequences,
 )
 from lenvm_kernels.ops import limit_span as ops
-from lenvm_kernels.types import GuidanceColumns
+from lenvm_kernels.types import GuidanceColumns, SpanNodes
 
 SPARE_ROWS = 3  # table rows that no request of the batch uses
 NO_LIMIT = 2**31 - 1
@@ -134,12 +134,6 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     return table
 
 
-def returns(given: CallInputs) -> dict[str, Form]:
-    drafts = given.arguments.get("drafts")
-    nodes = given.rows * (1 if drafts is None else 1 + drafts.token_ids.shape[1])
-    return {"ended": (torch.bool, (nodes,)), "generated": (torch.int32, (nodes,))}
-
-
 def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     of_table = owners_in_table(given.table_rows, len(given.arguments["table"].span_ended))
     nodes = ("ended", "generated", "logits")
@@ -151,7 +145,7 @@ OPERATOR = Operator(
     function=ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=SpanNodes._fields,
     writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
     owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),

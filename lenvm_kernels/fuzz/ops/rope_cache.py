@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
-from lenvm_kernels.fuzz.results import Difference, Form, beyond, differs
+from lenvm_kernels.fuzz.ops._inputs import limit_rows
+from lenvm_kernels.fuzz.results import Difference, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.rope_cache import rope_cache
 
@@ -73,16 +74,8 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         arguments["qkv"][poisoned, 0] = float("nan")
         arguments["qkv"][poisoned, -1] = float("nan")
     if options["rows_not_there"] != "none":
-        arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
-        for name in ("qkv", "cos", "sin"):
-            arguments[name][there:] = float("nan")
+        limit_rows(arguments, there, **{name: arguments[name] for name in ("qkv", "cos", "sin")})
     return CallInputs(arguments, there)
-
-
-def returns(given: CallInputs) -> dict[str, Form]:
-    qkv, (_, kv_heads, head_dim) = given.arguments["qkv"], given.arguments["k_cache"].shape
-    heads = {"q": given.arguments["num_heads"], "k": kv_heads, "v": kv_heads}
-    return {name: (qkv.dtype, [len(qkv), number, head_dim]) for name, number in heads.items()}
 
 
 def compare(given: CallInputs, result: CallResult) -> list[Difference]:
@@ -126,7 +119,7 @@ OPERATOR = Operator(
     function=rope_cache,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=("q", "k", "v"),
     writes=WRITTEN,
     moved=WRITTEN,
     compare=compare,

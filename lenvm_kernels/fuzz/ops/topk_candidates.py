@@ -2,7 +2,7 @@
 
 Requests of a step are of every status, due or not, with and without a known next token."""
 
-from collections.abc import Mapping
+import math
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtyp
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of_longer, to_fill
 from lenvm_kernels.fuzz.results import (
     Difference,
-    Form,
     beyond,
     differs,
     memory_of,
@@ -24,12 +23,13 @@ from lenvm_kernels.fuzz.results import (
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
+from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import CandidateColumns, empty_scored, topk_candidates
 from lenvm_kernels.reference.topk_candidates import choose_scored
 from lenvm_kernels.types import Candidates, Status
 
-NAN, INF = float("nan"), float("inf")
+NAN, INF = math.nan, math.inf
 STEP_OPTIONS = ("requests", "drawn", "sample", "score_all", "step", "scored")
 KINDS = ["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing", "halves"]
 # Relative distance to a filter's bound within which fp32 and fp64 may disagree.
@@ -162,33 +162,17 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
     x = draws.normal("scores", rows, vocab)
     choice = draws.integers("kind", rows, low=0, high=len(kinds) - 1)[:, None]
     of_kind = {
-        "normal": lambda: x,
-        "peaked": lambda: 30 * x,
-        "ties": lambda: x.round(),
-        "constant": lambda: x[:, :1].expand_as(x),
-        "huge": lambda: largest / 3 * x,
-        "tiny": lambda: x - 80,
-        "mostly nothing": lambda: torch.where(draws.chance("nothing", rows, vocab, of=0.98), -INF, x),
+        "normal": x,
+        "peaked": 30 * x,
+        "ties": x.round(),
+        "constant": x[:, :1].expand_as(x),
+        "huge": largest / 3 * x,
+        "tiny": x - 80,
+        "mostly nothing": torch.where(draws.chance("nothing", rows, vocab, of=0.98), -INF, x),
         # probabilities are powers of 1/2: a sum may meet top_p exactly
-        "halves": lambda: -torch.log(x.new_tensor(2.0)) * draws.integers("halves", rows, vocab, low=0, high=12),
+        "halves": -math.log(2.0) * draws.integers("halves", rows, vocab, low=0, high=12),
     }
-    of_rows = (torch.where(choice == i, of_kind[name](), 0.0) for i, name in enumerate(kinds))
-    return sum(of_rows, start=torch.zeros_like(x))
-
-
-def returns(given: CallInputs) -> dict[str, Form]:
-    slots = given.arguments["max_candidates"]
-    return {
-        "token_ids": (torch.int32, [given.rows, slots]),
-        "probs": (torch.float32, [given.rows, slots]),
-        "counts": (torch.int32, [given.rows]),
-        "status": (torch.int8, [given.rows]),
-        "lost_mass": (torch.float32, [given.rows]),
-    }
-
-
-def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {"step": no_row(given.arguments["step"])} if "step" in given.arguments else {}
+    return sum(torch.where(choice == i, of_kind[name], 0.0) for i, name in enumerate(kinds))
 
 
 def compare(given: CallInputs, result: CallResult) -> list[Difference]:
@@ -257,23 +241,21 @@ def _reference(given: CallInputs, width: float) -> Candidates:
     return topk_candidates(**arguments, backend="reference")
 
 
-def _row_work(options: Mapping[str, Any]) -> float:
-    small, slots = options["constants"] == "small", options["max_candidates"]
-    programs = -(-options["vocab"] // (64 if small else 1024))
-    return 4 * 40 + programs * 30 + 40 * slots
-
-
 OPERATOR = Operator(
     function=topk_candidates,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=Candidates._fields,
     compare=compare,
     writes=("scored", "step"),
-    owners=owners,
+    owners=lambda given, tensors: {"step": no_row(tensors["step"])} if "step" in tensors else {},
     most_rows=16_384,
     row_size=lambda options: options["vocab"],
-    row_work=_row_work,
+    row_work=lambda options: (
+        160
+        + 30 * ceil_div(options["vocab"], 64 if options["constants"] == "small" else 1024)
+        + 40 * options["max_candidates"]
+    ),
     constants=CONSTANTS,
     free={
         "scores": "float32 bfloat16 float16 float64 columns apart",

@@ -83,12 +83,10 @@ class Inputs:
         row, new_lens = torch.arange(len(self.q)), self.q_offsets.diff().cpu()
         firsts = (self.q_offsets[1:] - self.candidate_lens).cpu().repeat_interleave(new_lens)  # first candidate rows
         firsts = torch.nn.functional.pad(firsts, (0, len(row) - len(firsts)), value=len(row))
-        before = torch.where(row < firsts, row - 1, firsts - 1)  # a delta token, or a row of the previous request
-        extremes = torch.tensor([-1, -2, -(2**31), 2**31 - 1])[:, None].expand(-1, len(row))
-        choices = torch.cat([torch.stack([row, row + 1, before, firsts - 1]), extremes])
-        chosen = choices.gather(0, Draws(seed).integers("malformed", 1, len(row), low=0, high=len(choices) - 1))[0]
-        assert self.parents is not None
-        parents = torch.where(self.parents.cpu() < 0, chosen, self.parents.cpu())
+        chosen = Draws(seed).integers("malformed", 1, len(row), low=-2, high=len(row))[0]
+        is_valid = (firsts <= chosen) & (chosen < row)
+        parents = self.parents.cpu() if self.parents is not None else torch.full_like(row, -1)
+        parents = torch.where(parents < 0, torch.where(is_valid, row % 2 * 2**32 - 2**31 - row % 2, chosen), parents)
         return replace(self, parents=parents.int().to(self.q.device))
 
 
@@ -248,7 +246,6 @@ OPERATOR = Operator(
     function=value_tree_attention,
     options=OPTIONS,
     inputs=inputs,
-    returns=lambda given: {"the result": (given.arguments["q"].dtype, given.arguments["q"].shape)},
     writes=("out",),
     owners=owners,
     moved=("out",),
