@@ -24,11 +24,11 @@ from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.results import (
     Difference,
     Output,
+    WrongResult,
     differs,
     expect,
     memory_of,
     owners_of_rows,
-    unchanged_around,
     with_copies,
 )
 
@@ -99,12 +99,7 @@ class CallInputs:
         return torch.arange(self.rows, device=self.arguments["table"].mode.device) if found is None else found.long()
 
 
-@dataclass(frozen=True)
-class CallResult:
-    """Tensors that a call returned or wrote, and the storage around written tensors, which must stay unchanged."""
-
-    tensors: dict[str, Tensor]
-    around: dict[str, Tensor]
+Result = dict[str, Tensor]  # tensors that a call returned or wrote
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ class Operator:
     moved: Collection[str] = ()
     by_row: Callable[[CallInputs, dict[str, Tensor]], dict[str, Tensor]] = lambda given, tensors: tensors
     unwritten: Callable[[CallInputs], Collection[str]] = lambda given: ()
-    compare: Callable[[CallInputs, CallResult], list[Difference]] | None = None
+    compare: Callable[[CallInputs, Result], list[Difference]] | None = None
     most_rows: int = 4096
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     free: Mapping[str, str] = field(default_factory=dict)
@@ -154,43 +149,47 @@ class Operator:
     def name(self) -> str:
         return self.function.__name__
 
-    def run(self, given: CallInputs, function: Callable) -> CallResult:
-        """Call a function on copies of what it writes."""
-        arguments, written = with_copies(given.arguments, self.writes)
+    def run(self, given: CallInputs, function: Callable) -> Result:
+        """Call a function on copies of what it writes.
+
+        Raises:
+            WrongResult: memory around a written tensor has changed.
+        """
+        (arguments, written), (_, kept) = (with_copies(given.arguments, self.writes) for _ in range(2))
         returned = function(**arguments)
         results = returned if isinstance(returned, tuple) else (returned,)
+        for name, x in written.items():
+            kept[name].copy_(x)
+            if not torch.equal(memory_of(x), memory_of(kept[name])):
+                raise WrongResult(f"memory around {name} must stay unchanged")
         found = {name: x for name, x in zip(self.returns, results, strict=True) if x is not None}
         found |= {name: x for name, x in written.items() if not name.startswith("out.")}
-        for name in self.unwritten(given):
-            del found[name]
-        return CallResult(found, {name.removeprefix("out."): memory_of(x) for name, x in written.items()})
+        return {name: x for name, x in found.items() if name not in self.unwritten(given)}
 
-    def expected(self, given: CallInputs) -> CallResult:
+    def expected(self, given: CallInputs) -> Result:
         """Result of the reference on the same inputs."""
         return self.run(given, partial(self.function, backend="reference"))
 
-    def outputs(self, given: CallInputs, result: CallResult) -> list[Output]:
+    def outputs(self, given: CallInputs, result: Result) -> list[Output]:
         """The tensors of a result with the owners of their items."""
-        known = self.owners(given, result.tensors)
+        known = self.owners(given, result)
         return [
             Output(name, x, known.get(name, known.get(name.partition(".")[0], owners_of_rows(x, given.rows))))
-            for name, x in self.by_row(given, result.tensors).items()
+            for name, x in self.by_row(given, result).items()
         ]
 
-    def differences(self, given: CallInputs, result: CallResult) -> list[Difference]:
+    def differences(self, given: CallInputs, result: Result) -> list[Difference]:
         """Comparisons of a result with the reference's.
 
         Raises:
             WrongResult: a tensor has another form than the reference's.
         """
         expected = self.expected(given)
-        for name, x in expected.tensors.items():
-            expect(name, result.tensors.get(name), dtype=x.dtype, shape=x.shape)
+        for name, x in expected.items():
+            expect(name, result.get(name), dtype=x.dtype, shape=x.shape)
         if self.compare is not None:
             return self.compare(given, result)
-        names = [(output.name, output.owners) for output in self.outputs(given, expected)]
-        found = [differs(name, result.tensors[name], expected.tensors[name], owners) for name, owners in names]
-        return found + [unchanged_around(name, result.around[name], x) for name, x in expected.around.items()]
+        return [differs(x.name, result[x.name], expected[x.name], x.owners) for x in self.outputs(given, expected)]
 
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
         """Draw a case with random options. The logarithm of the number of rows is uniformly distributed.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lenvm_kernels import __version__
 from lenvm_kernels.fuzz import OPERATORS
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result
 from lenvm_kernels.fuzz.results import Difference, Output, WrongResult, differs
 
 ROWS_ADDED = 3
@@ -71,7 +71,7 @@ def check(
         try:
             return _check(case, operator, function, device, other_batches)
         except WrongResult as error:
-            return Failure(case, "wrong type, dtype or shape", case.rows, str(error))
+            return Failure(case, "wrong type, dtype, shape or memory", case.rows, str(error))
         except Exception as error:  # the function under test may raise anything
             problem = LOST if _is_lost(device) else f"raised {type(error).__name__}"
             return Failure(case, problem, case.rows, " ".join(str(error).split())[:300])
@@ -86,7 +86,7 @@ def _check(case, operator, function, device, other_batches) -> Failure | None:
     if not other_batches or not case.rows:
         return None
 
-    def outputs(given: CallInputs, result: CallResult) -> list[Output]:
+    def outputs(given: CallInputs, result: Result) -> list[Output]:
         return [x for x in operator.outputs(given, result) if x.name not in operator.moved]
 
     whole = outputs(given, result)

@@ -43,7 +43,7 @@ class Difference:
 
 
 class WrongResult(Exception):
-    """The function under test returned a wrong type, shape or dtype."""
+    """The function under test returned a wrong type, shape or dtype, or wrote memory that is not its own."""
 
 
 def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -99,36 +99,22 @@ def copy_in_place(x: Tensor) -> Tensor:
 
 def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The arguments with copies of all that are written, and these copies by name (of the field, for a field)."""
-    arguments, written = dict(arguments), {}
+    arguments, copies = dict(arguments), {}
     for path in writes:
         argument, _, field = path.partition(".")
         x = arguments.get(argument)
-        if x is None:
-            continue
-        if field:
-            written[field] = copy_in_place(getattr(x, field))
-            arguments[argument] = x._replace(**{field: written[field]})
-        elif isinstance(x, Tensor):
-            arguments[argument] = written[argument] = copy_in_place(x)
-        else:
-            arguments[argument] = x._make(map(copy_in_place, x))
-            written |= {f"{argument}.{name}": y for name, y in arguments[argument]._asdict().items()}
-    return arguments, written
+        if isinstance(x, Tensor):
+            arguments[argument] = copies[argument] = copy_in_place(x)
+        elif x is not None:
+            fields = {name: copy_in_place(getattr(x, name)) for name in ([field] if field else x._fields)}
+            arguments[argument] = x._replace(**fields)
+            copies |= fields if field else {f"{argument}.{name}": y for name, y in fields.items()}
+    return arguments, copies
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """The whole storage of a tensor. Bytes for bool, because the storage may contain other values than bools."""
-    return whole_memory(x).view(torch.uint8) if x.dtype == torch.bool else whole_memory(x)
-
-
-def memory_with(x: Tensor, values: Tensor) -> Tensor:
-    """The result of :func:`memory_of` for a tensor after ``values`` have been written to it."""
-    copy = copy_in_place(x)
-    return memory_of(copy.copy_(values))
-
-
-def unchanged_around(name: str, memory: Tensor, expected: Tensor) -> Difference:
-    return differs(f"memory around {name}", memory, expected, no_row(memory))
+    """The bytes of the whole storage of a tensor."""
+    return whole_memory(x).view(torch.uint8)
 
 
 def no_row(x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ RUNS = {
     "wrong dtype": (
         f"--ops value_head --against {FAULTS}:halves --cases 3",
         1,
-        r"wrong type, dtype or shape \(3 of 3 cases\)\n  logits must be float32 \[1\], got float16 \[1\]\n",
+        r"wrong type, dtype, shape or memory \(3 of 3 cases\)\n  logits must be float32 \[1\], got float16 \[1\]\n",
     ),
     "no time": ("--seconds 1e-9", 0, r"^operator .*failures\n$"),
 }

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned
 from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
@@ -92,10 +92,10 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, len(rows))
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     tolerance = TOLERANCE["candidate_values"][given.arguments["embedding"].dtype]
     expected = exact(**given.arguments)
-    return [beyond(name, result.tensors[name], x, tolerance) for name, x in zip(NAMES, expected, strict=True)]
+    return [beyond(name, result[name], x, tolerance) for name, x in zip(NAMES, expected, strict=True)]
 
 
 def exact(

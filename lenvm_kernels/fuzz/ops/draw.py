@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result
 from lenvm_kernels.fuzz.ops import reweight_scatter as weights
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
 from lenvm_kernels.fuzz.results import Difference, beyond, differs, owners_in_table
@@ -71,12 +71,12 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, len(rows))
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     a, rows = given.arguments, given.arguments["requests"]
     candidates, scored = a["candidates"], a["scored"]
     shared = {name: a[name] for name in ("candidates", "value_logits", "table", "text_breaks") if name in a}
     of_weights = weights.Requests.of(rows.table_rows, **shared, generated=rows.generated)
-    guided_probs, tokens, lengths, faults = result.tensors.values()
+    guided_probs, tokens, lengths, faults = result.values()
     found = weights.compare_guided(of_weights, guided_probs, rows.table_rows, faults)
     table = of_weights.table
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
 from lenvm_kernels.fuzz.results import Difference, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
@@ -57,7 +57,7 @@ def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {"square_sums": tensors["square_sums"].T}
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     """With the reference in fp64, except for the angles, which are defined in fp32."""
     arguments, rows = given.arguments, given.rows
     dtype = arguments["embedding"].dtype
@@ -65,7 +65,7 @@ def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     angles = (arguments["positions"][:, None].float() * arguments["inv_freq"]).double()
     scale = arguments["rope_scale"]
     expected = {"square_sums": embedded.square_sums.T, "cos": angles.cos() * scale, "sin": angles.sin() * scale}
-    found = by_row(given, result.tensors)
+    found = by_row(given, result)
     return [
         differs("hidden", found["hidden"][:rows], embedded.hidden[:rows].to(dtype)),
         *(beyond(name, found[name][:rows], x[:rows], TOLERANCE["embed_tokens"][dtype]) for name, x in expected.items()),

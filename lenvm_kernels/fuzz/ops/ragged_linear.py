@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import limit_rows, padded_rows, poisoned, slice_of_longer
 from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
@@ -75,8 +75,8 @@ def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.T if name == "square_sums_out" else x for name, x in tensors.items()}
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
-    actual, *sums_out = (x[: given.rows] for x in by_row(given, result.tensors).values())
+def compare(given: CallInputs, result: Result) -> list[Difference]:
+    actual, *sums_out = (x[: given.rows] for x in by_row(given, result).values())
     tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
     # A row with an infinity or NaN has no finite result. The order of the sums decides between infinity and NaN.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import limit_rows
 from lenvm_kernels.fuzz.results import Difference, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
@@ -78,18 +78,18 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, there)
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     rows = given.rows
     dtype = given.arguments["qkv"].dtype
     q, k, v = (x[:rows] for x in expected_of(given.arguments))
-    new = {name: result.tensors[name][:rows] for name in ("q", "k", "v")}
+    new = {name: result[name][:rows] for name in ("q", "k", "v")}
     found = [
         rotated("q", new["q"], q, dtype),
         rotated("k", new["k"], k, dtype),
         differs("v", new["v"], v.to(dtype)),
     ]
     for name in WRITTEN:
-        cache, slots = result.tensors[name], given.arguments["slots"][:rows].long()
+        cache, slots = result[name], given.arguments["slots"][:rows].long()
         expected = torch.full_like(cache, UNTOUCHED)
         kept = (slots >= 0) & (slots < len(cache))
         expected[slots[kept]] = new[name[0]][kept]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned
 from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
@@ -67,9 +67,9 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, len(rows))
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     tolerance, rows = TOLERANCE["value_head"][given.arguments["hidden"].dtype], given.rows
-    return [beyond("logits", result.tensors["logits"][:rows], exact(**given.arguments)[:rows], tolerance)]
+    return [beyond("logits", result["logits"][:rows], exact(**given.arguments)[:rows], tolerance)]
 
 
 def exact(**inputs) -> Tensor:
