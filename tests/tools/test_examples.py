@@ -99,12 +99,9 @@ def test_fork_guidance(monkeypatch):
 
     class LvmGuidedSampler:
         def _apply_guidance_gpu(self, pending, value_logits):
-            probs, ids, listed = pending.gpu_candidates
-            assert len(probs) == len(value_logits) == len(pending.send_batch_indices)
-            assert torch.equal(listed, probs > 0)
-            pending.guided[pending.send_batch_indices] = pending.guided[pending.send_batch_indices].scatter_add(
-                1, ids, probs / probs.sum(1, keepdim=True)
-            )
+            (probs, ids, listed), rows = pending.gpu_candidates, pending.send_batch_indices
+            assert len(probs) == len(value_logits) == len(rows) and torch.equal(listed, probs > 0)
+            pending.guided[rows] = pending.guided[rows].scatter_add(1, ids, probs / probs.sum(1, keepdim=True))
 
     def lvm_combined_guidance(token_probs, token_values, token_ids, *, req):
         assert req.sampling_params.custom_params["value_constraint"] == "ge"
@@ -115,11 +112,10 @@ def test_fork_guidance(monkeypatch):
     module.LvmGuidedSampler, module.lvm_combined_guidance = LvmGuidedSampler, lvm_combined_guidance
     monkeypatch.setitem(sys.modules, module.__name__, module)
     fork = runpy.run_path(str(EXAMPLES / "fork_guidance.py"))
-
     params = [parse_guidance(p) for p in ({"target_length": 9, "op": "ge"}, {"mode": "exp", "scale": 2})]
     table = GuidanceTable.from_params([*params, None], [{2}] * 3, "cpu").columns
-    rows = dict(top_k=torch.full([3], 3, dtype=torch.int32), top_p=torch.ones(3), min_p=torch.zeros(3))
-    candidates = topk_candidates(torch.tensor([[0.1, 0.2, 0.4, 0.3]]).repeat(3, 1), **rows, max_candidates=4)
+    scores = torch.tensor([[0.1, 0.2, 0.4, 0.3]]).repeat(3, 1)
+    candidates = topk_candidates(scores, top_k=3, top_p=1.0, min_p=0.0, max_candidates=4)
     # Token 2, the first candidate, ends the output, so its value is 0 for any logit.
     guided = fork["reweight_scatter"](candidates, torch.tensor([[9.0, 1.0, 2.0, 0.0]]).repeat(3, 1), table)
     q = [4 / 9, 3 / 9, 2 / 9, 0]

@@ -20,7 +20,7 @@ from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, ModelValues, ProbeValues, StepConfig
 from lenvm_kernels.values import LengthProbe
-from tests.helpers.drafts import random_drafts
+from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import Engine
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.models import TINY, random_model
@@ -100,7 +100,11 @@ def steps(values_class, model, width, step_class=GuidedStep):
         if is_probe:
             options["states"] = torch.randn(nodes, values.needs_states[0], generator=generator)
         if width:
-            drafts = random_drafts(len(rows), width, seed=number, tokens=VOCAB)
+            places = len(rows), width
+            token_ids, parents = (
+                torch.randint(low, most, places, generator=generator) for low, most in ((0, VOCAB), (-1, width))
+            )
+            drafts = make_drafts(token_ids, parents)
             drafts.token_ids[::2, 0] = logits[:: 1 + width].argmax(dim=1)[::2]  # likely to be drawn
             options |= dict(drafts=drafts, verify="same_draws", new=[new[row] for row in rows])
         elif number % 2:
