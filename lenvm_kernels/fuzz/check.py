@@ -35,19 +35,12 @@ def operators() -> dict[str, Operator]:
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that fails.
-
-    Attributes:
-        problem: kind of the failure, the same for all failures with one recognizable cause. After :data:`LOST` the
-            device is unusable, and this process cannot check further cases.
-        rows: ids of the wrong rows.
-        details: actual and expected result of one wrong row.
-    """
+    """A case that fails. After the problem :data:`LOST`, this process cannot check further cases."""
 
     case: Case
-    problem: str
-    rows: tuple[int, ...]
-    details: str
+    problem: str  # the same for all failures with one recognizable cause
+    rows: tuple[int, ...]  # ids of the wrong rows
+    details: str  # actual and expected result of one wrong row
 
     def __str__(self) -> str:
         return f"{self.case.op}: {self.problem}\n{self.details}\n{self.case}"

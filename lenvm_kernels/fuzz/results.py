@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Output:
-    """A part of a result that must be bitwise identical for any other rows of the batch.
-
-    Attributes:
-        values: ``[items, ...]``.
-        owners: int64 ``[items]``; index in the batch of the row that each item belongs to, or -1 for no row. If None,
-            item i belongs to row i. The order of one row's items does not depend on the batch.
-    """
+class Output(NamedTuple):
+    """A part of a result that must be bitwise identical for any other rows of the batch."""
 
     name: str
-    values: Tensor
-    owners: Tensor | None = None
+    values: Tensor  # [items, ...]
+    owners: Tensor | None = (
+        None  # int64 [items]: batch index of the row of each item, -1: no row. None: item i is row i's.
+    )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A comparison of a result with the expected result.
-
-    Attributes:
-        wrong: bool ``[items]``.
-        actual, expected: ``[items, ...]``, for the failure message.
-        owners: as in :class:`Output`.
-    """
+class Difference(NamedTuple):
+    """A comparison of a result with the expected result."""
 
     what: str
-    wrong: Tensor
-    actual: Tensor
+    wrong: Tensor  # bool [items]
+    actual: Tensor  # [items, ...], as is ``expected``
     expected: Tensor
-    owners: Tensor | None = None
+    owners: Tensor | None = None  # as in :class:`Output`
 
 
 class WrongResult(Exception):
@@ -55,8 +42,9 @@ def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) 
     if not isinstance(tensor, Tensor):
         raise WrongResult(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
-        forms = (dtype, shape), (tensor.dtype, tensor.shape)
-        wanted, got = (f"{str(d).removeprefix('torch.')} {list(s)}" for d, s in forms)
+        wanted, got = (
+            f"{d} {list(s)}".removeprefix("torch.") for d, s in ((dtype, shape), (tensor.dtype, tensor.shape))
+        )
         raise WrongResult(f"{name} must be {wanted}, got {got}")
     return tensor
 
@@ -87,14 +75,10 @@ def beyond(
     return Difference(what, _any_of_item(~near), actual, expected, owners)
 
 
-def whole_memory(x: Tensor) -> Tensor:
-    """The whole storage of a view, flat."""
-    return x.new_empty(0).set_(x.untyped_storage())
-
-
 def copy_in_place(x: Tensor) -> Tensor:
     """A copy of a view and its whole storage, with the same strides."""
-    return torch.as_strided(whole_memory(x).clone(), x.shape, x.stride(), x.storage_offset())
+    storage = x.new_empty(0).set_(x.untyped_storage())
+    return torch.as_strided(storage.clone(), x.shape, x.stride(), x.storage_offset())
 
 
 def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -114,7 +98,7 @@ def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[di
 
 def memory_of(x: Tensor) -> Tensor:
     """The bytes of the whole storage of a tensor."""
-    return whole_memory(x).view(torch.uint8)
+    return x.new_empty(0).set_(x.untyped_storage()).view(torch.uint8)
 
 
 def no_row(x: Tensor) -> Tensor:
@@ -124,7 +108,8 @@ def no_row(x: Tensor) -> Tensor:
 
 def owners_of_rows(x: Tensor, rows: int) -> Tensor:
     """Owners where item i belongs to row i, and items from ``rows`` on belong to no row."""
-    return torch.arange(len(x), device=x.device).masked_fill(torch.arange(len(x), device=x.device) >= rows, -1)
+    items = torch.arange(len(x), device=x.device)
+    return items.masked_fill(items >= rows, -1)
 
 
 def owners_in_table(table_rows: Tensor, size: int) -> Tensor:

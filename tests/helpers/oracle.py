@@ -9,12 +9,7 @@ from lenvm_kernels.types import Mode, Status
 
 
 class PlainStep:
-    """Rows of a base model with vocabulary ``vocab`` and a value model.
-
-    Args:
-        values: value logits of the last tokens of sequences, by full forwards of ``transformers``.
-        eos: the end-of-sequence token.
-    """
+    """Rows of a base model whose end of sequence is ``eos``, with the value logits ``values(sequences)``."""
 
     def __init__(self, values, eos):
         self.values, self.eos = values, eos
@@ -22,12 +17,8 @@ class PlainStep:
     def row(self, logits, prefix, generated, guidance, sampling):
         """Distribution of the next token, value logits of the candidates by token, and what decides the row.
 
-        Args:
-            logits: fp64 ``[V]``; the base model's scores after ``prefix``.
-            prefix: the tokens before.
-            generated: how many of them are output.
-            guidance: parameters of the request.
-            sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
+        ``logits``, fp64 ``[V]``, are the scores after ``prefix``, of which ``generated`` tokens are output;
+        ``sampling`` has ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
         """
         logits, params = logits[None].clone(), parse_guidance(guidance)
         probs = torch.softmax(logits / sampling["temperature"], 1)

@@ -19,15 +19,10 @@ BY_TOKEN[:, [IMAGE, VIDEO]] = -torch.inf  # no image is drawn
 
 
 def use_stand_in(monkeypatch, without="", **changed):
-    """Put modules with the fork's names and parameters into ``sys.modules``, before ``install()``.
+    """Put modules with the fork's names and parameters into ``sys.modules``; returns them by name. For ``install()``.
 
-    Args:
-        monkeypatch: pytest's fixture.
-        without: name to leave out.
-        changed: replacement parameters by the last part of a name.
-
-    Returns:
-        The modules by name. ``calls`` of the module of the sampler records calls of ``initialize`` and ``apply``.
+    ``without`` is a name to leave out, ``changed`` has replacement parameters by the last part of a name. ``calls`` of
+    the module of the sampler records calls of ``initialize`` and ``apply``.
     """
     modules = {}
     for path, text in stubs("sglang_fork", "0.5.8", **changed).items():
@@ -118,13 +113,8 @@ class OnHost(list):
 class Engine:
     """A model runner after ``install()``; scores of its base model depend on the last token and the length.
 
-    Args:
-        modules, monkeypatch: modules of the stand-in, by name, and pytest's fixture.
-        value_model: directory of the value model.
-        free: bytes of free memory returned by successive calls.
-        function: guidance function. If None, one of the fork's.
-        is_draft_worker: attribute of the model runner.
-        options: options of the server.
+    ``value_model`` is the folder of the value model, ``free`` are bytes of free memory returned by successive calls,
+    ``options`` are the server's. If ``function`` is None, the guidance function is one of the fork's.
     """
 
     lag = 0  # number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler
@@ -142,19 +132,13 @@ class Engine:
         self.lvm_guided_sampler = object.__new__(modules[SAMPLING].LvmGuidedSampler)
         self.lvm_guided_sampler._inproc = None
         self.lvm_guided_sampler._fn = function or modules[SAMPLING].lvm_combined_guidance
-        given = dict(
-            tokenizer_path=str(value_model),
-            disable_cuda_graph=False,
-            mem_fraction_static=0.9,
-            lvm_guided_inproc=True,
-            lvm_guided_inproc_model_path=str(value_model),
-            lvm_guided_inproc_json_model_override_args="{}",
-            lvm_guided_inproc_mem_fraction_static=0.5,
-        )
+        flags = dict(disable_cuda_graph=False, mem_fraction_static=0.9, lvm_guided_inproc=True)
+        flags |= dict(tokenizer_path=str(value_model), lvm_guided_inproc_model_path=str(value_model))
+        flags |= dict(lvm_guided_inproc_json_model_override_args="{}", lvm_guided_inproc_mem_fraction_static=0.5)
         self.model_runner = object.__new__(modules[RUNNER].ModelRunner)
         vars(self.model_runner).update(
             sampler=self,
-            server_args=SimpleNamespace(**given | options),
+            server_args=SimpleNamespace(**flags | options),
             is_draft_worker=is_draft_worker,
             device="cpu",
             gpu_id=0,
@@ -178,35 +162,30 @@ class Engine:
         return {row for row in range(len(slots.table)) if slots.pages(row)}
 
     def step(self, requests, rows=(), *, ends=None, prefixes=None):
-        """Probabilities before and after guidance of a batch.
+        """Probabilities before and after guidance of a batch of requests with all tokens, also of before a retraction.
 
-        Args:
-            requests: requests with all tokens, including those generated before a retraction.
-            rows: rows of the engine's request pool in a batch of prompts; empty in a decode batch.
-            ends: ends of the prompts' chunks. If None, the chunks are whole.
-            prefixes: number of tokens per request in the engine's radix cache. If None, 0.
+        A batch of prompts has ``rows`` of the engine's request pool, ``ends`` of the prompts' chunks (if None, of the
+        whole prompts), and ``prefixes``, the number of tokens per request in the radix cache.
         """
         is_decode, lens = not rows, [len(request.tokens) for request in requests]
         prefixes = [n - 1 for n in lens] if is_decode else prefixes or [0] * len(requests)
         ends = ends or lens
-        for request, row in zip(requests, rows, strict=False):
+        for request, row in zip(requests, rows or [request.req_pool_idx for request in requests], strict=True):
             request.req_pool_idx = row
-        for request in requests:
             end = len(request.tokens) - self.lag * is_decode
             request.output_ids = request.tokens[len(request.origin_input_ids) : end]
         scores = [BY_TOKEN[r.tokens[n - 1]] + BY_LENGTH[n] for r, n in zip(requests, ends, strict=True)]
         parts = [r.tokens[first:end] for r, first, end in zip(requests, prefixes, ends, strict=True)]
         part_lens = torch.tensor([len(part) for part in parts], dtype=torch.int32)
         tokens = [token for part in parts for token in part] + [VOCAB - 1] * is_decode  # with padding
-        sampling = [r.sampling_params for r in requests]
+        top_p, top_k, min_p = (
+            torch.tensor([getattr(r.sampling_params, name) for r in requests], dtype=dtype)
+            for name, dtype in (("top_p", torch.float32), ("top_k", torch.int32), ("min_p", torch.float32))
+        )
         batch = SimpleNamespace(
             reqs=list(requests),
             temperatures=torch.ones(len(requests), 1),
-            filters=(
-                torch.tensor([float(x.top_p) for x in sampling]),
-                torch.tensor([x.top_k for x in sampling], dtype=torch.int32),
-                torch.tensor([float(x.min_p) for x in sampling]),
-            ),
+            filters=(top_p, top_k, min_p),
             forward_mode=SimpleNamespace(is_decode=lambda: is_decode, is_mixed=lambda: False),
             input_ids=torch.tensor(tokens),
             extend_seq_lens=part_lens,

@@ -63,8 +63,8 @@ def compare(given: CallInputs, result: Result) -> list[Difference]:
     dtype = arguments["embedding"].dtype
     embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")
     angles = (arguments["positions"][:, None].float() * arguments["inv_freq"]).double()
-    scale = arguments["rope_scale"]
-    expected = {"square_sums": embedded.square_sums.T, "cos": angles.cos() * scale, "sin": angles.sin() * scale}
+    expected = {"square_sums": embedded.square_sums.T}
+    expected |= {name: x * arguments["rope_scale"] for name, x in (("cos", angles.cos()), ("sin", angles.sin()))}
     found = by_row(given, result)
     return [
         differs("hidden", found["hidden"][:rows], embedded.hidden[:rows].to(dtype)),

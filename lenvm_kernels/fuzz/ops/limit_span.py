@@ -13,12 +13,7 @@ from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, f
 from lenvm_kernels.fuzz.results import owners_in_table
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
-from lenvm_kernels.guidance.spans import (
-    MAX_CLOSING_TOKENS,
-    MAX_SPAN_TOKENS,
-    SpanPatterns,
-    TokenSequences,
-)
+from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanPatterns, TokenSequences
 from lenvm_kernels.ops import limit_span as ops
 from lenvm_kernels.types import GuidanceColumns, SpanNodes
 
@@ -75,24 +70,9 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
     if options["text_breaks"]:
-        arguments["text_breaks"] = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3]).to(
-            torch.int8
-        )
+        breaks = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3])
+        arguments["text_breaks"] = breaks.to(torch.int8)
     return CallInputs(arguments, count)
-
-
-def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
-    """End and start sequences of requests: none, one or several, of one or several tokens."""
-    return [
-        ((), ()),
-        (((3,),), ()),
-        (((vocab - 1,), (7,)), ()),
-        (((3, 7),), ()),
-        (((7,),), ((3,),)),
-        (((3, 3), (0,)), ((7, 3),)),
-        (((3, 7, 3), (vocab + 3,), (0,), (vocab,)), ((7,), (vocab - 1, 3))),
-        (((NO_LIMIT,), (0,)), ((vocab + 3,), (3, 0, 3))),
-    ]
 
 
 def _padded(lists: Sequence[Sequence[int]], size: int, device: torch.device) -> Tensor:
@@ -101,7 +81,18 @@ def _padded(lists: Sequence[Sequence[int]], size: int, device: torch.device) -> 
 
 def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], eos: int) -> GuidanceColumns:
     """A table of requests with sequences of any length, including some shorter than their prompts."""
-    device, spans = draws.device, _spans(vocab)
+    device, last = draws.device, vocab - 1
+    # End and start sequences of requests: none, one or several, of one or several tokens.
+    spans: list[tuple[TokenSequences, TokenSequences]] = [
+        ((), ()),
+        (((3,),), ()),
+        (((last,), (7,)), ()),
+        (((3, 7),), ()),
+        (((7,),), ((3,),)),
+        (((3, 3), (0,)), ((7, 3),)),
+        (((3, 7, 3), (vocab + 3,), (0,), (vocab,)), ((7,), (last, 3))),
+        (((NO_LIMIT,), (0,)), ((vocab + 3,), (3, 0, 3))),
+    ]
     patterns = [SpanPatterns.of(*span) for span in spans]
     kind = draws.integers("span", rows, low=0, high=len(spans) - 1)
     closing = draws.choose("closing", rows, values=range(4))
@@ -136,9 +127,7 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
 
 def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     of_table = owners_in_table(given.table_rows, len(given.arguments["table"].span_ended))
-    nodes = ("ended", "generated", "logits")
-    found = {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in nodes}
-    return found | dict.fromkeys(ops.WRITTEN, of_table)
+    return {name: of_table if name in ops.WRITTEN else owners_of_nodes(given, x) for name, x in tensors.items()}
 
 
 OPERATOR = Operator(

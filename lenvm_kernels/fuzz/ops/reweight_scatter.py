@@ -99,9 +99,8 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     ends = torch.where(end_column >= 0, ids.gather(1, end_column.clamp(min=0)), -2)
     columns["span_end_token_ids"] = torch.nn.functional.pad(ends, (0, MAX_SPAN_ENDS - 2), value=-2)
     columns["target_logit"] = draws.normal("target_logit", rows) * 3
-    table_rows = (
-        draws.rows(len(rows)) if options["table_rows"] == "none" else draws.places("table_rows", rows, SPARE_ROWS)
-    )
+    is_listed = options["table_rows"] != "none"
+    table_rows = draws.places("table_rows", rows, SPARE_ROWS) if is_listed else draws.rows(len(rows))
     table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=2).columns
     table.mode[:] = int(Mode.VALUE_BIAS)  # exposes reads of spare rows
     table.scale[:] = 3.0
@@ -112,7 +111,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     of_targets = options["values"] == "of targets"
     value_logits = None if of_targets else padded_rows(z, options["padding"])
     arguments: dict[str, Any] = dict(candidates=candidates, value_logits=value_logits, table=table)
-    if options["table_rows"] != "none":
+    if is_listed:
         arguments["table_rows"] = table_rows.to(getattr(torch, options["table_rows"]))
     if options["generated"]:
         arguments["generated"] = draws.choose("generated", rows, values=[0, 10, 30, 10_000]).int()
@@ -162,11 +161,7 @@ def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Te
 
 
 def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Rows that are hard to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7, all tilting modes.
-
-    Returns:
-        (fp32 probabilities, fp32 value logits, columns of the table)
-    """
+    """As :func:`usual_rows`, rows that are hard to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7."""
 
     def uniform(name, low=0.0, high=1.0, *shape):
         return draws.uniform(name, rows, *shape, low=low, high=high)

@@ -71,23 +71,17 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         arguments |= {"qk_norm_weight": weight.to(dtype)[:, :head_dim], "norm_eps": EPS}
     if options["broken"]:
         poisoned = draws.chance("poisoned", rows, of=0.2)
-        arguments["qkv"][poisoned, 0] = float("nan")
-        arguments["qkv"][poisoned, -1] = float("nan")
+        arguments["qkv"][poisoned, 0] = arguments["qkv"][poisoned, -1] = float("nan")
     if options["rows_not_there"] != "none":
         limit_rows(arguments, there, **{name: arguments[name] for name in ("qkv", "cos", "sin")})
     return CallInputs(arguments, there)
 
 
 def compare(given: CallInputs, result: Result) -> list[Difference]:
-    rows = given.rows
-    dtype = given.arguments["qkv"].dtype
+    rows, dtype = given.rows, given.arguments["qkv"].dtype
     q, k, v = (x[:rows] for x in expected_of(given.arguments))
     new = {name: result[name][:rows] for name in ("q", "k", "v")}
-    found = [
-        rotated("q", new["q"], q, dtype),
-        rotated("k", new["k"], k, dtype),
-        differs("v", new["v"], v.to(dtype)),
-    ]
+    found = [rotated("q", new["q"], q, dtype), rotated("k", new["k"], k, dtype), differs("v", new["v"], v.to(dtype))]
     for name in WRITTEN:
         cache, slots = result[name], given.arguments["slots"][:rows].long()
         expected = torch.full_like(cache, UNTOUCHED)

@@ -214,15 +214,12 @@ def _differences_of_choice(given: CallInputs, result: Result, found: Candidates)
         return []
     arguments, written = with_copies(given.arguments, ("scored", "step"))
     if "step" in written:
-        written["step"] += len(arguments["scored"].counts) > 0
-    table, table_rows = given.arguments["table"], given.table_rows
+        written["step"] += given.rows > 0
+    ends = given.arguments["table"].ending_token_ids[given.table_rows]
     choice: dict[str, Any] = {name: arguments.get(name) for name in STEP_OPTIONS if name != "step"}
-    status = choose_scored(found, ending_token_ids=table.ending_token_ids[table_rows], **choice).status
-    differences = [differs("status", result["status"], status)]
-    for name, x in written.items():
-        of_rows = no_row(x) if name == "step" else owners_of_rows(x, given.rows)
-        differences.append(differs(name, result[name], x, of_rows))
-    return differences
+    written["status"] = choose_scored(found, ending_token_ids=ends, **choice).status
+    owners = {"step": no_row(written["step"])} if "step" in written else {}
+    return [differs(n, result[n], x, owners.get(n, owners_of_rows(x, given.rows))) for n, x in written.items()]
 
 
 def _reference(given: CallInputs, width: float) -> Candidates:
