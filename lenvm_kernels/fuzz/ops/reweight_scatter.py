@@ -53,7 +53,6 @@ FREE = {
 OPTIONS: dict[str, list[Any]] = {
     "columns": [1, 2, 4, 8, 16, 32, 64],
     "rows": ["usual", "hard to tilt"],
-    "order": ["descending", "any"],
     "broken": [False, True],
     "table_rows": ["int64", "int32", "none"],
     "generated": [False, True],
@@ -74,9 +73,6 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     k, vocab = options["columns"], options["vocab"]
     usual = options["rows"] == "usual"
     p, z, columns = usual_rows(draws, rows, k) if usual else hard_rows(draws, rows, k)
-    if options["order"] == "descending":
-        p, order = p.sort(dim=1, descending=True, stable=True)
-        z = z.gather(1, order)
     listed = p > 0
     ids = draws.uniform("token_ids", rows, vocab).argsort(dim=1)[:, :k]
     counts = listed.sum(1).int()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops._inputs import draw_parents
 from lenvm_kernels.fuzz.ops.lay_out import owners_of_tokens
 from lenvm_kernels.fuzz.results import Difference, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
@@ -42,7 +42,6 @@ OPTIONS: dict[str, list[Any]] = {
     "constants": ["shipped", "few programs"],
 }
 CONSTANTS = {"few programs": {"MAX_PROGRAMS": 3}}  # several items per program
-_REACH = {"wide": 8, "chains": 1, "malformed": 3}
 
 
 @dataclass(frozen=True)
@@ -161,19 +160,6 @@ def _token_ids(requests: Tensor, lens: Tensor) -> Tensor:
     return requests[request] * TOKENS_OF_REQUEST + token
 
 
-def random_tree(candidates: int, reach: int, seed: int | str) -> list[int]:
-    """A tree for :meth:`Inputs.with_trees` of up to 16 levels. ``reach`` 1 gives chains, a large one many roots."""
-    randrange = random.Random(seed).randrange
-    tree: list[int] = []
-    levels: list[int] = []
-    for child in range(candidates):
-        parent = max(-1, child - 1 - randrange(reach))
-        parent = -1 if parent >= 0 and levels[parent] == 16 else parent
-        tree.append(parent)
-        levels.append(1 if parent < 0 else levels[parent] + 1)
-    return tree
-
-
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws("cpu"), case.rows
     shortest, longest = LENGTHS["short"][0], LENGTHS["short" if options["cached"] == "short" else "long"][1]
@@ -191,9 +177,8 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if options["trees"] == "roots":
         made = made.with_trees([[-1] * n for n in candidates.tolist()])
     elif options["trees"] != "none":
-        reach = _REACH[options["trees"]]
-        trees = [random_tree(n, reach, f"{case.seed} {row}") for n, row in zip(candidates.tolist(), rows, strict=True)]
-        made = made.with_trees(trees)
+        parents = draw_parents(draws, "chain" if options["trees"] == "chains" else "tree", rows, options["candidates"])
+        made = made.with_trees([tree[:n] for tree, n in zip(parents.tolist(), candidates.tolist(), strict=True)])
     if options["trees"] == "malformed":
         made = made.with_malformed_parents(case.seed)
     if options["layout"] == "heads first":
