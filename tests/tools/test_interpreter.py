@@ -38,19 +38,6 @@ def test_products_are_added_in_order(dtype):
     torch.testing.assert_close(product.double(), x.double() @ w.double() + 0.3, rtol=0, atol=2e-5)
 
 
-@triton.jit
-def _masked_copy_kernel(x_ptr, out_ptr, length, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    for block in range(2):
-        tl.store(out_ptr + i, tl.load(x_ptr + i, mask=(i < length) & (block < length), other=7), mask=i < BLOCK)
-
-
-def test_mask_may_combine_a_vector_and_a_scalar():
-    out = torch.zeros(4)
-    _masked_copy_kernel[(1,)](torch.ones(4), out, 3, 4)
-    assert out.tolist() == [1, 1, 1, 7]
-
-
 # log2(e) is rounded, and its product with x (up to 80) by half an ulp of 2^6.8.
 EXP_ULPS = 2 + np.log(2) * (2.0**-18 + 80 * abs(np.float32(np.log2(np.e)) - np.log2(np.e))) / 2.0**-24
 # Triton's function of x and y, its exact value, its largest error in ulp, and special operands with their results.

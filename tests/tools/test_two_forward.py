@@ -20,17 +20,15 @@ TILT = {"mode": "mul", "value_scale": 0.9}
 class Both:
     """Engines of the published step and of the guided step with the same prompts."""
 
-    def __init__(self, guidance, device, architecture="qwen2", top_k=8):
-        self.device, rows = device, range(len(guidance))
+    def __init__(self, guidance, device, architecture="qwen2"):
+        self.device, rows = device, list(range(len(guidance)))
         model = value_model_of(*random_pair(architecture), device=device)
         self.engines = []
         for cls, values in ((TwoForwardStep, model), (GuidedStep, ModelValues(model))):
             slots = PagedSlots(len(guidance), 48, page_size=4, device=device)
-            config = StepConfig(vocab_size=VOCAB, chunk_tokens=6, max_candidates=top_k)
-            self.engines.append(Engine(cls(values, slots, config), slots))
-            for row, params in enumerate(guidance):
-                self.engines[-1].admit(row, [0] * 40, params, prompt_len=len(PROMPTS[row]))
-            self.engines[-1].prefill(rows, PROMPTS[: len(guidance)])
+            config = StepConfig(vocab_size=VOCAB, chunk_tokens=6, max_candidates=8)
+            engine = Engine(cls(values, slots, config), slots)
+            self.engines.append(engine.start(rows, PROMPTS[: len(rows)], guidance, room=30))
         self.published = self.engines[0].step
 
     def decode(self, sequences, seed, **filters):
