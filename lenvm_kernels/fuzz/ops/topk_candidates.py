@@ -170,7 +170,8 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
         # probabilities are powers of 1/2: a sum may meet top_p exactly
         "halves": -math.log(2.0) * draws.integers("halves", rows, vocab, low=0, high=12),
     }
-    return sum(torch.where(choice == i, of_kind[name], 0.0) for i, name in enumerate(kinds))
+    of_rows = (torch.where(choice == i, of_kind[name], 0.0) for i, name in enumerate(kinds))
+    return sum(of_rows, start=torch.zeros_like(x))
 
 
 def compare(given: CallInputs, result: Result) -> list[Difference]:
