@@ -11,8 +11,7 @@ import triton
 
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.begin_step import empty_requests
-from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, TILE, CandidateColumns, empty_scored, topk_candidates
+from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, TILE, CandidateColumns, topk_candidates
 from lenvm_kernels.types import GUIDANCE_COLUMNS, Candidates, Status
 from tests.helpers.matches import assert_matches
 
@@ -226,15 +225,3 @@ def test_each_tile_whose_best_token_equals_the_limit_of_min_p_is_searched(device
     p[:, [7, 70, 40, 130]] = torch.tensor([0.5, 0.25, 0.125, 0.125])
     found = choose(p, device, backend, min_p=torch.tensor([0.25, 0.26]))
     assert found.token_ids.tolist() == [[7, 70, 40, 130], [7, 70, -1, -1]]
-
-
-def test_end_token_among_candidates_makes_request_due(device, backend):
-    """The end token is in the last column, in the first one, or no candidate. No request is due by its stride."""
-    requests, scored = empty_requests(3, device), empty_scored(3, 4, device)
-    for x in requests:
-        x.zero_()
-    ends = torch.tensor([[3, -2], [-2, 0], [9, -1]], dtype=torch.int32)
-    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(3, 1)
-    found = choose(p, device, backend, ending_token_ids=ends, requests=requests, scored=scored)
-    assert found.status.tolist() == [Status.GUIDE, Status.GUIDE, Status.NOT_DUE]
-    assert scored.counts.tolist() == [4, 4, 0]

@@ -130,9 +130,8 @@ def make_inputs(
     places = draws.places("pages", page_ids, SPARE_PAGES)
     most_pages = max([-(-longest // page_size) if longest is not None else 0, *pages.tolist()]) + 2
     table_rows = draws.places("table_rows", requests, SPARE_TABLE_ROWS)
-    slot_table = torch.full(
-        (len(requests) + SPARE_TABLE_ROWS, most_pages), UNUSED_PAGE, dtype=torch.int32, device=device
-    )
+    shape = len(requests) + SPARE_TABLE_ROWS, most_pages
+    slot_table = torch.full(shape, UNUSED_PAGE, dtype=torch.int32, device=device)
     page_request = torch.repeat_interleave(torch.arange(len(requests), device=device), pages)
     first_page = pages.cumsum(0) - pages
     page = torch.arange(len(page_ids), device=device) - first_page[page_request]
