@@ -1,4 +1,4 @@
-"""Edge cases of every operator: empty batches, memory around the results, and any number of requests."""
+"""Edge cases of every operator: empty batches, memory around the results, and saturated gates."""
 
 from dataclasses import replace
 from functools import partial
