@@ -124,15 +124,10 @@ def _is_element(tensor: torch.Tensor, offsets: np.ndarray, size: int) -> np.ndar
 
 
 class LaunchChecker(ExitStack):
-    """Context that checks every interpreted launch.
+    """Context that checks every interpreted launch, with its programs in an ``order``: forward, reverse or random.
 
-    Args:
-        order: order of the programs of a launch: ``forward``, ``reverse`` or ``random`` (with a fixed seed).
-        garbage: byte that fills memory from ``torch.empty``.
-
-    Attributes:
-        conflicts: descriptions with kernel and lines, without duplicates.
-        launches: number of launches by name of the kernel.
+    Memory from ``torch.empty`` is filled with the byte ``garbage``. ``conflicts`` are descriptions with the lines,
+    without duplicates; ``launches`` are numbers of launches by name of the kernel.
     """
 
     def __init__(self, order: str = "forward", garbage: int = 0xA5) -> None:
@@ -302,13 +297,10 @@ _RUNS = (("forward", 0xA5), ("reverse", 0x5A), ("random", 0xFF))
 
 
 def check_races(workload: Callable[[], Sequence[torch.Tensor]]) -> Counter[str]:
-    """Run a workload in every order of programs, check every launch, and compare the returned tensors.
-
-    Returns:
-        Number of launches by name of the kernel.
+    """Run a workload in every order of programs, and return the number of launches by name of the kernel.
 
     Raises:
-        AssertionError: a conflict was found, or results differ.
+        AssertionError: a conflict was found, or the returned tensors differ.
     """
     expected = None
     for order, garbage in _RUNS:
