@@ -80,7 +80,7 @@ test-vllm: $(VLLM_INSTALLED)
 	PYTHONPATH=tests/vllm_cpu/site $(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm*.py -p no:warnings --durations=5 $(ARGS)
 
 races: $(INSTALLED)
-	$(BIN)/pytest -n $(WORKERS) -m "" tests/tools/test_races.py tests/tools/test_race_workloads.py tests/tools/test_rounding.py $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "" tests/tools/test_races.py tests/tools/test_race_workloads.py tests/tools/test_interpreter.py $(ARGS)
 	for seed in 1 2; do \
 		HYPOTHESIS_PROFILE=gpu $(BIN)/pytest -n $(WORKERS) -m hypothesis --rounding-seed $$seed \
 			-k "$(call any,$(ROUNDED))" tests/ops/test_operator_laws.py $(ROUNDED:%=tests/ops/test_%.py) $(ARGS) \

@@ -117,9 +117,6 @@ class Figures:
         return self.kernel.split()[0]
 
 
-# --- compilation ---
-
-
 def compile_steps(gpu: Gpu) -> list[Figures]:
     """The figures of every kernel in the steps of every value model."""
     figures, described = [], {}
@@ -198,8 +195,6 @@ def _along(axis: int, tensor: str) -> str:
     layout = re.sub(r"(\w+) = (\[[\[\]\d, ]*\](?=[,}]))", of_axis, tensor)
     return layout.replace("x".join(shape), shape[axis], 1)
 
-
-# --- instructions ---
 
 TENSOR_CORES = r"\b(?:(HMMA|HGMMA|UTC\w*MMA)\b|v_(mfma)_)"
 COPIES = r"\b(?:LDGSTS|UTMALDG)\b|load_lds"
@@ -296,9 +291,6 @@ def fused_into_shuffles(lines: list[str]) -> int:
             if re.search(rf"^\s*(?:@\S+ )?[A-Z]\S* {register}\b", later):  # the register is overwritten
                 break
     return found
-
-
-# --- the gate ---
 
 
 def faults(subject: str, figures: list[Figures]) -> list[str]:

@@ -138,9 +138,6 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-# --- times, in microseconds ---
-
-
 def measure(run: Run | Eager, device: str) -> dict[str, float]:
     """``warm`` (not of an :class:`Eager` run), ``cold`` (not on a CPU), and ``spread``, (80th - 20th) / median."""
     call = run.run if isinstance(run, Eager) else run
@@ -173,8 +170,6 @@ def measure_ceilings(device: str) -> dict[str, float]:
     kernel, matmul = measure(lambda: torch.mul(x, 2.0, out=y), device), measure(lambda: a @ a, device)
     return {"bandwidth": 2 * x.nbytes / kernel["warm"] * 1e6, "matmul_rate": 2 * m**3 / matmul["warm"] * 1e6}
 
-
-# --- output ---
 
 COLUMNS = ("case", "warm us", "cold us", "spread", "floor us", "of floor", "peers: time / ours")
 

@@ -17,9 +17,6 @@ Run = Callable[[], object]
 WORKSPACE_BYTES = 256 * 2**20  # FlashInfer recommends 128 MiB; large batches with split prefixes need more
 
 
-# --- candidates ---
-
-
 def torch_topk(scores: Tensor, top_k: int) -> Run:
     """Softmax in fp32, then ``torch.topk``. Returns (probabilities fp32, token ids int64), both ``[B, top_k]``."""
     return lambda: torch.softmax(scores, dim=-1, dtype=torch.float32).topk(top_k)
@@ -59,15 +56,9 @@ def vllm_filter(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Run:
     return lambda: apply(filtered.copy_(logits), top_k, top_p)
 
 
-# --- value head ---
-
-
 def unfused_head(hidden: Tensor, fc: Tensor, fc_bias: Tensor, summary: Tensor, summary_bias: Tensor) -> Run:
     """cuBLAS, SiLU and a matrix-vector product. Returns logits ``[T]``, rounded to the dtype of the weights."""
     return lambda: F.linear(F.silu(F.linear(hidden, fc, fc_bias)), summary, summary_bias).squeeze(-1)
-
-
-# --- attention ---
 
 
 class Tree(NamedTuple):

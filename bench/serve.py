@@ -76,9 +76,6 @@ Row = dict[str, Any]
 Answer = tuple[float, float]  # seconds to the first token, and per token after it
 
 
-# --- the client ---
-
-
 @contextmanager
 def sent(url: str, method: str, path: str, body: Body = None, *, timeout: float = SECONDS) -> Iterator[HTTPConnection]:
     """A connection to the server at ``url`` on which a request was sent, with ``body`` as JSON. Proxies are ignored."""
@@ -146,9 +143,6 @@ def ask_all(url: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> 
         return list(pool.map(attempt, bodies))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, requests fail once the server has ended
-
-
-# --- the servers ---
 
 
 @contextmanager
@@ -224,9 +218,6 @@ def server(args: argparse.Namespace, name: str, about: dict[str, Any]) -> Iterat
         yield url
 
 
-# --- measuring ---
-
-
 def bodies_of(args: argparse.Namespace, name: str, k: int, head: str, count: int, tokens: int) -> list[dict[str, Any]]:
     """``count`` requests for the server ``name`` with ``tokens`` output tokens each."""
     common = {**args.sampling, "model": args.model, "top_k": k, "max_tokens": tokens, "ignore_eos": True}
@@ -299,9 +290,6 @@ def plot(out: Path, rows: Sequence[Row]) -> None:
 
     draw("throughput.png", "concurrency", "tokens_per_s", "k")
     draw("tpot.png", "k", "tpot_ratio", "concurrency")
-
-
-# --- the command ---
 
 
 def _json_object(text: str) -> dict[str, Any]:

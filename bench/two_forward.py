@@ -36,8 +36,7 @@ from lenvm_kernels.step.inputs import CANDIDATES_OF_MODEL
 from lenvm_kernels.types import Mode
 from lenvm_kernels.values import KVCache, ValueModel
 
-NO_TOP_K = 1 << 30  # the fork's top_k without a limit
-NEWTON_STEPS = 20
+NO_TOP_K, NEWTON_STEPS = 1 << 30, 20  # top_k of the fork without a limit, and iterations
 
 
 @dataclass
@@ -74,15 +73,11 @@ class TwoForwardOutput(NamedTuple):
     value_logits: list[Tensor]
 
 
-# --- candidates ---
-
-
 def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], sampling: Sampling) -> HostCandidates:
-    """Candidates of the guided rows of ``probs [B, V]``, at least one. ValueError if a row has no top-k."""
+    """Candidates of the guided rows of ``probs [B, V]``, at least one."""
     index = torch.tensor([i for i, request in enumerate(requests) if request is not None], device=probs.device)
     top_k, top_p, min_p = (x.index_select(0, index) for x in (sampling.top_k, sampling.top_p, sampling.min_p))
-    if bool(((top_k <= 0) | (top_k >= NO_TOP_K)).any()):
-        raise ValueError("every row must have a top_k")
+    assert not bool(((top_k <= 0) | (top_k >= NO_TOP_K)).any()), "every row must have a top_k"  # the fork reads it, too
     top_k = top_k.clamp(max=probs.shape[1])
     most, ids = probs.index_select(0, index).topk(int(top_k.max()), dim=-1)
     p = torch.where(torch.arange(most.shape[1], device=probs.device) < top_k[:, None], most, 0.0)
@@ -98,9 +93,6 @@ def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], samplin
     p, ids, rows = p[~single], ids[~single], index[~single].tolist()
     ids_of = [x[is_candidate].tolist() for x, is_candidate in zip(ids.cpu(), (p > 0).cpu(), strict=True)]
     return HostCandidates(only, rows, ids_of, p, ids)
-
-
-# --- guidance ---
 
 
 def reweighted(p: Tensor, v: Tensor, valid: Tensor, scale: Tensor) -> Tensor:
@@ -131,9 +123,6 @@ def reweighted(p: Tensor, v: Tensor, valid: Tensor, scale: Tensor) -> Tensor:
     return torch.where(moves, tilted(), q)
 
 
-# --- the step ---
-
-
 class TwoForwardStep:
     """Has the methods of a :class:`GuidedStep` that benchmarks call; reads their tensors on the host.
 
@@ -161,35 +150,21 @@ class TwoForwardStep:
         self._head = [x.to(value_model.dtype) for x in value_model.head]
 
     def add_request(self, table_row, params, eos_token_ids, *, prompt_len=0, seed=0) -> None:
-        """Admit a request into a row. If ``params`` is None, remove the row's request and free its slots.
-
-        Raises:
-            ValueError: guidance other than by a scale (``mul``).
-        """
-        if params is not None and params.mode not in (Mode.UNGUIDED, Mode.MUL):
-            raise ValueError(f"guidance must be mul, got {params.mode.name.lower()}")
+        """Admit a request without guidance, or guided by a scale (``mul``). If ``params`` is None, remove the row's."""
         if table_row in self.requests:
-            self.retract(table_row, 0)
+            self._append(table_row, 0, [])
             del self.requests[table_row]
         if params is not None and params.mode != Mode.UNGUIDED:
             self.requests[table_row] = HostRequest(table_row, params, eos_token_ids)
 
-    def retract(self, row: int, length: int) -> None:
-        """Remove all but the first ``length`` tokens of a guided request, and give back their slots."""
+    def _append(self, row: int, length: int, tokens: list[int]) -> HostRequest:
+        """Replace the tokens of a request after the first ``length``, and return the slots of the replaced ones."""
         request = self.requests[row]
-        del request.tokens[length:]
+        assert len(request.tokens) >= length, "extend() comes before"
+        request.tokens[length:] = tokens
         if request.cached > length:
             self.free = torch.cat([self.free, self.table[row, length : request.cached]])
             request.cached = length
-
-    def _append(self, row: int, length: int, tokens: list[int]) -> HostRequest:
-        """Store a request's ``tokens`` after its first ``length`` ones."""
-        self.retract(row, length)
-        request = self.requests[row]
-        if len(request.tokens) != length:
-            known = f"has {len(request.tokens)}: extend() them"
-            raise ValueError(f"row {row} must have {length} tokens before these, {known}")
-        request.tokens += tokens
         return request
 
     @torch.no_grad()
@@ -209,12 +184,7 @@ class TwoForwardStep:
 
     @torch.no_grad()
     def step(self, prepared: PreparedStep, sampling: Sampling, *, scores: Tensor | None = None) -> TwoForwardOutput:
-        """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, filters as tensors.
-
-        Raises:
-            ValueError: a row lacks tokens, has more candidates than ``max_candidates`` or no top-k.
-            RuntimeError: there are no free slots.
-        """
+        """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, filters as tensors."""
         batch, scores = prepared.batch, prepared.logits if scores is None else scores
         # The engine's own read of the drawn tokens, from which the fork takes its requests' tokens.
         numbers = torch.stack([x.long() for x in (batch.table_rows, batch.tokens, batch.lengths)], 1).tolist()
@@ -223,15 +193,10 @@ class TwoForwardStep:
         ]
         probs = scores.float()
         if sampling.is_logits:
-            scaled = probs if sampling.temperature is None else probs / sampling.temperature[:, None]
-            probs = torch.softmax(scaled, dim=-1)
+            probs = torch.softmax(probs if sampling.temperature is None else probs / sampling.temperature[:, None], -1)
         found = candidates_of(probs, requests, sampling) if any(requests) else None
         if found is None or not (found.rows or found.single):
             return TwoForwardOutput(probs, None, [], [], [])
-        for i, ids in zip(found.rows, found.ids, strict=True):
-            if len(ids) > self.config.max_candidates:
-                room = f"room is for max_candidates = {self.config.max_candidates}"
-                raise ValueError(f"row {i} has {len(ids)} candidates, {room}")
         guided, logits = probs.clone(), []
         for i, token in found.single:
             guided[i].zero_()
@@ -296,8 +261,6 @@ class TwoForwardStep:
 
     def _forward(self, requests, counts, token_ids, positions, seen) -> tuple[Tensor, Tensor]:
         """Value logits ``[T]`` of ``counts`` new tokens per request under ``seen``, bool ``[B, Q, L]``; their slots."""
-        if sum(counts) > len(self.free):
-            raise RuntimeError(f"{sum(counts)} slots are needed, {len(self.free)} are free")
         slots, self.free = self.free[: sum(counts)], self.free[sum(counts) :]
         for request, part in zip(requests, slots.split(counts), strict=True):
             self.table[request.row, request.cached : request.cached + len(part)] = part

@@ -6,18 +6,7 @@ property tests draw from the same descriptions. ``check.py`` checks and reports 
 
 # In the order in which a guided step calls them.
 OPERATORS = (
-    "limit_span",
-    "begin_step",
-    "topk_candidates",
-    "pack_drafts",
-    "lay_out",
-    "embed_tokens",
-    "ragged_linear",
-    "rope_cache",
-    "value_tree_attention",
-    "value_head",
-    "candidate_values",
-    "reweight_scatter",
-    "draw",
+    *("limit_span", "begin_step", "topk_candidates", "pack_drafts", "lay_out", "embed_tokens", "ragged_linear"),
+    *("rope_cache", "value_tree_attention", "value_head", "candidate_values", "reweight_scatter", "draw"),
     "verify_drafts",
 )

@@ -23,13 +23,12 @@ from torch import Tensor
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.results import (
     Difference,
-    Form,
     Output,
+    WrongResult,
     differs,
     expect,
     memory_of,
     owners_of_rows,
-    unchanged_around,
     with_copies,
 )
 
@@ -100,12 +99,7 @@ class CallInputs:
         return torch.arange(self.rows, device=self.arguments["table"].mode.device) if found is None else found.long()
 
 
-@dataclass(frozen=True)
-class CallResult:
-    """Tensors that a call returned or wrote, and the storage around written tensors, which must stay unchanged."""
-
-    tensors: dict[str, Tensor]
-    around: dict[str, Tensor]
+Result = dict[str, Tensor]  # tensors that a call returned or wrote
 
 
 @dataclass(frozen=True)
@@ -118,14 +112,13 @@ class Operator:
         inputs: returns the inputs of a case on a device.
         row_size: numbers per row of the inputs, which bounds batches on a GPU.
         row_work: approximate operations of Triton's interpreter per row, which bounds batches on a CPU.
-        returns: dtype and shape of each returned tensor by name, in the order of the result. If None, the reference's
-            forms, for a named tuple.
+        returns: names of the returned tensors, in the order of the result.
         writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
         owners: from inputs and result tensors, the index in the batch of the row that each item of a tensor belongs
             to, or -1 for no row; by tensor name, or by the part before its dot. By default, item i belongs to row i.
         moved: tensors that contain batch indices, which differ if the same rows are in another batch.
         by_row: changes result tensors to ones with the items first, and without batch indices.
-        unwritten: returned tensors with arbitrary contents, of which only dtype and shape are compared.
+        unwritten: returned tensors with arbitrary contents, which are not compared.
         compare: compares a result with the fp64 reference's. If None, both must be bitwise identical.
         most_rows: maximum rows of a batch.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
@@ -140,13 +133,13 @@ class Operator:
     inputs: Callable[[Case, torch.device], CallInputs]
     row_size: Callable[[Mapping[str, Any]], int]
     row_work: Callable[[Mapping[str, Any]], float]
-    returns: Callable[[CallInputs], Mapping[str, Form]] | None = None
+    returns: Sequence[str] = ("the result",)
     writes: Sequence[str] = ()
     owners: Callable[[CallInputs, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda given, tensors: {}
     moved: Collection[str] = ()
     by_row: Callable[[CallInputs, dict[str, Tensor]], dict[str, Tensor]] = lambda given, tensors: tensors
     unwritten: Callable[[CallInputs], Collection[str]] = lambda given: ()
-    compare: Callable[[CallInputs, CallResult], list[Difference]] | None = None
+    compare: Callable[[CallInputs, Result], list[Difference]] | None = None
     most_rows: int = 4096
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     free: Mapping[str, str] = field(default_factory=dict)
@@ -156,47 +149,47 @@ class Operator:
     def name(self) -> str:
         return self.function.__name__
 
-    def run(self, given: CallInputs, function: Callable) -> CallResult:
+    def run(self, given: CallInputs, function: Callable) -> Result:
         """Call a function on copies of what it writes.
 
         Raises:
-            WrongResult: a returned tensor has another form than in ``returns``.
+            WrongResult: memory around a written tensor has changed.
         """
-        arguments, written = with_copies(given.arguments, self.writes)
+        (arguments, written), (_, kept) = (with_copies(given.arguments, self.writes) for _ in range(2))
         returned = function(**arguments)
-        if self.returns is None:
-            found = {name: x for name, x in returned._asdict().items() if x is not None}
-        else:
-            results = returned if isinstance(returned, tuple) else (returned,)
-            forms = zip(self.returns(given).items(), results, strict=True)
-            found = {name: expect(name, x, dtype=dtype, shape=shape) for (name, (dtype, shape)), x in forms}
+        results = returned if isinstance(returned, tuple) else (returned,)
+        for name, x in written.items():
+            kept[name].copy_(x)
+            if not torch.equal(memory_of(x), memory_of(kept[name])):
+                raise WrongResult(f"memory around {name} must stay unchanged")
+        found = {name: x for name, x in zip(self.returns, results, strict=True) if x is not None}
         found |= {name: x for name, x in written.items() if not name.startswith("out.")}
-        for name in self.unwritten(given):
-            del found[name]
-        return CallResult(found, {name.removeprefix("out."): memory_of(x) for name, x in written.items()})
+        return {name: x for name, x in found.items() if name not in self.unwritten(given)}
 
-    def expected(self, given: CallInputs) -> CallResult:
+    def expected(self, given: CallInputs) -> Result:
         """Result of the reference on the same inputs."""
         return self.run(given, partial(self.function, backend="reference"))
 
-    def outputs(self, given: CallInputs, result: CallResult) -> list[Output]:
+    def outputs(self, given: CallInputs, result: Result) -> list[Output]:
         """The tensors of a result with the owners of their items."""
-        known = self.owners(given, result.tensors)
+        known = self.owners(given, result)
         return [
             Output(name, x, known.get(name, known.get(name.partition(".")[0], owners_of_rows(x, given.rows))))
-            for name, x in self.by_row(given, result.tensors).items()
+            for name, x in self.by_row(given, result).items()
         ]
 
-    def differences(self, given: CallInputs, result: CallResult) -> list[Difference]:
-        """Comparisons of a result with the reference's."""
+    def differences(self, given: CallInputs, result: Result) -> list[Difference]:
+        """Comparisons of a result with the reference's.
+
+        Raises:
+            WrongResult: a tensor has another form than the reference's.
+        """
+        expected = self.expected(given)
+        for name, x in expected.items():
+            expect(name, result.get(name), dtype=x.dtype, shape=x.shape)
         if self.compare is not None:
             return self.compare(given, result)
-        expected, found = self.expected(given), []
-        for output in self.outputs(given, expected):
-            x = expected.tensors[output.name]
-            actual = expect(output.name, result.tensors.get(output.name), dtype=x.dtype, shape=x.shape)
-            found.append(differs(output.name, actual, x, output.owners))
-        return found + [unchanged_around(name, result.around[name], x) for name, x in expected.around.items()]
+        return [differs(x.name, result[x.name], expected[x.name], x.owners) for x in self.outputs(given, expected)]
 
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
         """Draw a case with random options. The logarithm of the number of rows is uniformly distributed.

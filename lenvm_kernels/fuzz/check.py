@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lenvm_kernels import __version__
 from lenvm_kernels.fuzz import OPERATORS
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result
 from lenvm_kernels.fuzz.results import Difference, Output, WrongResult, differs
 
 ROWS_ADDED = 3
@@ -35,19 +35,12 @@ def operators() -> dict[str, Operator]:
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that fails.
-
-    Attributes:
-        problem: kind of the failure, the same for all failures with one recognizable cause. After :data:`LOST` the
-            device is unusable, and this process cannot check further cases.
-        rows: ids of the wrong rows.
-        details: actual and expected result of one wrong row.
-    """
+    """A case that fails. After the problem :data:`LOST`, this process cannot check further cases."""
 
     case: Case
-    problem: str
-    rows: tuple[int, ...]
-    details: str
+    problem: str  # the same for all failures with one recognizable cause
+    rows: tuple[int, ...]  # ids of the wrong rows
+    details: str  # actual and expected result of one wrong row
 
     def __str__(self) -> str:
         return f"{self.case.op}: {self.problem}\n{self.details}\n{self.case}"
@@ -71,7 +64,7 @@ def check(
         try:
             return _check(case, operator, function, device, other_batches)
         except WrongResult as error:
-            return Failure(case, "wrong type, dtype or shape", case.rows, str(error))
+            return Failure(case, "wrong type, dtype, shape or memory", case.rows, str(error))
         except Exception as error:  # the function under test may raise anything
             problem = LOST if _is_lost(device) else f"raised {type(error).__name__}"
             return Failure(case, problem, case.rows, " ".join(str(error).split())[:300])
@@ -86,7 +79,7 @@ def _check(case, operator, function, device, other_batches) -> Failure | None:
     if not other_batches or not case.rows:
         return None
 
-    def outputs(given: CallInputs, result: CallResult) -> list[Output]:
+    def outputs(given: CallInputs, result: Result) -> list[Output]:
         return [x for x in operator.outputs(given, result) if x.name not in operator.moved]
 
     whole = outputs(given, result)
@@ -151,9 +144,6 @@ def _shown(x: Tensor, most: int = 8) -> str:
     numbers = [f"{n:.7g}" if isinstance(n, float) else str(n) for n in x.flatten()[:most].tolist()]
     more = f", ... {x.numel()} numbers" if x.numel() > most else ""
     return numbers[0] if x.dim() == 0 else f"[{', '.join(numbers)}{more}]"
-
-
-# --- runs ---
 
 
 @dataclass

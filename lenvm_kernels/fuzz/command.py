@@ -35,8 +35,13 @@ def add(commands: Any) -> None:
     length.add_argument("--seconds", type=positive(float), metavar="S", help="how long to draw cases (default: 60)")
     length.add_argument("--cases", type=positive(int), metavar="N", help="how many cases to draw")
     length.add_argument("--replay", metavar="LINE", help="run one case: the line of JSON that a failure ends with")
-    seeds = "the same seed and --cases draw the same cases (default: 0)"
-    add("--seed", type=seed_of, default=0, metavar="N", help=seeds)
+    add(
+        "--seed",
+        type=seed_of,
+        default=0,
+        metavar="N",
+        help="the same seed and --cases draw the same cases (default: 0)",
+    )
     add("--device", choices=("cuda", "cpu"), help="(default: cuda where there is one)")
     against = "a function with the signature of one operator, tested in place of its kernels. The operator is the one "
     against += "of that name, or the one in --ops; the working directory is searched for the module"
@@ -116,7 +121,6 @@ def _function_of(name: str, ops: list[str]) -> tuple[Callable, list[str]]:
         raise ValueError(f"--against must be MODULE:FUNCTION, but {error}") from error
     ops = ops if len(ops) == 1 else [path.rpartition(".")[2]]
     if ops[0] not in OPERATORS or not callable(function):
-        raise ValueError(
-            f"--against must be a function of an operator's name, or --ops must name one operator, got {name!r}"
-        )
+        what = "a function of an operator's name, or --ops must name one operator"
+        raise ValueError(f"--against must be {what}, got {name!r}")
     return function, ops

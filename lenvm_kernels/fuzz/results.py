@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Output:
-    """A part of a result that must be bitwise identical for any other rows of the batch.
-
-    Attributes:
-        values: ``[items, ...]``.
-        owners: int64 ``[items]``; index in the batch of the row that each item belongs to, or -1 for no row. If None,
-            item i belongs to row i. The order of one row's items does not depend on the batch.
-    """
+class Output(NamedTuple):
+    """A part of a result that must be bitwise identical for any other rows of the batch."""
 
     name: str
-    values: Tensor
-    owners: Tensor | None = None
+    values: Tensor  # [items, ...]
+    owners: Tensor | None = (
+        None  # int64 [items]: batch index of the row of each item, -1: no row. None: item i is row i's.
+    )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A comparison of a result with the expected result.
-
-    Attributes:
-        wrong: bool ``[items]``.
-        actual, expected: ``[items, ...]``, for the failure message.
-        owners: as in :class:`Output`.
-    """
+class Difference(NamedTuple):
+    """A comparison of a result with the expected result."""
 
     what: str
-    wrong: Tensor
-    actual: Tensor
+    wrong: Tensor  # bool [items]
+    actual: Tensor  # [items, ...], as is ``expected``
     expected: Tensor
-    owners: Tensor | None = None
+    owners: Tensor | None = None  # as in :class:`Output`
 
 
 class WrongResult(Exception):
-    """The function under test returned a wrong type, shape or dtype."""
-
-
-Form = tuple[torch.dtype, Sequence[int]]  # dtype and shape of a returned tensor
+    """The function under test returned a wrong type, shape or dtype, or wrote memory that is not its own."""
 
 
 def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -58,8 +42,9 @@ def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) 
     if not isinstance(tensor, Tensor):
         raise WrongResult(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
-        forms = (dtype, shape), (tensor.dtype, tensor.shape)
-        wanted, got = (f"{str(d).removeprefix('torch.')} {list(s)}" for d, s in forms)
+        wanted, got = (
+            f"{d} {list(s)}".removeprefix("torch.") for d, s in ((dtype, shape), (tensor.dtype, tensor.shape))
+        )
         raise WrongResult(f"{name} must be {wanted}, got {got}")
     return tensor
 
@@ -90,48 +75,30 @@ def beyond(
     return Difference(what, _any_of_item(~near), actual, expected, owners)
 
 
-def whole_memory(x: Tensor) -> Tensor:
-    """The whole storage of a view, flat."""
-    return x.new_empty(0).set_(x.untyped_storage())
-
-
 def copy_in_place(x: Tensor) -> Tensor:
     """A copy of a view and its whole storage, with the same strides."""
-    return torch.as_strided(whole_memory(x).clone(), x.shape, x.stride(), x.storage_offset())
+    storage = x.new_empty(0).set_(x.untyped_storage())
+    return torch.as_strided(storage.clone(), x.shape, x.stride(), x.storage_offset())
 
 
 def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The arguments with copies of all that are written, and these copies by name (of the field, for a field)."""
-    arguments, written = dict(arguments), {}
+    arguments, copies = dict(arguments), {}
     for path in writes:
         argument, _, field = path.partition(".")
         x = arguments.get(argument)
-        if x is None:
-            continue
-        if field:
-            written[field] = copy_in_place(getattr(x, field))
-            arguments[argument] = x._replace(**{field: written[field]})
-        elif isinstance(x, Tensor):
-            arguments[argument] = written[argument] = copy_in_place(x)
-        else:
-            arguments[argument] = x._make(map(copy_in_place, x))
-            written |= {f"{argument}.{name}": y for name, y in arguments[argument]._asdict().items()}
-    return arguments, written
+        if isinstance(x, Tensor):
+            arguments[argument] = copies[argument] = copy_in_place(x)
+        elif x is not None:
+            fields = {name: copy_in_place(getattr(x, name)) for name in ([field] if field else x._fields)}
+            arguments[argument] = x._replace(**fields)
+            copies |= fields if field else {f"{argument}.{name}": y for name, y in fields.items()}
+    return arguments, copies
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """The whole storage of a tensor. Bytes for bool, because the storage may contain other values than bools."""
-    return whole_memory(x).view(torch.uint8) if x.dtype == torch.bool else whole_memory(x)
-
-
-def memory_with(x: Tensor, values: Tensor) -> Tensor:
-    """The result of :func:`memory_of` for a tensor after ``values`` have been written to it."""
-    copy = copy_in_place(x)
-    return memory_of(copy.copy_(values))
-
-
-def unchanged_around(name: str, memory: Tensor, expected: Tensor) -> Difference:
-    return differs(f"memory around {name}", memory, expected, no_row(memory))
+    """The bytes of the whole storage of a tensor."""
+    return x.new_empty(0).set_(x.untyped_storage()).view(torch.uint8)
 
 
 def no_row(x: Tensor) -> Tensor:
@@ -141,7 +108,8 @@ def no_row(x: Tensor) -> Tensor:
 
 def owners_of_rows(x: Tensor, rows: int) -> Tensor:
     """Owners where item i belongs to row i, and items from ``rows`` on belong to no row."""
-    return torch.arange(len(x), device=x.device).masked_fill(torch.arange(len(x), device=x.device) >= rows, -1)
+    items = torch.arange(len(x), device=x.device)
+    return items.masked_fill(items >= rows, -1)
 
 
 def owners_in_table(table_rows: Tensor, size: int) -> Tensor:

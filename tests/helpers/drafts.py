@@ -21,13 +21,3 @@ def make_drafts(token_ids, parents, *, dtype=torch.int64, device="cpu"):
     """Drafts in strided rows; the stride of the parents is larger than the stride of the tokens."""
     token_ids, parents = torch.as_tensor(token_ids, dtype=dtype), torch.as_tensor(parents, dtype=torch.int32)
     return Drafts(apart(token_ids.to(device), 3), apart(parents.to(device), 4))
-
-
-def random_drafts(requests, columns, *, seed=0, tokens=5, device="cpu"):
-    """Trees over few distinct tokens; some have invalid parents, or absent drafts with others after them."""
-    generator = torch.Generator().manual_seed(seed)
-    token_ids = torch.randint(0, tokens, (requests, columns), generator=generator)
-    token_ids[torch.rand(requests, columns, generator=generator) < 0.3 / columns] = -1
-    parents = torch.randint(0, 2**30, (requests, columns), generator=generator) % (torch.arange(columns) + 1) - 1
-    parents[torch.rand(requests, columns, generator=generator) < 0.1] = columns - 1
-    return make_drafts(token_ids, parents, device=device)

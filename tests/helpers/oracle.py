@@ -24,12 +24,8 @@ class PlainStep:
     def row(self, logits, prefix, generated, guidance, sampling):
         """Distribution of the next token, value logits of the candidates by token, and what decides the row.
 
-        Args:
-            logits: fp64 ``[V]``; the base model's scores after ``prefix``.
-            prefix: the tokens before.
-            generated: how many of them are output.
-            guidance: parameters of the request.
-            sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
+        ``logits``, fp64 ``[V]``, are the scores after ``prefix``, of which ``generated`` tokens are output;
+        ``sampling`` has ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
         """
         logits, params = logits[None].clone(), parse_guidance(guidance, **self.defaults)
         probs = torch.softmax(logits / sampling["temperature"], 1)

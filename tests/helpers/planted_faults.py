@@ -91,28 +91,14 @@ correct = SimpleNamespace(**CORRECT)
 off, nan, odd = map(planted, (_off, _nan, _odd))
 
 
+def spills(*arguments, out, **keywords):
+    out.as_strided((1,), (1,), out.storage_offset() + out.stride(0) - 1).zero_()
+    return CORRECT["value_tree_attention"](*arguments, out=out, **keywords)
+
+
 def fails(*arguments, **keywords):
     raise RuntimeError("out of luck")
 
 
 def halves(*arguments, **keywords):
     return CORRECT["value_head"](*arguments, **keywords).half()
-
-
-def _topk_candidates(scores, **keywords):
-    """The second of two equally probable candidates comes first."""
-    found = correct.topk_candidates(scores, **keywords)
-    if found.probs.shape[1] > 1:
-        tied = (found.probs[:, 0] == found.probs[:, 1]) & (found.counts > 1)
-        found.token_ids[tied, :2] = found.token_ids[tied, :2].flip(1)
-    return found
-
-
-def _reweight_scatter(candidates, value_logits, table, **keywords):
-    """The last of equally good candidates is selected."""
-    flipped = {name: getattr(candidates, name).flip(1).contiguous() for name in ("token_ids", "probs")}
-    z = None if value_logits is None else value_logits.flip(1)
-    return correct.reweight_scatter(candidates._replace(**flipped), z, table, **keywords).flip(1)
-
-
-ties = SimpleNamespace(topk_candidates=_topk_candidates, reweight_scatter=_reweight_scatter)

@@ -15,7 +15,6 @@ BIN_EDGES = (1, 2, 4, 8, 16, 32, 64, 128)
 def write_random_probe(folder, base, layers=None, seed=5, gamma=0.99):
     """Write a probe of a ``transformers`` model that reads states of ``layers``. If None, of the last layer only."""
     count, embedding = model_sizes(base)
-    bins, size, outputs = len(BIN_EDGES) - 1, 16, 24
     config = ProbeConfig(
         "tiny",
         layers=layers or (count,),
@@ -25,15 +24,13 @@ def write_random_probe(folder, base, layers=None, seed=5, gamma=0.99):
         embedding_signs=embedding_signs(embedding),
         bin_edges=BIN_EDGES,
     )
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        "projection": (2 * size, config.state_size),
-        "embedding": (size, config.hidden_size),
-        "fc": (outputs, size),
-        "bins": (bins, outputs),
-    }
-    tensors = {}
-    for name, shape in shapes.items():
+    generator, size, outputs, tensors = torch.Generator().manual_seed(seed), 16, 24, {}
+    for name, *shape in (
+        ("projection", 2 * size, config.state_size),
+        ("embedding", size, config.hidden_size),
+        ("fc", outputs, size),
+        ("bins", len(BIN_EDGES) - 1, outputs),
+    ):
         tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) * 2 * shape[1] ** -0.5
         tensors[f"{name}.bias"] = torch.randn(shape[:1], generator=generator)
     write_probe(config, tensors, gamma, folder)
@@ -48,9 +45,7 @@ def model_sizes(base):
 def probe_values(base_path, probe_path, rows):
     """Value logits of candidates, ``[rows, K]``, with a forward of ``transformers`` for each row.
 
-    Args:
-        base_path, probe_path: directories of the base model and its probe.
-        rows: (parameters of the request, prompt length, tokens of the sequence, candidates) per row.
+    A row has the parameters of the request, the prompt length, the tokens of the sequence, and the candidates.
     """
     base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32).eval()
     probe = LengthProbe.from_pretrained(probe_path, *model_sizes(base))

@@ -8,8 +8,7 @@ The interpreter runs the programs of a launch sequentially, so races of a GPU do
 - one program that does so without a ``tl.debug_barrier()`` in between, which orders its threads;
 - one store that writes different values to the same bytes;
 - an address that is not an element of the tensor from whose pointer it was computed. A view has the elements of its
-  own shape and strides. The access is skipped, so that the process survives;
-- a load of an unwritten element of ``torch.empty`` (or ``empty_like``, ``new_empty``).
+  own shape and strides. The access is skipped, so that the process survives.
 
 The check is stricter than a GPU: two accesses to the same bytes are safe if one thread does both, but a kernel cannot
 rely on that. :func:`check_races` also runs a workload in several orders of programs and with different garbage in fresh
@@ -31,7 +30,6 @@ import numpy as np
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 from lenvm_kernels.ops import begin_step
@@ -50,41 +48,18 @@ Handle = interpreter.TensorHandle
 
 
 class _FreshMemory(TorchDispatchMode):
-    """Fills memory from ``torch.empty`` with garbage, and tracks which of its elements have been written."""
+    """Fills memory from ``torch.empty`` (or ``empty_like``, ``new_empty``) with garbage."""
 
     def __init__(self, garbage: int) -> None:
         super().__init__()
         self.garbage = garbage
-        # Storage address -> the tensor, kept so that its memory is not reused, and a flag "written" per element.
-        self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        if function.overloadpacket not in _FRESH:
-            for i, argument in enumerate(function._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
-                        self._mark(tensor)
-        elif result.device.type == "cpu" and result.numel():
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in _FRESH and result.device.type == "cpu" and result.numel():
             storage = result.untyped_storage()
             ctypes.memset(storage.data_ptr(), self.garbage, storage.nbytes())
-            self.tensors[storage.data_ptr()] = result, torch.zeros(storage.nbytes() // result.itemsize, dtype=bool)
         return result
-
-    def _mark(self, tensor: torch.Tensor | None) -> None:
-        """Mark the elements of a written tensor; all of its memory, if it has another dtype than its memory had."""
-        if tensor is None or (address := tensor.untyped_storage().data_ptr()) not in self.tensors:
-            return
-        fresh, written = self.tensors[address]
-        if tensor.itemsize == fresh.itemsize:
-            written = written.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        written.fill_(True)
-
-    def written(self, tensor: torch.Tensor) -> np.ndarray | None:
-        """bool per element of the tensor's storage, or None if ``torch.empty`` did not create it."""
-        fresh = self.tensors.get(tensor.untyped_storage().data_ptr())
-        return None if fresh is None or fresh[0].itemsize != tensor.itemsize else fresh[1].numpy()
 
 
 @dataclass(eq=False)
@@ -149,15 +124,10 @@ def _is_element(tensor: torch.Tensor, offsets: np.ndarray, size: int) -> np.ndar
 
 
 class LaunchChecker(ExitStack):
-    """Context that checks every interpreted launch.
+    """Context that checks every interpreted launch, with its programs in an ``order``: forward, reverse or random.
 
-    Args:
-        order: order of the programs of a launch: ``forward``, ``reverse`` or ``random`` (with a fixed seed).
-        garbage: byte that fills memory from ``torch.empty``.
-
-    Attributes:
-        conflicts: descriptions with kernel and lines, without duplicates.
-        launches: number of launches by name of the kernel.
+    Memory from ``torch.empty`` is filled with the byte ``garbage``. ``conflicts`` are descriptions with the lines,
+    without duplicates; ``launches`` are numbers of launches by name of the kernel.
     """
 
     def __init__(self, order: str = "forward", garbage: int = 0xA5) -> None:
@@ -281,12 +251,6 @@ class LaunchChecker(ExitStack):
                 self._report(f"the {kind} in {where} is out of bounds of {name}, shape {tuple(tensor.shape)}")
             inside[lanes] = valid
             real[lanes] = tensor.data_ptr() + offsets
-            if (written := self._memory.written(tensor)) is not None:
-                elements = offsets[valid] // tensor.itemsize + tensor.storage_offset()
-                if kind != "store" and not written[elements].all():
-                    self._report(f"the {kind} in {where} reads {name}, which nothing has written")
-                if kind != "load":
-                    written[elements] = True
         addresses = real[inside]
         unique = np.unique(addresses)
         if kind == "store" and unique.size < addresses.size:
@@ -333,13 +297,10 @@ _RUNS = (("forward", 0xA5), ("reverse", 0x5A), ("random", 0xFF))
 
 
 def check_races(workload: Callable[[], Sequence[torch.Tensor]]) -> Counter[str]:
-    """Run a workload in every order of programs, check every launch, and compare the returned tensors.
-
-    Returns:
-        Number of launches by name of the kernel.
+    """Run a workload in every order of programs, and return the number of launches by name of the kernel.
 
     Raises:
-        AssertionError: a conflict was found, or results differ.
+        AssertionError: a conflict was found, or the returned tensors differ.
     """
     expected = None
     for order, garbage in _RUNS:

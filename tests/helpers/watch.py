@@ -29,38 +29,23 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.now = self.peak = 0
-        self.alive = set()
+        self.peak, self.alive = 0, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in tree_leaves(result):
-            if not isinstance(x, torch.Tensor):
-                continue
-            storage = x.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
-            if size and address not in given | self.alive:
-                self.alive.add(address)
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.freed, address, size)
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage and storage.data_ptr() not in given | self.alive.keys():
+                self.alive[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, storage.data_ptr(), None)
+                self.peak = max(self.peak, sum(self.alive.values()))
         return result
-
-    def freed(self, address, size):
-        self.alive.discard(address)
-        self.now -= size
 
 
 # Operators that read a value back or size a tensor by values, and methods that do so without an operator on CPU.
 READ_BACK = (
-    "local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "equal",
-    "is_nonzero",
-    "repeat_interleave",
+    *("local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "repeat_interleave"),
     "bincount",
 )
 READ_BACK_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)

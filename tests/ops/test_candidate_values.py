@@ -1,4 +1,4 @@
-"""``candidate_values``: by hand, against an integral over lengths, modes without a distance, and saturation."""
+"""``candidate_values``: by hand, and against an integral over lengths."""
 
 import math
 
@@ -7,29 +7,13 @@ import torch
 from torch import nn
 
 from lenvm_kernels import GuidanceTable, parse_guidance
-from lenvm_kernels.fuzz.ops.candidate_values import exact
 from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import SHORTEST
-from lenvm_kernels.types import GuidanceColumns
 from tests.helpers.cases import simple_arguments
-from tests.helpers.matches import assert_matches
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def silu(x):
     return x / (1 + math.exp(-x))
-
-
-def table_of(*requests, answer_length=0.0):
-    params = [parse_guidance(request) if request else None for request in requests]
-    table = GuidanceTable.from_params(params, [set()] * len(params), "cpu").columns
-    table.answer_length[:] = answer_length
-    return table
-
-
-def nats_of(logits):
-    return nn.functional.softplus(logits.double())
 
 
 def test_candidates_by_hand(device, backend):
@@ -59,22 +43,10 @@ def test_candidates_by_hand(device, backend):
     assert torch.equal(logits, mean)
 
 
-def make_inputs(rows, dtype, **options):
-    """Arguments by name, without padding."""
-    sizes = dict(size=96, outputs=100, index="int64") | options
-    inputs = simple_arguments("candidate_values", rows, dtype=dtype, **sizes)
-    return inputs | {"token_ids": inputs["token_ids"].clamp(0, len(inputs["embedding"]) - 1)}
-
-
 EDGES = [1, 2, 3, 5, 9, 17, 40, 90, 200]
-CLOSENESS = {
-    "near": lambda s, below, above: math.exp(-s * (below + above)),
-    "le_near": lambda s, below, above: math.exp(-s * above),
-    "ge_near": lambda s, below, above: math.exp(-s * below),
-}
 
 
-@pytest.mark.parametrize("constraint", CLOSENESS)
+@pytest.mark.parametrize("constraint", ["near", "le_near", "ge_near"])
 @pytest.mark.parametrize(
     ("target", "generated", "strength", "answer", "tolerance"),
     [
@@ -94,13 +66,14 @@ def test_returned_length_is_as_close_as_the_distribution(
 ):
     """Against a numerical integral, over a distribution with probability on both sides of the remaining target."""
     params = {"target_length": target, "value_constraint": constraint, "strength": strength, "gamma": 0.99}
-    params["tolerance"] = tolerance
-    table = table_of(None, params, answer_length=answer)
+    params = parse_guidance(params | {"tolerance": tolerance})
+    table = GuidanceTable.from_params([None, params], [set(), set()], device).columns
+    table.answer_length[:] = answer
     probs = torch.tensor([0.02, 0.08, 0.05, 0.1, 0.2, 0.25, 0.2, 0.1])
-    inputs = make_inputs(1, torch.float32, size=4, outputs=4, bins=8, columns=1)
-    inputs |= {"fc_weight": torch.zeros(4, 4), "bins_weight": torch.zeros(8, 4), "bins_bias": probs.log()}
-    inputs |= {"bin_edges": torch.tensor(EDGES).float(), "table": GuidanceColumns(*(x.to(device) for x in table))}
-    inputs |= {"table_rows": torch.tensor([1]), "generated": torch.tensor([generated]).int()}
+    inputs = simple_arguments("candidate_values", 1, size=64, outputs=1, bins=16, columns=1)
+    inputs |= {"fc_weight": torch.zeros(1, 64), "bins_weight": torch.zeros(8, 1), "bins_bias": probs.log()}
+    inputs |= {"bin_edges": torch.tensor(EDGES).float(), "token_ids": torch.zeros(1, 1).int(), "table": table}
+    inputs |= {"table_rows": torch.tensor([1]).int(), "generated": torch.tensor([generated]).int()}
     inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     logits, mean = candidate_values(**inputs, backend=backend)
 
@@ -108,7 +81,8 @@ def test_returned_length_is_as_close_as_the_distribution(
     least, most = (math.log(max(target + more - generated, 0) + 2) for more in (-reach, reach))
 
     def closeness_of(at):
-        return CLOSENESS[constraint](strength, max(least - at, 0.0), max(at - most, 0.0))
+        below, above = max(least - at, 0.0), max(at - most, 0.0)
+        return math.exp(-strength * (below * (constraint != "le_near") + above * (constraint != "ge_near")))
 
     closeness, discounted, steps = 0.0, 0.0, 2000
     for p, low, high in zip(probs.tolist(), EDGES[:-1], EDGES[1:], strict=True):
@@ -116,30 +90,11 @@ def test_returned_length_is_as_close_as_the_distribution(
         points = [start + (end - start) * (i + 0.5) / steps for i in range(steps)]
         closeness += p * sum(map(closeness_of, points)) / steps
         discounted += p * 0.99 ** ((low + high - 1) / 2)
-    length = nats_of(logits).item() / -math.log(0.99) - answer
+    length = nn.functional.softplus(logits).item() / -math.log(0.99) - answer
     at = math.log(length + 2)
     if length > 1.01 * SHORTEST:
         assert closeness_of(at) == pytest.approx(closeness, rel=1e-3)
         assert at <= least + 1e-5 if constraint == "ge_near" else at >= most - 1e-5
     else:  # all lengths are close enough, or the answer covers them
         assert constraint == "ge_near" and (least == math.log(2) or answer == 300)
-    assert math.exp(-nats_of(mean).item()) == pytest.approx(discounted, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "params", [{"target_length": 40, "strength": 0}, {"target_length": 40, "value_constraint": "eq"}]
-)
-def test_eq_and_strength_0_are_guided_by_the_mean(params):
-    inputs = make_inputs(1, torch.float32)
-    logits, mean = candidate_values(**inputs | {"table": table_of(params), "table_rows": torch.tensor([0])})
-    assert torch.equal(logits, mean)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_saturated_activations(device, dtype):
-    inputs = make_inputs(9, dtype, fp32_vectors=True, device=device)
-    inputs["shift"][::2] = -6e4  # exp(6e4) overflows: silu is 0
-    inputs["fc_bias"][1::8] = 6e4  # silu is the identity
-    for found, expected in zip(candidate_values(**inputs, backend="triton"), exact(**inputs), strict=True):
-        assert_matches(found, expected, "candidate_values", dtype)
-        assert found.isfinite().all()
+    assert torch.sigmoid(-mean).item() == pytest.approx(discounted, rel=1e-4)

@@ -2,32 +2,21 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
+from lenvm_kernels.fuzz.ops._inputs import fill
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout
+from tests.helpers.cases import arguments_of, small_case
 from tests.helpers.drafts import i32
 from tests.helpers.memory import INTEGER, MARGIN, GuardedMemory
 from tests.helpers.wrong_tensors import assert_refuses
 
 
-def make_requests(lengths, cached_lens, table_rows, needs_values, device):
-    """Requests whose other fields are 1."""
-    requests = empty_requests(len(lengths), device)
-    for x in requests:
-        x.fill_(1)
-    requests.lengths.copy_(i32(*lengths))
-    requests.cached_lens.copy_(i32(*cached_lens))
-    requests.request_rows.copy_(torch.tensor(table_rows))
-    requests.needs_values.copy_(torch.tensor(needs_values))
-    return requests
-
-
 def on(device, arguments):
     """The arguments with their tensors on the device."""
-    kinds = (torch.Tensor, DeltaTokens)
-    to = lambda x: x.to(device) if isinstance(x, torch.Tensor) else x._make(map(to, x))  # noqa: E731
-    return {name: to(x) if isinstance(x, kinds) else x for name, x in arguments.items()}
+    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, arguments)
 
 
 # With a history of three tokens: the length of each request, its table row, numbers of cached tokens and of
@@ -53,7 +42,9 @@ def test_computed_tokens_and_their_slots(device, backend, page_size):
     """Each row has its own pages, and the slot table is a slice. With pages of 5, slots of row 2 exceed 32 bits."""
     given, expected = zip(*COMPUTED, strict=True)
     lengths, rows, cached_lens, counts, needs_values = zip(*given, strict=True)
-    requests = make_requests(lengths, cached_lens, rows, needs_values, device)
+    requests = empty_requests(len(lengths), device)
+    columns = dict(lengths=lengths, cached_lens=cached_lens, request_rows=rows, needs_values=needs_values)
+    fill(requests, slice(None), {name: torch.tensor(x) for name, x in columns.items()})
     history = empty_history(13, 3, device)
     history.tokens.copy_(100 * torch.arange(13)[:, None] + torch.arange(3))
     history.cached_lens.fill_(-5)  # shows which rows are written
@@ -76,17 +67,6 @@ def test_computed_tokens_and_their_slots(device, backend, page_size):
         if positions:
             left[row] = cached_lens[i] + len(positions)
     assert history.cached_lens.tolist() == left
-
-
-TREES = dict(
-    candidate_ids=i32([1, 2, 3, 4, 5], [6, 7, 8, 9, 15], [16, 17, 18, 19, 20], [21] * 5),
-    candidate_lens=i32(5, 4, 2, 0),
-    candidate_parents=i32([-1, 0, -1, 0, 3], [-1, 0, 1, 2, 3], [-1, -1, 0, 1, 2], [-1, 0, 1, 2, 3]),
-    delta=DeltaTokens(i32(10, 11, 12, 13, 14), i32(3, 0, 1, 0), i32(2, 1, 0, 1), i32(30, 7, 0, 400), i32(1, 0, 2, 3)),
-    slot_table=torch.arange(4 * 500, dtype=torch.int32).view(4, 500),
-    num_heads=1,
-    num_kv_heads=1,
-)
 
 
 def test_plan(device, backend):
@@ -142,9 +122,9 @@ def test_invalid_lengths_access_no_other_memory(device, path, values, trees):
 
 def test_wrong_delta_is_rejected_by_name():
     """The laws have the tensors of a step."""
-    others = {name: x for name, x in TREES.items() if name != "delta"}
-    fields = TREES["delta"]._asdict()
+    arguments = arguments_of(small_case("lay_out", source="delta"), "cpu")
+    fields = arguments.pop("delta")._asdict()
     for name in fields:
         free = {"token_ids": ["int64", "rows"], "table_rows": ["int64"]}.get(name, [])
-        function = lambda **delta: lay_out(**others, delta=DeltaTokens(**delta))  # noqa: E731
+        function = lambda **delta: lay_out(**arguments, delta=DeltaTokens(**delta))  # noqa: E731
         assert_refuses(function, fields, name, *free, shown=f"delta.{name}")

@@ -1,4 +1,4 @@
-"""``rope_cache``: kernel against reference, reference against transformers, and memory that stays unchanged."""
+"""``rope_cache``: where the kernel rounds, the reference against transformers, and large strides of heads."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from lenvm_kernels.fuzz.ops.rope_cache import EPS, expected_of
+from lenvm_kernels.fuzz.ops.rope_cache import expected_of
 from lenvm_kernels.ops.rope_cache import rope_cache
 from tests.helpers.cases import simple_arguments
 
@@ -33,11 +33,11 @@ def test_reference_matches_transformers(dtype, norm):
     states = inputs["qkv"].view(tokens, -1, head_dim)
     q, k, v = states.split([heads, kv_heads, kv_heads], dim=1)
     if norm:
-        q_norm, k_norm = Qwen3RMSNorm(head_dim, EPS), Qwen3RMSNorm(head_dim, EPS)
+        q_norm, k_norm = Qwen3RMSNorm(head_dim, eps=0.5), Qwen3RMSNorm(head_dim, eps=0.5)
         q_norm.weight.data = torch.linspace(0.5, 1.5, head_dim).to(dtype)
         k_norm.weight.data = torch.linspace(2.0, -1.0, head_dim).to(dtype)
         weights = [q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)]
-        inputs |= {"qk_norm_weight": torch.cat(weights).detach(), "norm_eps": EPS}
+        inputs |= {"qk_norm_weight": torch.cat(weights).detach(), "norm_eps": 0.5}
         q, k = q_norm(q), k_norm(k)
     cos, sin = inputs["cos"].repeat(1, 2), inputs["sin"].repeat(1, 2)
     q, k = (x.detach().to(dtype) for x in apply_rotary_pos_emb(q, k, cos, sin))
@@ -62,16 +62,3 @@ def test_heads_past_32_bits(device):
         assert torch.equal(actual, x)
     for name, x in zip(names, expected[1:], strict=False):
         assert torch.equal(spread[name][plain["slots"]], x)
-
-
-def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
-    """Two query heads and a key head hold 1, 2 and 4, their weights 1, 2 and 3, all constant over the head."""
-    head_dim, eps = 6, 0.5
-    inputs = make_inputs(1, heads=[2, 1], head_dim=head_dim, dtype=torch.float32, device=device, norm=True)
-    inputs["qkv"] = torch.tensor([1.0, 2.0, 4.0, 5.0], device=device).repeat_interleave(head_dim)[None]
-    inputs["qk_norm_weight"] = torch.tensor([1.0, 2.0, 3.0], device=device)[:, None].repeat(1, head_dim)
-    inputs["cos"], inputs["sin"] = (torch.full((1, head_dim // 2), x, device=device) for x in (1.0, 0.0))
-    q, k, v = rope_cache(**inputs | {"norm_eps": eps}, backend=backend)
-    expected = [w * x / (x * x + eps) ** 0.5 for w, x in ((1, 1), (2, 2), (3, 4))]
-    torch.testing.assert_close(torch.cat([q, k], dim=1)[0, :, 0].cpu(), torch.tensor(expected))
-    assert (v == 5).all()

@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,18 +26,10 @@ TILE = ops.BLOCK_M.value // 3  # tokens per tile if three query heads share a ke
 GOLDEN = Path(__file__).parents[1] / "golden" / "tree_mask.jsonl"
 
 
-def rows_of(inputs: Inputs, result: torch.Tensor) -> list[torch.Tensor]:
-    """Rows of a result per request, without padding."""
-    return [result[start:end] for start, end in pairwise(inputs.q_offsets.tolist())]
-
-
 def check_against_reference(inputs: Inputs, **keywords) -> None:
-    found, expected = (rows_of(inputs, x) for x in (inputs.run(**keywords), inputs.expected(**keywords)))
-    for actual, wanted in zip(found, expected, strict=True):
-        assert_matches(actual, wanted, "value_tree_attention", inputs.q.dtype)
-
-
-# --- the reference --------------------------------------------------------------------------------------------------
+    rows = int(inputs.q_offsets[-1])  # without padding
+    found, expected = inputs.run(**keywords), inputs.expected(**keywords)
+    assert_matches(found[:rows], expected[:rows], "value_tree_attention", inputs.q.dtype)
 
 
 @pytest.mark.parametrize("line", GOLDEN.read_text().splitlines())
@@ -49,9 +40,6 @@ def test_masks_are_those_of_the_fork(line):
     for total, cached, candidates in zip(*lens, strict=True):
         bits += tree_mask(cached, total - cached, candidates, [], torch.device("cpu")).flatten().int().tolist()
     assert "".join(map(str, bits)) == golden["mask"]
-
-
-# --- splits and plans -------------------------------------------------------------------------------------------------
 
 
 def items_of(plan: torch.Tensor) -> list[list[int]]:
@@ -135,12 +123,8 @@ def test_cached_tokens_beyond_the_slot_table_harm_no_other_request(device):
     check_against_reference(broken)
 
 
-# --- candidates -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_roots_and_no_parents_give_the_same_bits(device, dtype):
-    inputs = make_inputs([0, ONE_SPLIT + 9, 30], [2, 2, 17], [4, 9, 3], device=device, q_heads=3, dtype=dtype)
+def test_roots_and_no_parents_give_the_same_bits(device):
+    inputs = make_inputs([0, ONE_SPLIT + 9, 30], [2, 2, 17], [4, 9, 3], device=device, q_heads=3)
     inputs.q[0] = -100 * inputs.k_new[0]  # this delta token attends only to itself, and exp2 of its score is 0 in fp32
     roots = inputs.with_trees([[-1] * n for n in inputs.candidate_lens.tolist()])
     assert torch.equal(roots.run(), inputs.run())
@@ -176,9 +160,6 @@ def test_deeper_branch_of_another_tree_keeps_sign_of_zero(device):
     inputs.v_new[0] = -0.0
     alone, beside_a_branch = (inputs.with_trees([tree]).run()[0] for tree in ([-1, -1, -1], [-1, -1, 1]))
     assert torch.equal(alone.signbit(), beside_a_branch.signbit()) and alone.signbit().all()
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])

@@ -35,7 +35,6 @@ import json, re, torch
 from bench.codegen import GPUS
 from bench.launches import compiling_for
 from bench.ops.value_tree_attention import make_call
-from lenvm_kernels.ops import ragged_linear as linear
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 
 def compiled(call, *arguments, **options):
@@ -66,37 +65,16 @@ for options in ({}, dict(is_aligned=True), dict(is_aligned=False)):
     addresses = torch.zeros(4, dtype=torch.int64) if options else None
     kernels = compiled(topk_candidates, scores, top_k=5, top_p=1.0, min_p=0.0, addresses=addresses, **options)
     loads.append({name: kernel.asm["ptx"].count("ld.global.v4") for name, kernel in kernels})
-# Shared memory of each tile where a part of a sum is at most one block of products long.
-linear.SPLIT_FROM, shared = 128, []
-for tile in linear.TILES:
-    linear.choose_tile = lambda *_: tile
-    kernels = compiled(linear.ragged_linear, torch.zeros(300, 320).half(), torch.zeros(100, 320).half())
-    shared += [kernel.metadata.shared for _, kernel in kernels]
-print(json.dumps(dict(copies=copies, scans=len(scans), loads=loads, shared=shared)))
+print(json.dumps(dict(copies=copies, scans=len(scans), loads=loads)))
 """
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    return json.loads(run_compiling("-c", COMPILING))
-
-
-def test_short_sum_fits_shared_memory(compiled):
-    """Without a separate loop, the sum would be pipelined with the loop over tiles."""
-    assert len(compiled["shared"]) > 4 and max(compiled["shared"]) <= 227 * 1024
-
-
-def test_no_copy_is_wider_than_a_stride_allows(compiled):
-    """Triton 3.6 assumed that a slot, the sum of a page's start and an offset, is a multiple of the page size."""
-    assert set(compiled["copies"]["128"]) == {"bf16"} and compiled["copies"]["129"] == []
-
-
-def test_row_stride_does_not_change_the_order_of_sums(compiled):
-    assert compiled["scans"] == 4  # per size of the vocabulary, with and without a mask
-
-
-def test_loads_from_an_aligned_address_are_as_wide_as_from_a_pointer(compiled):
-    passed, aligned, unaligned = compiled["loads"]
+def test_compiled_code():
+    found = json.loads(run_compiling("-c", COMPILING))
+    # Triton 3.6 assumed that a slot, the sum of a page's start and an offset, is a multiple of the page size.
+    assert set(found["copies"]["128"]) == {"bf16"} and found["copies"]["129"] == []
+    assert found["scans"] == 4  # per size of the vocabulary, with and without a mask; for any row stride
+    passed, aligned, unaligned = found["loads"]
     assert passed == aligned and passed["_scan_kernel"] > 0 and unaligned["_scan_kernel"] == 0
 
 
@@ -111,15 +89,11 @@ def test_forms_of_launch_are_calls_of_their_operator():
 @pytest.mark.parametrize(
     ("subject", "change", "message"),
     [
-        ("sm_80", {"spilled": 4}, "4 bytes spilled"),
-        ("calls", {"spilled": 64}, None),
         ("calls", {"spilled": 68}, "68 bytes spilled"),
         ("sm_90", ANGLES, None),
-        ("sm_90", ANGLES | {"spilled": 36}, "36 bytes spilled"),
         ("sm_90", ANGLES | {"fp64": 7}, "7 instructions in fp64"),
-        ("sm_80", {"shared": 163 * 1024 + 1}, "166913 bytes of shared memory, the GPU has 166912"),
-        ("gfx942", {"tensor_cores": {"mfma": 8}, "async_copies": 0}, None),
         ("sm_86", {"shared": 101_377}, "101377 bytes of shared memory, the GPU has 101376"),
+        ("gfx942", {"tensor_cores": {"mfma": 8}, "async_copies": 0}, None),
         ("gfx942", {"shared": 73_728}, "73728 bytes of shared memory, the GPU has 65536"),
         ("sm_100", {"tensor_cores": {}}, "no tensor cores"),
         ("sm_90", {"tensor_cores": {"HMMA": 32}}, "HMMA but no HGMMA for a tile of 64 rows"),
@@ -127,7 +101,6 @@ def test_forms_of_launch_are_calls_of_their_operator():
         ("calls", {"async_copies": 0}, "no asynchronous copies"),
         ("sm_90", {"loads_16_in_loops": 3}, "3 16-bit loads in loops"),
         ("sm_90", {"waits_for_all": 2}, "2 loops wait for all of their asynchronous copies"),
-        ("sm_80", {"fp64": 2}, "2 instructions in fp64"),
         ("sm_90", {"fused_into_shuffles": 1}, "1 products fused with an addition across threads"),
         ("sm_90", {"kernel": "_value_tree_attention_kernel 1", "fused_into_shuffles": 3}, None),
         ("sm_90", {"accesses_before_wait": 2}, "2 accesses of memory before the wait for earlier launches"),
@@ -148,15 +121,11 @@ def test_calls_must_launch_every_kernel():
     assert codegen.faults("calls", every[1:]) == [f"calls: {every[0].kernel} is launched by none of them"]
 
 
-@pytest.mark.parametrize(
-    ("figure", "passes", "fails"),
-    [("registers", 140, 141), ("shared", 72_089, 72_090), ("spilled", 0, 1), ("async_copies", 22, 21)],
-)
-def test_figures_may_get_ten_percent_worse(figure, passes, fails):
-    before, *after = (codegen.compared([replace(GOOD, **{figure: x})]) for x in (getattr(GOOD, figure), passes, fails))
-    assert codegen.regressions("sm_90", after[0], before) == []
-    (regression,) = codegen.regressions("sm_90", after[1], before)
-    assert regression.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
+def test_figures_may_get_ten_percent_worse():
+    before, passing, failing = (codegen.compared([replace(GOOD, registers=x)]) for x in (128, 140, 141))
+    assert codegen.regressions("sm_90", passing, before) == []
+    (regression,) = codegen.regressions("sm_90", failing, before)
+    assert regression.endswith("registers 128 -> 141")
     for now, known, side in (({}, before, "committed"), (before, {}, "compiled")):
         (only,) = codegen.regressions("sm_90", now, known)
         assert only == f"sm_90 Qwen2.5-1.5B _ragged_linear_kernel 1 is {side} only: --update writes the figures"
@@ -221,11 +190,8 @@ MMA = "#mma = #ttg.nvidia_mma<{versionMajor = 3, instrShape = [16, 128, 16]}>\n"
     [
         (ttgir(BLOCKED), ttgir(BLOCKED.replace("[1, 2]", "[4, 2]"), "128x256"), True),  # more rows, same sum
         (ttgir(BLOCKED), ttgir(BLOCKED.replace("[1, 2]", "[1, 4]")), False),
-        (ttgir(BLOCKED), ttgir(BLOCKED, "64x128"), False),
         (ttgir(BLOCKED, "64x2"), ttgir(BLOCKED.replace("[1, 2]", "[1, 4]"), "64x2"), True),  # one addition
         (ttgir(BLOCKED, combine="arith.maxnumf"), ttgir(BLOCKED, "64x128", combine="arith.maxnumf"), True),
-        (ttgir("linear<{lane = [[1, 0], [0, 8]]}>"), ttgir("linear<{lane = [[1, 0], [0, 4]]}>"), False),
-        (ttgir("linear<{warp = [[2, 0]]}>"), ttgir("linear<{warp = [[2, 0], [4, 0]]}>"), True),
         (ttgir("linear<{warp = [[2, 0]]}>"), ttgir("linear<{warp = [[0, 2]]}>"), False),
         (ttgir(BLOCKED, more=MMA), ttgir(BLOCKED, more=MMA.replace("128, 16]", "256, 16]")), True),
         (ttgir(BLOCKED, more=MMA), ttgir(BLOCKED, more=MMA.replace("128, 16]", "128, 8]")), False),

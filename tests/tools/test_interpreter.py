@@ -1,4 +1,4 @@
-"""Triton's interpreter as this package patches it: matmuls are bitwise identical on every machine, in every batch."""
+"""Triton's interpreter: sums of matmuls in one order on every machine, and a GPU's rounding errors on request."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 
 from tests.helpers.interpreter import needs_interpreter
+from tests.helpers.rounding import gpu_rounding
 
 pytestmark = needs_interpreter
 M, K, N = 16, 64, 32
+SIZE, NAN, INF, SUBNORMAL = 4096, np.nan, np.inf, 2.0**-140
 
 
 @triton.jit
@@ -20,59 +22,98 @@ def _dot_kernel(x_ptr, w_ptr, out_ptr, start, M: tl.constexpr, K: tl.constexpr, 
     tl.store(out_ptr + m * N + n, tl.dot(x, w, acc, input_precision="ieee"))
 
 
-def dot(x, w, start=0.0):
-    out = torch.empty(len(x), w.shape[1])
-    _dot_kernel[(1,)](x.contiguous(), w.contiguous(), out, start, len(x), *w.shape)
-    return out
-
-
-def operands(dtype):
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(M, K, generator=generator).to(dtype), torch.randn(K, N, generator=generator).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_are_added_in_order(dtype):
-    """The additions are fp32 and start with the accumulator. Another order gives other bits."""
-    x, w = operands(dtype)
-    product = dot(x, w, start=0.3)
+    """The additions are fp32 and start with the accumulator."""
+    generator = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(shape, generator=generator).to(dtype) for shape in ((M, K), (K, N)))
+    product = torch.empty(M, N)
+    _dot_kernel[(1,)](x, w, product, 0.3, M, K, N)
     a, b = x.float().numpy(), w.float().numpy()
     for row, column in ((0, 0), (7, 31), (15, 4)):
         total = np.float32(0.3)
         for k in range(K):
             total = np.float32(total + np.float32(a[row, k] * b[k, column]))
         assert product[row, column].item() == total
-    assert not torch.equal(dot(x.flip(1), w.flip(0), start=0.3), product)
     torch.testing.assert_close(product.double(), x.double() @ w.double() + 0.3, rtol=0, atol=2e-5)
 
 
-def test_row_is_bitwise_identical_at_every_place():
-    x, w = operands(torch.float32)
-    order = torch.randperm(M, generator=torch.Generator().manual_seed(6))
-    assert torch.equal(dot(x[order], w), dot(x, w)[order])
-    padded = torch.cat([torch.zeros(16, K), x, torch.full((32, K), torch.nan)])
-    assert torch.equal(dot(padded, w)[16:32], dot(x, w))
-
-
-def test_non_finite_numbers_stay_in_their_row():
-    x, w = operands(torch.float32)
-    healthy = dot(x, w)
-    x[3, 9], x[5, 0], x[5, 1], w[0, 2], w[1, 2] = torch.nan, torch.inf, -torch.inf, 1.0, 1.0
-    expected = dot(x, w)
-    assert expected[3].isnan().all() and expected[5, 2].isnan()
-    others = [i for i in range(M) if i not in (3, 5)]
-    columns = [j for j in range(N) if j != 2]
-    assert torch.equal(expected[others][:, columns], healthy[others][:, columns])
+# log2(e) is rounded, and its product with x (up to 80) by half an ulp of 2^6.8.
+EXP_ULPS = 2 + np.log(2) * (2.0**-18 + 80 * abs(np.float32(np.log2(np.e)) - np.log2(np.e))) / 2.0**-24
+# Triton's function of x and y, its exact value, its largest error in ulp, and special operands with their results.
+FUNCTIONS = [
+    (lambda x, y: x / y, lambda x, y: x / y, 2, [(0, 1, 0), (0, 0, NAN), (-INF, 2, -INF), (1, 1, 1), (1, INF, 0)]),
+    (lambda x, y: tl.exp(x), lambda x, y: np.exp(x), EXP_ULPS, [(0, 1, 1), (INF, 1, INF), (-INF, 1, 0)]),
+    (lambda x, y: tl.exp2(x), lambda x, y: np.exp2(x), 2, [(0, 1, 1), (INF, 1, INF), (-140, 1, 0)]),
+    (lambda x, y: tl.log(y), lambda x, y: np.log(y), 1, [(1, 1, 0), (1, 0, -INF), (1, INF, INF), (1, -1, NAN)]),
+    (lambda x, y: tl.log2(y), lambda x, y: np.log2(y), 1, [(1, SUBNORMAL, -140), (1, 1, 0), (1, INF, INF)]),
+    (lambda x, y: tl.sqrt(y), lambda x, y: np.sqrt(y), 1, [(1, SUBNORMAL, 0), (1, INF, INF)]),
+    (lambda x, y: tl.rsqrt(y), lambda x, y: 1 / np.sqrt(y), 2, [(1, SUBNORMAL, INF), (1, INF, 0)]),
+]
 
 
 @triton.jit
-def _masked_copy_kernel(x_ptr, out_ptr, length, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    for block in range(2):
-        tl.store(out_ptr + i, tl.load(x_ptr + i, mask=(i < length) & (block < length), other=7), mask=i < BLOCK)
+def _elementwise_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr, FUNCTION: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, FUNCTION(tl.load(x_ptr + i), tl.load(y_ptr + i)))
 
 
-def test_mask_may_combine_a_vector_and_a_scalar():
-    out = torch.zeros(4)
-    _masked_copy_kernel[(1,)](torch.ones(4), out, 3, 4)
-    assert out.tolist() == [1, 1, 1, 7]
+@triton.jit
+def _sums_kernel(x_ptr, sum_ptr, cumsum_ptr, dot_ptr, ROWS: tl.constexpr, N: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, N)
+    x = tl.load(x_ptr + row[:, None] * N + column)
+    tl.store(sum_ptr + row, tl.sum(x, axis=1))
+    tl.store(cumsum_ptr + row[:, None] * N + column, tl.cumsum(x, axis=1))
+    tl.store(dot_ptr + row[:, None] * ROWS + row, tl.dot(x, x.T, input_precision="ieee"))
+
+
+def operands():
+    """``x`` of both signs up to 80, and ``y`` over many powers of two."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(SIZE, generator=generator) - 0.5) * 160
+    return x, torch.rand(SIZE, generator=generator) * torch.exp2(torch.randint(-50, 50, (SIZE,), generator=generator))
+
+
+def computed(function, x, y):
+    out = torch.empty_like(x)
+    _elementwise_kernel[(1,)](x, y, out, x.numel(), function)
+    return out.numpy()
+
+
+@pytest.mark.parametrize(("function", "exact", "ulps", "special"), FUNCTIONS)
+def test_errors_are_as_large_as_documented(function, exact, ulps, special):
+    """And depend on the seed; special numbers are exact."""
+    x, y = operands()
+    padding = [(1, 1, NAN)] * (8 - len(special))
+    *xy, results = torch.tensor([*special, *padding], dtype=torch.float32).T.contiguous()
+    with gpu_rounding(0):
+        actual, again, found = computed(function, x, y), computed(function, x, y), computed(function, *xy)
+    with gpu_rounding(1):
+        other = computed(function, x, y)
+    expected = exact(x.double().numpy(), y.double().numpy())
+    assert 0.7 * int(ulps) < (np.abs(actual - expected) / np.spacing(np.abs(actual))).max() <= ulps * (1 + 1e-6)
+    assert abs(np.mean(np.sign(actual - expected))) < 0.1  # neither direction is favoured
+    assert np.array_equal(again, actual) and (other != actual).mean() > 0.2
+    np.testing.assert_allclose(found[: len(special)], results[: len(special)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x, y: tl.div_rn(x, y), lambda x, y: tl.sqrt_rn(y), lambda x, y: x * y + x - y]
+)
+def test_correctly_rounded_functions_stay_exact(function):
+    with gpu_rounding(0):
+        found = computed(function, *operands())
+    assert np.array_equal(found, computed(function, *operands()))
+
+
+def test_sums_take_another_order():
+    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+    exact, magnitude = ((y.sum(1), y.cumsum(1), y @ y.T) for y in (x.double(), x.double().abs()))
+    plain, noisy = ([torch.empty_like(y, dtype=torch.float32) for y in exact] for _ in range(2))
+    _sums_kernel[(1,)](x, *plain, 16, 512)
+    with gpu_rounding(0):
+        _sums_kernel[(1,)](x, *noisy, 16, 512)
+    # A matmul keeps the order of its sum, and gets an additional error.
+    for before, after, right, size in zip(plain, noisy, (*exact[:2], plain[2].double()), magnitude, strict=True):
+        assert (before != after).float().mean() > 0.2
+        assert ((after - right).abs() <= 2.0**-21 * size).all()

@@ -11,21 +11,17 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.launches import kernels
 from bench.models import make_config, make_model
 from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, ModelValues, ProbeValues, StepConfig
-from lenvm_kernels.values import LengthProbe
-from tests.helpers.drafts import random_drafts
+from lenvm_kernels.step import GuidedStep, ModelValues, StepConfig
+from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import Engine
 from tests.helpers.interpreter import needs_interpreter
-from tests.helpers.models import TINY, random_model
 from tests.helpers.padded_step import PaddedStep
-from tests.helpers.probes import model_sizes, write_random_probe
 from tests.helpers.races import check_races
 
 pytestmark = [pytest.mark.races, needs_interpreter]
@@ -79,28 +75,29 @@ REQUESTS = [
 ]
 
 
-def steps(values_class, model, width, step_class=GuidedStep):
+def steps(model, width, step_class):
     """Prompts, then steps of changing subsets of the rows in changing order, with ``width`` drafts per request."""
-    generator, is_probe = torch.Generator().manual_seed(width), isinstance(model, LengthProbe)
+    generator = torch.Generator().manual_seed(width)
     config = dict(vocab_size=VOCAB, max_candidates=4, max_drafts=width, max_delta=2 + width, chunk_tokens=32)
-    slots, values = PagedSlots(len(REQUESTS), 80, page_size=4), values_class(model)
+    slots, values = PagedSlots(len(REQUESTS), 80, page_size=4), ModelValues(model)
     engine = Engine(step_class(values, slots, StepConfig(**config, backend="triton")), slots)
     sequences = [torch.randint(VOCAB, (length,), generator=generator).tolist() for _, length in REQUESTS]
     order = torch.randperm(len(REQUESTS), generator=generator).tolist()
     for row in order:
         engine.admit(row, sequences[row] + [0] * 20, REQUESTS[row][0], prompt_len=len(sequences[row]), seed=row)
-    if not is_probe:
-        engine.prefill(order, [sequences[row] for row in order])
+    engine.prefill(order, [sequences[row] for row in order])
     new, results = [1] * len(REQUESTS), []
     for number, rows in enumerate(([4, 0, 6, 2, 5, 1, 3], [5, 0, 1], [1, 3, 5, 0, 6])):
         nodes = len(rows) * (1 + width)
         logits = torch.randn(nodes, VOCAB, generator=generator) * 3
         options = dict(top_k=[0, 3, 4][number], top_p=torch.full((len(rows),), 0.98), min_p=1e-3)
         options["drawn"] = torch.randint(VOCAB, (nodes,), generator=generator)
-        if is_probe:
-            options["states"] = torch.randn(nodes, values.needs_states[0], generator=generator)
         if width:
-            drafts = random_drafts(len(rows), width, seed=number, tokens=VOCAB)
+            places = len(rows), width
+            token_ids, parents = (
+                torch.randint(low, most, places, generator=generator) for low, most in ((0, VOCAB), (-1, width))
+            )
+            drafts = make_drafts(token_ids, parents)
             drafts.token_ids[::2, 0] = logits[:: 1 + width].argmax(dim=1)[::2]  # likely to be drawn
             options |= dict(drafts=drafts, verify="same_draws", new=[new[row] for row in rows])
         elif number % 2:
@@ -115,12 +112,10 @@ def steps(values_class, model, width, step_class=GuidedStep):
         for row, drawn, count in zip(rows, tokens.tolist(), lens.tolist(), strict=True):
             new[row] = count
             sequences[row] += drawn[:count]
-    cache = [] if is_probe else [values.cache.keys, values.cache.values]
-    return [*results, engine.step.table.columns.faults, *cache]
+    return [*results, engine.step.table.columns.faults, values.cache.keys, values.cache.values]
 
 
 DRAFT_KERNELS = {"_pack_drafts_kernel", "_verify_drafts_kernel"}
-PROBE_KERNELS = {"_candidate_values_kernel"}
 
 
 # A sum over 512 intermediate columns is split here, and a separate kernel adds the parts.
@@ -131,19 +126,10 @@ def test_no_races_in_a_step_with_a_value_model(monkeypatch, step_class, width, c
     torch.manual_seed(0)  # the model's weights
     config = replace(make_config("Qwen3-1.7B", vocab_size=512, **sizes), qkv_bias=True)
     model = make_model(config, torch.float32, "cpu")
-    launched = set(check_races(lambda: steps(ModelValues, model, width, step_class)))
+    launched = set(check_races(lambda: steps(model, width, step_class)))
     if width:
         assert launched >= {*DRAFT_KERNELS, "_lay_out_kernel", "_value_tree_attention_kernel"}
     else:
         # lay_out plans, and draw reweights.
-        absent = {"_plan_attention_kernel", "_reweight_kernel", *PROBE_KERNELS, *DRAFT_KERNELS}
+        absent = {"_plan_attention_kernel", "_reweight_kernel", "_candidate_values_kernel", *DRAFT_KERNELS}
         assert launched == set(kernels()) - absent
-
-
-def test_no_races_in_a_step_with_a_probe(tmp_path):
-    base = random_model(LlamaForCausalLM, LlamaConfig(**TINY | {"vocab_size": VOCAB}), seed=0)
-    write_random_probe(tmp_path, base)
-    probe = LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
-    launched = set(check_races(lambda: steps(ProbeValues, probe, 2)))
-    assert launched >= PROBE_KERNELS | {"_ragged_linear_kernel", "_verify_drafts_kernel"}
-    assert not launched & {"_embed_tokens_kernel", "_value_tree_attention_kernel", "_value_head_kernel"}

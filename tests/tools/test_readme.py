@@ -20,21 +20,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [file.read_text().splitlines() for file in sorted((ROOT / "examples").glob("*.py"))]
 
 
-def page_name(file):
-    return str(file.relative_to(ROOT))
-
-
 def is_excerpt(paragraph, lines):
     """Whether the lines of a paragraph are consecutive lines of a file, at any indentation."""
     wanted, n = paragraph.splitlines(), len(paragraph.splitlines())
     return any(textwrap.dedent("\n".join(lines[i : i + n])).splitlines() == wanted for i in range(len(lines)))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_python_blocks_come_from_an_example(page):
-    """All paragraphs of a block are in one of the examples, which ``test_examples.py`` runs."""
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        assert any(all(is_excerpt(p, lines) for p in block.strip().split("\n\n")) for lines in EXAMPLES), block
 
 
 def anchors(page):
@@ -43,19 +32,17 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_resolve(page):
-    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        if not link.startswith("https://"):
-            file, _, anchor = link.partition("#")
-            target = page.parent / file if file else page
-            assert target.exists(), link
-            assert not anchor or anchor in anchors(target), link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_benchmarks_of_the_pages_are_commands(page):
-    for name in re.findall(r"python -m (bench\.[\w.]*\w)", page.read_text()):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page):
+    """Python is in one of the examples, which ``test_examples.py`` runs; links resolve; benchmarks are commands."""
+    text = page.read_text()
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        assert any(all(is_excerpt(p, lines) for p in block.strip().split("\n\n")) for lines in EXAMPLES), block
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert link.startswith("https://") or (target.exists() and (not anchor or anchor in anchors(target))), link
+    for name in re.findall(r"python -m (bench\.[\w.]*\w)", text):
         file = ROOT.joinpath(*name.split("."))
         command = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
         assert 'if __name__ == "__main__":' in command.read_text(), name

@@ -1,16 +1,12 @@
-"""The published step against the guided step, and against golden pairs of the authors' fork (tests/golden)."""
-
-import json
-from pathlib import Path
+"""The published step against the guided step: candidates, values, cache, probabilities and slots."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from bench.two_forward import HostRequest, TwoForwardStep, candidates_of
-from lenvm_kernels.guidance import parse_guidance
+from bench.two_forward import TwoForwardStep
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, ModelValues, Sampling, StepConfig
+from lenvm_kernels.step import GuidedStep, ModelValues, StepConfig
 from lenvm_kernels.types import Status
 from tests.helpers.engine import Engine
 from tests.helpers.models import ARCHITECTURES, VOCAB, random_pair, value_model_of
@@ -24,17 +20,15 @@ TILT = {"mode": "mul", "value_scale": 0.9}
 class Both:
     """Engines of the published step and of the guided step with the same prompts."""
 
-    def __init__(self, guidance, device, architecture="qwen2", top_k=8):
-        self.device, rows = device, range(len(guidance))
+    def __init__(self, guidance, device, architecture="qwen2"):
+        self.device, rows = device, list(range(len(guidance)))
         model = value_model_of(*random_pair(architecture), device=device)
         self.engines = []
         for cls, values in ((TwoForwardStep, model), (GuidedStep, ModelValues(model))):
             slots = PagedSlots(len(guidance), 48, page_size=4, device=device)
-            config = StepConfig(vocab_size=VOCAB, chunk_tokens=6, max_candidates=top_k)
-            self.engines.append(Engine(cls(values, slots, config), slots))
-            for row, params in enumerate(guidance):
-                self.engines[-1].admit(row, [0] * 40, params, prompt_len=len(PROMPTS[row]))
-            self.engines[-1].prefill(rows, PROMPTS[: len(guidance)])
+            config = StepConfig(vocab_size=VOCAB, chunk_tokens=6, max_candidates=8)
+            engine = Engine(cls(values, slots, config), slots)
+            self.engines.append(engine.start(rows, PROMPTS[: len(rows)], guidance, room=30))
         self.published = self.engines[0].step
 
     def decode(self, sequences, seed, **filters):
@@ -74,7 +68,9 @@ def test_values_and_cache_of_both_steps_agree(architecture, device):
 
 
 def test_guided_probabilities(device):
-    theirs, _, probs = Both([TILT, None, TILT], device).decode(PROMPTS[:3], 7, top_k=6)
+    theirs, _, probs = Both([TILT, None, TILT], device).decode(
+        PROMPTS[:3], 7, top_k=6, top_p=torch.full((3,), 0.9, device=device)
+    )
     assert theirs.rows == [0, 2]
     torch.testing.assert_close(theirs.probs, probs, rtol=0, atol=FORK_ATOL)
 
@@ -82,29 +78,14 @@ def test_guided_probabilities(device):
 def test_requests_return_their_slots(device):
     """Slots of candidates and of removed requests return to the pool; drawn tokens are candidates."""
     both = Both([TILT] * 3, device)
-    published, free, scores = both.published, len(both.published.free), torch.randn(3, VOCAB, device=device)
+    published, free = both.published, len(both.published.free)
     theirs, _, _ = both.decode(PROMPTS[:3], 1)
     assert len(published.free) == free - 3
     assert all(token in ids for token, ids in zip(theirs.tokens.tolist(), theirs.candidate_ids, strict=True))
-    published.add_request(1, None, set())
-    assert both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores).rows == [0, 2]
+    scores = torch.randn(3, VOCAB, device=device)
     only = both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores, top_k=1)
-    assert only.rows == [] and torch.equal(only.probs[[0, 2]], F.one_hot(scores.argmax(1), VOCAB)[[0, 2]].float())
-    for row in (0, 2):
+    assert only.rows == [] and torch.equal(only.probs, F.one_hot(scores.argmax(1), VOCAB).float())
+    for row in range(3):
         published.add_request(row, None, set())
     assert sorted(published.free.tolist()) == list(range(published.kv.keys.shape[1]))
     assert both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores).tokens is None
-
-
-def test_golden_candidates(device):
-    """Pairs with a threshold of the entropy are left out: the benchmarks have none."""
-    lines = (Path(__file__).parents[1] / "golden" / "candidates.jsonl").open()
-    pairs = [pair for pair in map(json.loads, lines) if pair["entropy_threshold"] is None]
-    assert len(pairs) > 9
-    request = HostRequest(0, parse_guidance({"value_scale": 0.9}), set())
-    for pair in pairs:
-        filters = torch.tensor([pair["top_k"]]), torch.tensor([pair["top_p"]]), torch.tensor([pair["min_p"]])
-        probs, sampling = torch.tensor([pair["probs"]], device=device), Sampling(*(x.to(device) for x in filters))
-        found, expected = candidates_of(probs, [request], sampling), pair["expected"]
-        assert found.ids == ([expected["ids"]] if expected["kind"] == "guide" else []), pair
-        assert found.single == ([[0, expected["ids"][0]]] if expected["kind"] == "single" else []), pair

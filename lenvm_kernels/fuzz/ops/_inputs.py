@@ -22,6 +22,14 @@ def slice_of_longer(x: Tensor) -> Tensor:
     return torch.cat([x[-1:], x, x[:1]])[1:-1] if len(x) else x
 
 
+def limit_rows(arguments: dict[str, Any], rows: int, **tensors: Tensor | None) -> None:
+    """Pass the number of rows on the device; further rows of the tensors are NaN."""
+    given = [x for x in tensors.values() if x is not None]
+    arguments["num_rows"] = torch.tensor([rows], dtype=torch.int32, device=given[0].device)
+    for x in given:
+        x[rows:] = math.nan
+
+
 def poisoned(draws: Draws, rows: Any, x: Tensor, of: float) -> Tensor:
     """``x`` with one number of some rows replaced by NaN or infinity."""
     poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf])[:, None]
@@ -60,8 +68,6 @@ def strided(x: Tensor, more: int) -> Tensor:
     """The same numbers with stride ``1 + more``, or rows that are ``more`` elements farther apart, and ones between."""
     return padded_rows(x, more, 1) if x.dim() == 2 else padded_rows(x[:, None], more, 1)[:, 0]
 
-
-# --- drafts ---
 
 DRAFTS: dict[str, list[Any]] = {
     "drafts": [1, 2, 3, 4, 5, 7, 8, 9],

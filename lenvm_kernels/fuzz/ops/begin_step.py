@@ -129,6 +129,7 @@ OPERATOR = Operator(
     function=ops.begin_step,
     options=OPTIONS,
     inputs=inputs,
+    returns=StepRequests._fields,
     writes=("table.faults", "history", "out"),
     owners=owners,
     moved=("table_rows", "request_rows"),

@@ -1,19 +1,19 @@
 """``candidate_values``: candidates and padding, strided rows, sizes that are no multiple of a block, and all modes of
 guidance."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned
 from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import candidate_values as ops
+from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import standing_for
 from lenvm_kernels.types import Mode
@@ -92,10 +92,10 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, len(rows))
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     tolerance = TOLERANCE["candidate_values"][given.arguments["embedding"].dtype]
     expected = exact(**given.arguments)
-    return [beyond(name, result.tensors[name], x, tolerance) for name, x in zip(NAMES, expected, strict=True)]
+    return [beyond(name, result[name], x, tolerance) for name, x in zip(NAMES, expected, strict=True)]
 
 
 def exact(
@@ -111,19 +111,14 @@ def exact(
     return logits.where(is_candidate, 0.0), mean_logits.where(is_candidate, 0.0)
 
 
-def _row_work(options: Mapping[str, Any]) -> float:
-    tiles = -(-options["outputs"] // 64) * options["columns"] / 16
-    return tiles * (30 * -(-options["size"] // 32) + 40) + 1
-
-
 OPERATOR = Operator(
     function=candidate_values,
     options=OPTIONS,
     inputs=inputs,
-    returns=lambda given: dict.fromkeys(NAMES, (torch.float32, given.arguments["token_ids"].shape)),
+    returns=NAMES,
     compare=compare,
     row_size=lambda options: 2 * options["size"],
-    row_work=_row_work,
+    row_work=lambda o: ceil_div(o["outputs"], 64) * o["columns"] / 16 * (30 * ceil_div(o["size"], 32) + 40) + 1,
     free={
         **dict.fromkeys(("scale", "shift"), "bfloat16 apart"),
         "embedding": "rows apart",

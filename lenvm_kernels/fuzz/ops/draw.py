@@ -1,13 +1,12 @@
 """``draw``: the cases of ``reweight_scatter``; any int64 as seed, greedy requests, scored and passed tokens."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result
 from lenvm_kernels.fuzz.ops import reweight_scatter as weights
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
 from lenvm_kernels.fuzz.results import Difference, beyond, differs, owners_in_table
@@ -72,12 +71,12 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, len(rows))
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     a, rows = given.arguments, given.arguments["requests"]
     candidates, scored = a["candidates"], a["scored"]
     shared = {name: a[name] for name in ("candidates", "value_logits", "table", "text_breaks") if name in a}
     of_weights = weights.Requests.of(rows.table_rows, **shared, generated=rows.generated)
-    guided_probs, tokens, lengths, faults = result.tensors.values()
+    guided_probs, tokens, lengths, faults = result.values()
     found = weights.compare_guided(of_weights, guided_probs, rows.table_rows, faults)
     table = of_weights.table
 
@@ -99,19 +98,11 @@ def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     return found
 
 
-def _row_work(options: Mapping[str, Any]) -> float:
-    return weights.row_work({**options, "constants": "shipped"}) + 6 * options["columns"]
-
-
 OPERATOR = Operator(
     function=draw,
     options=OPTIONS,
     inputs=inputs,
-    returns=lambda given: {
-        "guided_probs": (torch.float32, given.arguments["candidates"].probs.shape),
-        "tokens": (torch.int32, (given.rows,)),
-        "remaining_lengths": (torch.float32, (given.rows,)),
-    },
+    returns=("guided_probs", "tokens", "remaining_lengths"),
     compare=compare,
     writes=("table.faults",),
     owners=lambda given, tensors: {
@@ -119,7 +110,7 @@ OPERATOR = Operator(
     },
     most_rows=65_536,
     row_size=lambda options: 40 * options["columns"],
-    row_work=_row_work,
+    row_work=lambda options: weights.row_work({**options, "constants": "shipped"}) + 6 * options["columns"],
     constants=CONSTANTS,
     free={name: what for name, what in weights.FREE.items() if name != "probs"}
     | {

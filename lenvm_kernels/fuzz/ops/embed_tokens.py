@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
-from lenvm_kernels.fuzz.results import Difference, Form, beyond, differs
+from lenvm_kernels.fuzz.results import Difference, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.reference._common import SQUARES_GROUP
+from lenvm_kernels.types import EmbeddedTokens
 
 OPTIONS: dict[str, list[Any]] = {
     "size": [64, 1, 63, 130, 576, 1030, 2112],
@@ -53,30 +53,19 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments | {"rope_scale": options["rope_scale"]}, there)
 
 
-def returns(given: CallInputs) -> dict[str, Form]:
-    embedding, half = given.arguments["embedding"], len(given.arguments["inv_freq"])
-    tokens, size = len(given.arguments["token_ids"]), embedding.shape[1]
-    return {
-        "hidden": (embedding.dtype, [tokens, size]),
-        "square_sums": (torch.float32, [ceil_div(size, SQUARES_GROUP), tokens]),
-        "cos": (torch.float32, [tokens, half]),
-        "sin": (torch.float32, [tokens, half]),
-    }
-
-
 def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {"square_sums": tensors["square_sums"].T}
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     """With the reference in fp64, except for the angles, which are defined in fp32."""
     arguments, rows = given.arguments, given.rows
     dtype = arguments["embedding"].dtype
     embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")
     angles = (arguments["positions"][:, None].float() * arguments["inv_freq"]).double()
-    scale = arguments["rope_scale"]
-    expected = {"square_sums": embedded.square_sums.T, "cos": angles.cos() * scale, "sin": angles.sin() * scale}
-    found = by_row(given, result.tensors)
+    expected = {"square_sums": embedded.square_sums.T}
+    expected |= {name: x * arguments["rope_scale"] for name, x in (("cos", angles.cos()), ("sin", angles.sin()))}
+    found = by_row(given, result)
     return [
         differs("hidden", found["hidden"][:rows], embedded.hidden[:rows].to(dtype)),
         *(beyond(name, found[name][:rows], x[:rows], TOLERANCE["embed_tokens"][dtype]) for name, x in expected.items()),
@@ -87,7 +76,7 @@ OPERATOR = Operator(
     function=embed_tokens,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=EmbeddedTokens._fields,
     by_row=by_row,
     compare=compare,
     most_rows=8192,

@@ -12,7 +12,7 @@ from lenvm_kernels.fuzz.ops._inputs import apart, draw_parents, fill, slice_of_l
 from lenvm_kernels.fuzz.results import no_row, owners_in_table
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
-from lenvm_kernels.types import DeltaTokens
+from lenvm_kernels.types import DeltaTokens, RaggedLayout
 
 SPARE_ROWS = 2  # table rows that no request of the batch uses
 BEYOND = 9  # tokens by which a sequence may exceed the slot table
@@ -161,6 +161,7 @@ OPERATOR = Operator(
     function=lay_out,
     options=OPTIONS,
     inputs=inputs,
+    returns=RaggedLayout._fields,
     writes=("history",),
     owners=owners,
     moved=("q_offsets", "plan", "counters"),

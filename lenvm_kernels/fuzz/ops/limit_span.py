@@ -10,17 +10,12 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, fill, owners_of_nodes, slice_of_longer
-from lenvm_kernels.fuzz.results import Form, owners_in_table
+from lenvm_kernels.fuzz.results import owners_in_table
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
-from lenvm_kernels.guidance.spans import (
-    MAX_CLOSING_TOKENS,
-    MAX_SPAN_TOKENS,
-    SpanPatterns,
-    TokenSequences,
-)
+from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanPatterns, TokenSequences
 from lenvm_kernels.ops import limit_span as ops
-from lenvm_kernels.types import GuidanceColumns
+from lenvm_kernels.types import GuidanceColumns, SpanNodes
 
 SPARE_ROWS = 3  # table rows that no request of the batch uses
 NO_LIMIT = 2**31 - 1
@@ -76,26 +71,9 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
     if options["text_breaks"]:
-        arguments["text_breaks"] = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3]).to(
-            torch.int8
-        )
+        breaks = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3])
+        arguments["text_breaks"] = breaks.to(torch.int8)
     return CallInputs(arguments, count)
-
-
-def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
-    """End and start sequences of requests: none, one or several, of one or several tokens. The last ones are pauses."""
-    return [
-        ((), ()),
-        (((3,),), ()),
-        (((vocab - 1,), (7,)), ()),
-        (((3, 7),), ()),
-        (((7,),), ((3,),)),
-        (((3, 3), (0,)), ((7, 3),)),
-        (((3, 7, 3), (vocab + 3,), (0,), (vocab,)), ((7,), (vocab - 1, 3))),
-        (((NO_LIMIT,), (0,)), ((vocab + 3,), (3, 0, 3))),
-        (((3,),), ((7,),)),
-        (((7, 3),), ((3, 7), (0,))),
-    ]
 
 
 def _padded(lists: Sequence[Sequence[int]], size: int, device: torch.device) -> Tensor:
@@ -104,7 +82,20 @@ def _padded(lists: Sequence[Sequence[int]], size: int, device: torch.device) -> 
 
 def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], eos: int) -> GuidanceColumns:
     """A table of requests with sequences of any length, including some shorter than their prompts."""
-    device, spans = draws.device, _spans(vocab)
+    device, last = draws.device, vocab - 1
+    # End and start sequences of requests: none, one or several, of one or several tokens. The last ends are pauses.
+    spans: list[tuple[TokenSequences, TokenSequences]] = [
+        ((), ()),
+        (((3,),), ()),
+        (((last,), (7,)), ()),
+        (((3, 7),), ()),
+        (((7,),), ((3,),)),
+        (((3, 3), (0,)), ((7, 3),)),
+        (((3, 7, 3), (vocab + 3,), (0,), (vocab,)), ((7,), (last, 3))),
+        (((NO_LIMIT,), (0,)), ((vocab + 3,), (3, 0, 3))),
+        (((3,),), ((7,),)),
+        (((7, 3),), ((3, 7), (0,))),
+    ]
     patterns = [SpanPatterns.of(*span) for span in spans]
     firsts = [[end[0] for end in ends] for ends, _ in spans[:-PAUSES]] + [[]] * PAUSES
     kind = draws.integers("span", rows, low=0, high=len(spans) - 1)
@@ -138,24 +129,16 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     return table
 
 
-def returns(given: CallInputs) -> dict[str, Form]:
-    drafts = given.arguments.get("drafts")
-    nodes = given.rows * (1 if drafts is None else 1 + drafts.token_ids.shape[1])
-    return {"ended": (torch.bool, (nodes,)), "generated": (torch.int32, (nodes,))}
-
-
 def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     of_table = owners_in_table(given.table_rows, len(given.arguments["table"].span_ended))
-    nodes = ("ended", "generated", "logits")
-    found = {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in nodes}
-    return found | dict.fromkeys(ops.WRITTEN, of_table)
+    return {name: of_table if name in ops.WRITTEN else owners_of_nodes(given, x) for name, x in tensors.items()}
 
 
 OPERATOR = Operator(
     function=ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=SpanNodes._fields,
     writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
     owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),

@@ -7,7 +7,7 @@ import torch
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
 from lenvm_kernels.fuzz.ops._inputs import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes, slice_of_longer, to_fill
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
-from lenvm_kernels.types import ScoredCandidates
+from lenvm_kernels.types import CandidateTrees, ScoredCandidates
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "columns": [1, 2, 4, 8],
@@ -48,6 +48,7 @@ OPERATOR = Operator(
     function=pack_drafts,
     options=OPTIONS,
     inputs=inputs,
+    returns=CandidateTrees._fields,
     writes=("out",),
     owners=lambda given, trees: {"columns": owners_of_nodes(given, trees["columns"])},
     row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),

@@ -1,15 +1,15 @@
 """``ragged_linear``: bias, norm, SwiGLU, residual and sums of squares in every combination, absent rows."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
-from lenvm_kernels.fuzz.results import Difference, Form, beyond
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import limit_rows, padded_rows, poisoned, slice_of_longer
+from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
 
@@ -62,10 +62,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if options["broken"]:
         x.copy_(poisoned(draws, rows, x, of=0.2))
     if options["rows_not_there"] != "none":
-        arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
-        x[there:] = float("nan")
-        if "residual" in arguments:
-            arguments["residual"][there:] = float("nan")
+        limit_rows(arguments, there, x=x, residual=arguments.get("residual"))
         if "square_sums" in arguments:
             arguments["square_sums"][:, there:] = float("nan")
     if options["square_sums_out"]:
@@ -74,17 +71,12 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs(arguments, there)
 
 
-def returns(given: CallInputs) -> dict[str, Form]:
-    x, columns = given.arguments["x"], len(given.arguments["weight"])
-    return {"the result": (x.dtype, [len(x), columns // 2 if given.arguments["swiglu"] else columns])}
-
-
 def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.T if name == "square_sums_out" else x for name, x in tensors.items()}
 
 
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
-    actual, *sums_out = (x[: given.rows] for x in by_row(given, result.tensors).values())
+def compare(given: CallInputs, result: Result) -> list[Difference]:
+    actual, *sums_out = (x[: given.rows] for x in by_row(given, result).values())
     tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
     # A row with an infinity or NaN has no finite result. The order of the sums decides between infinity and NaN.
@@ -102,22 +94,16 @@ def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
     return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
 
 
-def _row_work(options: Mapping[str, Any]) -> float:
-    columns = options["outputs"] * (2 if options["swiglu"] else 1)
-    return 40 * -(-options["size"] // 32) * -(-columns // 64) / 128 + 1
-
-
 OPERATOR = Operator(
     function=ragged_linear,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
     writes=("square_sums_out",),
     by_row=by_row,
     compare=compare,
     most_rows=16_384,
     row_size=lambda options: 2 * (options["size"] + options["outputs"]),
-    row_work=_row_work,
+    row_work=lambda o: 40 * ceil_div(o["size"], 32) * ceil_div(o["outputs"] * (1 + o["swiglu"]), 64) / 128 + 1,
     constants=CONSTANTS,
     free={
         "bias": "float32",

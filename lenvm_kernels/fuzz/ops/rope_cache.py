@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
-from lenvm_kernels.fuzz.results import Difference, Form, beyond, differs
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import limit_rows
+from lenvm_kernels.fuzz.results import Difference, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.rope_cache import rope_cache
 
@@ -70,33 +71,19 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         arguments |= {"qk_norm_weight": weight.to(dtype)[:, :head_dim], "norm_eps": EPS}
     if options["broken"]:
         poisoned = draws.chance("poisoned", rows, of=0.2)
-        arguments["qkv"][poisoned, 0] = float("nan")
-        arguments["qkv"][poisoned, -1] = float("nan")
+        arguments["qkv"][poisoned, 0] = arguments["qkv"][poisoned, -1] = float("nan")
     if options["rows_not_there"] != "none":
-        arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
-        for name in ("qkv", "cos", "sin"):
-            arguments[name][there:] = float("nan")
+        limit_rows(arguments, there, **{name: arguments[name] for name in ("qkv", "cos", "sin")})
     return CallInputs(arguments, there)
 
 
-def returns(given: CallInputs) -> dict[str, Form]:
-    qkv, (_, kv_heads, head_dim) = given.arguments["qkv"], given.arguments["k_cache"].shape
-    heads = {"q": given.arguments["num_heads"], "k": kv_heads, "v": kv_heads}
-    return {name: (qkv.dtype, [len(qkv), number, head_dim]) for name, number in heads.items()}
-
-
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
-    rows = given.rows
-    dtype = given.arguments["qkv"].dtype
+def compare(given: CallInputs, result: Result) -> list[Difference]:
+    rows, dtype = given.rows, given.arguments["qkv"].dtype
     q, k, v = (x[:rows] for x in expected_of(given.arguments))
-    new = {name: result.tensors[name][:rows] for name in ("q", "k", "v")}
-    found = [
-        rotated("q", new["q"], q, dtype),
-        rotated("k", new["k"], k, dtype),
-        differs("v", new["v"], v.to(dtype)),
-    ]
+    new = {name: result[name][:rows] for name in ("q", "k", "v")}
+    found = [rotated("q", new["q"], q, dtype), rotated("k", new["k"], k, dtype), differs("v", new["v"], v.to(dtype))]
     for name in WRITTEN:
-        cache, slots = result.tensors[name], given.arguments["slots"][:rows].long()
+        cache, slots = result[name], given.arguments["slots"][:rows].long()
         expected = torch.full_like(cache, UNTOUCHED)
         kept = (slots >= 0) & (slots < len(cache))
         expected[slots[kept]] = new[name[0]][kept]
@@ -126,7 +113,7 @@ OPERATOR = Operator(
     function=rope_cache,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=("q", "k", "v"),
     writes=WRITTEN,
     moved=WRITTEN,
     compare=compare,

@@ -2,34 +2,32 @@
 
 Requests of a step are of every status, due or not, with and without a known next token."""
 
-from collections.abc import Mapping
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of_longer, to_fill
 from lenvm_kernels.fuzz.results import (
     Difference,
-    Form,
     beyond,
     differs,
-    memory_of,
     no_row,
     owners_of_rows,
-    unchanged_around,
     with_copies,
 )
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
+from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import CandidateColumns, empty_scored, topk_candidates
 from lenvm_kernels.reference.topk_candidates import choose_scored
 from lenvm_kernels.types import Candidates, Status
 
-NAN, INF = float("nan"), float("inf")
+NAN, INF = math.nan, math.inf
 STEP_OPTIONS = ("requests", "drawn", "sample", "score_all", "step", "scored")
 KINDS = ["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing", "halves"]
 # Relative distance to a filter's bound within which fp32 and fp64 may disagree.
@@ -162,38 +160,23 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
     x = draws.normal("scores", rows, vocab)
     choice = draws.integers("kind", rows, low=0, high=len(kinds) - 1)[:, None]
     of_kind = {
-        "normal": lambda: x,
-        "peaked": lambda: 30 * x,
-        "ties": lambda: x.round(),
-        "constant": lambda: x[:, :1].expand_as(x),
-        "huge": lambda: largest / 3 * x,
-        "tiny": lambda: x - 80,
-        "mostly nothing": lambda: torch.where(draws.chance("nothing", rows, vocab, of=0.98), -INF, x),
+        "normal": x,
+        "peaked": 30 * x,
+        "ties": x.round(),
+        "constant": x[:, :1].expand_as(x),
+        "huge": largest / 3 * x,
+        "tiny": x - 80,
+        "mostly nothing": torch.where(draws.chance("nothing", rows, vocab, of=0.98), -INF, x),
         # probabilities are powers of 1/2: a sum may meet top_p exactly
-        "halves": lambda: -torch.log(x.new_tensor(2.0)) * draws.integers("halves", rows, vocab, low=0, high=12),
+        "halves": -math.log(2.0) * draws.integers("halves", rows, vocab, low=0, high=12),
     }
-    of_rows = (torch.where(choice == i, of_kind[name](), 0.0) for i, name in enumerate(kinds))
+    of_rows = (torch.where(choice == i, of_kind[name], 0.0) for i, name in enumerate(kinds))
     return sum(of_rows, start=torch.zeros_like(x))
 
 
-def returns(given: CallInputs) -> dict[str, Form]:
-    slots = given.arguments["max_candidates"]
-    return {
-        "token_ids": (torch.int32, [given.rows, slots]),
-        "probs": (torch.float32, [given.rows, slots]),
-        "counts": (torch.int32, [given.rows]),
-        "status": (torch.int8, [given.rows]),
-        "lost_mass": (torch.float32, [given.rows]),
-    }
-
-
-def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {"step": no_row(given.arguments["step"])} if "step" in given.arguments else {}
-
-
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     """A token within BOUND_WIDTH of a filter's bound may be on either side; everything else must match fp64."""
-    tensors, tolerance = result.tensors, TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
+    tensors, tolerance = result, TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
     found = Candidates(*(tensors[name] for name in Candidates._fields))
     expected, fewest, most = (_reference(given, width) for width in (0.0, -BOUND_WIDTH, BOUND_WIDTH))
     listed = torch.arange(found.probs.shape[1], device=found.probs.device) < found.counts[:, None]
@@ -226,22 +209,18 @@ def compare(given: CallInputs, result: CallResult) -> list[Difference]:
     ]
 
 
-def _differences_of_choice(given: CallInputs, result: CallResult, found: Candidates) -> list[Difference]:
+def _differences_of_choice(given: CallInputs, result: Result, found: Candidates) -> list[Difference]:
     """Differences from the choice of scored candidates among the candidates that were found."""
     if "scored" not in given.arguments:
         return []
     arguments, written = with_copies(given.arguments, ("scored", "step"))
     if "step" in written:
-        written["step"] += len(arguments["scored"].counts) > 0
-    table, table_rows = given.arguments["table"], given.table_rows
+        written["step"] += given.rows > 0
+    ends = given.arguments["table"].ending_token_ids[given.table_rows]
     choice: dict[str, Any] = {name: arguments.get(name) for name in STEP_OPTIONS if name != "step"}
-    status = choose_scored(found, ending_token_ids=table.ending_token_ids[table_rows], **choice).status
-    differences = [differs("status", result.tensors["status"], status)]
-    for name, x in written.items():
-        of_rows = no_row(x) if name == "step" else owners_of_rows(x, given.rows)
-        differences.append(differs(name, result.tensors[name], x, of_rows))
-        differences.append(unchanged_around(name, result.around[name], memory_of(x)))
-    return differences
+    written["status"] = choose_scored(found, ending_token_ids=ends, **choice).status
+    owners = {"step": no_row(written["step"])} if "step" in written else {}
+    return [differs(n, result[n], x, owners.get(n, owners_of_rows(x, given.rows))) for n, x in written.items()]
 
 
 def _reference(given: CallInputs, width: float) -> Candidates:
@@ -257,23 +236,21 @@ def _reference(given: CallInputs, width: float) -> Candidates:
     return topk_candidates(**arguments, backend="reference")
 
 
-def _row_work(options: Mapping[str, Any]) -> float:
-    small, slots = options["constants"] == "small", options["max_candidates"]
-    programs = -(-options["vocab"] // (64 if small else 1024))
-    return 4 * 40 + programs * 30 + 40 * slots
-
-
 OPERATOR = Operator(
     function=topk_candidates,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=Candidates._fields,
     compare=compare,
     writes=("scored", "step"),
-    owners=owners,
+    owners=lambda given, tensors: {"step": no_row(tensors["step"])} if "step" in tensors else {},
     most_rows=16_384,
     row_size=lambda options: options["vocab"],
-    row_work=_row_work,
+    row_work=lambda options: (
+        160
+        + 30 * ceil_div(options["vocab"], 64 if options["constants"] == "small" else 1024)
+        + 40 * options["max_candidates"]
+    ),
     constants=CONSTANTS,
     free={
         "scores": "float32 bfloat16 float16 float64 columns apart",

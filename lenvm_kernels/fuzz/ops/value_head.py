@@ -1,16 +1,16 @@
 """``value_head``: hidden states in any row order with padding, with and without the final RMSNorm."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, CallResult, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned
-from lenvm_kernels.fuzz.results import Difference, Form, beyond
+from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.reference._common import sums_of_squares
 
@@ -58,29 +58,18 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     # Passed only with a norm, so that a kernel without norm (examples/fuzz_own_kernel.py) needs no such parameters.
     if options["norm"] and options["rows_not_there"] != "none":
         arguments["num_rows"] = torch.tensor([len(hidden)], dtype=torch.int32, device=device)
-        others = hidden.new_full((int(options["rows_not_there"]), size + padding), math.nan)
-        hidden = torch.cat([hidden, others])
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, int(options["rows_not_there"])), value=math.nan)
     hidden = arguments["hidden"] = hidden[:, :size]
     if options["norm"]:
         arguments["norm_eps"] = options["norm_eps"]
     if options["norm"] and options["square_sums"]:
-        arguments["square_sums"] = padded_rows(square_sums_of(hidden), padding)
+        arguments["square_sums"] = padded_rows(sums_of_squares(hidden.double()).float(), padding)
     return CallInputs(arguments, len(rows))
 
 
-def square_sums_of(hidden: Tensor) -> Tensor:
-    """The argument ``square_sums``, as another operator computes it."""
-    return sums_of_squares(hidden.double()).float()
-
-
-def returns(given: CallInputs) -> dict[str, Form]:
-    rows = given.arguments.get("token_rows", given.arguments["hidden"])
-    return {"logits": (torch.float32, rows.shape[:1])}
-
-
-def compare(given: CallInputs, result: CallResult) -> list[Difference]:
+def compare(given: CallInputs, result: Result) -> list[Difference]:
     tolerance, rows = TOLERANCE["value_head"][given.arguments["hidden"].dtype], given.rows
-    return [beyond("logits", result.tensors["logits"][:rows], exact(**given.arguments)[:rows], tolerance)]
+    return [beyond("logits", result["logits"][:rows], exact(**given.arguments)[:rows], tolerance)]
 
 
 def exact(**inputs) -> Tensor:
@@ -89,19 +78,15 @@ def exact(**inputs) -> Tensor:
     return value_head(**inputs | doubles, backend="reference")
 
 
-def _row_work(options: Mapping[str, Any]) -> float:
-    return 40 * -(-options["size"] // 32) * -(-options["size"] // 64) / 128 + 1
-
-
 OPERATOR = Operator(
     function=value_head,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=("logits",),
     compare=compare,
     most_rows=16_384,
     row_size=lambda options: options["size"],
-    row_work=_row_work,
+    row_work=lambda options: 40 * ceil_div(options["size"], 32) * ceil_div(options["size"], 64) / 128 + 1,
     free={
         "hidden": "apart",
         "fc_weight": "apart",

@@ -6,8 +6,8 @@ import torch
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
 from lenvm_kernels.fuzz.ops._inputs import DRAFTED, DRAFTS, VOCABULARY, draw_drafts, slice_of_longer
-from lenvm_kernels.fuzz.results import Form
 from lenvm_kernels.ops.verify_drafts import verify_drafts
+from lenvm_kernels.types import VerifiedTokens
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {"slices": [False, True], "constants": ["shipped", "small"]}
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
@@ -29,17 +29,11 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     return CallInputs({"drawn": slice_of_longer(drawn) if options["slices"] else drawn, "drafts": drafts}, len(rows))
 
 
-def returns(given: CallInputs) -> dict[str, Form]:
-    count, drafts = given.arguments["drafts"].token_ids.shape
-    shapes = {"tokens": (count, 1 + drafts), "lens": (count,), "nodes": (count, 1 + drafts)}
-    return {name: (torch.int32, shape) for name, shape in shapes.items()}
-
-
 OPERATOR = Operator(
     function=verify_drafts,
     options=OPTIONS,
     inputs=inputs,
-    returns=returns,
+    returns=VerifiedTokens._fields,
     row_size=lambda options: 8 * options["drafts"],
     row_work=lambda options: 20 + 10 * options["drafts"],
     constants=CONSTANTS,
