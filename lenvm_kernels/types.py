@@ -137,7 +137,7 @@ class Filters(NamedTuple):
 class SpanNodes(NamedTuple):
     """State of the spans at the nodes of ``B`` requests (see :class:`Drafts`; one node per request without drafts)."""
 
-    ended: Annotated[Tensor, "bool [B * (1 + D)]", "the request uses spans and none is open: the node is not guided"]
+    ended: Annotated[Tensor, "bool [B * (1 + D)]", "the request uses spans and none is open"]
     generated: Annotated[
         Tensor, "int32 [B * (1 + D)]", "tokens since the output or a span began, or a span ended; 0: no node"
     ]

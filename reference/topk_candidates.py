@@ -108,6 +108,8 @@ def topk_candidates(
         # The most probable token that does not end the output always stays.
         goes_on = (token[:, :, None] != ending[:, None, :]).all(dim=2) & (score > nothing)
         goes_on &= keep[:, :1] & (min_end_prob < torch.inf)[:, None]
+        is_improbable = (min_end_prob < torch.inf)[:, None] & (q < least[:, None])
+        keep[:, :-1] &= ~(is_improbable & (token[:, :, None] == ending[:, None, :]).any(dim=2))[:, :-1]
         keep[:, :-1] |= (goes_on & (goes_on.cumsum(dim=1) == 1))[:, :-1]
         is_other = keep & ~(token[:, :, None] == ends[:, None, :]).any(dim=2)
         room = max_candidates - (ends >= 0).sum(dim=1, keepdim=True)

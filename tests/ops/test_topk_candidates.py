@@ -33,7 +33,7 @@ def choose(x, device, backend, **options):
 
 class HandCase(NamedTuple):
     """One request; ``ids`` are its candidates, ``lost`` the mass of tokens that the slots cut off. A request without
-    candidates has broken scores, unless it is not guided."""
+    candidates has broken scores, unless it has a status."""
 
     scores: list[float]
     options: dict[str, Any]
@@ -97,7 +97,11 @@ END_LISTS = [
     tail({"min_p": 0.9}, 1e-4, [5, 7, 4]),
     tail({"top_k": 2}, 1e-2, [5, 2, 7]),
     tail({"top_k": 2}, INF, [5, 2]),
-    tail({}, 1e-4, [5, 2, 6, 8, 0, 7, 4, 1]),  # the filters keep all tokens, 1 included
+    tail({}, INF, [5, 2, 6, 8, 0, 7, 4, 1]),
+    tail({}, 1e-4, [5, 2, 6, 8, 0, 7, 4]),  # the filters keep 1, which is too improbable an end
+    tail({"ending_token_ids": [[5, 2]]}, 0.35, [5, 6, 8, 0, 7, 4, 1]),
+    tail({"ending_token_ids": [[5, 2]]}, 0.5, [6, 8, 0, 7, 4, 1]),
+    tail({"ending_token_ids": [[5, 2]], "top_k": 1}, 0.5, [6]),
     tail({"max_candidates": 4}, 1e-4, [5, 2, 7, 4], 0.2795),  # 6 and 8 are replaced
     tail({"max_candidates": 2}, 0.0, [5, 7], 0.58),
     tail({"max_candidates": 1}, 0.0, [5], 0.6),
@@ -135,7 +139,8 @@ AFTER_BREAKS = [
         (INF, 2, 99, [5]),
     )
 ]
-HAND_CASES = [*FILTERS, *(case for cases in (*END_LISTS, *LATE, *AFTER_BREAKS) for case in cases)]
+ONLY_ENDS = HandCase([0.4, 0.3], {"ending_token_ids": [[0, 1]], "min_end_prob": 0.5}, [], 0.0, Status.UNGUIDED)
+HAND_CASES = [*FILTERS, ONLY_ENDS, *(case for cases in (*END_LISTS, *LATE, *AFTER_BREAKS) for case in cases)]
 DTYPES = {name: GUIDANCE_COLUMNS[name].dtype for name in CandidateColumns._fields}
 DTYPES |= {"text_breaks": torch.int8, "generated": torch.int32}
 DTYPES |= {"last_tokens": torch.int64, "guided": torch.bool, "vocab_mask": torch.int32}
@@ -155,7 +160,7 @@ def test_cases_by_hand(device, backend, case):
     padding = [-1] * (found.token_ids.shape[1] - count)
     assert found.token_ids.tolist() == [case.ids + padding] and found.counts.tolist() == [count]
     status = (Status.UNGUIDED, Status.SINGLE, Status.GUIDE)[min(count, 2)] if case.status is None else case.status
-    assert found.status.tolist() == [status] and found.broken.tolist() == [not count and "guided" not in options]
+    assert found.status.tolist() == [status] and found.broken.tolist() == [not count and case.status is None]
     if options.get("is_logits"):
         words = torch.tensor(case.options.get("vocab_mask", [-1] * 9))
         allowed = words[torch.arange(x.shape[1]) // 32] >> torch.arange(x.shape[1]) % 32 & 1

@@ -228,10 +228,10 @@ def topk_candidates(
 
     A request's parameters in ``table`` add to its filters:
 
-    - A token of ``ending_token_ids`` with probability at least ``min_end_prob`` is a candidate regardless of ``top_k``,
-      ``top_p`` and ``min_p``. If all columns are taken, it replaces the least probable other candidate. The most
-      probable token that does not end the output always stays, so that the output can continue. Above 1, no end token
-      is added; inf disables both rules. Ids outside the vocabulary are ignored.
+    - A token of ``ending_token_ids`` is a candidate if its probability is at least ``min_end_prob``, regardless of
+      ``top_k``, ``top_p`` and ``min_p``, and no candidate otherwise. If all columns are taken, it replaces the least
+      probable other candidate. The most probable token that does not end the output always stays, so that the output
+      can continue. inf disables these rules. Ids outside the vocabulary are ignored.
     - ``least_share`` is the lower bound of the request's ``min_p``.
     - Beyond ``due_length`` generated tokens, ``min_end_prob`` halves with each tenth of it, and with each hundredth
       from 1.5 times of it on. The further past its target a request is, the less probable an end it accepts.

@@ -245,6 +245,7 @@ def _filter_kernel(
         room = K - tl.sum((end_keys != _NO_KEY).to(tl.int32), axis=0)
     tokens, probs = tl.full([K], -1, tl.int32), tl.zeros([K], tl.float32)
     count, mass = 0, 0.0
+    removed = 0.0  # probability of ends that the filters keep and that are too improbable
     # The extra round after K checks whether the next token would have been kept, i.e. whether K cut the list.
     cut_by_columns = False
     most = tl.minimum(sought, K + 1)
@@ -256,7 +257,7 @@ def _filter_kernel(
         if k == K:
             score = tl.maximum(score, next_score)
         p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
-        keep = (k < limit) & (score > nothing) & (mass <= top_p) & (p >= min_p * first)
+        keep = (k < limit) & (score > nothing) & (mass + removed <= top_p) & (p >= min_p * first)
         keep = usable & (keep | (k == 0))
         goes_on = keep  # the filters reject every token after the first one that they reject
         if k < K:
@@ -264,6 +265,9 @@ def _filter_kernel(
             if table is not None:
                 is_end = (tl.max((end_keys == key).to(tl.int32), axis=0) > 0) & (key != _NO_KEY)
                 ends_output = tl.max((is_token & (end == _key_token(key))).to(tl.int32), axis=0) > 0
+                is_improbable = has_ends & ends_output & (p < least)
+                removed += tl.where(keep & is_improbable, p, 0.0)
+                keep = keep & (is_improbable == 0)
                 keep = keep | (usable & has_ends & is_alone & (ends_output == 0) & (key != _NO_KEY))
                 taken = is_end | (keep & (room > 0))
                 is_alone = is_alone & ((taken == 0) | ends_output)
