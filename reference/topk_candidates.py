@@ -113,7 +113,7 @@ def topk_candidates(
         keep[:, :-1] |= (goes_on & (goes_on.cumsum(dim=1) == 1))[:, :-1]
         is_other = keep & ~(token[:, :, None] == ends[:, None, :]).any(dim=2)
         room = max_candidates - (ends >= 0).sum(dim=1, keepdim=True)
-        others = is_other & (is_other.cumsum(dim=1) <= room)
+        others = is_other & (is_other.cumsum(dim=1) <= room) & (column < max_candidates)
         cut_by_columns = keep[:, -1] | (is_other & ~others).any(dim=1)
         token = torch.cat([torch.where(others, token, -1), ends], dim=1).sort(dim=1).values
         score = torch.where(token >= 0, x.gather(1, token.clamp(min=0)), -torch.inf)

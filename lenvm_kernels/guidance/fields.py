@@ -235,7 +235,8 @@ _ALL = (
     Number(
         "min_end_prob",
         "probability that makes tokens that end the output candidates, whatever top_k, top_p and min_p are; default "
-        "with near, ge_near and le_near 0.0001; lower after sentences and lines and past a total target, higher elsewhere",
+        "with near, ge_near and le_near 0.0001; lower after sentences and lines and past a total target, higher "
+        "elsewhere",
         None,
         ">= 0",
         _A_TARGET,
