@@ -22,10 +22,12 @@ def add(commands: Any) -> None:
 
 def run_command(args: argparse.Namespace) -> None:
     """Print each parameter's name, default, meaning and other names."""
+    lines = []
     for field in FIELDS.values():
         default = "none" if field.default in (None, ()) else str(field.default).lower()
         text = "; ".join(filter(None, (field.meaning, field.limits)))
         if field.elsewhere:
             text += f"; also {', '.join(field.elsewhere.split())}"
-        print(f"{field.name} (default: {default})")
-        print(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
+        lines.append(f"{field.name} (default: {default})")
+        lines.append(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
+    print("\n".join(lines))  # one write, so that `| head` does not break it

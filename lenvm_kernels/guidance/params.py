@@ -240,6 +240,8 @@ def parse_guidance(
 
 def check_without_values(params: GuidanceParams) -> None:
     """Raise ValueError, naming the field, unless a request can be guided by its end tokens alone."""
+    if params.answer is not None:
+        check_without_values(params.answer)
     name = params.mode.name.lower()
     if params.mode not in (*NEAR_CONSTRAINTS, Mode.UNGUIDED):
         if params.target_length is None:
