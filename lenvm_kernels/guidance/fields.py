@@ -344,6 +344,9 @@ _ALL = (
 )
 FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
 NAMESPACE = "lenvm"  # a dictionary of fields among parameters of other components
+# Names beside fields: the reasoning effort of a chat request, which a server's front end adds to its parameters, and
+# the defaults by effort.
+EFFORT, EFFORTS = "lenvm_effort", "reasoning_effort"
 
 
 def markdown() -> str:

@@ -373,16 +373,16 @@ def _within(given: Mapping[str, Any], thoughts: Thoughts, max_tokens: int | None
         if is_soft:
             raise ValueError("soft_max_tokens needs a limit of new tokens, such as max_tokens")
         return fields
-    most_thought = _THOUGHT_SHARE / _LIMIT_OF_BUDGET * max_tokens
+    most, most_thought = float(max_tokens), _THOUGHT_SHARE / _LIMIT_OF_BUDGET * max_tokens
     if is_soft:
-        max_tokens *= _SOFT_SHARE
+        most *= _SOFT_SHARE
         if fields.keys().isdisjoint(("target_length", "target_value", "end_token_ids")):
-            fields |= dict(target_length=max_tokens, target_length_mode="total")
+            fields |= dict(target_length=most, target_length_mode="total")
             fields.setdefault("value_constraint", "le_near")
         if thoughts.ends and fields.keys().isdisjoint((*BUDGETS, "end_token_ids", "landing")):
             fields["thinking_budget_total"] = most_thought
     if "target_length" in fields and fields.get("target_length_mode") != "remaining":
-        fields["target_length"] = min(fields["target_length"], max_tokens)
+        fields["target_length"] = min(fields["target_length"], most)
     return fields | {name: min(fields[name], most_thought) for name in BUDGETS if name in fields}
 
 

@@ -71,7 +71,7 @@ def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = 
         ends_line = TextBreak.LINE if text.endswith("\n") else TextBreak.NONE
         missing = added = 0
         if "\N{REPLACEMENT CHARACTER}" in text:
-            missing, added = open_character(_bytes_of(tokenizer.convert_ids_to_tokens(i)))
+            missing, added = open_character(_bytes_of(str(tokenizer.convert_ids_to_tokens(i))))
         ends = ends_line | (TextBreak.SENTENCE if ends_sentence(text) else TextBreak.NONE)
         breaks.append(ends | missing << MISSING_BYTES | added << ADDED_BYTES)
     if not any(TextBreak.SENTENCE & each for each in breaks):
