@@ -237,7 +237,8 @@ class Settings:
             given = read_names(self.defaults_of(custom_params.get(EFFORT)))
         needs_tokenizer = given.keys() & _NEED_MARKS or any(isinstance(given.get(name), str) for name in _TEXT_FIELDS)
         thoughts = self.thoughts if needs_tokenizer or engine_budget is not None else None
-        if engine_budget is not None and thoughts is not None and thoughts.ends and given.keys() <= _OF_ANSWERS:
+        is_off = is_asked and not given
+        if engine_budget is not None and thoughts and thoughts.ends and given.keys() <= _OF_ANSWERS and not is_off:
             given["thinking_budget"] = engine_budget
         try:
             params = self._parse(given, thoughts, max_tokens, constraint="le_near" if has_schema else "near")

@@ -323,7 +323,7 @@ PARSERS = [
     (None, 30, {"target_length": 5}, (((1,),), ((0,),), 30)),
     (None, 30, {"thinking_budget": 9}, (((1,),), ((0,),), 9)),
     (ValueError("no marks"), 30, None, (((1,),), ((0,),), 30)),
-    (None, 30, {"value_mode": "exp", "value_scale": 2}, ((), (), None)),
+    (None, 30, {"lenvm": {}}, ((), (), None)),
     (None, 30, {"end_token_ids": [2], "target_length": 5}, (((2,),), (), 5)),
     (None, 30, {"target_length": 5, "landing": [2]}, ((), ((1,),), 5)),
 ]
