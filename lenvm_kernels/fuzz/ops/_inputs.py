@@ -7,9 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.types import Drafts
+
+SPARE_ROWS = 3  # table rows that no row of the batch uses
+
+
+def rows_and(case: Case, others: str) -> tuple[int, ...]:
+    """The rows of a case, followed by ``others`` more rows; only its rows if ``others`` is not a number."""
+    return *case.rows, *(-1 - i for i in range(int(others) if others.isdigit() else 0))
 
 
 def padded_rows(x: Tensor, padding: int, value: float = float("nan")) -> Tensor:

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of, owners_at
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._inputs import (
     DRAFTS,
+    SPARE_ROWS,
     columns_apart,
     draw_drafts,
     fill,
@@ -17,13 +18,10 @@ from lenvm_kernels.fuzz.ops._inputs import (
     slice_of_longer,
     to_fill,
 )
-from lenvm_kernels.fuzz.results import owners_in_table
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import begin_step as ops
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.types import Filters, Mode, SpanNodes, StepRequests
-
-SPARE_ROWS = 3  # table rows that no request of the batch uses
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "drafts": [0, 2, 1, 3, 4, 5, 7, 8, 9],
@@ -119,22 +117,24 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
 
 
 def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    of_table = owners_in_table(given.table_rows, len(given.arguments["table"].faults))
-    no_row = torch.full((1,), -1, device=of_table.device)
-    of_nodes = {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in NODE_FIELDS}
-    return of_nodes | {"faults": of_table, "history": of_table, "history.step": no_row, "history.uncounted": no_row}
+    of_table = owners_at(given.table_rows, len(given.arguments["table"].faults))
+    of_history = dict.fromkeys(("history.tokens", "history.told_lens", "history.cached_lens"), of_table)
+    return of_history | {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in NODE_FIELDS}
+
+
+def by_row(given: CallInputs, tensors: Result) -> Result:
+    """Without a history, cached lengths are arbitrary."""
+    return {name: x for name, x in tensors.items() if name != "cached_lens" or "history" in given.arguments}
 
 
 OPERATOR = Operator(
     function=ops.begin_step,
     options=OPTIONS,
     inputs=inputs,
-    returns=StepRequests._fields,
     writes=("table.faults", "history", "out"),
     owners=owners,
-    moved=("table_rows", "request_rows"),
-    unwritten=lambda given: () if "history" in given.arguments else ("cached_lens",),
-    row_size=lambda options: 50 * (1 + options["drafts"]),
+    moved=("table_rows", "request_rows", "history.step", "history.uncounted"),
+    by_row=by_row,
     row_work=lambda options: 50 + 10 * options["drafts"],
     constants=CONSTANTS,
     free={

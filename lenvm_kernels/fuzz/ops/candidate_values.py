@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned
-from lenvm_kernels.fuzz.results import Difference, beyond
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows, poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import candidate_values as ops
@@ -18,7 +17,6 @@ from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import standing_for
 from lenvm_kernels.types import Mode
 
-SPARE_ROWS = 3  # table rows that no row of the batch uses
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 FP32_MAX = torch.finfo(torch.float32).max
 FLOATS = ("scale", "nats_per_token", "target_length", "tolerance", "answer_length")  # columns of the table
@@ -117,7 +115,6 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=NAMES,
     compare=compare,
-    row_size=lambda options: 2 * options["size"],
     row_work=lambda o: ceil_div(o["outputs"], 64) * o["columns"] / 16 * (30 * ceil_div(o["size"], 32) + 40) + 1,
     free={
         **dict.fromkeys(("scale", "shift"), "bfloat16 apart"),

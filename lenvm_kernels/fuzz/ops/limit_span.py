@@ -1,7 +1,7 @@
 """``limit_span``: spans that begin, end and are ended by one or several tokens; no spans; EOS tokens that end spans."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +9,21 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, fill, owners_of_nodes, slice_of_longer
-from lenvm_kernels.fuzz.results import owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import (
+    DRAFTS,
+    SPARE_ROWS,
+    columns_apart,
+    draw_drafts,
+    fill,
+    owners_of_nodes,
+    slice_of_longer,
+)
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanPatterns, TokenSequences
 from lenvm_kernels.ops import limit_span as ops
-from lenvm_kernels.types import GuidanceColumns, SpanNodes
+from lenvm_kernels.types import GuidanceColumns
 
-SPARE_ROWS = 3  # table rows that no request of the batch uses
 NO_LIMIT = 2**31 - 1
 OTHER_TOKEN = 4  # can only end a line
 UNTOUCHED = 0.125
@@ -129,19 +135,14 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
     return table
 
 
-def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    of_table = owners_in_table(given.table_rows, len(given.arguments["table"].span_ended))
-    return {name: of_table if name in ops.WRITTEN else owners_of_nodes(given, x) for name, x in tensors.items()}
-
-
 OPERATOR = Operator(
     function=ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
-    returns=SpanNodes._fields,
     writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
-    owners=owners,
-    row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),
+    owners=lambda given, tensors: {
+        name: owners_of_nodes(given, x) for name, x in tensors.items() if name not in ops.WRITTEN
+    },
     row_work=lambda options: 60 + 15 * options["drafts"],
     constants=CONSTANTS,
     free={

@@ -5,9 +5,17 @@ from typing import Any
 import torch
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
-from lenvm_kernels.fuzz.ops._inputs import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes, slice_of_longer, to_fill
+from lenvm_kernels.fuzz.ops._inputs import (
+    DRAFTS,
+    VOCABULARY,
+    draw_drafts,
+    owners_of_nodes,
+    rows_and,
+    slice_of_longer,
+    to_fill,
+)
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
-from lenvm_kernels.types import CandidateTrees, ScoredCandidates
+from lenvm_kernels.types import ScoredCandidates
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "columns": [1, 2, 4, 8],
@@ -18,7 +26,7 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws = case.options, case.draws(device)
-    rows, columns, nodes = case.rows_and(options["padding"]), options["columns"], 1 + options["drafts"]
+    rows, columns, nodes = rows_and(case, options["padding"]), options["columns"], 1 + options["drafts"]
     count = len(case.rows)
     drafts = draw_drafts(draws, case.rows, options)
 
@@ -48,10 +56,8 @@ OPERATOR = Operator(
     function=pack_drafts,
     options=OPTIONS,
     inputs=inputs,
-    returns=CandidateTrees._fields,
     writes=("out",),
     owners=lambda given, trees: {"columns": owners_of_nodes(given, trees["columns"])},
-    row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
     reads={"scored": ("token_ids", "counts", "table_rows", "positions")},

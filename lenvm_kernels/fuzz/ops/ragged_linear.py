@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import limit_rows, padded_rows, poisoned, slice_of_longer
-from lenvm_kernels.fuzz.results import Difference, beyond
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import limit_rows, padded_rows, poisoned, rows_and, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
@@ -36,7 +35,7 @@ CONSTANTS = {"small": dict(MULTIPROCESSORS=1, SPLIT_FROM=144, MAX_PROGRAMS=2, MA
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
-    rows, width, size = case.rows_and(options["rows_not_there"]), options["outputs"], options["size"]
+    rows, width, size = rows_and(case, options["rows_not_there"]), options["outputs"], options["size"]
     dtype, padding, columns = dtype_of(options), options["row_padding"], width * (1 + options["swiglu"])
 
     def normal(name, rows, columns, scale=1.0):
@@ -101,8 +100,7 @@ OPERATOR = Operator(
     writes=("square_sums_out",),
     by_row=by_row,
     compare=compare,
-    most_rows=16_384,
-    row_size=lambda options: 2 * (options["size"] + options["outputs"]),
+    most_rows=lambda options: 16_384,
     row_work=lambda o: 40 * ceil_div(o["size"], 32) * ceil_div(o["outputs"] * (1 + o["swiglu"]), 64) / 128 + 1,
     constants=CONSTANTS,
     free={

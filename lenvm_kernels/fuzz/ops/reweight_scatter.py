@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, owners_at
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
-from lenvm_kernels.fuzz.results import Difference, beyond, differs, owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
@@ -36,7 +35,6 @@ EXPONENT_ERROR = 1e-6
 EXPECTED_VALUE_ERROR = 1e-5
 # Value logits of rows with an answer are multiples of it, so that fp32 differences keep their order.
 ANSWERED_STEP = 2.0**-6
-SPARE_ROWS = 3  # table rows that no row of the batch uses
 
 READS = ("token_ids", "probs", "status", "lost_mass")  # fields of the candidates
 FLOATS = ("scale", "nats_per_token", "value_min", "target_length", "tolerance", "answer_length", "target_logit")
@@ -232,7 +230,7 @@ def compare_guided(requests: Requests, guided: Tensor, table_rows: Tensor, fault
     mean, expected_mean = (torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (guided, expected))
     expected = torch.where(is_as_near(requests, guided, expected)[:, None], guided.double(), expected)
     return [
-        differs("faults", faults, expected_faults, owners_in_table(table_rows, len(faults))),
+        differs("faults", faults, expected_faults, owners_at(table_rows, len(faults))),
         beyond("guided probabilities", guided, expected, (relative, absolute + moved)),
         beyond("expected value", mean, expected_mean, (0.0, EXPECTED_VALUE_ERROR)),
     ]
@@ -319,10 +317,8 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=("guided probabilities",),
     writes=("table.faults", "probs"),
-    owners=lambda given, tensors: {"faults": owners_in_table(given.table_rows, len(given.arguments["table"].faults))},
     compare=compare,
-    most_rows=65_536,
-    row_size=lambda options: options["vocab"] + 32 * options["columns"],
+    most_rows=lambda options: min(65_536, 2**26 // (options["vocab"] + 32 * options["columns"])),
     row_work=row_work,
     constants=CONSTANTS,
     free=FREE | {"table_rows": "int32"},

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned
-from lenvm_kernels.fuzz.results import Difference, beyond
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.value_head import value_head
@@ -84,8 +83,7 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=("logits",),
     compare=compare,
-    most_rows=16_384,
-    row_size=lambda options: options["size"],
+    most_rows=lambda options: 16_384,
     row_work=lambda options: 40 * ceil_div(options["size"], 32) * ceil_div(options["size"], 64) / 128 + 1,
     free={
         "hidden": "apart",

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops._inputs import draw_parents
 from lenvm_kernels.fuzz.ops.lay_out import owners_of_tokens
-from lenvm_kernels.fuzz.results import Difference, beyond, differs
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.ops.value_tree_attention.plan import SPLIT_LEN, SPLIT_SLACK
@@ -226,6 +225,12 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return 200 * options["kv_heads"] * tiles * (1 + keys) * levels
 
 
+def _most_rows(options: Mapping[str, Any]) -> int:
+    """At most 256, because the reference processes one request after the other."""
+    tokens = LENGTHS["long"][1] + options["delta"] + options["candidates"]
+    return min(256, 2**26 // (tokens * (options["group"] + 2) * options["kv_heads"] * options["head_dim"]))
+
+
 OPERATOR = Operator(
     function=value_tree_attention,
     options=OPTIONS,
@@ -234,11 +239,8 @@ OPERATOR = Operator(
     owners=owners,
     moved=("out",),
     compare=compare,
-    most_rows=256,  # the reference processes one request after the other
-    row_size=lambda o: (
-        (LENGTHS["long"][1] + o["delta"] + o["candidates"]) * (o["group"] + 2) * o["kv_heads"] * o["head_dim"]
-    ),
     row_work=_row_work,
+    most_rows=_most_rows,
     constants=CONSTANTS,
     free={
         **dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache", "out"), "apart"),
