@@ -96,9 +96,7 @@ class WrongResult(Exception):
 
 def differs(what: str, actual: Tensor, expected: Tensor, owners: Tensor | None = None) -> Difference:
     """Find items that are not equal; NaN equals NaN."""
-    wrong = actual != expected
-    if actual.is_floating_point():
-        wrong &= ~(actual.isnan() & expected.isnan())
+    wrong = (actual != expected) & ~((actual != actual) & (expected != expected))
     return Difference(what, wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong, actual, expected, owners)
 
 
@@ -162,8 +160,8 @@ class Operator:
     function: Callable
     options: Mapping[str, Sequence]
     inputs: Callable[[Case, torch.device], CallInputs]
-    row_work: Callable[[Mapping[str, Any]], float]
-    most_rows: Callable[[Mapping[str, Any]], int] = lambda options: 4096
+    row_work: Callable[[Mapping[str, Any]], float] = lambda options: 150
+    most_rows: Callable[[Mapping[str, Any]], int] = lambda options: 8192
     returns: Sequence[str] = ("the result",)
     writes: Sequence[str] = ()
     owners: Callable[[CallInputs, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda given, tensors: {}
@@ -228,10 +226,10 @@ class Operator:
         """
         for _ in range(100):
             options = {name: rng.choice(values) for name, values in self.options.items()}
-            most = INTERPRETED_WORK / self.row_work(options) if interpreted else self.most_rows(options)
-            if most >= 1:
+            most = int(INTERPRETED_WORK / self.row_work(options)) if interpreted else self.most_rows(options)
+            if most:
                 break
-        rows = min(max(1, int(most)), int(2 ** rng.uniform(0, math.log2(max(1, int(most)) + 1))))
+        rows = int(2 ** rng.uniform(0, math.log2(max(1, most) + 1)))
         return Case(self.function.__name__, rng.getrandbits(32), tuple(range(rows)), options)
 
     def setting(self, case: Case) -> AbstractContextManager:

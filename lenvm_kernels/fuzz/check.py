@@ -45,8 +45,7 @@ def check(
     Args:
         function: the function under test. If None, the operator's Triton kernels.
         device: the device of the inputs.
-        other_batches: whether to also compare bitwise with the same rows in another order among more rows, and with one
-            row alone.
+        other_batches: whether to also compare bitwise with other batches: the rows among more rows, and one alone.
     """
     operator, device = operators()[case.op], torch.device(device)
     function = function or functools.partial(operator.function, backend="triton")

@@ -36,8 +36,7 @@ class Draws:
 
     def rows(self, rows: int | Sequence[int] | Tensor) -> Tensor:
         """int64 ids of rows on the device; an int ``rows`` means ids 0 .. ``rows`` - 1."""
-        rows = range(rows) if isinstance(rows, int) else rows
-        return torch.as_tensor(rows, dtype=torch.int64, device=self.device)
+        return torch.as_tensor(range(rows) if isinstance(rows, int) else rows, dtype=torch.int64, device=self.device)
 
     def bits(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int) -> Tensor:
         """int64 ``[rows, *shape]``: 64 random bits each."""

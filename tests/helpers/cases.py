@@ -41,7 +41,7 @@ def simple_arguments(name, rows, *, device="cpu", **options):
 
 def small_case(name, **chosen):
     """Three requests, with every optional tensor."""
-    wanted = {"table_rows": "int64", "token_rows": "int64", "trees": "chains", "columns": 8, "rows_not_there": "none"}
+    wanted = {"table_rows": "int64", "token_rows": "int64", "trees": "chain", "columns": 8, "rows_not_there": "none"}
     wanted |= {"table": "whole"} | chosen  # its columns share memory, and some are written
     options = {
         option: wanted.get(option, values[min(1, len(values) - 1)])

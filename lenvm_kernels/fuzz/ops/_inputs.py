@@ -89,8 +89,10 @@ NO_PARENTS = [-1, -2, -(2**31), 2**31 - 1]
 
 
 def draw_parents(draws: Draws, kind: str, rows, columns: int) -> Tensor:
-    """int32 ``[rows, columns]``: parents of a chain, of a tree, or mixed with numbers that are no earlier column."""
+    """int32 ``[rows, columns]``: parents of roots, a chain or a tree, or any numbers, also of no earlier column."""
     column = torch.arange(columns, device=draws.device)
+    if kind == "roots":
+        return torch.full((len(rows), columns), -1, dtype=torch.int32, device=draws.device)
     if kind == "chain":
         return (column - 1).int().expand(len(rows), -1).contiguous()
     parents = draws.integers("parents", rows, columns, low=0, high=2**30) % (column + 1) - 1

@@ -12,7 +12,6 @@ from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows, poison
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import candidate_values as ops
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import standing_for
 from lenvm_kernels.types import Mode
@@ -115,7 +114,7 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=NAMES,
     compare=compare,
-    row_work=lambda o: ceil_div(o["outputs"], 64) * o["columns"] / 16 * (30 * ceil_div(o["size"], 32) + 40) + 1,
+    row_work=lambda options: (1 + options["outputs"] / 64) * options["columns"] / 16 * (options["size"] + 70) + 1,
     free={
         **dict.fromkeys(("scale", "shift"), "bfloat16 apart"),
         "embedding": "rows apart",

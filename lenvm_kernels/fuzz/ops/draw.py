@@ -24,7 +24,6 @@ OPTIONS: dict[str, list[Any]] = {
     "greedy": [False, True],
     "constants": ["shipped", "large tiles"],
 }
-CONSTANTS = {"large tiles": {"TILE": 8192 if INTERPRETED else 128}}
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -106,7 +105,7 @@ OPERATOR = Operator(
     owners=lambda given, tensors: {"faults": owners_at(given.arguments["requests"].table_rows, len(tensors["faults"]))},
     most_rows=lambda options: min(65_536, 2**26 // (40 * options["columns"])),
     row_work=lambda options: weights.row_work({**options, "constants": "shipped"}) + 6 * options["columns"],
-    constants=CONSTANTS,
+    constants={"large tiles": {"TILE": 8192 if INTERPRETED else 128}},
     free={name: what for name, what in weights.FREE.items() if name != "probs"}
     | {
         "predicted": "float64 apart",

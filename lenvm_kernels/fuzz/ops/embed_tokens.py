@@ -8,7 +8,6 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, rows_and, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 
 OPTIONS: dict[str, list[Any]] = {
@@ -24,7 +23,6 @@ OPTIONS: dict[str, list[Any]] = {
     "broken": [False, True],
     "constants": ["shipped", "small"],
 }
-CONSTANTS = {"small": {"MAX_BLOCK_H": 128}}  # several blocks
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -76,8 +74,7 @@ OPERATOR = Operator(
     inputs=inputs,
     by_row=by_row,
     compare=compare,
-    most_rows=lambda options: 8192,
-    row_work=lambda options: 40 + 20 * ceil_div(options["size"], 128 if options["constants"] == "small" else 4096),
-    constants=CONSTANTS,
+    row_work=lambda options: 60 + options["size"] / 6 * (options["constants"] == "small"),
+    constants={"small": {"MAX_BLOCK_H": 128}},  # several blocks
     free={"embedding": "float32 bfloat16 float16 float64 rows columns apart", "inv_freq": "rows"},
 )

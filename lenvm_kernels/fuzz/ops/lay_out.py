@@ -32,7 +32,6 @@ OPTIONS: dict[str, list[Any]] = {
     "slices": [False, True],
     "constants": ["shipped", "small", "smallest"],
 }
-CONSTANTS = {"small": {"TILE": 16}, "smallest": {"TILE": 4}}  # several iterations of every loop
 
 
 def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
@@ -162,7 +161,7 @@ OPERATOR = Operator(
     moved=("q_offsets", "plan", "counters", "history.step", "history.uncounted"),
     by_row=by_row,
     row_work=lambda options: 300,
-    constants=CONSTANTS,
+    constants={"small": {"TILE": 16}, "smallest": {"TILE": 4}},  # several iterations of every loop
     free={
         "candidate_ids": "int64 apart",
         "candidate_parents": "apart",

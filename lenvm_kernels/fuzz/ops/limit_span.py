@@ -9,15 +9,7 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import (
-    DRAFTS,
-    SPARE_ROWS,
-    columns_apart,
-    draw_drafts,
-    fill,
-    owners_of_nodes,
-    slice_of_longer,
-)
+from lenvm_kernels.fuzz.ops import _inputs
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanPatterns, TokenSequences
@@ -29,8 +21,8 @@ OTHER_TOKEN = 4  # can only end a line
 UNTOUCHED = 0.125
 PAUSES = 2  # the last of the spans, which end in a pause
 
-OPTIONS: dict[str, list[Any]] = DRAFTS | {
-    "drafts": [0, *DRAFTS["drafts"]],  # 0: None is passed
+OPTIONS: dict[str, list[Any]] = _inputs.DRAFTS | {
+    "drafts": [0, *_inputs.DRAFTS["drafts"]],  # 0: None is passed
     "tokens": ["one", "1", "3", "9"],  # columns of new tokens
     "logits": ["float32", "bfloat16", "float16", "none"],
     "vocab": [11, 600],
@@ -41,7 +33,6 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "slices": [False, True],
     "constants": ["shipped", "small"],
 }
-CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -50,7 +41,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
     # Tokens that end spans or sequences, some of which are also drafts, and some outside of the vocabulary.
     ids = [0, 3, 7, vocab - 1, vocab, vocab + 3, NO_LIMIT]
-    table_rows = draws.places("table_rows", rows, SPARE_ROWS)
+    table_rows = draws.places("table_rows", rows, _inputs.SPARE_ROWS)
     table = _table(draws, rows, table_rows, vocab, ids, options["eos"])
     # Some prompts are at least as long as the sequence.
     lengths = (table.prompt_len[table_rows] + draws.integers("generated", rows, low=-2, high=9)).clamp(min=1)
@@ -63,19 +54,19 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if options["tokens"] != "one":
         per_request["new_lens"] = draws.integers("new_lens", rows, low=-1, high=new + 1).int()
     if options["slices"]:
-        per_request = {name: slice_of_longer(x) for name, x in per_request.items()}
+        per_request = {name: _inputs.slice_of_longer(x) for name, x in per_request.items()}
     logits = None
     if options["logits"] != "none":
         logits = draws.normal("logits", rows, 1 + width, vocab) * 4
         logits = logits.masked_fill(draws.chance("-inf", rows, 1 + width, vocab, of=0.1), -math.inf)
         logits = logits.view(count * (1 + width), vocab).to(dtype_of(options, "logits"))
         logits = torch.nn.functional.pad(logits, (0, options["padding"]), value=UNTOUCHED)
-        logits = (slice_of_longer(logits) if options["slices"] else logits)[:, :vocab]
+        logits = (_inputs.slice_of_longer(logits) if options["slices"] else logits)[:, :vocab]
     if options["table"] == "columns apart":
-        table = columns_apart(table, ops.SpanColumns._fields)
+        table = _inputs.columns_apart(table, ops.SpanColumns._fields)
     arguments: dict[str, Any] = {"logits": logits, "table": table, **per_request}
     if width:
-        arguments["drafts"] = draw_drafts(draws, rows, options)
+        arguments["drafts"] = _inputs.draw_drafts(draws, rows, options)
     if options["text_breaks"]:
         breaks = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3])
         arguments["text_breaks"] = breaks.to(torch.int8)
@@ -127,11 +118,11 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
         "span_match": draws.integers("span_match", rows, low=0, high=63),
         "closing_from": draws.choose("closing_from", rows, values=[-1, -1, -1, 0, 5, 12]),
     }
-    table = GuidanceTable(len(table_rows) + SPARE_ROWS, device, max_eos=eos).columns
-    fill(table, table_rows, columns, elsewhere=3)
+    table = GuidanceTable(len(table_rows) + _inputs.SPARE_ROWS, device, max_eos=eos).columns
+    _inputs.fill(table, table_rows, columns, elsewhere=3)
     spare = torch.ones(len(table.mode), dtype=torch.bool, device=device)
     spare[table_rows] = False
-    table.span_ended[spare] = torch.arange(SPARE_ROWS, device=device) % 2 == 0  # exposes writes to spare rows
+    table.span_ended[spare] = torch.arange(_inputs.SPARE_ROWS, device=device) % 2 == 0  # exposes writes to spare rows
     return table
 
 
@@ -141,10 +132,9 @@ OPERATOR = Operator(
     inputs=inputs,
     writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
     owners=lambda given, tensors: {
-        name: owners_of_nodes(given, x) for name, x in tensors.items() if name not in ops.WRITTEN
+        name: _inputs.owners_of_nodes(given, x) for name, x in tensors.items() if name not in ops.WRITTEN
     },
-    row_work=lambda options: 60 + 15 * options["drafts"],
-    constants=CONSTANTS,
+    constants={"small": {"REQUESTS": 2}},  # several programs
     free={
         "logits": "float32 bfloat16 float16 float64 columns apart",
         "tokens": "columns apart",

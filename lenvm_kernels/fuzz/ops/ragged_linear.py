@@ -8,7 +8,6 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import limit_rows, padded_rows, poisoned, rows_and, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
 
@@ -100,8 +99,7 @@ OPERATOR = Operator(
     writes=("square_sums_out",),
     by_row=by_row,
     compare=compare,
-    most_rows=lambda options: 16_384,
-    row_work=lambda o: 40 * ceil_div(o["size"], 32) * ceil_div(o["outputs"] * (1 + o["swiglu"]), 64) / 128 + 1,
+    row_work=lambda options: 1 + options["size"] * options["outputs"] * (1 + options["swiglu"]) / 6400,
     constants=CONSTANTS,
     free={
         "bias": "float32",

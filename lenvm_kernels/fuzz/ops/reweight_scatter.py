@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, owners_at
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows
+from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows, poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
@@ -78,8 +78,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     status = torch.where(counts == 0, int(Status.UNGUIDED), torch.where(counts == 1, int(Status.SINGLE), status))
     lost_mass = torch.zeros_like(p[:, 0])
     if options["broken"]:
-        poison = draws.choose("poison", rows, k, values=[math.nan, math.inf, -math.inf])
-        z = torch.where(draws.chance("poisoned", rows, k, of=0.1), poison.float(), z)
+        z = poisoned(draws, rows, z, of=0.3)
         broken = draws.chance("broken scores", rows, of=0.1)
         lost_mass, status = lost_mass.masked_fill(broken, math.nan), status.masked_fill(broken, int(Status.UNGUIDED))
 

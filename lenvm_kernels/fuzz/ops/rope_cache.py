@@ -116,8 +116,6 @@ OPERATOR = Operator(
     writes=WRITTEN,
     moved=WRITTEN,
     compare=compare,
-    most_rows=lambda options: 8192,
-    row_work=lambda options: 150,
     free={
         **dict.fromkeys(("qkv", "cos", "sin", "k_cache", "v_cache", "qk_norm_weight"), "apart"),
         "slots": "int64",

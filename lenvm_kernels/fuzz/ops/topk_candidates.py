@@ -24,7 +24,6 @@ from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows, poison
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import CandidateColumns, empty_scored, topk_candidates
 from lenvm_kernels.reference.topk_candidates import choose_scored
@@ -60,7 +59,6 @@ OPTIONS: dict[str, list[Any]] = {
     "constants": ["shipped", "small"],
 }
 # Several programs per row at sizes that the interpreter can handle.
-CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -245,13 +243,10 @@ OPERATOR = Operator(
     compare=compare,
     writes=("scored", "step"),
     moved=("step",),
-    most_rows=lambda options: 16_384,
     row_work=lambda options: (
-        160
-        + 30 * ceil_div(options["vocab"], 64 if options["constants"] == "small" else 1024)
-        + 40 * options["max_candidates"]
+        190 + options["vocab"] / (2 if options["constants"] == "small" else 32) + 40 * options["max_candidates"]
     ),
-    constants=CONSTANTS,
+    constants={"small": {"TILE": 32, "PROGRAM_BYTES": 256}},
     free={
         "scores": "float32 bfloat16 float16 float64 columns apart",
         **dict.fromkeys(("top_k", "top_p", "min_p", "temperature"), "strided"),

@@ -9,7 +9,6 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.reference._common import sums_of_squares
 
@@ -83,8 +82,7 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=("logits",),
     compare=compare,
-    most_rows=lambda options: 16_384,
-    row_work=lambda options: 40 * ceil_div(options["size"], 32) * ceil_div(options["size"], 64) / 128 + 1,
+    row_work=lambda options: 1 + options["size"] ** 2 / 6400,
     free={
         "hidden": "apart",
         "fc_weight": "apart",

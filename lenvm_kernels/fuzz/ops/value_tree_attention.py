@@ -28,7 +28,7 @@ OPTIONS: dict[str, list[Any]] = {
     "cached": ["short", "any", "long"],
     "delta": [1, 2, 40],
     "candidates": [1, 5, 16],
-    "trees": ["none", "roots", "wide", "chains", "malformed"],
+    "trees": ["none", "roots", "tree", "chain", "any"],
     "group": [1, 3, 4, 6, 7, 8, 64],
     "kv_heads": [1, 2],
     "head_dim": [16, 48, 64, 96, 128],
@@ -40,7 +40,6 @@ OPTIONS: dict[str, list[Any]] = {
     "table_rows": ["int64", "int32"],
     "constants": ["shipped", "few programs"],
 }
-CONSTANTS = {"few programs": {"MAX_PROGRAMS": 3}}  # several items per program
 
 
 @dataclass(frozen=True)
@@ -68,25 +67,16 @@ class Inputs:
         doubles = {name: x.double() for name, x in vars(self).items() if getattr(x, "dtype", None) == self.q.dtype}
         return replace(self, **doubles).run("reference", **keywords)
 
-    def with_trees(self, trees: list[list[int]]) -> Inputs:
-        """The same requests with one tree each: each candidate's parent as a candidate index, or -1."""
-        parents = torch.full((len(self.q),), -1, dtype=torch.int32)
+    def with_trees(self, trees: list[list[int]], elsewhere: int = -1) -> Inputs:
+        """The same requests with one tree each: each candidate's parent as a candidate index, or any other number.
+
+        ``elsewhere`` is the number of delta tokens and padding, which have no parents.
+        """
+        parents = torch.full((len(self.q),), elsewhere, dtype=torch.int32)
         for end, tree in zip(self.q_offsets[1:].tolist(), trees, strict=True):
             first = end - len(tree)
-            parents[first:end] = int32([-1 if parent < 0 else first + parent for parent in tree])
+            parents[first:end] = int32([first + parent if 0 <= parent < len(tree) else parent for parent in tree])
         return replace(self, parents=parents.to(self.q.device))
-
-    def with_malformed_parents(self, seed: int) -> Inputs:
-        """Replace each missing parent, also of delta tokens and padding, by another number that is no valid parent."""
-        row, new_lens = torch.arange(len(self.q)), self.q_offsets.diff().cpu()
-        firsts = (self.q_offsets[1:] - self.candidate_lens).cpu().repeat_interleave(new_lens)  # first candidate rows
-        firsts = torch.nn.functional.pad(firsts, (0, len(row) - len(firsts)), value=len(row))
-        chosen = Draws(seed).integers("malformed", 1, len(row), low=-2, high=len(row))[0]
-        is_valid = (firsts <= chosen) & (chosen < row)
-        assert self.parents is not None
-        chosen = torch.where(is_valid, torch.where(row % 2 == 0, -(2**31), 2**31 - 1), chosen)
-        parents = torch.where(self.parents.cpu() < 0, chosen, self.parents.cpu())
-        return replace(self, parents=parents.int().to(self.q.device))
 
 
 def int32(values: list[int], device: torch.device | str = "cpu") -> Tensor:
@@ -172,13 +162,10 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     sizes |= dict(q_heads=options["group"] * options["kv_heads"], dtype=dtype_of(options), seed=case.seed)
     lens = (x.tolist() for x in (cached, delta, candidates))
     made = make_inputs(*lens, device=device, rows=rows, longest=longest, **sizes)
-    if options["trees"] == "roots":
-        made = made.with_trees([[-1] * n for n in candidates.tolist()])
-    elif options["trees"] != "none":
-        parents = draw_parents(draws, "chain" if options["trees"] == "chains" else "tree", rows, options["candidates"])
-        made = made.with_trees([tree[:n] for tree, n in zip(parents.tolist(), candidates.tolist(), strict=True)])
-    if options["trees"] == "malformed":
-        made = made.with_malformed_parents(case.seed)
+    if options["trees"] != "none":
+        parents = draw_parents(draws, options["trees"], rows, options["candidates"])
+        trees = [tree[:n] for tree, n in zip(parents.tolist(), candidates.tolist(), strict=True)]
+        made = made.with_trees(trees, elsewhere=0 if options["trees"] == "any" else -1)
     if options["layout"] == "heads first":
         names = ("q", "k_cache", "v_cache")
         made = replace(made, **{n: getattr(made, n).transpose(0, 1).contiguous().transpose(0, 1) for n in names})
@@ -221,14 +208,8 @@ def compare(given: CallInputs, result: Result) -> list[Difference]:
 def _row_work(options: Mapping[str, Any]) -> float:
     tiles = 1 + 1.5 * options["delta"] * options["group"] / 64
     keys = {"short": 1, "any": 6, "long": 14}[options["cached"]]
-    levels = {"none": 1, "roots": 2, "wide": 4, "chains": 6, "malformed": 5}[options["trees"]]
+    levels = {"none": 1, "roots": 2, "tree": 4, "chain": 6, "any": 5}[options["trees"]]
     return 200 * options["kv_heads"] * tiles * (1 + keys) * levels
-
-
-def _most_rows(options: Mapping[str, Any]) -> int:
-    """At most 256, because the reference processes one request after the other."""
-    tokens = LENGTHS["long"][1] + options["delta"] + options["candidates"]
-    return min(256, 2**26 // (tokens * (options["group"] + 2) * options["kv_heads"] * options["head_dim"]))
 
 
 OPERATOR = Operator(
@@ -240,8 +221,9 @@ OPERATOR = Operator(
     moved=("out",),
     compare=compare,
     row_work=_row_work,
-    most_rows=_most_rows,
-    constants=CONSTANTS,
+    # Requests have up to 1,650 tokens, and the reference processes one request after the other.
+    most_rows=lambda o: min(256, 40_000 // ((o["group"] + 2) * o["kv_heads"] * o["head_dim"])),
+    constants={"few programs": {"MAX_PROGRAMS": 3}},  # several items per program
     free={
         **dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache", "out"), "apart"),
         "slot_table": "rows columns apart",

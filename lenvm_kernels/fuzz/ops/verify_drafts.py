@@ -9,7 +9,6 @@ from lenvm_kernels.fuzz.ops._inputs import DRAFTED, DRAFTS, VOCABULARY, draw_dra
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {"slices": [False, True], "constants": ["shipped", "small"]}
-CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -32,7 +31,6 @@ OPERATOR = Operator(
     function=verify_drafts,
     options=OPTIONS,
     inputs=inputs,
-    row_work=lambda options: 20 + 10 * options["drafts"],
-    constants=CONSTANTS,
+    constants={"small": {"REQUESTS": 2}},  # several programs
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
 )
