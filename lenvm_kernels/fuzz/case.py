@@ -110,17 +110,19 @@ def beyond(
     return differs(what, torch.where(is_near, expected, actual), expected, owners)._replace(actual=actual)
 
 
-def written_tensors(arguments: Mapping[str, Any], writes: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors in ``writes`` by name: an argument, ``argument.field`` (named like the field), or all fields."""
-    found: dict[str, Tensor] = {}
+def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments with copies of what is written, and these copies by name; ``argument.field`` has the field's."""
+    arguments, copies = dict(arguments), {}
     for path in writes:
         argument, _, field = path.partition(".")
         x = arguments.get(argument)
         if isinstance(x, Tensor):
-            found[argument] = x
+            arguments[argument] = copies[argument] = deepcopy(x)
         elif x is not None:
-            found |= {field: getattr(x, field)} if field else {f"{argument}.{n}": y for n, y in x._asdict().items()}
-    return found
+            fields = {name: deepcopy(getattr(x, name)) for name in ([field] if field else x._fields)}
+            arguments[argument] = x._replace(**fields)
+            copies |= fields if field else {f"{argument}.{name}": y for name, y in fields.items()}
+    return arguments, copies
 
 
 def owners_at(places: Tensor, size: int) -> Tensor:
@@ -173,18 +175,16 @@ class Operator:
     reads: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def run(self, given: CallInputs, function: Callable) -> Result:
-        """Call a function on copies of the arguments.
+        """Call a function on copies of what it writes.
 
         Raises:
             WrongResult: memory around a written tensor has changed.
         """
-        arguments, before = deepcopy(given.arguments), deepcopy(written_tensors(given.arguments, self.writes))
+        (arguments, written), (_, before) = (with_copies(given.arguments, self.writes) for _ in range(2))
         returned = function(**arguments)
         results = returned if isinstance(returned, tuple) else (returned,)
-        written = written_tensors(arguments, self.writes)
         for name, x in written.items():
             before[name].copy_(x)
-        for name, x in written.items():
             storages = (y.new_empty(0).set_(y.untyped_storage()).view(torch.uint8) for y in (x, before[name]))
             if not torch.equal(*storages):
                 raise WrongResult(f"memory around {name} must stay unchanged")

@@ -52,7 +52,6 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     widths = 1 + (draws.uniform("widths", 1, bins)[0] * 1.2 ** torch.arange(bins, device=device)).floor()
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     table = GuidanceTable(len(rows) + SPARE_ROWS, device).columns
-    table.mode[:], table.scale[:], table.target_length[:] = int(Mode.NEAR), 7.0, 77.0  # exposes reads of spare rows
     of_rows = {
         "mode": pick("mode", *map(int, [*NEAR, *NEAR, *Mode])),
         "scale": pick("strength", 0.0, 0.5, 3.0, 10.0, 100.0, 1e4, FP32_MAX),
@@ -62,7 +61,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         "counts_down": pick("counts_down", False, True),
         "answer_length": pick("answer_length", 0.0, 0.0, 1.0, 10.0, 300.0),
     }
-    fill(table, table_rows, of_rows)
+    fill(table, table_rows, of_rows, elsewhere=7)
     # Some rows have only padding; most have padding from some column on.
     token_ids = draws.integers("token_ids", rows, columns, low=0, high=vocab - 1)
     padding = draws.choose("padding", rows, columns, values=[-1, -7, vocab, 2**31 - 1])

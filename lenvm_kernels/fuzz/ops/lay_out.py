@@ -135,7 +135,6 @@ def owners(given: CallInputs, layout: Mapping[str, Tensor]) -> dict[str, Tensor]
     q_offsets = layout["q_offsets"]
     of_tokens = owners_of_tokens(layout["token_ids"], q_offsets)
     found = dict.fromkeys(("token_ids", "positions", "slots", "parents"), of_tokens)
-    found["q_offsets"] = torch.arange(-1, len(q_offsets) - 1, device=q_offsets.device)
     if "history" in given.arguments:
         of_history = owners_at(given.arguments["requests"].request_rows[: given.rows], len(layout["history.tokens"]))
         found |= dict.fromkeys(("history.tokens", "history.told_lens", "history.cached_lens"), of_history)
@@ -164,6 +163,8 @@ OPERATOR = Operator(
     constants={"small": {"TILE": 16}, "smallest": {"TILE": 4}},  # several iterations of every loop
     free={
         "candidate_ids": "int64 apart",
+        "delta.token_ids": "int64 rows",
+        "delta.table_rows": "int64",
         "candidate_parents": "apart",
         "slot_table": "rows columns apart",
         "history.tokens": "columns",

@@ -95,10 +95,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     is_listed = options["table_rows"] != "none"
     table_rows = draws.places("table_rows", rows, SPARE_ROWS) if is_listed else draws.rows(len(rows))
     table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=2).columns
-    table.mode[:] = int(Mode.VALUE_BIAS)  # exposes reads of spare rows
-    table.scale[:] = 3.0
-    table.answer_length[:] = 40.0
-    fill(table, table_rows, columns)
+    fill(table, table_rows, columns, elsewhere=3)
 
     candidates = Candidates(torch.where(listed, ids, -1).int(), p, counts, status.to(torch.int8), lost_mass)
     of_targets = options["values"] == "of targets"

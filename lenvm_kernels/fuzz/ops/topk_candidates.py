@@ -9,17 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    CallInputs,
-    Case,
-    Difference,
-    Operator,
-    Result,
-    beyond,
-    differs,
-    dtype_of,
-    written_tensors,
-)
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, dtype_of
 from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows, poisoned, slice_of_longer, to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
@@ -213,14 +203,14 @@ def _differences_of_choice(given: CallInputs, result: Result, found: Candidates)
     """Differences from the choice of scored candidates among the candidates that were found."""
     if "scored" not in given.arguments:
         return []
-    arguments = deepcopy(given.arguments)
-    written = written_tensors(arguments, ("scored", "step"))
-    if "step" in written:
-        written["step"] += given.rows > 0
+    arguments: dict[str, Any] = deepcopy({name: given.arguments.get(name) for name in STEP_OPTIONS})
+    step, scored = arguments.pop("step"), arguments["scored"]
     ends = given.arguments["table"].ending_token_ids[given.table_rows]
-    choice: dict[str, Any] = {name: arguments.get(name) for name in STEP_OPTIONS if name != "step"}
-    written["status"] = choose_scored(found, ending_token_ids=ends, **choice).status
-    return [differs(name, result[name], x) for name, x in written.items()]
+    expected = {"status": choose_scored(found, ending_token_ids=ends, **arguments).status}
+    expected |= {f"scored.{name}": x for name, x in scored._asdict().items()}
+    if step is not None:
+        expected["step"] = step + (given.rows > 0)
+    return [differs(name, result[name], x) for name, x in expected.items()]
 
 
 def _reference(given: CallInputs, width: float) -> Candidates:

@@ -33,7 +33,7 @@ OPTIONS: dict[str, list[Any]] = {
     "kv_heads": [1, 2],
     "head_dim": [16, 48, 64, 96, 128],
     "dtype": ["float32", "bfloat16", "float16"],
-    "layout": ["as projected", "heads first", "values apart", "each its own"],
+    "layout": ["as projected", "heads first", "each its own"],
     "page_size": [1, 16, 64],
     "sm_scale": [None, 0.2, -0.1],
     "padding": [0, 2, 30],
@@ -169,8 +169,6 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if options["layout"] == "heads first":
         names = ("q", "k_cache", "v_cache")
         made = replace(made, **{n: getattr(made, n).transpose(0, 1).contiguous().transpose(0, 1) for n in names})
-    elif options["layout"] == "values apart":
-        made = replace(made, v_new=made.v_new.contiguous(), v_cache=made.v_cache.contiguous())
     elif options["layout"] == "each its own":
         every = ("q", "k_new", "v_new", "k_cache", "v_cache")
         spread: dict[str, Any] = {name: _among_nan(getattr(made, name), i) for i, name in enumerate(every)}
