@@ -19,6 +19,11 @@ def rows_and(case: Case, others: str) -> tuple[int, ...]:
     return *case.rows, *(-1 - i for i in range(int(others) if others.isdigit() else 0))
 
 
+def in_fp64(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with their floating-point tensors in fp64."""
+    return {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in arguments.items()}
+
+
 def padded_rows(x: Tensor, padding: int, value: float = float("nan")) -> Tensor:
     """The same ``[rows, columns]`` with a row stride larger by ``padding``, and ``value`` between the rows."""
     return torch.nn.functional.pad(x, (0, padding), value=value)[:, : x.shape[1]] if padding else x

@@ -63,7 +63,6 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
     # Some sequences are no longer than their new tokens.
     lengths = torch.where(draws.chance("short", rows, of=0.1), draws.integers("few", rows, low=0, high=5), lengths)
-    is_active = draws.chance("active", rows, of=0.7)
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
     tokens = draws.choose("tokens", rows, new, values=[0, 1, 151_642, 2**31 - 1, 2**33 + 5])
     per_request: dict[str, Any] = {
@@ -72,7 +71,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         "lengths": lengths.int(),
     }
     if options["active"]:
-        per_request["active"] = is_active
+        per_request["active"] = draws.chance("active", rows, of=0.7)
     if options["tokens"] != "one":
         per_request["new_lens"] = draws.integers("new_lens", rows, low=-1, high=new + 1).int()
     count_nodes = 1 + options["drafts"]

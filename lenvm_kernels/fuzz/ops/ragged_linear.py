@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import limit_rows, padded_rows, poisoned, rows_and, slice_of_longer
+from lenvm_kernels.fuzz.ops._inputs import in_fp64, limit_rows, padded_rows, poisoned, rows_and, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
@@ -28,8 +28,6 @@ OPTIONS: dict[str, list[Any]] = {
     "broken": [False, True],
     "constants": ["shipped", "small"],
 }
-# Large tiles and splits at sizes that the interpreter can handle, and several tiles per program.
-CONSTANTS = {"small": dict(MULTIPROCESSORS=1, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -86,10 +84,9 @@ def compare(given: CallInputs, result: Result) -> list[Difference]:
     return found + [beyond("the sums of its squares", x, sums, of_sums) for x in sums_out]
 
 
-def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
+def exact(**inputs) -> Tensor:
     """The reference in fp64 on the same inputs."""
-    inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items() if k != "square_sums_out"}
-    return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
+    return ragged_linear(**in_fp64(inputs), backend="reference")
 
 
 OPERATOR = Operator(
@@ -100,7 +97,8 @@ OPERATOR = Operator(
     by_row=by_row,
     compare=compare,
     row_work=lambda options: 1 + options["size"] * options["outputs"] * (1 + options["swiglu"]) / 6400,
-    constants=CONSTANTS,
+    # Large tiles and splits at sizes that the interpreter can handle, and several tiles per program.
+    constants={"small": dict(MULTIPROCESSORS=1, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)},
     free={
         "bias": "float32",
         **dict.fromkeys(("x", "weight", "residual"), "apart"),

@@ -62,8 +62,6 @@ OPTIONS: dict[str, list[Any]] = {
     "padding": [0, 5],
     "constants": ["shipped", "large tiles, small slices"],
 }
-# The interpreter takes as long for a tile of 8,192 candidates as for one of 64; a compiler would take minutes.
-CONSTANTS = {"large tiles, small slices": {"TILE": 8192 if INTERPRETED else 128, "SLICE": 256}}
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -316,7 +314,8 @@ OPERATOR = Operator(
     compare=compare,
     most_rows=lambda options: min(65_536, 2**26 // (options["vocab"] + 32 * options["columns"])),
     row_work=row_work,
-    constants=CONSTANTS,
+    # The interpreter takes as long for a tile of 8,192 candidates as for one of 64; a compiler would take minutes.
+    constants={"large tiles, small slices": {"TILE": 8192 if INTERPRETED else 128, "SLICE": 256}},
     free=FREE | {"table_rows": "int32"},
     reads={"candidates": READS, "table": ops.ReweightColumns._fields},
 )
