@@ -17,7 +17,7 @@ from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.ops.value_tree_attention.plan import SPLIT_LEN, SPLIT_SLACK
 
-UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
+LARGEST = UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
 UNTOUCHED = 7.0
 SPARE_TABLE_ROWS, SPARE_PAGES = 2, 3
 TOKENS_OF_REQUEST = 2**20  # token j of request i has the id i * TOKENS_OF_REQUEST + j
@@ -74,7 +74,7 @@ class Inputs:
         parents = torch.full((len(self.q),), elsewhere, dtype=torch.int32)
         for end, tree in zip(self.q_offsets[1:].tolist(), trees, strict=True):
             first = end - len(tree)
-            parents[first:end] = int32([first + parent if 0 <= parent < len(tree) else parent for parent in tree])
+            parents[first:end] = int32([first + x if 0 <= x < LARGEST else x for x in tree])
         return replace(self, parents=parents.to(self.q.device))
 
 
