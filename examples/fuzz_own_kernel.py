@@ -1,6 +1,6 @@
 """A custom Triton kernel in place of an operator's, tested by ``lenvm fuzz``. In this directory:
 
-    lenvm fuzz --against fuzz_own_kernel:value_head --only norm=False
+    lenvm fuzz --against fuzz_own_kernel:value_head
 
 Without a GPU the kernel runs in Triton's interpreter. The kernel is simple: it is correct, and bitwise identical in any
 batch, but it reads W1 once per token.
@@ -68,3 +68,6 @@ def value_head(hidden, fc_weight, fc_bias, summary_weight, summary_bias, *, toke
         BLOCK_H=triton.next_power_of_2(size),
     )
     return out
+
+
+value_head.options = {"norm": [False]}  # lenvm fuzz draws no other values of this option

@@ -1,4 +1,4 @@
-"""Cases, and descriptions of operators under test.
+"""Cases, descriptions of operators under test, and comparisons of their results.
 
 A description names the returned and written tensors, and the row that owns each item; the call is derived from it. Most
 operators compute with integers, or in a defined order. Their comparison is derived too.
@@ -12,31 +12,21 @@ import random
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.results import (
-    Difference,
-    Output,
-    WrongResult,
-    differs,
-    expect,
-    memory_of,
-    owners_of_rows,
-    with_copies,
-)
 
 # Maximum interpreter operations per call on a CPU. A case makes three calls: about two seconds on an idle core, at
 # 80 us per operation.
 INTERPRETED_WORK = 8_000
-# Maximum numbers in the inputs of a case on a GPU; the reference needs ten times that number in fp64, about 5 GB.
-BATCH_SIZE = 2**26
+Result = dict[str, Tensor]  # tensors that a call returned or wrote
 
 
 @dataclass(frozen=True)
@@ -56,10 +46,6 @@ class Case:
     def draws(self, device: torch.device | str) -> Draws:
         return Draws(self.seed, device)
 
-    def rows_and(self, others: str) -> tuple[int, ...]:
-        """The rows, followed by ``others`` more rows; only the rows if ``others`` is not a number."""
-        return *self.rows, *(-1 - i for i in range(int(others) if others.isdigit() else 0))
-
     def __str__(self) -> str:
         """A line of JSON that reproduces the case. A whole batch is written as its number of rows."""
         whole = self.rows == tuple(range(len(self.rows)))
@@ -67,21 +53,16 @@ class Case:
 
     @classmethod
     def from_line(cls, line: str, operators: Mapping[str, Operator]) -> Case:
-        """Parse a line written by ``str``.
-
-        Raises:
-            ValueError: the line is not a case, or an option has an unknown value.
-        """
+        """Parse a line written by ``str``; raises ValueError if it is no case, or an option has an unknown value."""
         try:
             fields = json.loads(line)
             rows = range(fields["rows"]) if isinstance(fields["rows"], int) else map(int, fields["rows"])
             case = cls(fields["op"], int(fields["seed"]), tuple(rows), fields["options"])
-            accepted = operators[case.op].options
-            wrong = [name for name, values in accepted.items() if case.options[name] not in values]
+            wrong = [(name, x) for name, x in operators[case.op].options.items() if case.options[name] not in x]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"a case must be a line of JSON that a failure has printed, got {line!r}") from error
-        for name in wrong:
-            raise ValueError(f"{name} of {case.op} must be of {accepted[name]}, got {case.options[name]!r}")
+        for name, accepted in wrong:
+            raise ValueError(f"{name} of {case.op} must be of {accepted}, got {case.options[name]!r}")
         return case
 
 
@@ -99,7 +80,56 @@ class CallInputs:
         return torch.arange(self.rows, device=self.arguments["table"].mode.device) if found is None else found.long()
 
 
-Result = dict[str, Tensor]  # tensors that a call returned or wrote
+class Difference(NamedTuple):
+    """A comparison of a result with the expected result."""
+
+    what: str
+    wrong: Tensor  # bool [items]
+    actual: Tensor  # [items, ...], as is ``expected``
+    expected: Tensor
+    owners: Tensor | None = None  # int64 [items]: batch index of each item's row, or -1. If None, item i is row i's.
+
+
+class WrongResult(Exception):
+    """The function under test returned a wrong type, shape or dtype, or wrote memory that is not its own."""
+
+
+def differs(what: str, actual: Tensor, expected: Tensor, owners: Tensor | None = None) -> Difference:
+    """Find items that are not equal; NaN equals NaN."""
+    wrong = (actual != expected) & ~((actual != actual) & (expected != expected))
+    return Difference(what, wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong, actual, expected, owners)
+
+
+def beyond(
+    what: str, actual: Tensor, expected: Tensor, tolerance: tuple[float, float | Tensor], owners: Tensor | None = None
+) -> Difference:
+    """Find items outside the relative and absolute tolerance; NaN equals NaN, and an infinity equals only itself."""
+    relative, absolute = tolerance
+    actual, expected = actual.double(), expected.double()
+    is_near = expected.isfinite() & ((actual - expected).abs() <= absolute + relative * expected.abs())
+    return differs(what, torch.where(is_near, expected, actual), expected, owners)._replace(actual=actual)
+
+
+def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments with copies of what is written, and these copies by name; ``argument.field`` has the field's."""
+    arguments, copies = dict(arguments), {}
+    for path in writes:
+        argument, _, field = path.partition(".")
+        x = arguments.get(argument)
+        if isinstance(x, Tensor):
+            arguments[argument] = copies[argument] = deepcopy(x)
+        elif x is not None:
+            fields = {name: deepcopy(getattr(x, name)) for name in ([field] if field else x._fields)}
+            arguments[argument] = x._replace(**fields)
+            copies |= fields if field else {f"{argument}.{name}": y for name, y in fields.items()}
+    return arguments, copies
+
+
+def owners_at(places: Tensor, size: int) -> Tensor:
+    """Owners of ``size`` items, of which the one at ``places[i]`` belongs to row i, and the others to no row."""
+    owners = torch.full((size,), -1, device=places.device)
+    owners[places] = torch.arange(len(places), device=owners.device)
+    return owners
 
 
 @dataclass(frozen=True)
@@ -110,17 +140,18 @@ class Operator:
         function: the public function, whose modules have the same name.
         options: accepted values of each option, the simplest first. Sizes are options; the number of rows is not.
         inputs: returns the inputs of a case on a device.
-        row_size: numbers per row of the inputs, which bounds batches on a GPU.
         row_work: approximate operations of Triton's interpreter per row, which bounds batches on a CPU.
-        returns: names of the returned tensors, in the order of the result.
+        most_rows: maximum rows of a batch on a GPU. The inputs should have no more than 2**26 numbers; the reference
+            needs ten times that number in fp64, about 5 GB.
+        returns: names of the returned tensors, if the result is no named tuple.
         writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
         owners: from inputs and result tensors, the index in the batch of the row that each item of a tensor belongs
-            to, or -1 for no row; by tensor name, or by the part before its dot. By default, item i belongs to row i.
-        moved: tensors that contain batch indices, which differ if the same rows are in another batch.
-        by_row: changes result tensors to ones with the items first, and without batch indices.
-        unwritten: returned tensors with arbitrary contents, which are not compared.
+            to, or -1 for no row. By default, item i belongs to row i, and a row of the table to the row that uses it.
+        moved: tensors that differ if the same rows are in another batch, because they contain batch indices or belong
+            to no row.
+        by_row: changes result tensors to ones with the items first, and without batch indices. Tensors that it leaves
+            out are not compared.
         compare: compares a result with the fp64 reference's. If None, both must be bitwise identical.
-        most_rows: maximum rows of a batch.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
         free: other accepted forms of a tensor argument or field: ``rows`` or ``columns``, any size of the first or last
             dimension; ``apart``, strided rows; ``strided``, strided elements; names of other dtypes, of which only the
@@ -131,23 +162,17 @@ class Operator:
     function: Callable
     options: Mapping[str, Sequence]
     inputs: Callable[[Case, torch.device], CallInputs]
-    row_size: Callable[[Mapping[str, Any]], int]
-    row_work: Callable[[Mapping[str, Any]], float]
+    row_work: Callable[[Mapping[str, Any]], float] = lambda options: 150
+    most_rows: Callable[[Mapping[str, Any]], int] = lambda options: 8192
     returns: Sequence[str] = ("the result",)
     writes: Sequence[str] = ()
     owners: Callable[[CallInputs, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda given, tensors: {}
     moved: Collection[str] = ()
-    by_row: Callable[[CallInputs, dict[str, Tensor]], dict[str, Tensor]] = lambda given, tensors: tensors
-    unwritten: Callable[[CallInputs], Collection[str]] = lambda given: ()
+    by_row: Callable[[CallInputs, Result], Result] = lambda given, tensors: tensors
     compare: Callable[[CallInputs, Result], list[Difference]] | None = None
-    most_rows: int = 4096
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     free: Mapping[str, str] = field(default_factory=dict)
     reads: Mapping[str, Collection[str]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__
 
     def run(self, given: CallInputs, function: Callable) -> Result:
         """Call a function on copies of what it writes.
@@ -155,41 +180,44 @@ class Operator:
         Raises:
             WrongResult: memory around a written tensor has changed.
         """
-        (arguments, written), (_, kept) = (with_copies(given.arguments, self.writes) for _ in range(2))
+        (arguments, written), (_, before) = (with_copies(given.arguments, self.writes) for _ in range(2))
         returned = function(**arguments)
         results = returned if isinstance(returned, tuple) else (returned,)
         for name, x in written.items():
-            kept[name].copy_(x)
-            if not torch.equal(memory_of(x), memory_of(kept[name])):
+            before[name].copy_(x)
+            storages = (y.new_empty(0).set_(y.untyped_storage()).view(torch.uint8) for y in (x, before[name]))
+            if not torch.equal(*storages):
                 raise WrongResult(f"memory around {name} must stay unchanged")
-        found = {name: x for name, x in zip(self.returns, results, strict=True) if x is not None}
-        found |= {name: x for name, x in written.items() if not name.startswith("out.")}
-        return {name: x for name, x in found.items() if name not in self.unwritten(given)}
+        names = getattr(returned, "_fields", self.returns)
+        found = {name: x for name, x in zip(names, results, strict=True) if x is not None}
+        return found | {name: x for name, x in written.items() if not name.startswith("out.")}
 
-    def expected(self, given: CallInputs) -> Result:
-        """Result of the reference on the same inputs."""
-        return self.run(given, partial(self.function, backend="reference"))
-
-    def outputs(self, given: CallInputs, result: Result) -> list[Output]:
-        """The tensors of a result with the owners of their items."""
-        known = self.owners(given, result)
-        return [
-            Output(name, x, known.get(name, known.get(name.partition(".")[0], owners_of_rows(x, given.rows))))
-            for name, x in self.by_row(given, result).items()
-        ]
+    def outputs(self, given: CallInputs, result: Result) -> dict[str, tuple[Tensor, Tensor]]:
+        """The parts of a result by name, each with the owners of its items."""
+        of_table = {path.removeprefix("table.") for path in self.writes if path.startswith("table.")}
+        owners = {name: owners_at(given.table_rows, len(result[name])) for name in of_table}
+        owners |= self.owners(given, result)
+        rows, parts = torch.arange(given.rows), self.by_row(given, result).items()
+        return {name: (x, owners.get(name, owners_at(rows[: len(x)].to(x.device), len(x)))) for name, x in parts}
 
     def differences(self, given: CallInputs, result: Result) -> list[Difference]:
         """Comparisons of a result with the reference's.
 
         Raises:
-            WrongResult: a tensor has another form than the reference's.
+            WrongResult: a tensor has another type, dtype or shape than the reference's.
         """
-        expected = self.expected(given)
+        expected = self.run(given, partial(self.function, backend="reference"))
         for name, x in expected.items():
-            expect(name, result.get(name), dtype=x.dtype, shape=x.shape)
+            wanted, got = (
+                f"{y.dtype} {list(y.shape)}".removeprefix("torch.") if isinstance(y, Tensor) else type(y).__name__
+                for y in (x, result.get(name))
+            )
+            if got != wanted:
+                raise WrongResult(f"{name} must be {wanted}, got {got}")
         if self.compare is not None:
             return self.compare(given, result)
-        return [differs(x.name, result[x.name], expected[x.name], x.owners) for x in self.outputs(given, expected)]
+        parts = self.outputs(given, expected)
+        return [differs(name, result[name], expected[name], owners) for name, (_, owners) in parts.items()]
 
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
         """Draw a case with random options. The logarithm of the number of rows is uniformly distributed.
@@ -198,12 +226,11 @@ class Operator:
         """
         for _ in range(100):
             options = {name: rng.choice(values) for name, values in self.options.items()}
-            if not interpreted or self.row_work(options) <= INTERPRETED_WORK:
+            most = int(INTERPRETED_WORK / self.row_work(options)) if interpreted else self.most_rows(options)
+            if most:
                 break
-        limit = INTERPRETED_WORK / self.row_work(options) if interpreted else BATCH_SIZE / self.row_size(options)
-        most = min(self.most_rows, max(1, int(limit)))
-        rows = min(most, int(2 ** rng.uniform(0, math.log2(most + 1))))
-        return Case(self.name, rng.getrandbits(32), tuple(range(rows)), options)
+        rows = int(2 ** rng.uniform(0, math.log2(max(1, most) + 1)))
+        return Case(self.function.__name__, rng.getrandbits(32), tuple(range(rows)), options)
 
     def setting(self, case: Case) -> AbstractContextManager:
         """Context with the tuning constants of the case."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pkgutil
+import random
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lenvm_kernels import __version__
 from lenvm_kernels.fuzz import OPERATORS
 from lenvm_kernels.loading.arguments import check_output_files, device_of, positive, seed_of, usage_errors
-
-if TYPE_CHECKING:
-    from lenvm_kernels.fuzz.case import Operator
 
 
 def add(commands: Any) -> None:
@@ -40,16 +42,12 @@ def add(commands: Any) -> None:
         type=seed_of,
         default=0,
         metavar="N",
-        help="the same seed and --cases draw the same cases (default: 0)",
+        help="equal seeds and --cases draw equal cases (default: 0)",
     )
     add("--device", choices=("cuda", "cpu"), help="(default: cuda where there is one)")
-    against = "a function with the signature of one operator, tested in place of its kernels. The operator is the one "
-    against += "of that name, or the one in --ops; the working directory is searched for the module"
-    add("--against", metavar="MODULE:FUNCTION", help=against)
-    only = "draw no other values of these options; an option may be given several times (default: draw all)"
-    add("--only", nargs="+", default=[], metavar="OPTION=VALUE", help=only)
-    reference = "compare with the reference only (default: also with the same rows in other batches, bit by bit, which "
-    reference += "a function made of PyTorch's matmuls cannot pass)"
+    against = "a function to test in place of the kernels of the operator of its name, or of the one in --ops"
+    add("--against", metavar="MODULE:FUNCTION", help=f"{against}; the module may be in the working directory")
+    reference = "omit the bitwise comparison with other batches, which a function made of PyTorch's matmuls cannot pass"
     add("--reference-only", action="store_true", help=reference)
     add("--json", type=Path, metavar="FILE", help="also write all numbers here (default: not written)")
 
@@ -62,64 +60,67 @@ def run_command(args: argparse.Namespace) -> int:
         if device == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+        import torch
+        import triton
+
         from lenvm_kernels.fuzz import check
         from lenvm_kernels.fuzz.case import Case
         from lenvm_kernels.ops._common import INTERPRETED
 
         if (device == "cpu") != INTERPRETED:
             raise ValueError(f"--device {device} needs TRITON_INTERPRET={int(device == 'cpu')} when Python starts")
-        replayed = None if args.replay is None else Case.from_line(args.replay, check.operators())
+        every = check.operators()
+        replayed = None if args.replay is None else Case.from_line(args.replay, every)
         function, ops = None, args.ops or ([*OPERATORS] if replayed is None else [replayed.op])
         if args.against is not None:
             function, ops = _function_of(args.against, ops)
-        chosen = _restricted([check.operators()[name] for name in ops], args.only)
+        own = getattr(function, "options", {})
+        chosen = [replace(every[name], options={**every[name].options, **own}) for name in ops]
 
-    seconds = args.seconds or (60.0 if args.cases is None else None)
-    cases = check.drawn(chosen, seed=args.seed, cases=args.cases, seconds=seconds, interpreted=device == "cpu")
+    count = args.cases if replayed is None else 1
+    end = time.monotonic() + (args.seconds or (math.inf if count else 60))
     test = partial(check.check, function=function, device=device, other_batches=not args.reference_only)
-    tallies: dict[str, check.Tally] = {}
-    interrupted = False
+    tallies: dict[str, Any] = {}
+    failures: dict[tuple[str, str], check.Failure] = {}
+    interrupted = is_lost = False
     try:
-        check.fuzz(cases if replayed is None else [replayed], test, tallies)
+        for i in range(count or sys.maxsize):
+            if (start := time.monotonic()) >= end or is_lost:
+                break
+            rng = random.Random(f"{args.seed} {i}")
+            case = replayed or chosen[i % len(chosen)].draw(rng, interpreted=device == "cpu")
+            failure, tally = test(case), tallies.setdefault(case.op, Counter())
+            tally.update(cases=1, rows=len(case.rows), seconds=time.monotonic() - start)
+            if failure is None:
+                continue
+            tally["failed"] += 1
+            is_lost = failure.problem == check.LOST
+            if (case.op, failure.problem) not in failures:
+                alone = None if is_lost else test(replace(case, rows=failure.rows))
+                failure = alone if alone is not None and alone.problem == failure.problem else failure
+                failures[case.op, failure.problem] = failure
+                print(f"FAILED {failure}\n", flush=True)
     except KeyboardInterrupt:
         interrupted = True
-    print("\n".join(check.text(tallies)))
-    numbers = check.as_json(tallies, device)
-    with usage_errors():
-        if args.json is not None:
-            args.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    return 130 if interrupted else int(not numbers["ok"])
-
-
-def _restricted(chosen: list[Operator], pairs: list[str]) -> list[Operator]:
-    """The operators, with options restricted to the values in ``--only``."""
-    known, restricted = dict.fromkeys(name for operator in chosen for name in operator.options), []
-    for pair in pairs:
-        if "=" not in pair or pair.partition("=")[0] not in known:
-            raise ValueError(f"--only must be OPTION=VALUE with an option of {', '.join(known)}, got {pair!r}")
-    names = {pair.partition("=")[0] for pair in pairs}
-    for operator in chosen:
-        options = dict(operator.options)
-        for name in names & options.keys():
-            options[name] = [value for value in options[name] if f"{name}={value}" in pairs]
-            if not options[name]:
-                accepted = ", ".join(map(str, operator.options[name]))
-                raise ValueError(f"--only: {name} of {operator.name} must be of {accepted}, got {' '.join(pairs)}")
-        restricted.append(replace(operator, options=options))
-    return restricted
+    print(f"{'operator':22} {'cases':>7} {'rows':>9} {'seconds':>8} {'failed':>8}")
+    for name, x in tallies.items():
+        print(f"{name:22} {x['cases']:>7} {x['rows']:>9} {x['seconds']:>8.1f} {x['failed']:>8}")
+    versions = {"lenvm_kernels": __version__, "torch": torch.__version__, "triton": triton.__version__}
+    report = {"ok": not failures, **versions, "device": torch.cuda.get_device_name() if device == "cuda" else device}
+    report |= {"operators": tallies, "failures": [asdict(failure) for failure in failures.values()]}
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 130 if interrupted else int(bool(failures))
 
 
 def _function_of(name: str, ops: list[str]) -> tuple[Callable, list[str]]:
     """The function named by ``--against``, and the operator that it replaces."""
-    module, _, path = name.partition(":")
-    if not module or not path:
-        raise ValueError(f"--against must be MODULE:FUNCTION, got {name!r}")
     sys.path.insert(0, os.getcwd())
     try:
         function = pkgutil.resolve_name(name)
-    except AttributeError as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--against must be MODULE:FUNCTION, but {error}") from error
-    ops = ops if len(ops) == 1 else [path.rpartition(".")[2]]
+    ops = ops if len(ops) == 1 else [name.replace(":", ".").rpartition(".")[2]]
     if ops[0] not in OPERATORS or not callable(function):
         what = "a function of an operator's name, or --ops must name one operator"
         raise ValueError(f"--against must be {what}, got {name!r}")

@@ -13,14 +13,13 @@ from torch import Tensor
 
 # SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), as signed int64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_MULTIPLIERS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-_SHIFTS = 30, 27, 31
+_ROUNDS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)  # shifts and factors
 
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64, a bijection of int64."""
-    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * multiplier  # int64 shifts keep the sign; products wrap
+    for shift, factor in _ROUNDS:
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor  # int64 shifts keep the sign; products wrap
     return x
 
 
@@ -37,8 +36,7 @@ class Draws:
 
     def rows(self, rows: int | Sequence[int] | Tensor) -> Tensor:
         """int64 ids of rows on the device; an int ``rows`` means ids 0 .. ``rows`` - 1."""
-        rows = range(rows) if isinstance(rows, int) else rows
-        return torch.as_tensor(rows, dtype=torch.int64, device=self.device)
+        return torch.as_tensor(range(rows) if isinstance(rows, int) else rows, dtype=torch.int64, device=self.device)
 
     def bits(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int) -> Tensor:
         """int64 ``[rows, *shape]``: 64 random bits each."""

@@ -2,6 +2,7 @@
 
 import torch
 
+from lenvm_kernels.fuzz.ops._inputs import apart
 from lenvm_kernels.types import Drafts
 
 LARGEST = 2**31 - 1
@@ -9,12 +10,6 @@ LARGEST = 2**31 - 1
 
 def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-def apart(x, more, around=2):
-    """The same numbers as a slice of a larger tensor, with memory before, between and after its rows."""
-    memory = torch.full((x.shape[0] + 2, x.shape[1] + more), around, dtype=x.dtype, device=x.device)
-    return memory[1:-1, 1 : 1 + x.shape[1]].copy_(x)
 
 
 def make_drafts(token_ids, parents, *, dtype=torch.int64, device="cpu"):

@@ -100,5 +100,12 @@ def fails(*arguments, **keywords):
     raise RuntimeError("out of luck")
 
 
+def narrow(*arguments, **keywords):
+    return off.value_head(*arguments, **keywords)
+
+
+narrow.options = {"size": [80, 96], "dtype": ["bfloat16"]}
+
+
 def halves(*arguments, **keywords):
     return CORRECT["value_head"](*arguments, **keywords).half()

@@ -99,7 +99,7 @@ ERRORS = {
     ],
     "lay_out": [
         ({"candidate_ids": size(0, 0)}, "candidate_ids must have at least one row, got none"),
-        ({"slot_table": size(0, 4)}, "slot_table must have at least 5 rows, got 4"),
+        ({"slot_table": size(0, 4)}, "slot_table must have at least 6 rows, got 4"),
         *(
             line
             for name in ("page_size", "max_new", "num_heads", "num_kv_heads")

@@ -8,10 +8,8 @@ from lenvm_kernels.fuzz.ops._inputs import fill
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout
-from tests.helpers.cases import arguments_of, small_case
 from tests.helpers.drafts import i32
 from tests.helpers.memory import INTEGER, MARGIN, GuardedMemory
-from tests.helpers.wrong_tensors import assert_refuses
 
 
 def on(device, arguments):
@@ -118,13 +116,3 @@ def test_invalid_lengths_access_no_other_memory(device, path, values, trees):
     # Every element is written, whatever the lengths.
     assert (layout.parents is not None) == trees
     assert not any((tensor == INTEGER).any() for tensor in layout if tensor is not None)
-
-
-def test_wrong_delta_is_rejected_by_name():
-    """The laws have the tensors of a step."""
-    arguments = arguments_of(small_case("lay_out", source="delta"), "cpu")
-    fields = arguments.pop("delta")._asdict()
-    for name in fields:
-        free = {"token_ids": ["int64", "rows"], "table_rows": ["int64"]}.get(name, [])
-        function = lambda **delta: lay_out(**arguments, delta=DeltaTokens(**delta))  # noqa: E731
-        assert_refuses(function, fields, name, *free, shown=f"delta.{name}")

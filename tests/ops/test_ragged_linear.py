@@ -11,7 +11,7 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact
+from lenvm_kernels.fuzz.ops.ragged_linear import OPERATOR, exact
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import device, ragged_linear
 from lenvm_kernels.reference._common import sums_of_squares
@@ -38,7 +38,7 @@ def number(rows, device):
 @pytest.fixture
 def small_limits(monkeypatch):
     """Large tiles and splits at sizes that the interpreter can process, and several tiles per program."""
-    for name, value in CONSTANTS["small"].items():
+    for name, value in OPERATOR.constants["small"].items():
         monkeypatch.setattr(ops, name, value)
 
 

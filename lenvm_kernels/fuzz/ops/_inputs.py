@@ -7,9 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.types import Drafts
+
+SPARE_ROWS = 3  # table rows that no row of the batch uses
+
+
+def rows_and(case: Case, others: str) -> tuple[int, ...]:
+    """The rows of a case, followed by ``others`` more rows; only its rows if ``others`` is not a number."""
+    return *case.rows, *(-1 - i for i in range(int(others) if others.isdigit() else 0))
+
+
+def in_fp64(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with their floating-point tensors in fp64."""
+    return {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in arguments.items()}
 
 
 def padded_rows(x: Tensor, padding: int, value: float = float("nan")) -> Tensor:
@@ -82,8 +94,10 @@ NO_PARENTS = [-1, -2, -(2**31), 2**31 - 1]
 
 
 def draw_parents(draws: Draws, kind: str, rows, columns: int) -> Tensor:
-    """int32 ``[rows, columns]``: parents of a chain, of a tree, or mixed with numbers that are no earlier column."""
+    """int32 ``[rows, columns]``: parents of roots, a chain or a tree, or any numbers, also of no earlier column."""
     column = torch.arange(columns, device=draws.device)
+    if kind == "roots":
+        return torch.full((len(rows), columns), -1, dtype=torch.int32, device=draws.device)
     if kind == "chain":
         return (column - 1).int().expand(len(rows), -1).contiguous()
     parents = draws.integers("parents", rows, columns, low=0, high=2**30) % (column + 1) - 1

@@ -6,26 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of, owners_at
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import (
-    DRAFTS,
-    columns_apart,
-    draw_drafts,
-    fill,
-    owners_of_nodes,
-    slice_of_longer,
-    to_fill,
-)
-from lenvm_kernels.fuzz.results import owners_in_table
+from lenvm_kernels.fuzz.ops import _inputs
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import begin_step as ops
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.types import Filters, Mode, SpanNodes, StepRequests
 
-SPARE_ROWS = 3  # table rows that no request of the batch uses
-
-OPTIONS: dict[str, list[Any]] = DRAFTS | {
+OPTIONS: dict[str, list[Any]] = _inputs.DRAFTS | {
     "drafts": [0, 2, 1, 3, 4, 5, 7, 8, 9],
     "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
     "active": [False, True],
@@ -40,24 +29,24 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 }
 # The fields with a row per node; the others have a row per request.
 NODE_FIELDS = StepRequests._fields[6:]
-CONSTANTS = {"small": {"NODES": 8}}  # several programs
 
 
 def _filters(draws: Draws, rows: Any, options: Mapping[str, Any]) -> Filters:
-    is_each = options["filters"] == "each"
-    drawn_rows = rows if is_each else 1
+    drawn_rows = rows if options["filters"] == "each" else 1
     filters = Filters(
         draws.integers("top_k", drawn_rows, low=-1, high=50).int(),
         *(draws.choose(x, drawn_rows, values=[0.0, 0.25, 1.0]).float() for x in Filters._fields[1:]),
     )
-    return columns_apart(filters, Filters._fields) if is_each else Filters(*(x.expand(len(rows)) for x in filters))
+    if options["filters"] == "each":
+        return _inputs.columns_apart(filters, Filters._fields)
+    return Filters(*(x.expand(len(rows)) for x in filters))
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count = len(rows)
-    table_rows = draws.places("table_rows", rows, SPARE_ROWS)
-    table = GuidanceTable(count + SPARE_ROWS, device, max_eos=1, max_scaled_tokens=1).columns
+    table_rows = draws.places("table_rows", rows, _inputs.SPARE_ROWS)
+    table = GuidanceTable(count + _inputs.SPARE_ROWS, device, max_eos=1, max_scaled_tokens=1).columns
     columns = {
         "mode": draws.choose("mode", rows, values=[0, 0, *Mode]),
         "return_values": draws.chance("return_values", rows, of=0.5),
@@ -68,13 +57,12 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         "answer_row": draws.choose("answer_row", rows, values=[-1, -1, 0, 2**31 - 1]),
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
-    fill(table, table_rows, columns, elsewhere=3)
+    _inputs.fill(table, table_rows, columns, elsewhere=3)
     if options["table"] == "columns apart":
-        table = columns_apart(table, [*columns])
+        table = _inputs.columns_apart(table, [*columns])
     lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
     # Some sequences are no longer than their new tokens.
     lengths = torch.where(draws.chance("short", rows, of=0.1), draws.integers("few", rows, low=0, high=5), lengths)
-    is_active = draws.chance("active", rows, of=0.7)
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
     tokens = draws.choose("tokens", rows, new, values=[0, 1, 151_642, 2**31 - 1, 2**33 + 5])
     per_request: dict[str, Any] = {
@@ -83,27 +71,27 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         "lengths": lengths.int(),
     }
     if options["active"]:
-        per_request["active"] = is_active
+        per_request["active"] = draws.chance("active", rows, of=0.7)
     if options["tokens"] != "one":
         per_request["new_lens"] = draws.integers("new_lens", rows, low=-1, high=new + 1).int()
     count_nodes = 1 + options["drafts"]
     drawn = draws.choose("drawn", rows, count_nodes, values=[-1, 0, 7, 2**31 - 1])
     per_request["drawn"] = drawn.to(dtype_of(options)).flatten()
     if options["slices"]:
-        per_request = {name: slice_of_longer(x) for name, x in per_request.items()}
+        per_request = {name: _inputs.slice_of_longer(x) for name, x in per_request.items()}
     if options["spans"]:
         ended = draws.chance("node ended", rows, count_nodes, of=0.4)
         generated = draws.integers("node generated", rows, count_nodes, low=0, high=3000)
         per_request["spans"] = SpanNodes(ended.flatten(), generated.int().flatten())
     if options["drafts"]:
-        per_request["drafts"] = draw_drafts(draws, rows, options)
+        per_request["drafts"] = _inputs.draw_drafts(draws, rows, options)
     if options["filters"] != "none":
         per_request["filters"] = _filters(draws, rows, options)
     arguments: dict[str, Any] = {"table": table, **per_request}
-    arguments["padding_row"] = int(draws.integers("padding_row", 1, low=0, high=count + SPARE_ROWS - 1))
+    arguments["padding_row"] = int(draws.integers("padding_row", 1, low=0, high=count + _inputs.SPARE_ROWS - 1))
     if options["step"] != "no history":
         step = int(options["step"])
-        history = empty_history(count + SPARE_ROWS, options["held"], device)
+        history = empty_history(count + _inputs.SPARE_ROWS, options["held"], device)
         history.step.fill_(step)
         history.uncounted.copy_(draws.integers("uncounted", 1, low=0, high=min(step, 5)))
         history.tokens[table_rows] = draws.integers("held", rows, options["held"], low=0, high=99).int()
@@ -114,29 +102,30 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         arguments["history"] = history
     if options["padding"] != "no out":
         out = empty_requests(count + int(options["padding"]), device, options["drafts"])
-        arguments["out"] = to_fill(out, in_slices=options["slices"])
+        arguments["out"] = _inputs.to_fill(out, in_slices=options["slices"])
     return CallInputs(arguments, count)
 
 
 def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    of_table = owners_in_table(given.table_rows, len(given.arguments["table"].faults))
-    no_row = torch.full((1,), -1, device=of_table.device)
-    of_nodes = {name: owners_of_nodes(given, x) for name, x in tensors.items() if name in NODE_FIELDS}
-    return of_nodes | {"faults": of_table, "history": of_table, "history.step": no_row, "history.uncounted": no_row}
+    of_table = owners_at(given.table_rows, len(given.arguments["table"].faults))
+    of_history = dict.fromkeys(("history.tokens", "history.told_lens", "history.cached_lens"), of_table)
+    return of_history | {name: _inputs.owners_of_nodes(given, x) for name, x in tensors.items() if name in NODE_FIELDS}
+
+
+def by_row(given: CallInputs, tensors: Result) -> Result:
+    """Without a history, cached lengths are arbitrary."""
+    return {name: x for name, x in tensors.items() if name != "cached_lens" or "history" in given.arguments}
 
 
 OPERATOR = Operator(
     function=ops.begin_step,
     options=OPTIONS,
     inputs=inputs,
-    returns=StepRequests._fields,
     writes=("table.faults", "history", "out"),
     owners=owners,
-    moved=("table_rows", "request_rows"),
-    unwritten=lambda given: () if "history" in given.arguments else ("cached_lens",),
-    row_size=lambda options: 50 * (1 + options["drafts"]),
-    row_work=lambda options: 50 + 10 * options["drafts"],
-    constants=CONSTANTS,
+    moved=("table_rows", "request_rows", "history.step", "history.uncounted"),
+    by_row=by_row,
+    constants={"small": {"NODES": 8}},  # several programs
     free={
         "tokens": "int32 columns apart",
         "table_rows": "int32",

@@ -7,18 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned
-from lenvm_kernels.fuzz.results import Difference, beyond
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows, poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import candidate_values as ops
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import standing_for
 from lenvm_kernels.types import Mode
 
-SPARE_ROWS = 3  # table rows that no row of the batch uses
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 FP32_MAX = torch.finfo(torch.float32).max
 FLOATS = ("scale", "nats_per_token", "target_length", "tolerance", "answer_length")  # columns of the table
@@ -55,7 +52,6 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     widths = 1 + (draws.uniform("widths", 1, bins)[0] * 1.2 ** torch.arange(bins, device=device)).floor()
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     table = GuidanceTable(len(rows) + SPARE_ROWS, device).columns
-    table.mode[:], table.scale[:], table.target_length[:] = int(Mode.NEAR), 7.0, 77.0  # exposes reads of spare rows
     of_rows = {
         "mode": pick("mode", *map(int, [*NEAR, *NEAR, *Mode])),
         "scale": pick("strength", 0.0, 0.5, 3.0, 10.0, 100.0, 1e4, FP32_MAX),
@@ -65,7 +61,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         "counts_down": pick("counts_down", False, True),
         "answer_length": pick("answer_length", 0.0, 0.0, 1.0, 10.0, 300.0),
     }
-    fill(table, table_rows, of_rows)
+    fill(table, table_rows, of_rows, elsewhere=7)
     # Some rows have only padding; most have padding from some column on.
     token_ids = draws.integers("token_ids", rows, columns, low=0, high=vocab - 1)
     padding = draws.choose("padding", rows, columns, values=[-1, -7, vocab, 2**31 - 1])
@@ -117,8 +113,7 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=NAMES,
     compare=compare,
-    row_size=lambda options: 2 * options["size"],
-    row_work=lambda o: ceil_div(o["outputs"], 64) * o["columns"] / 16 * (30 * ceil_div(o["size"], 32) + 40) + 1,
+    row_work=lambda options: (1 + options["outputs"] / 64) * options["columns"] / 16 * (options["size"] + 70) + 1,
     free={
         **dict.fromkeys(("scale", "shift"), "bfloat16 apart"),
         "embedding": "rows apart",

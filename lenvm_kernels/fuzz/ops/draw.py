@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, owners_at
 from lenvm_kernels.fuzz.ops import reweight_scatter as weights
 from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
-from lenvm_kernels.fuzz.results import Difference, beyond, differs, owners_in_table
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.begin_step import empty_requests
@@ -25,7 +24,6 @@ OPTIONS: dict[str, list[Any]] = {
     "greedy": [False, True],
     "constants": ["shipped", "large tiles"],
 }
-CONSTANTS = {"large tiles": {"TILE": 8192 if INTERPRETED else 128}}
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -102,16 +100,12 @@ OPERATOR = Operator(
     function=draw,
     options=OPTIONS,
     inputs=inputs,
-    returns=("guided_probs", "tokens", "remaining_lengths"),
     compare=compare,
     writes=("table.faults",),
-    owners=lambda given, tensors: {
-        "faults": owners_in_table(given.arguments["requests"].table_rows, len(given.arguments["table"].faults))
-    },
-    most_rows=65_536,
-    row_size=lambda options: 40 * options["columns"],
+    owners=lambda given, tensors: {"faults": owners_at(given.arguments["requests"].table_rows, len(tensors["faults"]))},
+    most_rows=lambda options: min(65_536, 2**26 // (40 * options["columns"])),
     row_work=lambda options: weights.row_work({**options, "constants": "shipped"}) + 6 * options["columns"],
-    constants=CONSTANTS,
+    constants={"large tiles": {"TILE": 8192 if INTERPRETED else 128}},
     free={name: what for name, what in weights.FREE.items() if name != "probs"}
     | {
         "predicted": "float64 apart",

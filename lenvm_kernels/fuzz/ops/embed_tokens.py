@@ -5,13 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, slice_of_longer
-from lenvm_kernels.fuzz.results import Difference, beyond, differs
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, rows_and, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.types import EmbeddedTokens
 
 OPTIONS: dict[str, list[Any]] = {
     "size": [64, 1, 63, 130, 576, 1030, 2112],
@@ -26,12 +23,11 @@ OPTIONS: dict[str, list[Any]] = {
     "broken": [False, True],
     "constants": ["shipped", "small"],
 }
-CONSTANTS = {"small": {"MAX_BLOCK_H": 128}}  # several blocks
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
-    rows, vocab, half = case.rows_and(options["rows_not_there"]), options["vocab"], options["half"]
+    rows, vocab, half = rows_and(case, options["rows_not_there"]), options["vocab"], options["half"]
     magnitude = draws.choose("magnitude", vocab, 1, values=[0.02, 1.0, 30.0])
     embedding = (draws.normal("embedding", vocab, options["size"]) * magnitude).to(dtype_of(options))
     arguments: dict[str, Any] = {
@@ -76,12 +72,9 @@ OPERATOR = Operator(
     function=embed_tokens,
     options=OPTIONS,
     inputs=inputs,
-    returns=EmbeddedTokens._fields,
     by_row=by_row,
     compare=compare,
-    most_rows=8192,
-    row_size=lambda options: 2 * options["size"],
-    row_work=lambda options: 40 + 20 * ceil_div(options["size"], 128 if options["constants"] == "small" else 4096),
-    constants=CONSTANTS,
+    row_work=lambda options: 60 + options["size"] / 6 * (options["constants"] == "small"),
+    constants={"small": {"MAX_BLOCK_H": 128}},  # several blocks
     free={"embedding": "float32 bfloat16 float16 float64 rows columns apart", "inv_freq": "rows"},
 )

@@ -6,15 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
+from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, owners_at
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import apart, draw_parents, fill, slice_of_longer
-from lenvm_kernels.fuzz.results import no_row, owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, apart, draw_parents, fill, slice_of_longer
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
-from lenvm_kernels.types import DeltaTokens, RaggedLayout
+from lenvm_kernels.types import DeltaTokens
 
-SPARE_ROWS = 2  # table rows that no request of the batch uses
 BEYOND = 9  # tokens by which a sequence may exceed the slot table
 
 OPTIONS: dict[str, list[Any]] = {
@@ -34,7 +32,6 @@ OPTIONS: dict[str, list[Any]] = {
     "slices": [False, True],
     "constants": ["shipped", "small", "smallest"],
 }
-CONSTANTS = {"small": {"TILE": 16}, "smallest": {"TILE": 4}}  # several iterations of every loop
 
 
 def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
@@ -138,12 +135,9 @@ def owners(given: CallInputs, layout: Mapping[str, Tensor]) -> dict[str, Tensor]
     q_offsets = layout["q_offsets"]
     of_tokens = owners_of_tokens(layout["token_ids"], q_offsets)
     found = dict.fromkeys(("token_ids", "positions", "slots", "parents"), of_tokens)
-    found["q_offsets"] = torch.arange(-1, len(q_offsets) - 1, device=q_offsets.device)
-    found |= {name: no_row(layout[name]) for name in ("plan", "counters")}
     if "history" in given.arguments:
-        table_rows = given.arguments["requests"].request_rows[: given.rows]
-        found["history"] = owners_in_table(table_rows, len(given.arguments["history"].cached_lens))
-        found |= {name: no_row(layout[name]) for name in ("history.step", "history.uncounted")}
+        of_history = owners_at(given.arguments["requests"].request_rows[: given.rows], len(layout["history.tokens"]))
+        found |= dict.fromkeys(("history.tokens", "history.told_lens", "history.cached_lens"), of_history)
     return found
 
 
@@ -161,16 +155,16 @@ OPERATOR = Operator(
     function=lay_out,
     options=OPTIONS,
     inputs=inputs,
-    returns=RaggedLayout._fields,
     writes=("history",),
     owners=owners,
-    moved=("q_offsets", "plan", "counters"),
+    moved=("q_offsets", "plan", "counters", "history.step", "history.uncounted"),
     by_row=by_row,
-    row_size=lambda options: options["longest"] + options["columns"] + options["held"] + options["table_len"],
     row_work=lambda options: 300,
-    constants=CONSTANTS,
+    constants={"small": {"TILE": 16}, "smallest": {"TILE": 4}},  # several iterations of every loop
     free={
         "candidate_ids": "int64 apart",
+        "delta.token_ids": "int64 rows",
+        "delta.table_rows": "int64",
         "candidate_parents": "apart",
         "slot_table": "rows columns apart",
         "history.tokens": "columns",

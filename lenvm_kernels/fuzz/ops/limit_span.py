@@ -1,7 +1,7 @@
 """``limit_span``: spans that begin, end and are ended by one or several tokens; no spans; EOS tokens that end spans."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,22 +9,20 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import DRAFTS, columns_apart, draw_drafts, fill, owners_of_nodes, slice_of_longer
-from lenvm_kernels.fuzz.results import owners_in_table
+from lenvm_kernels.fuzz.ops import _inputs
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanPatterns, TokenSequences
 from lenvm_kernels.ops import limit_span as ops
-from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, GuidanceColumns, SpanNodes
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, GuidanceColumns
 
-SPARE_ROWS = 3  # table rows that no request of the batch uses
 NO_LIMIT = 2**31 - 1
 OTHER_TOKEN = 4  # can only end a line
 UNTOUCHED = 0.125
 PAUSES = 2  # the last of the spans, which end in a pause
 
-OPTIONS: dict[str, list[Any]] = DRAFTS | {
-    "drafts": [0, *DRAFTS["drafts"]],  # 0: None is passed
+OPTIONS: dict[str, list[Any]] = _inputs.DRAFTS | {
+    "drafts": [0, *_inputs.DRAFTS["drafts"]],  # 0: None is passed
     "tokens": ["one", "1", "3", "9"],  # columns of new tokens
     "logits": ["float32", "bfloat16", "float16", "none"],
     "vocab": [11, 600],
@@ -35,7 +33,6 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "slices": [False, True],
     "constants": ["shipped", "small"],
 }
-CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -44,7 +41,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
     # Tokens that end spans or sequences, some of which are also drafts, and some outside of the vocabulary.
     ids = [0, 3, 7, vocab - 1, vocab, vocab + 3, NO_LIMIT]
-    table_rows = draws.places("table_rows", rows, SPARE_ROWS)
+    table_rows = draws.places("table_rows", rows, _inputs.SPARE_ROWS)
     table = _table(draws, rows, table_rows, vocab, ids, options["eos"])
     # Some prompts are at least as long as the sequence.
     lengths = (table.prompt_len[table_rows] + draws.integers("generated", rows, low=-2, high=9)).clamp(min=1)
@@ -57,19 +54,19 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if options["tokens"] != "one":
         per_request["new_lens"] = draws.integers("new_lens", rows, low=-1, high=new + 1).int()
     if options["slices"]:
-        per_request = {name: slice_of_longer(x) for name, x in per_request.items()}
+        per_request = {name: _inputs.slice_of_longer(x) for name, x in per_request.items()}
     logits = None
     if options["logits"] != "none":
         logits = draws.normal("logits", rows, 1 + width, vocab) * 4
         logits = logits.masked_fill(draws.chance("-inf", rows, 1 + width, vocab, of=0.1), -math.inf)
         logits = logits.view(count * (1 + width), vocab).to(dtype_of(options, "logits"))
         logits = torch.nn.functional.pad(logits, (0, options["padding"]), value=UNTOUCHED)
-        logits = (slice_of_longer(logits) if options["slices"] else logits)[:, :vocab]
+        logits = (_inputs.slice_of_longer(logits) if options["slices"] else logits)[:, :vocab]
     if options["table"] == "columns apart":
-        table = columns_apart(table, ops.SpanColumns._fields)
+        table = _inputs.columns_apart(table, ops.SpanColumns._fields)
     arguments: dict[str, Any] = {"logits": logits, "table": table, **per_request}
     if width:
-        arguments["drafts"] = draw_drafts(draws, rows, options)
+        arguments["drafts"] = _inputs.draw_drafts(draws, rows, options)
     if options["text_breaks"]:
         ends = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3])
         missing, added = (draws.choose(f"{x} bytes", options["text_breaks"], values=[0, 0, 1, 3]) for x in "ab")
@@ -126,29 +123,23 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
         "span_used": draws.integers("span_used", rows, low=0, high=9),
         "missing_bytes": draws.integers("missing_bytes", rows, low=0, high=3),
     }
-    table = GuidanceTable(len(table_rows) + SPARE_ROWS, device, max_eos=eos).columns
-    fill(table, table_rows, columns, elsewhere=3)
+    table = GuidanceTable(len(table_rows) + _inputs.SPARE_ROWS, device, max_eos=eos).columns
+    _inputs.fill(table, table_rows, columns, elsewhere=3)
     spare = torch.ones(len(table.mode), dtype=torch.bool, device=device)
     spare[table_rows] = False
-    table.span_ended[spare] = torch.arange(SPARE_ROWS, device=device) % 2 == 0  # exposes writes to spare rows
+    table.span_ended[spare] = torch.arange(_inputs.SPARE_ROWS, device=device) % 2 == 0  # exposes writes to spare rows
     return table
-
-
-def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    of_table = owners_in_table(given.table_rows, len(given.arguments["table"].span_ended))
-    return {name: of_table if name in ops.WRITTEN else owners_of_nodes(given, x) for name, x in tensors.items()}
 
 
 OPERATOR = Operator(
     function=ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
-    returns=SpanNodes._fields,
     writes=(*(f"table.{name}" for name in ops.WRITTEN), "logits"),
-    owners=owners,
-    row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),
-    row_work=lambda options: 60 + 15 * options["drafts"],
-    constants=CONSTANTS,
+    owners=lambda given, tensors: {
+        name: _inputs.owners_of_nodes(given, x) for name, x in tensors.items() if name not in ops.WRITTEN
+    },
+    constants={"small": {"REQUESTS": 2}},  # several programs
     free={
         "logits": "float32 bfloat16 float16 float64 columns apart",
         "tokens": "columns apart",

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
-from lenvm_kernels.fuzz.ops._inputs import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes, slice_of_longer, to_fill
+from lenvm_kernels.fuzz.ops import _inputs
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
-from lenvm_kernels.types import CandidateTrees, ScoredCandidates
+from lenvm_kernels.types import ScoredCandidates
 
-OPTIONS: dict[str, list[Any]] = DRAFTS | {
+OPTIONS: dict[str, list[Any]] = _inputs.DRAFTS | {
     "columns": [1, 2, 4, 8],
     "padding": ["no out", "0", "1", "5"],  # requests beyond those with drafts
     "slices": [False, True],
@@ -18,14 +18,15 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws = case.options, case.draws(device)
-    rows, columns, nodes = case.rows_and(options["padding"]), options["columns"], 1 + options["drafts"]
+    rows, columns, nodes = _inputs.rows_and(case, options["padding"]), options["columns"], 1 + options["drafts"]
     count = len(case.rows)
-    drafts = draw_drafts(draws, case.rows, options)
+    drafts = _inputs.draw_drafts(draws, case.rows, options)
 
     # Tokens at a constant step through the vocabulary, so that the candidates of a node are different.
-    first, step = (draws.integers(name, rows, nodes, low=1, high=len(VOCABULARY) - 1) for name in ("first", "step"))
+    vocabulary = torch.tensor(_inputs.VOCABULARY, dtype=torch.int32, device=device)
+    first, step = (draws.integers(x, rows, nodes, low=1, high=len(vocabulary) - 1) for x in ("first", "step"))
     place = first[..., None] + step[..., None] * torch.arange(columns, device=device)
-    token_ids = torch.tensor(VOCABULARY, dtype=torch.int32, device=device)[place % len(VOCABULARY)]
+    token_ids = vocabulary[place % len(vocabulary)]
     counts = draws.integers("counts", rows, nodes, low=0, high=columns)
     counts = torch.where(draws.chance("not scored", rows, nodes, of=0.3), 0, counts)
     counts = torch.where(draws.chance("nothing scored", rows, of=0.2)[:, None], 0, counts)
@@ -36,11 +37,11 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     alone = draws.chance("alone", rows, nodes, of=0.5)
     flat = [token_ids.flatten(0, 1), counts.flatten().int(), positions.flatten().int(), alone.flatten()]
     if options["slices"]:
-        flat = [slice_of_longer(x) for x in flat]
+        flat = [_inputs.slice_of_longer(x) for x in flat]
     arguments: dict[str, Any] = {"scored": ScoredCandidates(*flat), "drafts": drafts}
     if options["padding"] != "no out":
         out = empty_trees(len(rows), options["drafts"], columns, device)
-        arguments["out"] = to_fill(out, in_slices=options["slices"])
+        arguments["out"] = _inputs.to_fill(out, in_slices=options["slices"])
     return CallInputs(arguments, count)
 
 
@@ -48,11 +49,8 @@ OPERATOR = Operator(
     function=pack_drafts,
     options=OPTIONS,
     inputs=inputs,
-    returns=CandidateTrees._fields,
     writes=("out",),
-    owners=lambda given, trees: {"columns": owners_of_nodes(given, trees["columns"])},
-    row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),
-    row_work=lambda options: 60 + 15 * options["drafts"],
+    owners=lambda given, trees: {"columns": _inputs.owners_of_nodes(given, trees["columns"])},
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
     reads={"scored": ("token_ids", "counts", "table_rows", "positions")},
 )

@@ -5,11 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import limit_rows, padded_rows, poisoned, slice_of_longer
-from lenvm_kernels.fuzz.results import Difference, beyond
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import in_fp64, limit_rows, padded_rows, poisoned, rows_and, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
 
@@ -30,13 +28,11 @@ OPTIONS: dict[str, list[Any]] = {
     "broken": [False, True],
     "constants": ["shipped", "small"],
 }
-# Large tiles and splits at sizes that the interpreter can handle, and several tiles per program.
-CONSTANTS = {"small": dict(MULTIPROCESSORS=1, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
-    rows, width, size = case.rows_and(options["rows_not_there"]), options["outputs"], options["size"]
+    rows, width, size = rows_and(case, options["rows_not_there"]), options["outputs"], options["size"]
     dtype, padding, columns = dtype_of(options), options["row_padding"], width * (1 + options["swiglu"])
 
     def normal(name, rows, columns, scale=1.0):
@@ -88,10 +84,9 @@ def compare(given: CallInputs, result: Result) -> list[Difference]:
     return found + [beyond("the sums of its squares", x, sums, of_sums) for x in sums_out]
 
 
-def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
+def exact(**inputs) -> Tensor:
     """The reference in fp64 on the same inputs."""
-    inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items() if k != "square_sums_out"}
-    return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
+    return ragged_linear(**in_fp64(inputs), backend="reference")
 
 
 OPERATOR = Operator(
@@ -101,10 +96,9 @@ OPERATOR = Operator(
     writes=("square_sums_out",),
     by_row=by_row,
     compare=compare,
-    most_rows=16_384,
-    row_size=lambda options: 2 * (options["size"] + options["outputs"]),
-    row_work=lambda o: 40 * ceil_div(o["size"], 32) * ceil_div(o["outputs"] * (1 + o["swiglu"]), 64) / 128 + 1,
-    constants=CONSTANTS,
+    row_work=lambda options: 1 + options["size"] * options["outputs"] * (1 + options["swiglu"]) / 6400,
+    # Large tiles and splits at sizes that the interpreter can handle, and several tiles per program.
+    constants={"small": dict(MULTIPROCESSORS=1, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)},
     free={
         "bias": "float32",
         **dict.fromkeys(("x", "weight", "residual"), "apart"),

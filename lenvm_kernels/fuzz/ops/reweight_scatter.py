@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, owners_at
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
-from lenvm_kernels.fuzz.results import Difference, beyond, differs, owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows, poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
@@ -36,7 +35,6 @@ EXPONENT_ERROR = 1e-6
 EXPECTED_VALUE_ERROR = 1e-5
 # Value logits of rows with an answer are multiples of it, so that fp32 differences keep their order.
 ANSWERED_STEP = 2.0**-6
-SPARE_ROWS = 3  # table rows that no row of the batch uses
 
 READS = ("token_ids", "probs", "status", "lost_mass")  # fields of the candidates
 FLOATS = ("scale", "nats_per_token", "value_min", "target_length", "tolerance", "answer_length", "target_logit")
@@ -64,8 +62,6 @@ OPTIONS: dict[str, list[Any]] = {
     "padding": [0, 5],
     "constants": ["shipped", "large tiles, small slices"],
 }
-# The interpreter takes as long for a tile of 8,192 candidates as for one of 64; a compiler would take minutes.
-CONSTANTS = {"large tiles, small slices": {"TILE": 8192 if INTERPRETED else 128, "SLICE": 256}}
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -80,8 +76,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     status = torch.where(counts == 0, int(Status.UNGUIDED), torch.where(counts == 1, int(Status.SINGLE), status))
     lost_mass = torch.zeros_like(p[:, 0])
     if options["broken"]:
-        poison = draws.choose("poison", rows, k, values=[math.nan, math.inf, -math.inf])
-        z = torch.where(draws.chance("poisoned", rows, k, of=0.1), poison.float(), z)
+        z = poisoned(draws, rows, z, of=0.3)
         broken = draws.chance("broken scores", rows, of=0.1)
         lost_mass, status = lost_mass.masked_fill(broken, math.nan), status.masked_fill(broken, int(Status.UNGUIDED))
 
@@ -98,10 +93,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     is_listed = options["table_rows"] != "none"
     table_rows = draws.places("table_rows", rows, SPARE_ROWS) if is_listed else draws.rows(len(rows))
     table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=2).columns
-    table.mode[:] = int(Mode.VALUE_BIAS)  # exposes reads of spare rows
-    table.scale[:] = 3.0
-    table.answer_length[:] = 40.0
-    fill(table, table_rows, columns)
+    fill(table, table_rows, columns, elsewhere=3)
 
     candidates = Candidates(torch.where(listed, ids, -1).int(), p, counts, status.to(torch.int8), lost_mass)
     of_targets = options["values"] == "of targets"
@@ -232,7 +224,7 @@ def compare_guided(requests: Requests, guided: Tensor, table_rows: Tensor, fault
     mean, expected_mean = (torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (guided, expected))
     expected = torch.where(is_as_near(requests, guided, expected)[:, None], guided.double(), expected)
     return [
-        differs("faults", faults, expected_faults, owners_in_table(table_rows, len(faults))),
+        differs("faults", faults, expected_faults, owners_at(table_rows, len(faults))),
         beyond("guided probabilities", guided, expected, (relative, absolute + moved)),
         beyond("expected value", mean, expected_mean, (0.0, EXPECTED_VALUE_ERROR)),
     ]
@@ -319,12 +311,11 @@ OPERATOR = Operator(
     inputs=inputs,
     returns=("guided probabilities",),
     writes=("table.faults", "probs"),
-    owners=lambda given, tensors: {"faults": owners_in_table(given.table_rows, len(given.arguments["table"].faults))},
     compare=compare,
-    most_rows=65_536,
-    row_size=lambda options: options["vocab"] + 32 * options["columns"],
+    most_rows=lambda options: min(65_536, 2**26 // (options["vocab"] + 32 * options["columns"])),
     row_work=row_work,
-    constants=CONSTANTS,
+    # The interpreter takes as long for a tile of 8,192 candidates as for one of 64; a compiler would take minutes.
+    constants={"large tiles, small slices": {"TILE": 8192 if INTERPRETED else 128, "SLICE": 256}},
     free=FREE | {"table_rows": "int32"},
     reads={"candidates": READS, "table": ops.ReweightColumns._fields},
 )

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import limit_rows
-from lenvm_kernels.fuzz.results import Difference, beyond, differs
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import limit_rows, rows_and
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.rope_cache import rope_cache
 
@@ -48,7 +47,7 @@ def make_cache(layout: str, kv_heads: int, head_dim: int, dtype, device, slots: 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
-    rows, dtype, padding = case.rows_and(options["rows_not_there"]), dtype_of(options), options["row_padding"]
+    rows, dtype, padding = rows_and(case, options["rows_not_there"]), dtype_of(options), options["row_padding"]
     (heads, kv_heads), head_dim = options["heads"], options["head_dim"]
     columns, num_slots = (heads + 2 * kv_heads) * head_dim, len(rows) + 3
     angle = 100 * draws.normal("angle", rows, head_dim // 2 + padding).float()
@@ -117,9 +116,6 @@ OPERATOR = Operator(
     writes=WRITTEN,
     moved=WRITTEN,
     compare=compare,
-    most_rows=8192,
-    row_size=lambda options: 3 * sum(options["heads"]) * options["head_dim"],
-    row_work=lambda options: 150,
     free={
         **dict.fromkeys(("qkv", "cos", "sin", "k_cache", "v_cache", "qk_norm_weight"), "apart"),
         "slots": "int64",

@@ -3,25 +3,17 @@
 Requests of a step are of every status, due or not, with and without a known next token."""
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import CallInputs, Case, Operator, Result, dtype_of
-from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows, poisoned, slice_of_longer, to_fill
-from lenvm_kernels.fuzz.results import (
-    Difference,
-    beyond,
-    differs,
-    no_row,
-    owners_of_rows,
-    with_copies,
-)
+from lenvm_kernels.fuzz.case import CallInputs, Case, Difference, Operator, Result, beyond, differs, dtype_of
+from lenvm_kernels.fuzz.ops._inputs import SPARE_ROWS, fill, padded_rows, poisoned, slice_of_longer, to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
-from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.topk_candidates import CandidateColumns, empty_scored, topk_candidates
 from lenvm_kernels.reference.topk_candidates import choose_scored
@@ -57,8 +49,6 @@ OPTIONS: dict[str, list[Any]] = {
     "constants": ["shipped", "small"],
 }
 # Several programs per row at sizes that the interpreter can handle.
-CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
-SPARE_ROWS = 2  # table rows that no request of the batch uses
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -213,14 +203,14 @@ def _differences_of_choice(given: CallInputs, result: Result, found: Candidates)
     """Differences from the choice of scored candidates among the candidates that were found."""
     if "scored" not in given.arguments:
         return []
-    arguments, written = with_copies(given.arguments, ("scored", "step"))
-    if "step" in written:
-        written["step"] += given.rows > 0
+    arguments: dict[str, Any] = deepcopy({name: given.arguments.get(name) for name in STEP_OPTIONS})
+    step, scored = arguments.pop("step"), arguments["scored"]
     ends = given.arguments["table"].ending_token_ids[given.table_rows]
-    choice: dict[str, Any] = {name: arguments.get(name) for name in STEP_OPTIONS if name != "step"}
-    written["status"] = choose_scored(found, ending_token_ids=ends, **choice).status
-    owners = {"step": no_row(written["step"])} if "step" in written else {}
-    return [differs(n, result[n], x, owners.get(n, owners_of_rows(x, given.rows))) for n, x in written.items()]
+    expected = {"status": choose_scored(found, ending_token_ids=ends, **arguments).status}
+    expected |= {f"scored.{name}": x for name, x in scored._asdict().items()}
+    if step is not None:
+        expected["step"] = step + (given.rows > 0)
+    return [differs(name, result[name], x) for name, x in expected.items()]
 
 
 def _reference(given: CallInputs, width: float) -> Candidates:
@@ -240,18 +230,13 @@ OPERATOR = Operator(
     function=topk_candidates,
     options=OPTIONS,
     inputs=inputs,
-    returns=Candidates._fields,
     compare=compare,
     writes=("scored", "step"),
-    owners=lambda given, tensors: {"step": no_row(tensors["step"])} if "step" in tensors else {},
-    most_rows=16_384,
-    row_size=lambda options: options["vocab"],
+    moved=("step",),
     row_work=lambda options: (
-        160
-        + 30 * ceil_div(options["vocab"], 64 if options["constants"] == "small" else 1024)
-        + 40 * options["max_candidates"]
+        190 + options["vocab"] / (2 if options["constants"] == "small" else 32) + 40 * options["max_candidates"]
     ),
-    constants=CONSTANTS,
+    constants={"small": {"TILE": 32, "PROGRAM_BYTES": 256}},
     free={
         "scores": "float32 bfloat16 float16 float64 columns apart",
         **dict.fromkeys(("top_k", "top_p", "min_p", "temperature"), "strided"),

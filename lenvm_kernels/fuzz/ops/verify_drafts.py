@@ -7,10 +7,8 @@ import torch
 from lenvm_kernels.fuzz.case import CallInputs, Case, Operator
 from lenvm_kernels.fuzz.ops._inputs import DRAFTED, DRAFTS, VOCABULARY, draw_drafts, slice_of_longer
 from lenvm_kernels.ops.verify_drafts import verify_drafts
-from lenvm_kernels.types import VerifiedTokens
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {"slices": [False, True], "constants": ["shipped", "small"]}
-CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -33,9 +31,6 @@ OPERATOR = Operator(
     function=verify_drafts,
     options=OPTIONS,
     inputs=inputs,
-    returns=VerifiedTokens._fields,
-    row_size=lambda options: 8 * options["drafts"],
-    row_work=lambda options: 20 + 10 * options["drafts"],
-    constants=CONSTANTS,
+    constants={"small": {"REQUESTS": 2}},  # several programs
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
 )
