@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lenvm_kernels import __version__
 from lenvm_kernels.loading import Prompt, arguments, held_out_prompts, read_prompts, say, spread
 from lenvm_kernels.loading.arguments import positive
-
-if TYPE_CHECKING:
-    from lenvm_kernels.evaluate.measures import Answer
-    from lenvm_kernels.evaluate.run import Plan
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -57,11 +52,6 @@ def add(commands: Any) -> None:
     of_prompts = "number of prompts, evenly spaced (default: all)"
     arguments.add_numbers(what, num_prompts=(None, of_prompts), max_new_tokens=(None, limit_help))
     arguments.add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
-    closing_help = (
-        "add the setting forced answer: base model answers longer than the target are cut 16 tokens before it and "
-        "continue with TEXT and new tokens of the base model (default: no such setting)"
-    )
-    what.add_argument("--closing", metavar="TEXT", help=closing_help)
 
     arguments.add_sampling(parser.add_argument_group("sampling"))
 
@@ -83,8 +73,11 @@ def run_command(args: argparse.Namespace) -> None:
 
         from lenvm_kernels.engines.settings import NONE
         from lenvm_kernels.evaluate.accuracy import compiled, references
-        from lenvm_kernels.evaluate.run import CLOSING_TOKENS, Plan, Runner, default_limit, settings_of, stored_answers
+        from lenvm_kernels.evaluate.measures import Answer
+        from lenvm_kernels.evaluate.report import write_results
+        from lenvm_kernels.evaluate.run import Plan, default_limit, run, settings_of
         from lenvm_kernels.evaluate.servers import Server
+        from lenvm_kernels.evaluate.stored_answers import StoredAnswers
         from lenvm_kernels.guidance import Thoughts, parse_guidance
         from lenvm_kernels.loading.models import Models, require_extras
 
@@ -95,13 +88,11 @@ def run_command(args: argparse.Namespace) -> None:
         answers = references(prompts, f"--prompts {args.prompts}")
         answer_regex = compiled(args.answer_regex, answers is not None)
         require_extras("matplotlib", *([] if answers is None else ["math_verify"]))
-        said, forced = args.say_it is not None, args.closing is not None
+        said = args.say_it is not None
         if said:
             say("", args.say_it, args.targets[0])  # rejects other placeholders
-        if forced and min(args.targets) <= CLOSING_TOKENS:
-            raise ValueError(f"--closing needs --targets above {CLOSING_TOKENS}, got {min(args.targets)}")
         guidances = [_guidance(text) for text in args.guidance]
-        settings = settings_of(guidances, with_values=args.value != NONE, said=said, forced=forced)
+        settings = settings_of(guidances, with_values=args.value != NONE, said=said)
         for setting in settings:  # wrong parameters are rejected before anything is loaded
             if setting.guidance is not None:
                 fields = {"target_length": args.targets[0], **setting.guidance}
@@ -123,13 +114,12 @@ def run_command(args: argparse.Namespace) -> None:
             constant_engine=None if constant_server is None else constant_server.engine,
             answers=None if answers is None else spread(answers, count),
             say_it=args.say_it,
-            closing=args.closing,
         )
-        stored = stored_answers(args.output, plan)
+        stored = StoredAnswers(args.output, asdict(plan), Answer, "lenvm evaluate")
         device, dtype = arguments.device_of(args.device), getattr(torch, args.dtype)
         value = args.value if server is None else NONE
         models = Models.load(args.base, value, device=device, dtype=dtype, names=("BASE", "VALUE"))
-        Runner(plan, models, server, constant_server).run(stored)
+        run(plan, models, stored, server, constant_server)
         facts = {
             "command": shlex.join(["lenvm", *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -138,7 +128,7 @@ def run_command(args: argparse.Namespace) -> None:
             "url": args.url,
             "constant_url": constant_url,
         }
-        print(_write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, answer_regex, facts))
+        print(write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, answer_regex, facts))
 
 
 def _guidance(text: str) -> dict[str, Any]:
@@ -152,33 +142,3 @@ def _guidance(text: str) -> dict[str, Any]:
     if own := [name for name in OWN_FIELDS if name in guidance]:
         raise ValueError(f"--guidance must leave the target to --targets, got {own[0]} in {text!r}")
     return guidance
-
-
-def _write_results(
-    folder: Path, plan: Plan, answers: list[Answer], tokenizer: Any, regex: re.Pattern[str], facts: dict[str, Any]
-) -> str:
-    """Score the answers, write numbers, tables and plots, and return the tables."""
-    import numpy
-    import torch
-    import transformers
-
-    from lenvm_kernels.evaluate import accuracy, report
-    from lenvm_kernels.evaluate.measures import calibrate, measure
-    from lenvm_kernels.evaluate.run import BASE
-
-    views = plan.views(answers)
-    scores = {
-        target: {name: measure(made, int(target)) for name, made in view.items()} for target, view in views.items()
-    }
-    calibration = calibrate([answer for answer in answers if answer.setting == BASE])
-    if plan.answers is not None:
-        accuracy.add(scores, views, plan.answers, plan.seeds[0], tokenizer, regex)
-        report.plot_accuracy(plan.targets, scores, folder / "accuracy.png")
-    versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
-    versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
-    result = facts | {"versions": versions, "scores": scores, "calibration": calibration}
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    text = "\n".join(filter(None, (report.tables(plan, scores), report.calibration_table(plan, calibration))))
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    report.plot_lengths(plan.targets, views, folder / "lengths.png")
-    return text

@@ -77,7 +77,6 @@ REJECTED = [
     ('evaluate --guidance {"strength":-1}', "strength must be a finite number >= 0, got -1"),
     ("evaluate --targets 0", "--targets: must be a number above 0, got '0'"),
     ("evaluate --say-it {n}", "--say-it must have no placeholders but {words} and {tokens}, got '{n}'"),
-    ("evaluate --targets 4 20 --closing So", "--closing needs --targets above 16, got 4"),
     ("evaluate --answer-regex a", '--answer-regex must come with --prompts whose lines have an "answer"'),
     ("evaluate --prompts FILES/problems.jsonl --answer-regex (", "must be a regular expression, got '('"),
     ("evaluate --seeds -1", "--seeds"),
