@@ -11,7 +11,7 @@ from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.values import LenVMConfig, ValueModel
 from tests.helpers.models import random_pair, value_logits
-from tests.helpers.value_requests import ATOL, Requests
+from tests.helpers.value_requests import Requests
 
 FORMS = {
     "softplus": LenVMConfig(gamma=0.99, target_form="length", length_normalizer=100.0),
@@ -103,11 +103,6 @@ def pair():
 PROMPT, CANDIDATES = [5, 6, 7], [11, 12]
 
 
-def forward(value_model):
-    """Value logits of two candidates after a prompt, and of two columns of padding."""
-    return Requests(value_model, rows=1).step([PROMPT], [CANDIDATES], width=4)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_model_of_lengths_returns_value_logits(tmp_path, pair, form):
     """Requests without their own gamma get the trained lengths, for any gamma of the model."""
@@ -118,19 +113,12 @@ def test_model_of_lengths_returns_value_logits(tmp_path, pair, form):
     for gamma in (None, 0.95):
         value_model = ValueModel.from_pretrained(tmp_path, pair[1], gamma=gamma)
         assert value_model.lenvm_config.gamma == (gamma or config.gamma)
-        z = forward(value_model)
+        z = Requests(value_model, rows=1).step([PROMPT], [CANDIDATES], width=4)
         assert z.dtype == torch.float32 and z[0, 2:].eq(0).all()
         params = parse_guidance({"target_length": 9}, gamma=value_model.lenvm_config.gamma)
         table = GuidanceTable.from_params([params], [{0}], "cpu")
         lengths = table.remaining_lengths(torch.zeros(2, dtype=torch.int64), z[0, :2], torch.tensor(CANDIDATES))
         torch.testing.assert_close(lengths.double(), trained_lengths(config, outputs), rtol=1e-4, atol=0)
-
-
-def test_model_of_discounted_returns_keeps_its_head_outputs(pair):
-    expected = [value_logits(*pair, torch.tensor([[*PROMPT, token]]))[0, -1].item() for token in CANDIDATES]
-    for gamma in (0.9, 0.5):
-        z = forward(ValueModel.from_causal_lm(*pair, lenvm_config=LenVMConfig(gamma=gamma)))
-        assert z.tolist()[0] == pytest.approx([*expected, 0, 0], abs=ATOL)
 
 
 def test_transformers_requests_get_the_defaults_of_the_value_model(pair):
