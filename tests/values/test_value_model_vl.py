@@ -17,6 +17,7 @@ from lenvm_kernels.values.images import image_sizes
 from tests.helpers.engine import GUIDANCE, TILT, Engine, make_step
 from tests.helpers.models import EOS, HIDDEN, IMAGE, VIDEO, VOCAB, random_head, random_model, value_logits, vl_config
 from tests.helpers.step_models import ATOL, StepModels
+from tests.helpers.value_requests import Requests
 
 MERGE = 2
 # Patch grids of images of 2 x 3, 4 x 1, 1 x 2 and 3 x 3 tokens.
@@ -153,6 +154,17 @@ def test_positions_are_shifted_to_end_at_prompt_length(models, prompt):
     assert torch.equal(found, expected[:, 0] - moved[0])
     assert found[:, -1].tolist() == [tokens.shape[1] - 1] * 3
     assert list(sizes) == [further]
+
+
+@pytest.mark.parametrize("outside", [-3, VOCAB])
+def test_token_outside_vocabulary_beside_images(models, outside):
+    """The values of its request are NaN; the other requests are not affected."""
+    prompts = [PROMPTS[0], [outside, 14], *PROMPTS[2:]]
+    requests = Requests(models.value, rows=4, page_size=4)
+    z = models.value.forward(requests.batch(prompts, [[31]] * 4, images=models.images), requests.cache)
+    expected = torch.stack([expected_values(models, prompt, [31]) for prompt in range(4)])
+    expected[1] = torch.nan
+    torch.testing.assert_close(z, expected, rtol=0, atol=ATOL, equal_nan=True)
 
 
 def check_step(models, engine, rows, prompts, more, **options):
