@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     for flag, kind, default, metavar, meaning in (
         ("--targets", positive(int), [20, 40, 80, 160], "T", "target lengths in tokens (default: 20 40 80 160)"),
         ("--seeds", arguments.seed_of, [0, 1, 2], "N", "each seed answers every prompt (default: 0 1 2)"),
-        ("--guidance", str, [], "JSON", "request parameters, one setting per object (default: {}, the package's)"),
+        ("--guidance", _params, [], "JSON", "request parameters, one setting per object (default: {}, the package's)"),
     ):
         what.add_argument(flag, type=kind, nargs="+", default=default, metavar=metavar, help=meaning)
     limit_help = "limit of an answer (default: 2.5 times the largest target); at most 2.5 times its target is used"
@@ -88,32 +88,27 @@ def run_command(args: argparse.Namespace) -> None:
         answers = references(prompts, f"--prompts {args.prompts}")
         answer_regex = compiled(args.answer_regex, answers is not None)
         require_extras("matplotlib", *([] if answers is None else ["math_verify"]))
-        said = args.say_it is not None
-        if said:
+        if args.say_it is not None:
             say("", args.say_it, args.targets[0])  # rejects other placeholders
-        guidances = [_guidance(text) for text in args.guidance]
-        settings = settings_of(guidances, with_values=args.value != NONE, said=said)
+        settings = settings_of(args.guidance, with_values=args.value != NONE, said=args.say_it is not None)
         for setting in settings:  # wrong parameters are rejected before anything is loaded
             if setting.guidance is not None:
                 fields = {"target_length": args.targets[0], **setting.guidance}
                 parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=setting.with_values)
         constant_url = args.constant_url or (args.url if args.value == NONE else None)
         server, constant_server = Server.find("--url", args.url), Server.find("--constant-url", constant_url)
+        same = {name: getattr(args, name) for name in ("base", "value", "rows", "dtype", "say_it")}
         plan = Plan(
-            base=args.base,
-            value=args.value,
             prompts=spread([prompt.text for prompt in prompts], count),
             targets=list(dict.fromkeys(args.targets)),
             seeds=list(dict.fromkeys(args.seeds)),
             settings=settings,
             max_new_tokens=args.max_new_tokens or default_limit(max(args.targets)),
             sampling=arguments.sampling_of(args),
-            rows=args.rows,
-            dtype=args.dtype,
             engine=None if server is None else server.engine,
             constant_engine=None if constant_server is None else constant_server.engine,
             answers=None if answers is None else spread(answers, count),
-            say_it=args.say_it,
+            **same,
         )
         stored = StoredAnswers(args.output, asdict(plan), Answer, "lenvm evaluate")
         device, dtype = arguments.device_of(args.device), getattr(torch, args.dtype)
@@ -131,14 +126,14 @@ def run_command(args: argparse.Namespace) -> None:
         print(write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, answer_regex, facts))
 
 
-def _guidance(text: str) -> dict[str, Any]:
-    """A value of ``--guidance``: parameters besides the target."""
+def _params(text: str) -> dict[str, Any]:
+    """The ``type`` of ``--guidance``: parameters besides the target."""
     try:
         guidance = json.loads(text)
     except json.JSONDecodeError:
         guidance = None
     if not isinstance(guidance, dict):
-        raise ValueError(f'--guidance must be JSON objects such as {{"strength": 8}}, got {text!r}')
+        raise argparse.ArgumentTypeError(f'must be JSON objects such as {{"strength": 8}}, got {text!r}')
     if own := [name for name in OWN_FIELDS if name in guidance]:
-        raise ValueError(f"--guidance must leave the target to --targets, got {own[0]} in {text!r}")
+        raise argparse.ArgumentTypeError(f"must leave the target to --targets, got {own[0]} in {text!r}")
     return guidance

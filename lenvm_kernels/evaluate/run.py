@@ -169,7 +169,6 @@ def run(
         server: answers settings with a value model, and unguided ones. If None, answers are made in process.
         constant_server: answers guided settings without a value model. If None, answers are made in process.
     """
-    models.check_ends()
     units = plan.units()
     with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), models) as bar:
         for unit in units:

@@ -109,7 +109,6 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
         return
     value = plan.value if server is None and plan.value is not None else NONE
     models = Models.load(plan.base, value, device=device, dtype=getattr(torch, plan.dtype), names=("BASE", "--value"))
-    models.check_ends()
     eos, lock = models.eos_token_ids, Lock()
 
     def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
