@@ -178,11 +178,9 @@ def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
         scores = scores_of(folder)[str(target)]
         assert list(scores) == ["none", "hard cut", "constant", "guided"]
         for name, score in scores.items():
-            answers = [line for line in lines if line["setting"] == (name if name != "hard cut" else "none")]
-            answers = [line for line in answers if line["target"] in (None, target)]
-            most = target if name == "hard cut" else limit
-            assert score["mean"] == pytest.approx(sum(min(len(line["ids"]), most) for line in answers) / 10)
-            assert score["cut"] == pytest.approx(1 - sum(x["ended"] and len(x["ids"]) <= most for x in answers) / 10)
+            setting, most = ("none", target) if name == "hard cut" else (name, limit)
+            found = [x for x in lines if x["setting"] == setting and x["target"] in (None, target)]
+            assert len(found) == 10 and score == measure([Answer(**line).cut(most) for line in found], target)
     for line in lines:
         assert line["ended"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
         assert line["text"] == tiny.tokenizer.decode(line["ids"], skip_special_tokens=True)

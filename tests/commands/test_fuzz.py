@@ -53,28 +53,16 @@ RUNS = {
     "kernels": ("--ops draw verify_drafts --cases 4", 0, r"verify_drafts +2 "),
     "other batches": (f"--against {FAULTS}:odd.topk_candidates --cases 6", 1, "differs in another order"),
     "reference only": (f"--against {FAULTS}:odd.topk_candidates --cases 6 --reference-only", 0, "candidates +6 "),
-    "chosen options": (
-        f"--against {FAULTS}:off.value_head --cases 6 --only dtype=bfloat16 size=80 size=96",
-        1,
-        '"size": (80|96), .*"dtype": "bfloat16"',
-    ),
-    "exception": (
-        f"--ops value_head --against {FAULTS}:fails --cases 3",
-        1,
-        r"RuntimeError \(3 of 3 .*\n  out of luck",
-    ),
-    "wrong dtype": (
-        f"--ops value_head --against {FAULTS}:halves --cases 3",
-        1,
-        r"wrong type, dtype, shape or memory \(3 of 3 cases\)\n  logits must be float32 \[1\], got float16 \[1\]\n",
-    ),
-    "other memory": (
-        f"--ops value_tree_attention --against {FAULTS}:spills --cases 16 ",
-        1,
-        "memory around out must stay unchanged",
-    ),
+    "chosen options": (f"--against {FAULTS}:off.value_head --cases 6 --only dtype=bfloat16 size=80 size=96", 1,
+        '"size": (80|96), .*"dtype": "bfloat16"'),
+    "exception": (f"--ops value_head --against {FAULTS}:fails --cases 3", 1,
+        r"RuntimeError \(3 of 3 .*\n  out of luck"),
+    "wrong dtype": (f"--ops value_head --against {FAULTS}:halves --cases 3", 1,
+        r"wrong type, dtype, shape or memory \(3 of 3 cases\)\n  logits must be float32 \[1\], got float16 \[1\]\n"),
+    "other memory": (f"--ops value_tree_attention --against {FAULTS}:spills --cases 16", 1,
+        "memory around out must stay unchanged"),
     "no time": ("--seconds 1e-9", 0, r"^operator .*failures\n$"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -91,6 +91,7 @@ REJECTED = [
     ("evaluate --temperature -1", "temperature must be a finite number >= 0"),
     ("evaluate --device abacus", "--device"),
     ("evaluate nowhere none --output OUT", "BASE must be a directory"),
+    ("evaluate FILES/endless none --output OUT", "BASE must have an eos_token_id in its generation_config, got none"),
     ("evaluate BASE nowhere --output OUT", "VALUE must be a directory"),
     ('evaluate BASE none --output OUT --guidance {"value_constraint":"eq"}', "value_constraint"),
     ("train --lora-rank 2", "--lora-rank requires --kind value-model, got --kind probe"),
@@ -151,6 +152,8 @@ def files(base, tmp_path_factory):
         file.unlink()
     save_checkpoint(folder / "braces", seed=1, value_head=True)
     (folder / "braces" / "lenvm_config.json").write_text("{")
+    save_checkpoint(folder / "endless", seed=1)
+    (folder / "endless" / "generation_config.json").write_text("{}")
     (folder / "problems.jsonl").write_text('{"prompt": "w1", "answer": 3}\n')
     for number, (_, lines, _) in enumerate(PROMPTS):
         (folder / f"{number}.jsonl").write_text(lines + "\n")

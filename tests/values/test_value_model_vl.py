@@ -206,23 +206,6 @@ def test_values_of_steps_after_image_prompts(models, backend, chunk_tokens):
     assert not step.table.columns.faults.any()
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_images_do_not_change_values_of_other_requests(models, backend):
-    """The tokens are computed in one forward; kernel results are bitwise identical."""
-
-    def values(rows, prompts, **options):
-        engine = Engine(*make_step(models.value, max_candidates=4, backend=backend))
-        engine.start(rows, prompts, [TILT] * len(rows), **options)
-        scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
-        return engine.decode(rows[-1:], prompts[-1:], scores).value_logits
-
-    text, of_prompt = [24, 25, 26, 27, 28], of_prefill(models.images, 2)
-    positions = torch.cat([of_prompt.positions, torch.arange(4).expand(3, 4)], dim=1)
-    both = ImageTokens(positions, torch.cat([of_prompt.rows, torch.full((4,), -1)]), of_prompt.embeds)
-    beside, alone = values([1, 4], [PROMPTS[2], text], images=both), values([4], [text])
-    torch.testing.assert_close(beside, alone, rtol=0, atol=0 if backend == "triton" else ATOL)
-
-
 def test_scaled_rope_frequencies():
     """YaRN, which also scales cosine and sine."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
