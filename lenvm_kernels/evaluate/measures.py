@@ -82,7 +82,8 @@ def measure(
     distance, deviation = np.abs(lengths - target), (lengths - target) / target
     ended = np.array([answer.ended for answer in answers])
     repeated = np.array([repeated_4grams(answer.ids) for answer in answers])
-    last_of_each = {(answer.prompt, *answer.ids): i for i, answer in enumerate(answers)}
+    keys = [(answer.prompt, *answer.ids) for answer in answers]
+    last_of_each = {key: i for i, key in enumerate(keys)}
     each = np.ones(len(answers))
     # Numerators and denominators, by answer.
     parts: dict[str, tuple[np.ndarray, np.ndarray]] = {
@@ -101,7 +102,7 @@ def measure(
         "distinct": (np.isin(np.arange(len(answers)), list(last_of_each.values())), each),
     }
     if right is not None:
-        is_right = np.array([right[(answer.prompt, *answer.ids)] for answer in answers])
+        is_right = np.array([right[key] for key in keys])
         is_first = np.array([answer.seed == first_seed for answer in answers])
         parts["acc_first"] = is_right & is_first, is_first
         parts["acc_any"] = np.bincount(rows, weights=is_right)[rows] > 0, each

@@ -119,7 +119,7 @@ def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
     """Weights and biases of a network's layers on raw inputs, on the CPU."""
     tensors: dict[str, Tensor] = {}
     for name, layer in network.named_children():
-        folded = layer.folded() if isinstance(layer, StandardizedLinear) else (layer.weight, layer.bias)
+        folded: Any = layer.folded() if isinstance(layer, StandardizedLinear) else (layer.weight, layer.bias)
         for kind, tensor in zip(("weight", "bias"), folded, strict=True):
             tensors[f"{name}.{kind}"] = tensor.detach().cpu().contiguous()
     return tensors

@@ -170,7 +170,8 @@ def test_prompt_with_its_target():
 
 def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
     folder, error = evaluate("--max-new-tokens", 24)
-    assert "50/50" in error
+    versions = json.loads((folder / "result.json").read_text())["versions"]
+    assert "50/50" in error and versions.keys() == {"lenvm_kernels", "python", "torch", "transformers", "numpy"}
     lines, names = lines_of(folder), ["none", "constant", "guided"]
     assert list(dict.fromkeys(line["setting"] for line in lines)) == names
     assert len(lines) == 5 * 2 * (1 + 2 * 2)  # prompts, seeds, settings: the base once, two others at two targets
