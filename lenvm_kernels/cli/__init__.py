@@ -38,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    args = _parser().parse_args(argv)
+    parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
+    parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (generate, params, demo, evaluate, train, export, doctor, serve, fuzz):
+        command.add(commands)
+    args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
     except UsageError as error:
@@ -46,12 +51,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
-    parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, params, demo, evaluate, train, export, doctor, serve, fuzz):
-        command.add(commands)
-    return parser

@@ -106,14 +106,13 @@ def check_installed() -> Iterator[Check]:
     python = Requirement(f"python{own.metadata['Requires-Python']}")
     yield _version_check(python, ".".join(map(str, sys.version_info[:3])))
     for requirement in map(Requirement, own.requires or ()):
-        marker = requirement.marker
-        engine = next((e for e in ("sglang", "vllm") if marker and marker.evaluate({"extra": e})), None)
-        if marker is None or marker.evaluate({"extra": ""}):
-            yield _version_check(requirement, version_of(requirement.name))
-        elif engine == "sglang" and is_fork():
-            yield Check(engine, OK, "the LenVM fork", f"it has no plugins: use {FORK}")
-        elif engine is not None:
-            yield _version_check(requirement, version_of(engine), absent=MISSING)
+        name, marker = requirement.name, requirement.marker
+        if name == "sglang" and is_fork():
+            yield Check(name, OK, "the LenVM fork", f"it has no plugins: use {FORK}")
+        elif name in ("sglang", "vllm"):
+            yield _version_check(requirement, version_of(name), absent=MISSING)
+        elif marker is None or marker.evaluate({"extra": ""}):
+            yield _version_check(requirement, version_of(name))
     for engine, group, module in ENTRY_POINTS:
         points = [point for point in metadata.entry_points(group=group) if point.value.partition(":")[0] == module]
         names = ", ".join(f"{point.name} of {point.dist.name if point.dist else '?'}" for point in points) or "none"

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.guidance.fields import FIELDS, Field
+from lenvm_kernels.guidance.fields import FIELDS
 from lenvm_kernels.loading import arguments, say
 
 if TYPE_CHECKING:
@@ -50,7 +50,17 @@ def add(commands: Any) -> None:
     guidance = parser.add_argument_group("guidance")
     for field in FIELDS.values():
         if field.metavar is not None:
-            _add_field(guidance, field)
+            is_list = field.name == "token_temperature_scale"
+            default = "none" if field.default is None else str(field.default)
+            meaning = "; ".join(filter(None, (field.meaning, field.limits)))
+            guidance.add_argument(
+                *(f"--{name.replace('_', '-')}" for name in field.names),
+                dest=field.name,
+                nargs="+" if is_list else None,
+                type=_divisor if is_list else float if field.metavar in ("X", "N") else None,
+                metavar=field.metavar,
+                help=f"{meaning} (default: {default})".replace("%", "%%"),
+            )
 
     sampling = parser.add_argument_group("sampling")
     arguments.add_sampling(sampling)
@@ -61,19 +71,11 @@ def add(commands: Any) -> None:
     arguments.add_seed(sampling)
 
 
-def _add_field(group: Any, field: Field) -> None:
-    """The flags of a field of a request, under all of its names."""
-    default = "none" if field.default is None else str(field.default)
-    meaning = "; ".join(filter(None, (field.meaning, field.limits)))
-    is_list = field.name == "token_temperature_scale"
-    group.add_argument(
-        *(f"--{name.replace('_', '-')}" for name in field.names),
-        dest=field.name,
-        nargs="+" if is_list else None,
-        type=float if field.metavar in ("X", "N") else None,  # numbers
-        metavar=field.metavar,
-        help=f"{meaning} (default: {default})".replace("%", "%%"),
-    )
+def _divisor(text: str) -> list[str]:
+    """The ``type`` of ``--token-temperature-scale``: a token id and its divisor."""
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"must be token ids and divisors such as 13=1.5, got {text!r}")
+    return text.split("=", 1)
 
 
 def run_command(args: argparse.Namespace) -> None:
@@ -88,7 +90,7 @@ def run_command(args: argparse.Namespace) -> None:
         from lenvm_kernels.types import Mode
 
         fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
-        fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
+        fields["token_temperature_scale"] = args.token_temperature_scale and dict(args.token_temperature_scale)
         has_values = args.value_model != NONE
         parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=has_values, max_tokens=args.max_new_tokens)
         if args.show_values and not has_values:
@@ -141,14 +143,6 @@ def run_command(args: argparse.Namespace) -> None:
         if args.show_values:
             new = output[0, inputs["input_ids"].shape[1] :].tolist()
             _print_values(models, processor, new, gamma=guidance.gamma)
-
-
-def _token_temperatures(pairs: list[str] | None) -> dict[str, str] | None:
-    if pairs is None:
-        return None
-    if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise ValueError(f"--token-temperature-scale must be token ids and divisors such as 13=1.5, got {wrong[0]!r}")
-    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:

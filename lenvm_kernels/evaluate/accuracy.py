@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing import TimeoutError, get_context
 from typing import Any
 
-import numpy as np
-
-from lenvm_kernels.evaluate.measures import Answer, bootstrap
+from lenvm_kernels.evaluate.measures import Answer
 from lenvm_kernels.loading import Prompt
 
 # A number in a text: a sign that does not belong to a range, money, thousands, decimals or a fraction, a percent sign.
@@ -96,31 +94,15 @@ def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
     return results
 
 
-def add(
-    scores: Mapping[str, Mapping[str, dict[str, Any]]],
-    views: Mapping[str, Mapping[str, Sequence[Answer]]],
-    expected: Sequence[str],
-    first_seed: int,
-    tokenizer: Any,
-    pattern: re.Pattern[str],
-) -> None:
-    """Add shares of prompts, 0 to 1, to the scores of each target and setting, with intervals as :func:`.measure` has.
+def judge(
+    answers: Iterable[Answer], expected: Sequence[str], tokenizer: Any, pattern: re.Pattern[str]
+) -> dict[tuple[int, ...], bool]:
+    """Whether answers are right, by their prompt and tokens. ``expected`` has the reference answer of every prompt.
 
-    ``acc_first`` counts prompts with a right answer for the first seed, ``acc_any`` for any seed. Tokens are decoded
-    again, because the text of a cut answer is the whole text. ``expected`` has the reference answer of every prompt.
+    Tokens are decoded again, because the text of a cut answer is the whole text.
     """
-    pairs = {}
-    for target, by_name in views.items():
-        for name, answers in by_name.items():
-            texts = tokenizer.batch_decode([answer.ids for answer in answers], skip_special_tokens=True)
-            found = zip(texts, answers, strict=True)
-            pairs[target, name] = [(extract(text, pattern), expected[answer.prompt]) for text, answer in found]
-    right = check(pair for row in pairs.values() for pair in row)
-    for (target, name), row in pairs.items():
-        score, answers = scores[target][name], views[target][name]
-        solved = [answer for answer, pair in zip(answers, row, strict=True) if right[pair]]
-        first = {answer.prompt for answer in solved if answer.seed == first_seed}
-        for measure, prompts in (("acc_first", first), ("acc_any", {answer.prompt for answer in solved})):
-            shares = np.array([float(prompt in prompts) for prompt in range(len(expected))])
-            score[measure] = float(shares.mean())
-            score["intervals"][measure] = list(bootstrap(shares, np.ones(len(shares))))
+    keys = list(dict.fromkeys((answer.prompt, *answer.ids) for answer in answers))
+    texts = tokenizer.batch_decode([ids for _, *ids in keys], skip_special_tokens=True)
+    pairs = [(extract(text, pattern), expected[prompt]) for text, (prompt, *_) in zip(texts, keys, strict=True)]
+    right = check(pairs)
+    return {key: right[pair] for key, pair in zip(keys, pairs, strict=True)}

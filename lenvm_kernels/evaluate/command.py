@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lenvm_kernels import __version__
 from lenvm_kernels.loading import Prompt, arguments, held_out_prompts, read_prompts, say, spread
 from lenvm_kernels.loading.arguments import positive
-
-if TYPE_CHECKING:
-    from lenvm_kernels.evaluate.measures import Answer
-    from lenvm_kernels.evaluate.run import Plan
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -50,18 +45,13 @@ def add(commands: Any) -> None:
     for flag, kind, default, metavar, meaning in (
         ("--targets", positive(int), [20, 40, 80, 160], "T", "target lengths in tokens (default: 20 40 80 160)"),
         ("--seeds", arguments.seed_of, [0, 1, 2], "N", "each seed answers every prompt (default: 0 1 2)"),
-        ("--guidance", str, [], "JSON", "request parameters, one setting per object (default: {}, the package's)"),
+        ("--guidance", _params, [], "JSON", "request parameters, one setting per object (default: {}, the package's)"),
     ):
         what.add_argument(flag, type=kind, nargs="+", default=default, metavar=metavar, help=meaning)
     limit_help = "limit of an answer (default: 2.5 times the largest target); at most 2.5 times its target is used"
     of_prompts = "number of prompts, evenly spaced (default: all)"
     arguments.add_numbers(what, num_prompts=(None, of_prompts), max_new_tokens=(None, limit_help))
     arguments.add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
-    closing_help = (
-        "add the setting forced answer: base model answers longer than the target are cut 16 tokens before it and "
-        "continue with TEXT and new tokens of the base model (default: no such setting)"
-    )
-    what.add_argument("--closing", metavar="TEXT", help=closing_help)
 
     arguments.add_sampling(parser.add_argument_group("sampling"))
 
@@ -83,8 +73,11 @@ def run_command(args: argparse.Namespace) -> None:
 
         from lenvm_kernels.engines.settings import NONE
         from lenvm_kernels.evaluate.accuracy import compiled, references
-        from lenvm_kernels.evaluate.run import CLOSING_TOKENS, Plan, Runner, default_limit, settings_of, stored_answers
+        from lenvm_kernels.evaluate.measures import Answer
+        from lenvm_kernels.evaluate.report import write_results
+        from lenvm_kernels.evaluate.run import Plan, default_limit, run, settings_of
         from lenvm_kernels.evaluate.servers import Server
+        from lenvm_kernels.evaluate.stored_answers import StoredAnswers
         from lenvm_kernels.guidance import Thoughts, parse_guidance
         from lenvm_kernels.loading.models import Models, require_extras
 
@@ -95,41 +88,33 @@ def run_command(args: argparse.Namespace) -> None:
         answers = references(prompts, f"--prompts {args.prompts}")
         answer_regex = compiled(args.answer_regex, answers is not None)
         require_extras("matplotlib", *([] if answers is None else ["math_verify"]))
-        said, forced = args.say_it is not None, args.closing is not None
-        if said:
+        if args.say_it is not None:
             say("", args.say_it, args.targets[0])  # rejects other placeholders
-        if forced and min(args.targets) <= CLOSING_TOKENS:
-            raise ValueError(f"--closing needs --targets above {CLOSING_TOKENS}, got {min(args.targets)}")
-        guidances = [_guidance(text) for text in args.guidance]
-        settings = settings_of(guidances, with_values=args.value != NONE, said=said, forced=forced)
+        settings = settings_of(args.guidance, with_values=args.value != NONE, said=args.say_it is not None)
         for setting in settings:  # wrong parameters are rejected before anything is loaded
             if setting.guidance is not None:
                 fields = {"target_length": args.targets[0], **setting.guidance}
                 parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=setting.with_values)
         constant_url = args.constant_url or (args.url if args.value == NONE else None)
         server, constant_server = Server.find("--url", args.url), Server.find("--constant-url", constant_url)
+        same = {name: getattr(args, name) for name in ("base", "value", "rows", "dtype", "say_it")}
         plan = Plan(
-            base=args.base,
-            value=args.value,
             prompts=spread([prompt.text for prompt in prompts], count),
             targets=list(dict.fromkeys(args.targets)),
             seeds=list(dict.fromkeys(args.seeds)),
             settings=settings,
             max_new_tokens=args.max_new_tokens or default_limit(max(args.targets)),
             sampling=arguments.sampling_of(args),
-            rows=args.rows,
-            dtype=args.dtype,
             engine=None if server is None else server.engine,
             constant_engine=None if constant_server is None else constant_server.engine,
             answers=None if answers is None else spread(answers, count),
-            say_it=args.say_it,
-            closing=args.closing,
+            **same,
         )
-        stored = stored_answers(args.output, plan)
+        stored = StoredAnswers(args.output, asdict(plan), Answer, "lenvm evaluate")
         device, dtype = arguments.device_of(args.device), getattr(torch, args.dtype)
         value = args.value if server is None else NONE
         models = Models.load(args.base, value, device=device, dtype=dtype, names=("BASE", "VALUE"))
-        Runner(plan, models, server, constant_server).run(stored)
+        run(plan, models, stored, server, constant_server)
         facts = {
             "command": shlex.join(["lenvm", *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -138,47 +123,17 @@ def run_command(args: argparse.Namespace) -> None:
             "url": args.url,
             "constant_url": constant_url,
         }
-        print(_write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, answer_regex, facts))
+        print(write_results(args.output, plan, list(stored.answers.values()), models.tokenizer, answer_regex, facts))
 
 
-def _guidance(text: str) -> dict[str, Any]:
-    """A value of ``--guidance``: parameters besides the target."""
+def _params(text: str) -> dict[str, Any]:
+    """The ``type`` of ``--guidance``: parameters besides the target."""
     try:
         guidance = json.loads(text)
     except json.JSONDecodeError:
         guidance = None
     if not isinstance(guidance, dict):
-        raise ValueError(f'--guidance must be JSON objects such as {{"strength": 8}}, got {text!r}')
+        raise argparse.ArgumentTypeError(f'must be JSON objects such as {{"strength": 8}}, got {text!r}')
     if own := [name for name in OWN_FIELDS if name in guidance]:
-        raise ValueError(f"--guidance must leave the target to --targets, got {own[0]} in {text!r}")
+        raise argparse.ArgumentTypeError(f"must leave the target to --targets, got {own[0]} in {text!r}")
     return guidance
-
-
-def _write_results(
-    folder: Path, plan: Plan, answers: list[Answer], tokenizer: Any, regex: re.Pattern[str], facts: dict[str, Any]
-) -> str:
-    """Score the answers, write numbers, tables and plots, and return the tables."""
-    import numpy
-    import torch
-    import transformers
-
-    from lenvm_kernels.evaluate import accuracy, report
-    from lenvm_kernels.evaluate.measures import calibrate, measure
-    from lenvm_kernels.evaluate.run import BASE
-
-    views = plan.views(answers)
-    scores = {
-        target: {name: measure(made, int(target)) for name, made in view.items()} for target, view in views.items()
-    }
-    calibration = calibrate([answer for answer in answers if answer.setting == BASE])
-    if plan.answers is not None:
-        accuracy.add(scores, views, plan.answers, plan.seeds[0], tokenizer, regex)
-        report.plot_accuracy(plan.targets, scores, folder / "accuracy.png")
-    versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
-    versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
-    result = facts | {"versions": versions, "scores": scores, "calibration": calibration}
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    text = "\n".join(filter(None, (report.tables(plan, scores), report.calibration_table(plan, calibration))))
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    report.plot_lengths(plan.targets, views, folder / "lengths.png")
-    return text

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -71,16 +72,17 @@ def run_command(args: argparse.Namespace) -> None:
         from lenvm_kernels.loading.models import Models, require_extras
 
         require_extras("gguf", "accelerate", "matplotlib")
-        from lenvm_kernels.evaluate.measures import measure
+        from lenvm_kernels.evaluate.measures import Answer, measure
         from lenvm_kernels.evaluate.report import plot_lengths
-        from lenvm_kernels.evaluate.run import BASE, CONSTANT, GUIDED, Runner, stored_answers
+        from lenvm_kernels.evaluate.run import BASE, CONSTANT, GUIDED, run
+        from lenvm_kernels.evaluate.stored_answers import StoredAnswers
 
         print("loading SmolLM2-135M-Instruct: about 20 seconds ...", file=sys.stderr, flush=True)
         models = Models.load("demo", "demo", device=arguments.device_of(args.device), dtype=torch.float32)
         plan = plan_of(held_out_prompts(), quick=args.quick, seed=args.seed)
         with TemporaryDirectory() as folder:
-            stored = stored_answers(Path(folder), plan)
-            Runner(plan, models).run(stored)
+            stored = StoredAnswers(Path(folder), asdict(plan), Answer, "lenvm demo")
+            run(plan, models, stored)
         views = plan.views(list(stored.answers.values()))
         view = views[str(TARGET)]
         for index, prompt in enumerate(plan.prompts[:3]):

@@ -6,7 +6,7 @@ prompts needs only the two sums of each prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from lenvm_kernels.guidance.sentences import ends_sentence
 RESAMPLES = 1000
 # Decay of LIFEBench's score: answers that are too short lose more than answers that are too long.
 SHORT_DECAY, LONG_DECAY = 5.0, 2.0
-WITH_INTERVALS = ("distance", "within_10", "within_25", "perplexity", "sentence_ends")
+WITH_INTERVALS = ("distance", "within_10", "within_25", "perplexity", "sentence_ends", "acc_first", "acc_any")
 # Setting, target, seed and prompt identify an answer.
 Key = tuple[str, int | None, int, int]
 
@@ -57,12 +57,15 @@ class Answer:
         return replace(self, ids=self.ids[:limit], nll=self.nll[:limit], ended=False)
 
 
-def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
+def measure(
+    answers: Sequence[Answer], target: int, right: Mapping[tuple[int, ...], bool] | None = None, first_seed: int = 0
+) -> dict[str, Any]:
     """Score the answers of one setting against one target.
 
     Args:
-        answers: at least one; the seeds of a prompt share its index.
+        answers: at least one, as many to every prompt; the seeds of a prompt share its index.
         target: tokens, at least 1.
+        right: see :func:`.judge`. If None, accuracies are left out.
 
     Returns:
         Shares from 0 to 1 and lengths in tokens: ``answers`` (their number), ``mean``, ``quartiles`` (three),
@@ -70,16 +73,17 @@ def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
         ``too_short`` (below a quarter of it), ``cut`` (at the limit), ``length_score`` (LIFEBench's LS, 0 to 100),
         ``length_deviation`` (its LD, signed), ``relative_error`` (mean of ``|length - target| / target``),
         ``perplexity``, ``repetition``, ``sentence_ends`` (of the answers that ended by themselves), ``distinct`` (texts
-        of a prompt that differ). ``intervals`` has ``[low, high]`` for :data:`WITH_INTERVALS`. None replaces a number
+        of a prompt that differ), and shares of prompts with a right answer for ``first_seed`` (``acc_first``) and for
+        any seed (``acc_any``). ``intervals`` has ``[low, high]`` for :data:`WITH_INTERVALS`. None replaces a number
         whose denominator is 0. Source of LS and LD: arXiv 2505.16234; arXiv 2604.27039, equations 17 and 18.
     """
-    prompts = sorted({answer.prompt for answer in answers})
-    rows = np.array([prompts.index(answer.prompt) for answer in answers])
+    prompts, rows = np.unique([answer.prompt for answer in answers], return_inverse=True)
     lengths = np.array([len(answer.ids) for answer in answers])
     distance, deviation = np.abs(lengths - target), (lengths - target) / target
     ended = np.array([answer.ended for answer in answers])
     repeated = np.array([repeated_4grams(answer.ids) for answer in answers])
-    last_of_each = {(answer.prompt, *answer.ids): i for i, answer in enumerate(answers)}
+    keys = [(answer.prompt, *answer.ids) for answer in answers]
+    last_of_each = {key: i for i, key in enumerate(keys)}
     each = np.ones(len(answers))
     # Numerators and denominators, by answer.
     parts: dict[str, tuple[np.ndarray, np.ndarray]] = {
@@ -97,6 +101,11 @@ def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
         "sentence_ends": (np.array([answer.ended and ends_sentence(answer.text) for answer in answers]), ended),
         "distinct": (np.isin(np.arange(len(answers)), list(last_of_each.values())), each),
     }
+    if right is not None:
+        is_right = np.array([right[key] for key in keys])
+        is_first = np.array([answer.seed == first_seed for answer in answers])
+        parts["acc_first"] = is_right & is_first, is_first
+        parts["acc_any"] = np.bincount(rows, weights=is_right)[rows] > 0, each
     scores: dict[str, Any] = {"answers": len(answers), "quartiles": np.percentile(lengths, (25, 50, 75)).tolist()}
     intervals: dict[str, list[float] | None] = {}
     for name, (above, below) in parts.items():

@@ -1,16 +1,21 @@
-"""Markdown tables and the plot of ``lenvm evaluate``."""
+"""The files of results of ``lenvm evaluate``: numbers, Markdown tables and plots."""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lenvm_kernels.engines.settings import NONE
-from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.run import Plan
+from lenvm_kernels.evaluate.accuracy import judge
+from lenvm_kernels.evaluate.measures import Answer, calibrate, measure
+from lenvm_kernels.evaluate.run import BASE, Plan
 
 # Measure, title of its column, and digits after the point. Titles with a percent sign show shares as percentages.
 COLUMNS = (
@@ -32,6 +37,31 @@ COLUMNS = (
 )
 
 
+def write_results(
+    folder: Path, plan: Plan, answers: list[Answer], tokenizer: Any, regex: re.Pattern[str], facts: dict[str, Any]
+) -> str:
+    """Score the answers, write numbers, tables and plots, and return the tables. ``facts`` are added to the numbers."""
+    views, right = plan.views(answers), None
+    if plan.answers is not None:
+        viewed = [answer for view in views.values() for made in view.values() for answer in made]
+        right = judge(viewed, plan.answers, tokenizer, regex)
+    scores = {
+        target: {name: measure(made, int(target), right, plan.seeds[0]) for name, made in view.items()}
+        for target, view in views.items()
+    }
+    calibration = calibrate([answer for answer in answers if answer.setting == BASE])
+    versions = {name: metadata.version(name) for name in ("lenvm_kernels", "torch", "transformers", "numpy")}
+    versions["python"] = sys.version.split()[0]
+    result = facts | {"versions": versions, "scores": scores, "calibration": calibration}
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join(filter(None, (tables(plan, scores), calibration_table(plan, calibration))))
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    plot_lengths(plan.targets, views, folder / "lengths.png")
+    if right is not None:
+        plot_accuracy(plan.targets, scores, folder / "accuracy.png")
+    return text
+
+
 def tables(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown: a table per target, with 95 % intervals in brackets and a dash for a missing number."""
     counts = f"{len(plan.prompts)} prompts, {len(plan.seeds)} seed{'s' * (len(plan.seeds) > 1)}"
@@ -43,8 +73,8 @@ def tables(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append("| --- " * (len(columns) + 2) + "|")
         for name, score in settings.items():
             cells = [name.replace("|", "\\|"), ", ".join(f"{length:.0f}" for length in score["quartiles"])]
-            for measure, title, digits in columns:
-                value, interval, unit = score[measure], score["intervals"].get(measure), 100 if "%" in title else 1
+            for key, title, digits in columns:
+                value, interval, unit = score[key], score["intervals"].get(key), 100 if "%" in title else 1
                 cell = "-" if value is None else f"{unit * value:.{digits}f}"
                 ends = "" if interval is None else f" [{', '.join(f'{unit * end:.{digits}f}' for end in interval)}]"
                 cells.append(cell + ends)
@@ -94,8 +124,7 @@ def plot_lengths(targets: Sequence[int], views: Mapping[str, Mapping[str, Sequen
             places = target + gap * np.random.default_rng(0).uniform(-1, 1, len(lengths))
             axes.scatter(places, lengths, s=7, alpha=0.5, linewidths=0)
         axes.set_title(name if len(name) <= 30 else name[:29] + "…", fontsize=9)
-        axes.set(xlabel="target in tokens", xticks=sorted(targets), xlim=(0, longest * 1.1))
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="target in tokens", xticks=sorted(targets), xlim=(0, longest * 1.1), ylim=(0, None))
     panels[0].set_ylabel("length in tokens")
     figure.savefig(file, format="png", dpi=150)
 
@@ -112,7 +141,6 @@ def plot_accuracy(targets: Sequence[int], scores: Mapping[str, Mapping[str, Any]
         share, low, high = shares.T
         lengths = [point["mean"] for point in points]
         axes.errorbar(lengths, share, (share - low, high - share), marker="o", elinewidth=0.8, label=name)
-    axes.set(xlabel="mean length in tokens", ylabel="% right", ylim=(-2, 102))
-    axes.set_xlim(left=0)
+    axes.set(xlabel="mean length in tokens", ylabel="% right", xlim=(0, None), ylim=(-2, 102))
     axes.legend(fontsize=7)
     figure.savefig(file, format="png", dpi=150)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +23,8 @@ from lenvm_kernels.evaluate.stored_answers import StoredAnswers
 from lenvm_kernels.loading import say
 from lenvm_kernels.loading.models import AnswerBar, Models, sample, tokens_of
 
-BASE, CUT, FORCED, CONSTANT, GUIDED = "none", "hard cut", "forced answer", "constant", "guided"
+BASE, CUT, CONSTANT, GUIDED = "none", "hard cut", "constant", "guided"
 SAID = ", said"
-# A forced answer leaves the base model's answer this many tokens before the target.
-CLOSING_TOKENS = 16
 # Maximum answer length, as a multiple of the target.
 LONGEST = 2.5
 
@@ -63,7 +61,6 @@ class Plan:
         engine, constant_engine: engines of the servers. If None, answers are made in process.
         answers: reference answer of each prompt. If None, accuracy is not measured.
         say_it: text that is appended to the prompts of settings with ``said``.
-        closing: text that forces an answer. If None, there is no such setting.
     """
 
     base: str
@@ -80,7 +77,6 @@ class Plan:
     constant_engine: str | None = None
     answers: list[str] | None = None
     say_it: str | None = None
-    closing: str | None = None
 
     def limit(self, target: int | None) -> int:
         """Maximum tokens of an answer to a target."""
@@ -103,19 +99,14 @@ class Plan:
 
         Answers without a target are cut at the target's limit; for ``hard cut``, the base model's are at the target.
         """
-        made: dict[tuple[str, int | None], list[Answer]] = {}
-        for answer in answers:
-            made.setdefault((answer.setting, answer.target), []).append(answer)
         views: dict[str, dict[str, list[Answer]]] = {}
         for target in self.targets:
             view = views[str(target)] = {}
             for name in (setting.name for setting in self.settings):
-                if (name, target) in made:
-                    view[name] = made[name, target]
-                elif (name, None) in made:
-                    view[name] = [answer.cut(self.limit(target)) for answer in made[name, None]]
+                if made := [a for a in answers if a.setting == name and a.target in (None, target)]:
+                    view[name] = [answer.cut(self.limit(target)) for answer in made]
                 if name == BASE:
-                    view[CUT] = [answer.cut(target) for answer in made[BASE, None]]
+                    view[CUT] = [answer.cut(target) for answer in made]
         return views
 
 
@@ -145,127 +136,84 @@ def default_limit(target: int) -> int:
     return math.ceil(LONGEST * target / 16) * 16
 
 
-def settings_of(
-    guidances: Sequence[dict[str, Any]], *, with_values: bool, said: bool = False, forced: bool = False
-) -> list[Setting]:
+def settings_of(guidances: Sequence[dict[str, Any]], *, with_values: bool, said: bool = False) -> list[Setting]:
     """The settings of a plan, the baselines first.
 
     Args:
         guidances: parameters of the guided settings. If empty, the default parameters.
         with_values: whether there is a value model.
-        said: repeat each setting except the forced answer with prompts that name the target.
-        forced: add the forced answer.
+        said: repeat each setting with prompts that name the target.
     """
-    settings = [Setting(BASE, None, with_values, targets=(None,))]
-    if forced:
-        settings.append(Setting(FORCED, None, False))
-    settings.append(Setting(CONSTANT, {}, False))
+    settings = [Setting(BASE, None, with_values, targets=(None,)), Setting(CONSTANT, {}, False)]
     for guidance in guidances or [{}]:
         name = json.dumps(guidance, sort_keys=True) if guidance else GUIDED if with_values else CONSTANT
         settings.append(Setting(name, guidance, with_values))
     if said:
-        named = [setting for setting in settings if setting.name != FORCED]
-        settings += [replace(setting, name=setting.name + SAID, said=True, targets=None) for setting in named]
+        settings += [replace(setting, name=setting.name + SAID, said=True, targets=None) for setting in settings]
     return list({setting.name: setting for setting in settings}.values())
 
 
-def stored_answers(folder: Path, plan: Plan) -> StoredAnswers:
-    """The answers of a plan that a directory holds. Units that a kill has left incomplete are dropped."""
-    stored = StoredAnswers(folder, asdict(plan), Answer, "lenvm evaluate")
-    units = [unit.keys() for unit in plan.units()]
-    keys = [key for unit in units if stored.answers.keys() >= set(unit) for key in unit]
-    if len(keys) < len(stored.answers):
-        stored.keep(keys)
-    return stored
+def run(
+    plan: Plan,
+    models: Models,
+    stored: StoredAnswers,
+    server: Server | None = None,
+    constant_server: Server | None = None,
+) -> None:
+    """Add the answers of the plan that are not stored yet, with progress on stderr.
 
+    A unit that a kill has left incomplete is answered again, and its missing answers are added.
 
-@dataclass(frozen=True)
-class Runner:
-    """Answers the units of a plan.
-
-    Attributes:
+    Args:
         models: the base model, and the value model unless there is none or a server has it.
         server: answers settings with a value model, and unguided ones. If None, answers are made in process.
         constant_server: answers guided settings without a value model. If None, answers are made in process.
     """
+    units = plan.units()
+    with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), models) as bar:
+        for unit in units:
+            setting, target = unit.setting, unit.target
+            if not stored.answers.keys() >= set(unit.keys()):
+                bar.set_description(setting.name if target is None else f"{setting.name}, {target}")
+                source = server if setting.with_values or setting.guidance is None else constant_server
+                bar.update(len(stored.add(answer(plan, unit, models, source, bar))))
 
-    plan: Plan
-    models: Models
-    server: Server | None = None
-    constant_server: Server | None = None
 
-    def run(self, stored: StoredAnswers) -> None:
-        """Add the answers of the plan that are not stored yet, with progress on stderr."""
-        self.models.check_ends()
-        units = self.plan.units()
-        with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), self.models) as bar:
-            for unit in units:
-                if unit.keys()[0] in stored.answers:
-                    continue
-                bar.set_description(unit.setting.name if unit.target is None else f"{unit.setting.name}, {unit.target}")
-                stored.add(self.answer(unit, stored.answers, bar))
-                bar.update(len(unit.prompts))
-
-    def answer(self, unit: Unit, made: Mapping[Key, Answer], bar: AnswerBar) -> list[Answer]:
-        """Answer the prompts of a unit. ``made`` has the base model's answers, which forced answers begin with."""
-        plan, setting, target, tokenizer = self.plan, unit.setting, unit.target, self.models.tokenizer
-        texts = [plan.prompts[index] for index in unit.prompts]
-        if setting.said:
-            assert plan.say_it is not None and target is not None
-            texts = [say(text, plan.say_it, target) for text in texts]
-        prompts, limit = tokens_of(tokenizer, texts), plan.limit(target)
-        begun: list[list[int]] = [[] for _ in prompts]
-        answers: dict[int, Generated] = {}
-        if setting.name == FORCED:
-            assert plan.closing is not None and target is not None
-            closing = tokenizer(plan.closing, add_special_tokens=False)["input_ids"]
-            limit = max(4, CLOSING_TOKENS - len(closing))
-            for row, index in enumerate(unit.prompts):
-                own = made[BASE, None, unit.seed, index]
-                begun[row] = own.ids[: target - CLOSING_TOKENS] + closing
-                if len(own.ids) <= target:
-                    answers[row] = own.ids, own.ended, None
-        rows = [row for row in range(len(prompts)) if row not in answers]
-        generated = self._generate(unit, [prompts[row] + begun[row] for row in rows], limit, bar) if rows else []
-        for row, (new, ended, predicted) in zip(rows, generated, strict=True):
-            answers[row] = begun[row] + new, ended, predicted
-        all_ids = [answers[row][0] for row in range(len(prompts))]
-        nlls = likelihoods(self.models, prompts, all_ids)
-        texts = tokenizer.batch_decode(all_ids, skip_special_tokens=True)
-        return [
-            Answer(setting.name, target, unit.seed, index, ids, texts[row], answers[row][1], nlls[row], answers[row][2])
-            for row, (index, ids) in enumerate(zip(unit.prompts, all_ids, strict=True))
-        ]
-
-    def _generate(self, unit: Unit, prompts: list[list[int]], limit: int, bar: AnswerBar) -> list[Generated]:
-        """Generate in process, or by a server if there is one."""
-        setting, sampling, eos = unit.setting, self.plan.sampling, self.models.eos_token_ids
-        server = self.server if setting.with_values or setting.guidance is None else self.constant_server
-        guidance = setting.guidance
-        if guidance is not None and unit.target is not None:
-            guidance = {"target_length": unit.target, **guidance}
-        # The value model predicts the lengths of the base model's own answers. vLLM does not return predictions.
-        if setting.name == BASE and setting.with_values and (server is None or server.engine == "sglang"):
-            guidance = {"return_values": True}
-        if server is not None:
-            request: dict[str, Any] = dict(guidance=guidance, max_new_tokens=limit, sampling=sampling, eos=eos)
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                futures = [
-                    pool.submit(server.answer, prompt, seed=unit.seed_of(row), **request)
-                    for row, prompt in enumerate(prompts)
-                ]
-                return [future.result() for future in futures]
+def answer(plan: Plan, unit: Unit, models: Models, server: Server | None, bar: AnswerBar) -> list[Answer]:
+    """Answer the prompts of a unit, by a server if there is one."""
+    setting, target, limit, eos = unit.setting, unit.target, plan.limit(unit.target), models.eos_token_ids
+    texts = [plan.prompts[index] for index in unit.prompts]
+    if setting.said:
+        assert plan.say_it is not None and target is not None
+        texts = [say(text, plan.say_it, target) for text in texts]
+    prompts, guidance = tokens_of(models.tokenizer, texts), setting.guidance
+    if guidance is not None and target is not None:
+        guidance = {"target_length": target, **guidance}
+    # The value model predicts the lengths of the base model's own answers. vLLM does not return predictions.
+    if setting.name == BASE and setting.with_values and (server is None or server.engine == "sglang"):
+        guidance = {"return_values": True}
+    generated: list[Generated]
+    if server is not None:
+        ask = partial(server.answer, guidance=guidance, max_new_tokens=limit, sampling=plan.sampling, eos=eos)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            generated = list(pool.map(lambda row: ask(prompts[row], seed=unit.seed_of(row)), range(len(prompts))))
+    else:
         torch.manual_seed(unit.seed_of())
-        value_model = self.models.value_model if setting.with_values and guidance is not None else None
-        options: dict[str, Any] = dict(max_new_tokens=limit, streamer=bar, **sampling)
-        sampled = sample(self.models, value_model, self.models.padded(prompts), guidance, **options)
-        return [(ids, ids[-1] in eos, predicted) for ids, predicted in sampled]
+        value_model = models.value_model if setting.with_values and guidance is not None else None
+        options: dict[str, Any] = dict(max_new_tokens=limit, streamer=bar, **plan.sampling)
+        sampled = sample(models, value_model, models.padded(prompts), guidance, **options)
+        generated = [(ids, ids[-1] in eos, predicted) for ids, predicted in sampled]
+    all_ids = [ids for ids, _, _ in generated]
+    nlls = likelihoods(models, prompts, all_ids)
+    texts = models.tokenizer.batch_decode(all_ids, skip_special_tokens=True)
+    return [
+        Answer(setting.name, target, unit.seed, index, ids, text, ended, nll, predicted)
+        for index, (ids, ended, predicted), text, nll in zip(unit.prompts, generated, texts, nlls, strict=True)
+    ]
 
 
 @torch.no_grad()
-def likelihoods(
-    models: Models, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> list[list[float]]:
+def likelihoods(models: Models, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float]]:
     """Negative log-likelihoods of answers' tokens under the base model alone, unfiltered, at temperature 1, in nats."""
     nlls = []
     for prompt, answer in zip(prompts, answers, strict=True):

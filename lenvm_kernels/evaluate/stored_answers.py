@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,32 +32,30 @@ class StoredAnswers:
             check_plan(plan, json.loads(self._plan_file.read_text(encoding="utf-8")), folder)
         elif self._file.exists():
             raise ValueError(f"--output must hold plan.json beside answers.jsonl, {str(folder)!r} does not")
-        complete, _, rest = (self._file.read_bytes() if self._file.exists() else b"").rpartition(b"\n")
+        content = self._file.read_bytes() if self._file.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
         for number, line in enumerate(complete.splitlines(), start=1):
             try:
                 answer = kind(**json.loads(line))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{self._file}, line {number} must be an answer of {command}: {error}") from error
             self.answers[answer.key] = answer
-        if rest:
-            self.keep(self.answers)
+        if len(complete) < len(content):
+            os.truncate(self._file, len(complete))
 
     def add(self, answers: Sequence[Any]) -> list[Any]:
         """Append the answers whose keys are not stored yet, and return them."""
         new = [answer for answer in answers if answer.key not in self.answers]
         if new and not self._plan_file.exists():
             self._plan_file.parent.mkdir(parents=True, exist_ok=True)
-            _write(self._plan_file, json.dumps(self.plan, indent=1) + "\n")
+            unfinished = self._plan_file.with_suffix(".new")
+            unfinished.write_text(json.dumps(self.plan, indent=1) + "\n", encoding="utf-8")
+            os.replace(unfinished, self._plan_file)  # a kill leaves a whole plan or none
         if new:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write("".join(map(_line, new)))
+                file.writelines(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in new)
         self.answers |= {answer.key: answer for answer in new}
         return new
-
-    def keep(self, keys: Collection[Hashable]) -> None:
-        """Drop the answers with other keys."""
-        self.answers = {key: self.answers[key] for key in keys}
-        _write(self._file, "".join(map(_line, self.answers.values())))
 
 
 def check_plan(plan: Mapping[str, Any], other: Mapping[str, Any], where: Path) -> None:
@@ -68,14 +66,3 @@ def check_plan(plan: Mapping[str, Any], other: Mapping[str, Any], where: Path) -
             f"--output must be a new directory or one with the same plan, {str(where)!r} differs in "
             f"{', '.join(different)}"
         )
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file atomically: a kill leaves the old or the new content."""
-    new = file.with_suffix(".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, file)
-
-
-def _line(answer: Any) -> str:
-    return json.dumps(asdict(answer), ensure_ascii=False) + "\n"

@@ -44,18 +44,15 @@ def positive(kind: type, *, or_0: bool = False, below: float = math.inf) -> Any:
         except ValueError:
             number = math.nan
         if not (0 < number < below or (or_0 and number == 0)):
-            accepted = ("of at least 0" if or_0 else "above 0") + (f" and below {below}" if below < math.inf else "")
-            raise argparse.ArgumentTypeError(f"must be a number {accepted}, got {text!r}")
+            accepted = ("an integer " if kind is int else "a number ") + ("of at least 0" if or_0 else "above 0")
+            accepted += f" and below {below}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"must be {accepted}, got {text!r}")
         return number
 
     return parse
 
 
-def seed_of(text: str) -> int:
-    """The ``type`` of a flag that accepts the seeds that torch accepts."""
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"must be an integer in [0, 2**63), got {text!r}")
-    return int(text)
+seed_of = positive(int, or_0=True, below=2**63)  # the seeds that torch accepts
 
 
 def add_numbers(group: Any, **flags: tuple[int | None, str]) -> None:

@@ -98,11 +98,6 @@ class Models:
         """The tokens that end an output of the base model."""
         return eos_token_ids(self.model)
 
-    def check_ends(self) -> None:
-        """Raise ValueError if no token ends an output of the base model."""
-        if not self.eos_token_ids:
-            raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
-
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
     """The tokens of each prompt, which is the user's message in the tokenizer's chat template, if it has one."""
@@ -231,10 +226,12 @@ def sample(
 class AnswerBar(tqdm, BaseStreamer):
     """A progress bar of ``total`` answers, ``made`` of them before, with tokens and tokens/s while a batch is decoded.
 
-    The first end-of-sequence token of ``models`` pads rows that have ended.
+    The first end-of-sequence token of ``models`` pads rows that have ended. Without one, ValueError is raised.
     """
 
     def __init__(self, total: int, made: int, models: Models) -> None:
+        if not models.eos_token_ids:
+            raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
         # smoothing=0: updates between batches count no answer, which would distort a smoothed rate.
         super().__init__(total=total, initial=made, unit="answer", miniters=0, mininterval=1, smoothing=0)
         self._padding, self._tokens = models.eos_token_ids[0], 0

@@ -66,6 +66,9 @@ class Example:
     targets: torch.Tensor
 
 
+Examples = Sequence[Example]
+
+
 class AnswerStore(StoredAnswers):
     """A directory of ``lenvm collect``.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -108,8 +109,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
         return
     value = plan.value if server is None and plan.value is not None else NONE
     models = Models.load(plan.base, value, device=device, dtype=getattr(torch, plan.dtype), names=("BASE", "--value"))
-    models.check_ends()
-    eos = models.eos_token_ids
+    eos, lock = models.eos_token_ids, Lock()
 
     def generate(rows: list[list[int]], guidance: list[Guidance], limits: list[int], seed: int) -> list[list[int]]:
         if server is not None:
@@ -129,22 +129,21 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
                     bar.update(len(store.add(_answers(plan, store, batch, eos, generate))))
             return
 
-        def keep(answers: list[SampledAnswer]) -> None:
-            for answer in store.add(answers):
-                bar.put(torch.tensor(answer.ids))
+        def answer(key: Key) -> None:
+            answers = _answers(plan, store, [key], eos, generate)
+            with lock:
+                store.add(answers)
+                bar.put(torch.tensor(answers[0].ids))
                 bar.update(1)
 
         # Every answer is stored on arrival, and the first error ends the run.
         with ThreadPoolExecutor(plan.rows) as pool:
-            futures = [pool.submit(_answers, plan, store, [key], eos, generate) for key in missing]
+            futures = [pool.submit(answer, key) for key in missing]
             try:
                 for future in as_completed(futures):
-                    keep(future.result())
+                    future.result()
             finally:  # requests in flight are completed and stored
                 pool.shutdown(cancel_futures=True)
-                for future in futures:
-                    if not future.cancelled() and not future.exception():
-                        keep(future.result())
 
 
 def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
@@ -155,9 +154,9 @@ def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
         prompts = read_prompts(file)
         if prompts[0].split is None:
             # By a hash of the text: a prompt stays in its split when others are added to the file.
-            order = sorted(range(len(prompts)), key=lambda i: seed_from(prompts[i].text))
-            test = set(order[: max(1, round(HELD_OUT * len(prompts)))])
-            prompts = [replace(p, split=TEST if i in test else TRAIN) for i, p in enumerate(prompts)]
+            by_hash = sorted((prompt.text for prompt in prompts), key=seed_from)
+            test = set(by_hash[: max(1, round(HELD_OUT * len(prompts)))])
+            prompts = [replace(p, split=TEST if p.text in test else TRAIN) for p in prompts]
     by_split = [[prompt for prompt in prompts if prompt.split == split] for split in (TRAIN, TEST)]
     if not all(by_split):
         raise ValueError(f"--prompts must have prompts of the splits train and test, {file} has only one of them")

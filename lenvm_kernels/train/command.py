@@ -47,7 +47,6 @@ def add(commands: Any) -> None:
         epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --dtype bfloat16",
     )
     _add_first(parser, "base model", "directory of all results")
-    parser.add_argument("--dry-run", action="store_true", help="print estimated tokens, FLOPs, hours and GiB, and exit")
     add_numbers(parser, rounds=(2, "rounds, the first of them unguided"))
     of_evaluation = "prompts of the evaluation, 0: no evaluation (default: %(default)s)"
     count = positive(int, or_0=True)

@@ -90,7 +90,7 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
     if is_probe:
         facts, values = fit_probe(how, model, examples, [*held_out.values()], gamma, output)
     else:
-        facts, values = fit_value_model(how, path, examples, [*held_out.values()], gamma, plan, output)
+        facts, values = fit_value_model(how, path, examples, [*held_out.values()], plan, output)
         if not facts:
             return None
     mean = torch.cat([example.targets for example in examples]).mean()

@@ -21,7 +21,7 @@ from lenvm_kernels.engines.probe_states import ProbeStates
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
-from lenvm_kernels.train.answers import Example
+from lenvm_kernels.train.answers import Examples
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.values.probe import ProbeConfig, embedding_signs, write_probe
 
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 @torch.no_grad()
-def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example], most: float = math.inf) -> Rows:
+def rows_of(models: Models, layers: tuple[int, ...], examples: Examples, most: float = math.inf) -> Rows:
     """Run the base model over answers, and keep about ``most`` rows, drawn by torch's default generator.
 
     A row is a token after which an answer has a target.
@@ -114,6 +114,17 @@ class StandardizedLinear(nn.Linear):
         return weight, self.bias - weight @ self.mean
 
 
+@torch.no_grad()
+def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Weights and biases of a network's layers on raw inputs, on the CPU."""
+    tensors: dict[str, Tensor] = {}
+    for name, layer in network.named_children():
+        folded: Any = layer.folded() if isinstance(layer, StandardizedLinear) else (layer.weight, layer.bias)
+        for kind, tensor in zip(("weight", "bias"), folded, strict=True):
+            tensors[f"{name}.{kind}"] = tensor.detach().cpu().contiguous()
+    return tensors
+
+
 class ProbeHead(nn.Module):
     """The network of a probe, from a sample of its states ``[N, L H]``, the embedding ``[V, H]``, and bin edges."""
 
@@ -143,16 +154,6 @@ class ProbeHead(nn.Module):
         of_bins = 1 - gamma ** ((self.edges[:-1] + self.edges[1:] - 1) / 2)
         parts = rows.split(torch.arange(len(rows.token_ids)), MEASURED_AT_ONCE)
         return torch.cat([self(part).softmax(1) @ of_bins for part in parts]).cpu()
-
-    @torch.no_grad()
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors for :class:`LengthProbe`, on the CPU, for raw states and embeddings."""
-        found: dict[str, Tensor] = {f"fc.{name}": tensor for name, tensor in self.fc.named_parameters()}
-        found |= {f"bins.{name}": tensor for name, tensor in self.bins.named_parameters()}
-        for name, layer in (("projection", self.projection), ("embedding", self.embedding)):
-            found[f"{name}.weight"], found[f"{name}.bias"] = layer.folded()
-        found["projection.bias"][:SIZE] += 1
-        return {name: tensor.detach().cpu() for name, tensor in found.items()}
 
 
 def likelihood(logits: Tensor, remaining: Tensor, is_cut: Tensor, edges: Tensor) -> Tensor:
@@ -194,12 +195,7 @@ def fit_head(head: ProbeHead, rows: Rows, how: Fitting) -> list[float]:
 
 
 def fit_probe(
-    how: Fitting,
-    base: str,
-    training: Sequence[Example],
-    held_out: Sequence[Sequence[Example]],
-    gamma: float,
-    output: Path,
+    how: Fitting, base: str, training: Examples, held_out: Sequence[Examples], gamma: float, output: Path
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Train a probe and write it to ``output / "value"``; return facts for the report, and the held-out values."""
     if not training:
@@ -221,7 +217,9 @@ def fit_probe(
     sampled = torch.randperm(len(rows.token_ids))[:STANDARDIZED]
     head = ProbeHead(rows.states[sampled], embedding, edges).to(how.device)
     losses = fit_head(head, rows, how)
-    write_probe(config, head.tensors(), gamma, output / "value")
+    tensors = stored_tensors(head)
+    tensors["projection.bias"][:SIZE] += 1  # LengthProbe does not add the 1 to the scale
+    write_probe(config, tensors, gamma, output / "value")
     facts = {
         "rows": len(rows.token_ids),
         "negative log-likelihood": losses,

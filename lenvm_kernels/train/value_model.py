@@ -24,8 +24,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from lenvm_kernels.evaluate.stored_answers import check_plan
 from lenvm_kernels.loading.models import load_tokenizer, source_of
-from lenvm_kernels.train.answers import Example
-from lenvm_kernels.train.probe import StandardizedLinear
+from lenvm_kernels.train.answers import Example, Examples
+from lenvm_kernels.train.probe import StandardizedLinear, stored_tensors
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.values import LenVMConfig
 
@@ -53,13 +53,6 @@ class ValueHead(nn.Module):
         with torch.autocast(states.device.type, enabled=False):
             return self.summary(functional.silu(self.fc(states))).squeeze(-1)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors of a checkpoint, fp32 on the CPU, for raw states."""
-        weight, bias = self.fc.folded()
-        found = {"fc.weight": weight, "fc.bias": bias}
-        found |= {f"summary.{name}": tensor.detach() for name, tensor in self.summary.named_parameters()}
-        return {f"v_head.{name}": tensor.cpu().contiguous() for name, tensor in found.items()}
-
 
 class ValueNetwork(nn.Module):
     """A backbone without output layer, and a value head."""
@@ -75,13 +68,7 @@ class ValueNetwork(nn.Module):
 
 
 def fit_value_model(
-    how: Fitting,
-    path: Path,
-    training: Sequence[Example],
-    held_out: Sequence[Sequence[Example]],
-    gamma: float,
-    plan: Mapping[str, Any],
-    output: Path,
+    how: Fitting, path: Path, training: Examples, held_out: Sequence[Examples], plan: Mapping[str, Any], output: Path
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Train a value model and write it to ``output / "value"``; return facts for the report, and the held-out values.
 
@@ -137,7 +124,7 @@ def fit_value_model(
     values = [_predicted(trainer, examples) for examples in held_out]
     if not trainer.is_world_process_zero():
         return {}, values
-    _write(network, path, gamma, output / "value")
+    _write(network, path, plan["gamma"], output / "value")
     shutil.rmtree(checkpoints)
     facts = {
         "steps": trainer.state.global_step,
@@ -205,7 +192,7 @@ def _loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Ten
     return loss
 
 
-def _predicted(trainer: Trainer, examples: Sequence[Example]) -> Tensor:
+def _predicted(trainer: Trainer, examples: Examples) -> Tensor:
     """Values fp32 ``[N]`` of the states that have a target."""
     found = trainer.predict([_encoded(example) for example in examples])  # type: ignore[arg-type]  # accepts a list
     logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
@@ -219,7 +206,8 @@ def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: 
         network = network.merge_and_unload()
     tensors = {f"model.{name}": tensor.bfloat16() for name, tensor in network.backbone.state_dict().items()}
     folder.mkdir(exist_ok=True)
-    save_file(tensors | network.head.tensors(), folder / "model.safetensors", {"format": "pt"})
+    tensors |= {f"v_head.{name}": tensor for name, tensor in stored_tensors(network.head).items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     AutoConfig.from_pretrained(**source_of(path)).save_pretrained(folder)
     load_tokenizer("BASE", path).save_pretrained(folder)
     LenVMConfig(gamma=gamma).write(folder)

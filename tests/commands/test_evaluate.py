@@ -151,9 +151,8 @@ def test_settings():
     base, constant = Setting("none", None, True, targets=(None,)), Setting("constant", {}, False)
     assert settings_of([], with_values=True) == [base, constant, Setting("guided", {}, True)]
     name, strong = '{"strength": 2}', {"strength": 2}
-    assert settings_of([strong, {}], with_values=False, said=True, forced=True) == [
+    assert settings_of([strong, {}], with_values=False, said=True) == [
         Setting("none", None, False, targets=(None,)),
-        Setting("forced answer", None, False),
         constant,
         Setting(name, strong, False),
         Setting("none, said", None, False, said=True),
@@ -171,7 +170,8 @@ def test_prompt_with_its_target():
 
 def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
     folder, error = evaluate("--max-new-tokens", 24)
-    assert "50/50" in error
+    versions = json.loads((folder / "result.json").read_text())["versions"]
+    assert "50/50" in error and versions.keys() == {"lenvm_kernels", "python", "torch", "transformers", "numpy"}
     lines, names = lines_of(folder), ["none", "constant", "guided"]
     assert list(dict.fromkeys(line["setting"] for line in lines)) == names
     assert len(lines) == 5 * 2 * (1 + 2 * 2)  # prompts, seeds, settings: the base once, two others at two targets
@@ -179,11 +179,9 @@ def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
         scores = scores_of(folder)[str(target)]
         assert list(scores) == ["none", "hard cut", "constant", "guided"]
         for name, score in scores.items():
-            answers = [line for line in lines if line["setting"] == (name if name != "hard cut" else "none")]
-            answers = [line for line in answers if line["target"] in (None, target)]
-            most = target if name == "hard cut" else limit
-            assert score["mean"] == pytest.approx(sum(min(len(line["ids"]), most) for line in answers) / 10)
-            assert score["cut"] == pytest.approx(1 - sum(x["ended"] and len(x["ids"]) <= most for x in answers) / 10)
+            setting, most = ("none", target) if name == "hard cut" else (name, limit)
+            found = [x for x in lines if x["setting"] == setting and x["target"] in (None, target)]
+            assert len(found) == 10 and score == measure([Answer(**line).cut(most) for line in found], target)
     for line in lines:
         assert line["ended"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
         assert line["text"] == tiny.tokenizer.decode(line["ids"], skip_special_tokens=True)
@@ -218,7 +216,7 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     assert answers.read_bytes() == whole
     again = json.loads((folder / "result.json").read_text())
     assert all(again[name] == result[name] for name in ("scores", "calibration"))
-    monkeypatch.setattr(run.Runner, "answer", None)  # all answers exist
+    monkeypatch.setattr(run, "answer", None)  # all answers exist
     without = [re.sub(', "predicted": .*}', "}", line.decode()) for line in lines[:6]]
     answers.write_text("".join(without) + b"".join(lines[6:]).decode())
     evaluate()
@@ -226,7 +224,6 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     for argv, message in (
         (["--min-p", 0.1, "--targets", 30], "differs in max_new_tokens, sampling, targets"),
         (["--say-it"], "differs in say_it, settings"),
-        (["--targets", 30, "--closing", "w1"], "differs in closing, max_new_tokens, settings, targets"),
     ):
         refusal = f"--output must be a new directory or one with the same plan, {str(folder)!r} {message}"
         assert refusal in evaluate(*argv, code=2)[1]
@@ -360,42 +357,6 @@ def test_said_settings_put_each_target_into_the_prompt(evaluate, served, tiny, e
     assert engine or len(answers) == 22  # equal for both seeds
     evaluate(*options, targets=[9, 30])
     assert len(server.requests) == (0 if engine is None else 44)
-
-
-@pytest.mark.parametrize(("engine", "left", "target", "most"), [(None, 16, 19, 14), ("vllm", 3, 7, 4)])
-def test_forced_answers_close_cut_answers_with_a_text(evaluate, served, tiny, monkeypatch, engine, left, target, most):
-    monkeypatch.setattr(run, "CLOSING_TOKENS", left)
-    options = ["--closing", "\nw20 w21", "--temperature", "1.5", "--top-k", "0", "--min-p", "0"]
-    server, url = served("vllm")
-    options += [] if engine is None else ["--url", url]
-    folder, _ = evaluate(*options, value="none", targets=[target])
-    lines = lines_of(folder)
-    own = {(line["prompt"], line["seed"]): line for line in lines if line["setting"] == "none"}
-    forced = [line for line in lines if line["setting"] == "forced answer"]
-    unchanged = 0
-    for line in forced:
-        base_answer, ids = own[line["prompt"], line["seed"]], line["ids"]
-        if len(base_answer["ids"]) <= target:
-            unchanged += 1
-            assert (ids, line["ended"]) == (base_answer["ids"], base_answer["ended"])
-            assert line["nll"] == pytest.approx(base_answer["nll"])
-            continue
-        begun = base_answer["ids"][: target - left] + tiny.tokenizer("w20 w21")["input_ids"]
-        new = ids[len(begun) :]
-        assert ids[: len(begun)] == begun and 1 <= len(new) <= most
-        assert line["ended"] == (new[-1] == EOS) and (line["ended"] or len(new) == most)
-        assert line["nll"] == plain_nll(tiny, tiny.tokenizer(PROMPTS[line["prompt"]])["input_ids"], ids)
-    assert len(forced) == 10 and 0 < unchanged < 10
-    assert len(server.requests) == (0 if engine is None else 30 - unchanged)  # the constant's are among them
-    scores = scores_of(folder)[str(target)]
-    assert list(scores) == ["none", "hard cut", "forced answer", "constant"]
-    assert "alibration" not in (folder / "table.md").read_text()
-    assert scores["forced answer"]["mean"] == pytest.approx(sum(len(line["ids"]) for line in forced) / 10)
-    answers = folder / "answers.jsonl"
-    whole = answers.read_bytes()
-    answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:13]))  # ends within the forced answers
-    evaluate(*options, value="none", targets=[target])
-    assert answers.read_bytes() == whole
 
 
 def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, monkeypatch):

@@ -254,9 +254,6 @@ def test_lengths_are_learned(run, base, tmp_path, kind, least):
 @pytest.mark.parametrize("kind", ["probe", "value-model"])
 def test_two_rounds(run, base, prompts, tmp_path, kind):
     command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, "--kind", kind)
-    rows = [line.split("|") for line in run(*command, "--dry-run").splitlines()[-4:]]
-    assert [row[1].strip() for row in rows] == [f"{stage}, round {i}" for i in (1, 2) for stage in ("collect", "fit")]
-    assert not (tmp_path / "t").exists() and all(float(cell) > 0 for row in rows for cell in row[2:-1])
     out = run(*command, "--evaluate-prompts", 2)
     first, second = (report_of(tmp_path / "t" / f"round-{i}") for i in (1, 2))
     assert list(second["guided"].values()) == [False, True]

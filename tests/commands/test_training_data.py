@@ -1,21 +1,15 @@
-"""Training data: targets, rows of a probe, measures and estimated costs, computed by hand."""
+"""Training data: targets, rows of a probe, and measures, computed by hand."""
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, MambaConfig, Qwen3MoeConfig
 
-from lenvm_kernels.loading import Prompt
-from lenvm_kernels.train import probe, train
+from lenvm_kernels.train import probe
 from lenvm_kernels.train.answers import AnswerStore, Example, SampledAnswer, gamma_of, tail_factor, targets
-from lenvm_kernels.train.collect import CollectionPlan
 from lenvm_kernels.train.fit import lengths, measure
 from lenvm_kernels.train.probe import StandardizedLinear
-from lenvm_kernels.train.settings import Fitting
-from tests.helpers.models import TINY, WORDS, save_checkpoint
 
 
 def answer(length, finished=True, limit=10, prompt=0, sample=0, guided=0):
@@ -118,41 +112,3 @@ def test_measures():
     assert measured(found)["correlation_at_a_position"] is None
     constant = measured([torch.full_like(x, 0.5) for x in found])
     assert constant["rank_correlation_within_prompts"] is constant["correlation"] is None
-
-
-def test_weights_and_keys_of_models(tmp_path):
-    save_checkpoint(tmp_path, seed=0)
-    hidden, inter, kv = 48, 64, 24
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inter
-    assert train.parameters(tmp_path) == layer + 2 * len(WORDS) * hidden + 3 * hidden
-    assert train.kv_bytes(Qwen3MoeConfig(**TINY, head_dim=8)) == 2 * 2 * 2 * 2 * 8
-    assert train.kv_bytes(GPT2Config(n_embd=36, n_layer=5, n_head=3)) == 2 * 2 * 5 * 36
-    assert train.kv_bytes(MambaConfig(hidden_size=16, num_hidden_layers=2)) == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "rank", "factor", "gib"),
-    [("probe", 16, 2, 14 + 2 * 1000 * 64 / 2**30), ("value-model", 16, 2 * 4, 4), ("value-model", 0, 2 * 6, 32)],
-)
-def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
-    """A base model of 7 * 2^30 weights with 1 MB of keys and values, and a backbone of 2 * 2^30 weights."""
-    sizes = {Path("base"): 7 * 2**30, Path("value"): 2 * 2**30}
-    monkeypatch.setattr(train, "parameters", sizes.__getitem__)
-    monkeypatch.setattr(train, "kv_bytes", lambda config: 1_000_000)
-    monkeypatch.setattr(train.AutoConfig, "from_pretrained", lambda **_: GPT2Config(n_embd=64))
-    prompts = [Prompt("a", "train"), Prompt("b", "train"), Prompt("c", "train"), Prompt("d", "test")]
-    plan = CollectionPlan(
-        "base", None, prompts, samples=5, max_new_tokens=200, sampling={}, seed=0, rows=10, dtype="bfloat16"
-    )
-    how = Fitting(kind, None, 2, 1e-3, None, 1000, rank, 8, 8, False, 100, 0, "cpu", "float32")
-    table = train.estimate(plan, how, 2, *sizes, [30, 50, 40, 40]).splitlines()[-4:]
-    found = [[float(cell) for cell in line.split("|")[2:-1]] for line in table]
-    tokens, read = 4 * 5 * 200, 14 * 2**30 + 10 * (40 + 100) * 10**6
-    seconds = tokens / 10 * read / (3.35e12 * 0.6)
-    collect = [tokens, tokens * 14 * 2**30, seconds / 3600, (14 * 2**30 + 10 * (40 + 200) * 10**6) / 2**30]
-    assert found[0] == found[2] == pytest.approx(collect, rel=0.005)
-    for number, row in ((1, found[1]), (2, found[3])):
-        answered = number * 0.75 * (tokens + 5 * 160)
-        seen = answered if kind == "probe" else 2 * answered
-        flops = factor * (7 if kind == "probe" else 1) * 2**30 * seen
-        assert row == pytest.approx([seen, flops, flops / (989e12 * 0.4) / 3600, gib], rel=0.005)

@@ -21,8 +21,8 @@ def random_tokens(count, seed):
 class Requests:
     """Requests with scattered cache pages that grow by deltas: the host's model of a batch."""
 
-    def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, backend="auto"):
-        self.value_model, self.page_size, self.backend = value_model, page_size, backend
+    def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0):
+        self.value_model, self.page_size = value_model, page_size
         generator = torch.Generator().manual_seed(5)
         pages = -(-max_len // page_size)
         table = torch.randperm((rows + 2) * pages, generator=generator).view(rows + 2, pages).int()
@@ -55,23 +55,22 @@ class Requests:
             candidate_parents=None if parents is None else padded(parents),
             page_size=self.page_size,
             images=images,
-            backend=self.backend,
         )
 
     def step(self, deltas, candidates, **layout):
-        z = self.value_model.forward(self.batch(deltas, candidates, **layout), self.cache, backend=self.backend)
+        z = self.value_model.forward(self.batch(deltas, candidates, **layout), self.cache)
         for prefix, delta in zip(self.prefixes, deltas, strict=True):
             prefix += delta
         return z
 
-    def check(self, z, candidates, model, head, atol=ATOL):
+    def check(self, z, candidates, model, head):
         """Check each candidate's value against a full forward over the prefix and the candidate; padding is 0."""
         assert z.dtype == torch.float32
         expected = torch.zeros(z.shape)
         for i, (prefix, tokens) in enumerate(zip(self.prefixes, candidates, strict=True)):
             for j, token in enumerate(tokens):
                 expected[i, j] = expected_values(model, head, [*prefix, token])[-1]
-        torch.testing.assert_close(z.cpu(), expected, rtol=0, atol=atol)
+        torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
 
 
 MIXED_PREFIXES = [0, 3, 17, 33, 1, 20]

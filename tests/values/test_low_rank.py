@@ -18,9 +18,7 @@ EVERY_MATRIX = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 VARIANTS = {
     "plain": dict(r=3, lora_alpha=5, target_modules=EVERY_MATRIX),
     "of one layer": dict(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"], layers_to_transform=[1]),
-    "rank-stabilised": dict(
-        r=4, lora_alpha=3, use_rslora=True, rank_pattern={"up_proj": 6}, target_modules=["up_proj"]
-    ),
+    "scaled": dict(r=4, lora_alpha=3, use_rslora=True, rank_pattern={"up_proj": 6}, target_modules=["up_proj"]),
     "gaussian at first": dict(r=4, lora_alpha=3, init_lora_weights="gaussian", target_modules=["v_proj"]),
     "ranks that differ": dict(r=2, lora_alpha=7, rank_pattern={"k_proj": 5}, target_modules=["k_proj", "o_proj"]),
     "orthogonal at first": dict(r=4, lora_alpha=3, init_lora_weights="orthogonal", target_modules=["q_proj"]),
@@ -69,7 +67,7 @@ def test_adapter_passed_as_a_directory(tmp_path):
     """The passed adapter replaces the one beside the weights, and leaves a loaded model unchanged."""
     model, head = random_pair("llama")
     model.save_pretrained(tmp_path / "model")
-    adapted(model, tmp_path / "model", **VARIANTS["rank-stabilised"])
+    adapted(model, tmp_path / "model", **VARIANTS["scaled"])
     expected = ValueModel.from_causal_lm(adapted(model, tmp_path / "adapter", **VARIANTS["plain"]), head)
     before = copy.deepcopy(model.state_dict())
     assert_same(ValueModel.from_pretrained(tmp_path / "model", head, adapter=tmp_path / "adapter"), expected)
@@ -156,11 +154,8 @@ def narrowed(end, columns):
         (renamed("lora_B.weight", "lora_embedding_B"), r"layers.0.mlp.down_proj.* got \[3, 80\] and none"),
         (narrowed("lora_B.weight", 2), r"lora_A.weight \[r, in\] and .*, got \[3, 80\] and \[48, 2\]"),
         (narrowed("q_proj.lora_A.weight", 40), r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.* one \[48, 48\]"),
-        (lambda tensors: tensors | {f"{PREFIX}.extra.weight": torch.zeros(2)}, "unexpected .*extra.weight"),
-        (
-            lambda tensors: tensors | {f"{PREFIX}.up_proj.lora_magnitude": torch.zeros(2)},
-            "magnitude in .* be of a pair",
-        ),
+        (lambda x: x | {f"{PREFIX}.extra.weight": torch.zeros(2)}, "unexpected .*extra.weight"),
+        (lambda x: x | {f"{PREFIX}.up_proj.lora_magnitude": torch.zeros(2)}, "magnitude in .* be of a pair"),
         ("adapter_config.json", "adapter_config.json is missing"),
         ("adapter_model.safetensors", "adapter_model.safetensors is missing"),
     ],

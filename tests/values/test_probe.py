@@ -249,15 +249,9 @@ def test_hooks_are_removed_with_their_states():
         ({"vocab_size": 500}, "the base model must be 'tiny' with 500 tokens, got one with"),
         ({"embedding_signs": "0f" * 128}, "the base model must be 'tiny', got one with another embedding"),
         ({"embedding_signs": "0"}, "embedding_signs must be 256 hexadecimal digits, got '0'"),
-        (
-            lambda tensors: {n: x for n, x in tensors.items() if n != "fc.bias"},
-            "tensors must be projection.weight, .* got",
-        ),
-        (lambda tensors: tensors | {"fc.bias": torch.zeros(3)}, r"fc.bias must be \[24\], got \[3\]"),
-        (
-            lambda tensors: tensors | {"bins.weight": torch.zeros(3, 24)},
-            r"bins.weight must be \[7, 24\], got \[3, 24\]",
-        ),
+        (lambda x: {n: x[n] for n in x if n != "fc.bias"}, "tensors must be projection.weight, .* got"),
+        (lambda x: x | {"fc.bias": torch.zeros(3)}, r"fc.bias must be \[24\], got \[3\]"),
+        (lambda x: x | {"bins.weight": torch.zeros(3, 24)}, r"bins.weight must be \[7, 24\], got \[3, 24\]"),
     ],
 )
 def test_probe_that_does_not_fit_is_rejected(base, tmp_path, change, message):

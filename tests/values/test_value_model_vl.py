@@ -156,20 +156,14 @@ def test_positions_are_shifted_to_end_at_prompt_length(models, prompt):
     assert list(sizes) == [further]
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("outside", [None, -3, VOCAB])
-def test_images_and_candidates_in_one_forward(models, backend, outside):
-    """Image tokens may have any id, as in SGLang. Other ids outside the vocabulary give NaN in their request only."""
-    prompts = [[VOCAB + 1000 if token == IMAGE else token for token in prompt] for prompt in PROMPTS]
-    candidates = [[31, 32, 33], [34], [35, 36], [37, 38, 39, 40]]
-    if outside is not None:
-        prompts[1] = [outside, 14]
-    requests = Requests(models.value, rows=4, page_size=4, backend=backend)
-    z = models.value.forward(requests.batch(prompts, candidates, images=models.images), requests.cache, backend=backend)
-    expected = torch.zeros(4, 4)
-    for i, tokens in enumerate(candidates):
-        for j, token in enumerate(tokens):
-            expected[i, j] = torch.nan if i == 1 and outside else expected_values(models, i, [token])[0]
+@pytest.mark.parametrize("outside", [-3, VOCAB])
+def test_token_outside_vocabulary_beside_images(models, outside):
+    """The values of its request are NaN; the other requests are not affected."""
+    prompts = [PROMPTS[0], [outside, 14], *PROMPTS[2:]]
+    requests = Requests(models.value, rows=4, page_size=4)
+    z = models.value.forward(requests.batch(prompts, [[31]] * 4, images=models.images), requests.cache)
+    expected = torch.stack([expected_values(models, prompt, [31]) for prompt in range(4)])
+    expected[1] = torch.nan
     torch.testing.assert_close(z, expected, rtol=0, atol=ATOL, equal_nan=True)
 
 
@@ -188,13 +182,16 @@ def check_step(models, engine, rows, prompts, more, **options):
 
 @pytest.mark.parametrize(("backend", "chunk_tokens"), [("reference", 7), ("triton", 7), ("triton", 4096)])
 def test_values_of_steps_after_image_prompts(models, backend, chunk_tokens):
-    """Prompts out of order, in chunks that split images; then steps after candidates and after other tokens."""
+    """Prompts out of order, in chunks that split images; then steps after candidates and after other tokens.
+
+    Image tokens may have any id, as in SGLang.
+    """
     step, slots = make_step(models.value, max_candidates=4, chunk_tokens=chunk_tokens, backend=backend)
     engine, rows, order = Engine(step, slots), [6, 0, 3, 2], [3, 1, 0, 2]
     for row, i in zip(rows, order, strict=True):
         engine.admit(row, [*PROMPTS[i], *[0] * 8], TILT, prompt_len=len(PROMPTS[i]))
     step.extend(
-        engine.tensor(FLAT),
+        engine.tensor([VOCAB + 1000 if token == IMAGE else token for token in FLAT]),
         engine.tensor(rows),
         engine.tensor([STARTS[i] for i in order]),
         engine.tensor([len(PROMPTS[i]) - 1 for i in order]),
@@ -280,15 +277,6 @@ def test_padding_may_have_the_image_token_id(models):
         values.append(processor.records[0].value_logits)
     torch.testing.assert_close(*values, rtol=0, atol=ATOL)
     assert (values[0] != 0).all()
-
-
-def test_text_only_value_model_reads_images_as_text(models):
-    """Without images as arguments, image tokens are ordinary tokens."""
-    text = StepModels()
-    inputs, processor = processor_of(models, PROMPTS[2:3], value_model=text.value, max_new_tokens=1)
-    processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
-    token, z = processor.records[0].candidates.token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
-    torch.testing.assert_close(z, text.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)
 
 
 def configure(**rope):
