@@ -93,7 +93,7 @@ def test_output_is_unchanged_by_drafts(folder, engine, texts):
         assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
     assert outputs(engine, [None] * len(PROMPTS), temperature=0) == texts[1]
     if engine.kind == "chain":
-        infos, metrics = [result["meta_info"] for result in results[: len(PROMPTS)]], engine.metrics("guided")
+        infos, metrics = [result["meta_info"] for result in results[: len(PROMPTS)]], engine.metrics()
         accepted, verified = (sum(i[f"spec_{x}"] for i in infos) for x in ("num_correct_drafts", "verify_ct"))
         assert accepted > 0.2 * verified
         guided, others = (

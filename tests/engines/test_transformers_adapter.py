@@ -21,7 +21,7 @@ from lenvm_kernels.engines.transformers import processor as transformers_adapter
 from lenvm_kernels.engines.transformers.generate import generate, load_value_model
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Status
 from lenvm_kernels.values import LengthProbe, ValueModel
 from tests.helpers import models
 from tests.helpers.models import last_value_logits, random_model
@@ -222,32 +222,18 @@ def test_token_temperature_scale(tiny):
     torch.testing.assert_close(actual, torch.log_softmax(before, 1))
 
 
-def test_ended_rows_are_inactive(tiny, monkeypatch):
+def test_ended_rows_are_not_guided(tiny, monkeypatch):
     """From the first of several end-of-sequence tokens on, whatever padding ``generate`` appends."""
     monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", [EOS, 33])
-    active, prepare = [], GuidedStep.prepare
-
-    def record(self, logits, batch):
-        active.append(batch.active.tolist())
-        return prepare(self, logits, batch)
-
-    monkeypatch.setattr(GuidedStep, "prepare", record)
-    processor, tokens = tiny.make(), IDS
+    processor, tokens = tiny.make(record=True), IDS
     processor(tokens, SCORES)
     for new in ([EOS, 7, 8], [9, 33, 10], [PAD, PAD, 11]):
         tokens = torch.cat([tokens, torch.tensor(new)[:, None]], dim=1)
         processor(tokens, SCORES)
-    assert active == [[True] * 3, [False, True, True], [False, False, True], [False, False, True]]
+    found = [(record.candidates.status == Status.GUIDE).tolist() for record in processor.records]
+    assert found == [[True] * 3, [False, True, True], [False, False, True], [False, False, True]]
     monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", None)
     assert tiny.make()(IDS, torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
-
-
-def test_extended_prompts_exclude_padding_and_last_token(tiny, monkeypatch):
-    """The first step computes the last token."""
-    extended = {}
-    monkeypatch.setattr(GuidedStep, "extend", lambda *args, **kwargs: extended.update(kwargs))
-    tiny.make()(IDS, SCORES)
-    assert extended["starts"].tolist() == [0, 9, 17] and extended["lens"].tolist() == [5, 2, 0]
 
 
 def test_non_finite_scores_affect_their_row_only(tiny):
