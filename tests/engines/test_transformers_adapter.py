@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from transformers import (
-    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     GenerationConfig,
@@ -24,7 +23,7 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import LengthProbe, ValueModel
 from tests.helpers import models
-from tests.helpers.models import last_value_logits, random_model
+from tests.helpers.models import last_value_logits, random_model, tokenizer_of
 from tests.helpers.oracle import PlainStep
 from tests.helpers.probes import write_random_probe
 
@@ -157,12 +156,9 @@ def test_rows_of_generate_match_plain_steps(tiny, name):
     assert processor.faults == [0, 0, 0]
 
 
-def test_thought_markers_are_read_from_tokenizer(tiny, tmp_path):
+def test_thought_markers_are_read_from_tokenizer(tiny):
     words = [f"w{i}" for i in range(VOCAB)]
-    plain, thinking = (
-        AutoTokenizer.from_pretrained(models.save_checkpoint(tmp_path / name, seed=0, words=names))
-        for name, names in (("plain", words), ("thinking", ["<think>", *words[1:17], "</think>", *words[18:]]))
-    )
+    plain, thinking = tokenizer_of(words), tokenizer_of(["<think>", *words[1:17], "</think>", *words[18:]])
     budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"})
     params, *_ = tiny.make(**budget, tokenizers=(thinking, thinking)).params
     assert params == parse_guidance(
@@ -243,22 +239,6 @@ def test_non_finite_scores_affect_their_row_only(tiny):
     assert processor.faults == [0, 1, 0]
 
 
-class Tokenizer:
-    """A tokenizer with one token per word."""
-
-    def __init__(self, words):
-        self.words = words
-
-    def __len__(self):
-        return len(self.words)
-
-    def batch_decode(self, tokens, **_):
-        return [self.words[i] for (i,) in tokens]
-
-    def get_vocab(self):
-        return {word: i for i, word in enumerate(self.words)}
-
-
 # Changed arguments of the processor and of ``generate``, and their errors.
 PADDING = "attention_mask must be .* padded on the left"
 OF_PROCESSOR = [
@@ -274,7 +254,7 @@ OF_PROCESSOR = [
     ({"max_candidates": 7}, "max_candidates must be a power of two"),
     ({"backend": "unknown"}, "backend must be one of"),
     (
-        {"tokenizers": (Tokenizer("abc"), Tokenizer("acb"))},
+        {"tokenizers": (tokenizer_of("abc"), tokenizer_of("acb"))},
         r"value_model must share .*: 2 tokens differ, 'b' among them \(ids 1 and 2\)",
     ),
 ]
@@ -310,7 +290,7 @@ def test_vocabularies_may_differ_in_padding_only(tiny):
     other = LlamaForCausalLM(LlamaConfig(**TINY | {"vocab_size": VOCAB + 3}))
     with pytest.raises(ValueError, match="value_model must share the base model's vocabulary of 64 tokens, got 61"):
         tiny.make(model=other)
-    assert tiny.make(model=other, tokenizers=(Tokenizer("abc"), Tokenizer("abc")))
+    assert tiny.make(model=other, tokenizers=(tokenizer_of("abc"), tokenizer_of("abc")))
 
 
 def grown(columns, changed=None):
@@ -341,7 +321,7 @@ def test_generate_reads_sentence_ends_from_tokenizer(tiny, has_values, monkeypat
     monkeypatch.setattr(transformers_adapter, "GuidedStep", lambda *args: seen.append(args[-1]) or make_step(*args))
     arguments = dict(target_length=4, max_new_tokens=3, pad_token_id=PAD)
     arguments["value_model"] = tiny.value_model if has_values else None
-    for tokenizer in (Tokenizer(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), None):
+    for tokenizer in (tokenizer_of(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), None):
         generate(tiny.base, **PROMPTS, tokenizer=tokenizer, **arguments)
     known, unknown = (config.text_breaks for config in seen)
     assert known.tolist() == [0, 0, 0, 0, 0, 2, 1, *[0] * (VOCAB - 7)] and unknown is None
