@@ -30,7 +30,6 @@ from lenvm_kernels.types import Status
 from lenvm_kernels.values import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
 from tests.helpers.probes import probe_values, write_random_probe
-from tests.helpers.serve_bench import check_serve
 from tests.helpers.sglang_server import (
     ATOL,
     GENTLE,
@@ -438,10 +437,6 @@ def answers_to_schema(engine, guidance):
     steps = engine.steps()[before:]
     assert {token for row in rows_of(steps) for token in row["token_ids"]} <= {-1, *range(len(PIECES))}
     return sequences, steps
-
-
-def test_bench_serve(engine, tmp_path, monkeypatch):
-    check_serve(engine.url, "vllm", "base", tmp_path, monkeypatch)
 
 
 def test_json_schema(folder, server):
