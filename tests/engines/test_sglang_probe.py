@@ -37,7 +37,6 @@ from tests.helpers.sglang_server import (
     prompts_of,
     running_server,
     running_speculation,
-    write_eagle,
 )
 
 LAYERS, GAMMA = 3, 0.9
@@ -57,7 +56,6 @@ def folder(folder):
     base.save_pretrained(folder / "base")
     for name, layers in PROBES.items():
         write_random_probe(folder / name, base, layers, gamma=GAMMA)
-    write_eagle(folder / "eagle")
     return folder
 
 

@@ -26,7 +26,6 @@ from tests.helpers.sglang_server import (
     running_server,
     running_speculation,
     write_checkpoints,
-    write_eagle,
 )
 from tests.helpers.spans import LIKELY, SEVERAL, SPANS_ENDED, check_answers_with_spans
 from tests.helpers.vllm_server import WORDS, save_tokenizer
@@ -50,13 +49,6 @@ KINDS = {
     "tree": ((), {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}),
     "ranks": (("--tp", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(folder):
-    """The checkpoints of all SGLang tests, and a draft model for EAGLE."""
-    write_eagle(folder / "eagle")
-    return folder
 
 
 @pytest.fixture(scope="module")

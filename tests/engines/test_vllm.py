@@ -50,7 +50,6 @@ from tests.helpers.vllm_server import (
     check_steps,
     running_server,
     write_checkpoints,
-    write_eagle,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -231,8 +230,6 @@ def test_earlier_of_two_budgets_ends_thought(folder, server):
 def test_drafts_of_models(folder, method):
     """Drafts of the base model itself, and of an EAGLE head; one request in the batch is unguided."""
     model = folder / ("base" if method == "draft_model" else "eagle")
-    if method == "eagle":
-        write_eagle(model)
     speculation = {"method": method, "model": str(model), "num_speculative_tokens": 3}
     with running_server(folder, method, speculation=speculation, TORCHDYNAMO_DISABLE="1") as server:
         prompts, guidance = repeating(26, 3, 60, 5, 9), [*MODES[:3], None]

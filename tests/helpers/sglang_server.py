@@ -44,9 +44,12 @@ CHAIN = {"steps": 3, "topk": 1, "tokens": 4}  # three drafts and the last token
 GENTLE = {"value_mode": "centered_exp", "value_scale": -2.0}  # several candidates stay probable
 
 
-def write_checkpoints(folder):
-    """Write a random base model and a random value model to the folders that :func:`running_server` loads."""
-    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0).save_pretrained(folder / "base")
+def write_checkpoints(folder, base=None):
+    """Write a base model (if None, a random one), a draft model of EAGLE and a value model to the folders that servers
+    load."""
+    (base or random_model(Qwen2ForCausalLM, Qwen2Config(**TINY))).save_pretrained(folder / "base")
+    config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
+    write_eagle(folder / "eagle", Qwen2ForCausalLM, config, {"fc.bias": torch.zeros(HIDDEN)})
     write_value_model(folder)
 
 
@@ -55,12 +58,7 @@ def write_value_model(folder):
     save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
 
 
-def write_eagle(folder):
-    config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
-    save_eagle(folder, Qwen2ForCausalLM, config, {"fc.bias": torch.zeros(HIDDEN)})
-
-
-def save_eagle(folder, model_class, config, more=()):
+def write_eagle(folder, model_class, config, more=()):
     """Write an EAGLE draft model that passes the base's hidden states on almost unchanged."""
     config.save_pretrained(folder)
     layer, hidden = random_model(model_class, config, seed=2).model.layers[0], config.hidden_size

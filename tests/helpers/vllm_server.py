@@ -14,7 +14,7 @@ from lenvm_kernels.types import Status
 from tests.helpers import sglang_server
 from tests.helpers.models import random_model, tokenizer_of
 from tests.helpers.server import free_port, running
-from tests.helpers.sglang_server import ATOL, TINY, VOCAB, save_eagle, values_from_scratch, write_value_model
+from tests.helpers.sglang_server import ATOL, TINY, VOCAB, values_from_scratch, write_eagle, write_value_model
 
 SITE = Path(__file__).parent.parent / "vllm_cpu" / "site"
 BASE = TINY | dict(hidden_size=128)  # vLLM's CPU attention needs a head dimension of 32
@@ -26,20 +26,16 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
 
 
 def write_checkpoints(folder, **changes):
-    """Write a random base model and a random value model to the folders that :func:`running_server` loads.
+    """Write a random base model, draft model of EAGLE and value model to the folders that servers load.
 
     ``changes`` apply to the base model's configuration.
     """
     random_model(Qwen2ForCausalLM, Qwen2Config(**BASE | changes), seed=0).save_pretrained(folder / "base")
-    save_tokenizer(folder / "base")
-    write_value_model(folder)
-
-
-def write_eagle(folder):
-    """Write an EAGLE draft model that passes the base's hidden states on almost unchanged."""
     config = LlamaConfig(**BASE | {"num_hidden_layers": 1}, architectures=["LlamaForCausalLM"])
-    save_eagle(folder, LlamaForCausalLM, config)
-    save_tokenizer(folder)
+    write_eagle(folder / "eagle", LlamaForCausalLM, config)
+    for name in ("base", "eagle"):
+        save_tokenizer(folder / name)
+    write_value_model(folder)
 
 
 def save_tokenizer(path):
