@@ -23,7 +23,7 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import LengthProbe, ValueModel
 from tests.helpers import models
-from tests.helpers.models import last_value_logits, random_model, tokenizer_of
+from tests.helpers.models import last_value_logits, random_head, random_model, tokenizer_of
 from tests.helpers.oracle import PlainStep
 from tests.helpers.probes import write_random_probe
 
@@ -50,8 +50,7 @@ def tiny():
         random_model(model_class, config(**TINY), seed=seed)
         for seed, (model_class, config) in enumerate([(LlamaForCausalLM, LlamaConfig), (Qwen2ForCausalLM, Qwen2Config)])
     )
-    generator, shapes = torch.Generator().manual_seed(2), models.head_shapes(HIDDEN)
-    head = {name: torch.randn(shape, generator=generator) * HIDDEN**-0.5 * 2 for name, shape in shapes.items()}
+    head = random_head(2, HIDDEN)
     value_model = ValueModel.from_causal_lm(backbone, head)
 
     def make(**changes):
@@ -79,11 +78,11 @@ def lengths_of(new, ends=(EOS,)):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def steps_of(output, prompts):
+def steps_of(output):
     """(row, step, tokens before it, scores, drawn token) of every row of ``generate``'s output up to its end."""
-    width = prompts["input_ids"].shape[1]
+    width = IDS.shape[1]
     for row, sequence in enumerate(output.sequences.tolist()):
-        start = int((prompts["attention_mask"][row] == 0).sum())
+        start = int((IDS[row] == PAD).sum())
         for step, scores in enumerate(output.scores):
             if EOS in sequence[width : width + step]:
                 break
@@ -97,7 +96,6 @@ class Case(NamedTuple):
     least: dict
     steps: int = 8
     sampling: dict = FILTERS
-    closed: tuple = ()  # prompts that end with an end token of their span and one more token
 
 
 SPANS = [
@@ -114,13 +112,9 @@ CASES = {
     # Later steps have every token of the skipped ones.
     "skipped steps": Case(SHORTER | {"entropy_threshold": 1.9}, {"SKIP": 3, "GUIDE": 6}, 12, NEUTRAL),
     "spans": Case(SPANS, {"GUIDE": 8, "hard limit": 2, "after span": 12, "unguided": 3}, 16, HOT),
-    # As from a chat template with thinking disabled: no token is guided or forced.
+    # One prompt has an end, as from a chat template with thinking disabled: no token after it is guided or forced.
     "closed span": Case(
-        [SHORTER | {"end_token_ids": [20], "hard_limit": 2}] * 3,
-        {"GUIDE": 4, "hard limit": 1, "after span": 4},
-        4,
-        HOT,
-        closed=(1,),
+        SHORTER | {"end_token_ids": [13], "hard_limit": 2}, {"GUIDE": 4, "hard limit": 1, "after span": 4}, 4, HOT
     ),
 }
 
@@ -128,15 +122,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_generate_match_plain_steps(tiny, name):
     """Every row of every step, its drawn token, and the recorded values and probabilities."""
-    case, ids = CASES[name], IDS.clone()
-    ids[list(case.closed), -2] = 20
-    inputs = PROMPTS | {"input_ids": ids}
-    oracle = PlainStep(tiny.values, EOS)
+    case, oracle = CASES[name], PlainStep(tiny.values, EOS)
     options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling)
     processor = tiny.make(guidance=case.guidance, **options)
     torch.manual_seed(3)
-    output, found = tiny.base.generate(**inputs, **processor.generation_kwargs, **KEEP_SCORES), Counter()
-    for row, step, prefix, scores, token in steps_of(output, inputs):
+    output, found = tiny.base.generate(**PROMPTS, **processor.generation_kwargs, **KEEP_SCORES), Counter()
+    for row, step, prefix, scores, token in steps_of(output):
         guidance = case.guidance if isinstance(case.guidance, dict) else case.guidance[row]
         with torch.no_grad():
             logits = tiny.base(torch.tensor([prefix])).logits[0, -1].double()
