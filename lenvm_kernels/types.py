@@ -56,6 +56,22 @@ class TextBreak(IntFlag):
     SENTENCE = 2
 
 
+# Places of two numbers beside the bits of a :class:`TextBreak`, 0 to 3 each: bytes that the last character of a token
+# lacks, and bytes that a token without a first byte of a character adds to the character before it.
+MISSING_BYTES, ADDED_BYTES = 2, 4
+
+
+class CountFrom(IntEnum):
+    """Place from which a span counts its tokens."""
+
+    SPAN = 0
+    """Its own start."""
+    SPANS = 1
+    """Its own start, and the tokens of earlier spans are added."""
+    OUTPUT = 2
+    """The start of the output."""
+
+
 class Candidates(NamedTuple):
     """Candidate tokens of ``B`` requests, ``K`` columns each, in descending order of probability.
 
@@ -248,7 +264,8 @@ _INTEGER, _NUMBER, _SWITCH = Column(torch.int32), Column(torch.float32), Column(
 class GuidanceColumns(NamedTuple):
     """Guidance parameters of ``R`` requests, one tensor per parameter. A :class:`Column` declares dtype and default.
 
-    :func:`limit_span` writes ``prompt_len``, ``span_seen``, ``span_match``, ``closing_from`` and ``span_ended``.
+    :func:`limit_span` writes ``prompt_len``, ``span_seen``, ``span_match``, ``closing_from``, ``span_used``,
+    ``missing_bytes`` and ``span_ended``.
     ``ending_token_ids`` is a view of ``eos_token_ids`` and ``span_end_token_ids``. ``target_logit`` is the value of
     every candidate without a value model. :func:`reweight_scatter` describes faults.
     """
@@ -266,6 +283,9 @@ class GuidanceColumns(NamedTuple):
     span_seen: Annotated[Tensor, _INTEGER, "tokens of the sequence that :func:`limit_span` has read"]
     span_match: Annotated[Tensor, _INTEGER, "span tokens that the last token may match, as bits"]
     closing_from: Annotated[Tensor, Column(torch.int32, -1), "length of the sequence from which its end is forced"]
+    span_used: Annotated[Tensor, _INTEGER, "tokens of the spans before"]
+    missing_bytes: Annotated[Tensor, _INTEGER, "bytes that the last character of the sequence lacks"]
+    count_from: Annotated[Tensor, _INTEGER, "a :class:`CountFrom`"]
     mode: Annotated[Tensor, _INTEGER, "a :class:`Mode`"]
     scale: Annotated[Tensor, _NUMBER, "scale of the mode, or strength of a near constraint"]
     nats_per_token: Annotated[Tensor, _NUMBER, "``-ln(gamma)``"]

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.reference._common import tidy_drafts
-from lenvm_kernels.types import Drafts, GuidanceColumns, TextBreak
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, Drafts, GuidanceColumns, TextBreak
 
+# A forced end waits at most this many tokens for the end of a character, which has at most four bytes.
+CHARACTER_TOKENS = 4
 # Subtracted from the logit of an excluded token, and added to the logit of a forced one. Both are exact in fp16.
 EXCLUDED, FORCED = 1e4, 2e4
 
@@ -19,6 +21,8 @@ class _Span(NamedTuple):
     begin: Tensor
     match: Tensor
     closing_from: Tensor
+    used: Tensor
+    missing_bytes: Tensor
 
     def where(self, condition: Tensor, other: "_Span") -> "_Span":
         """This state where ``condition`` holds, else ``other``."""
@@ -42,6 +46,8 @@ def limit_span(
     patterns, first_bits = table.span_token_ids[table_rows], table.span_first_bits[table_rows]
     end_bits, start_bits = table.span_end_bits[table_rows], table.span_start_bits[table_rows]
     limit, grace = table.hard_limit[table_rows], table.hard_limit_grace[table_rows]
+    count_from, closing_ids = table.count_from[table_rows], table.closing_token_ids[table_rows]
+    last = (closing_ids >= 0).sum(1) - 1
     lands = (ends[:, 0] < 0) & (table.closing_token_ids[table_rows, 0] >= 0)
     has_span = (ends[:, 0] >= 0) | lands | (start_bits != 0)
     bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
@@ -50,24 +56,39 @@ def limit_span(
         """State after the token that ends at length ``place``. If not ``is_new``, only a line break has an effect."""
         is_pattern = (patterns == token[:, None]) & (patterns >= 0)
         match = ((span.match << 1) | first_bits) & torch.where(is_pattern, bits, 0).sum(1, dtype=torch.int32)
-        ends_now = ~span.ended & ((match & end_bits) != 0)
+        index = place - 1 - span.closing_from
+        within = (span.closing_from >= 0) & (index >= 0) & (index < last)
+        # A closing may contain another end, and goes on to its own.
+        closes_on = within & (closing_ids.gather(1, index.where(within, 0).long()[:, None])[:, 0] == token)
+        ends_now = ~span.ended & ((match & end_bits) != 0) & ~closes_on
         begins_now = span.ended & ((match & start_bits) != 0)
+        begin = torch.where(begins_now, place - torch.where(count_from == CountFrom.SPANS, span.used, 0), span.begin)
+        text_break, missing = torch.zeros_like(token, dtype=torch.int32), span.missing_bytes
+        if text_breaks is not None:
+            is_known = (token >= 0) & (token < len(text_breaks))
+            text_break = text_breaks[torch.where(is_known, token, 0).long()].int().where(is_known, 0)
+            added = text_break >> ADDED_BYTES & 3
+            missing = torch.where(added > 0, (missing - added).clamp(min=0), text_break >> MISSING_BYTES & 3)
         begun = _Span(
             (span.ended | ends_now) & ~begins_now,
-            torch.where(begins_now | ends_now, place, span.begin),
+            torch.where(count_from == CountFrom.OUTPUT, span.begin, torch.where(ends_now, place, begin)),
             match,
             torch.where(begins_now, -1, span.closing_from),
+            torch.where(ends_now, place - span.begin, span.used),
+            missing,
         )
         span = begun.where(is_new, span)
         over = place - span.begin - limit
-        is_line = torch.zeros_like(is_told)
-        if text_breaks is not None:
-            is_known = (token >= 0) & (token < len(text_breaks))
-            is_line = is_known & ((text_breaks[torch.where(is_known, token, 0).long()] & TextBreak.LINE) != 0)
-        closes = is_told & ~span.ended & (span.closing_from < 0) & (over >= 0) & ((over >= grace) | is_line)
+        is_due = (over >= grace) | ((text_break & TextBreak.LINE) != 0)
+        is_due &= (span.missing_bytes == 0) | (over >= grace + CHARACTER_TOKENS)
+        closes = is_told & ~span.ended & (span.closing_from < 0) & (over >= 0) & is_due
         return span._replace(closing_from=torch.where(closes, place, span.closing_from))
 
-    columns = table.span_ended, table.prompt_len, table.span_match, table.closing_from  # the fields of a _Span
+    # The fields of a _Span.
+    columns = (
+        *(table.span_ended, table.prompt_len, table.span_match, table.closing_from),
+        *(table.span_used, table.missing_bytes),
+    )
     span = _Span(*(column[table_rows] for column in columns))
     seen = table.span_seen[table_rows]
     new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, new)
@@ -92,7 +113,7 @@ def limit_span(
             reads = has_span & is_draft
             found.append(after(behind, token_ids[:, j], lengths + depth[-1], reads, reads))
     exists = torch.stack(is_there, 1)
-    ended, begin, _, closing = (torch.stack(x, 1) for x in zip(*found, strict=True))
+    ended, begin, _, closing, *_ = (torch.stack(x, 1) for x in zip(*found, strict=True))
     ended, places = ended & exists & has_span[:, None], lengths[:, None] + torch.stack(depth, 1)
     if logits is not None:
         vocab = logits.shape[1]
@@ -106,11 +127,9 @@ def limit_span(
             by_node.scatter_(2, index, torch.where((nodes & is_token)[:, :, None], x + number, x))
 
         is_open = has_span[:, None] & exists & ~ended
-        closing_ids = table.closing_token_ids[table_rows]
-        last = (closing_ids >= 0).sum(1, keepdim=True) - 1
         index = places - closing
-        forced = closing_ids.gather(1, index.clamp(min=0).minimum(last).clamp(min=0).long())
-        add(FORCED, forced, is_open & (closing >= 0) & (~lands[:, None] | (index <= last)))
+        forced = closing_ids.gather(1, index.clamp(min=0).minimum(last[:, None]).clamp(min=0).long())
+        add(FORCED, forced, is_open & (closing >= 0) & (~lands[:, None] | (index <= last[:, None])))
         ends_span = ((eos[:, :, None] == ends[:, None]) & (ends >= 0)[:, None]).any(2)
         is_excluded = ~table.allows_eos[table_rows, None] & ~ends_span
         for ids, excluded in zip(eos.unbind(1), is_excluded.unbind(1), strict=True):

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -16,6 +16,7 @@ import torch
 
 from lenvm_kernels.engines.tokenizers import load_thoughts
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance
+from lenvm_kernels.guidance.fields import BUDGETS, EFFORT, EFFORTS, NAMESPACE
 from lenvm_kernels.guidance.params import check_with_probe, read_names
 from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
@@ -26,6 +27,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CONFIG_VARIABLE = "LENVM_CONFIG"
 # Capacity of a request's row in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
+# Fields that concern the answer after a thought alone.
+_OF_ANSWERS = {"target_length", "value_constraint", "tolerance", "strength", "soft_max_tokens"}
+# Fields that depend on the tokenizer's marks, and fields that may be texts.
+_NEED_MARKS, _TEXT_FIELDS = {*BUDGETS, "target_length", "soft_max_tokens"}, ("end_message", "landing")
 NONE, OFF = "none", "off"  # values of value_model: guidance without a value model, and no guidance
 
 
@@ -58,6 +63,16 @@ _HEAD = SettingText(local_path, "an existing .safetensors or .bin file, or a dir
 _DTYPE = SettingText(DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
 _POWER = SettingText(int, "a power of two up to 64", (1, 2, 4, 8, 16, 32, 64).__contains__)
 _COUNT = SettingText(int, "an integer of at least 1", lambda n: n >= 1)
+
+
+def _are_defaults(given: Any) -> bool:
+    efforts = given.get(EFFORTS, {}) if isinstance(given, dict) else None
+    return isinstance(efforts, dict) and all(isinstance(each, dict) for each in efforts.values())
+
+
+_DEFAULTS = SettingText(
+    json.loads, f"a JSON object of guidance parameters, or of objects under {EFFORTS}", _are_defaults
+)
 # 0 or 1 in a variable, true or false in a file.
 _SWITCH = SettingText({"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1")
 
@@ -90,6 +105,8 @@ class Settings:
     """Default of requests, in steps of the engine."""
     graphs: Annotated[bool | None, _SWITCH] = None
     """Whether guided steps run from CUDA graphs. If None, on a GPU if the engine uses CUDA graphs."""
+    defaults: Annotated[Mapping[str, Any], _DEFAULTS] = field(default_factory=dict)
+    """Parameters of requests without any. Under ``reasoning_effort``, an object has further ones for each effort."""
     tokenizer: Annotated[str | None, SettingText(str, "a directory or a name")] = None
     """Location of the base model's tokenizer, for thinking budgets and forced texts. If None, the engine's in SGLang
     and vLLM, otherwise the one in the value model's directory."""
@@ -137,8 +154,14 @@ class Settings:
             name, text = given["value_head"]
             source = "with a probe" if settings.has_probe else "without a value model"
             raise ValueError(f"{name} must not be given {source}, got {text!r}")
-        path = settings.value_model
-        return settings if path is None else replace(settings, gamma=LenVMConfig.read(path, settings.gamma).gamma)
+        if (path := settings.value_model) is not None:
+            settings = replace(settings, gamma=LenVMConfig.read(path, settings.gamma).gamma)
+        for effort in (None, *settings.defaults.get(EFFORTS, ())) if settings.defaults else ():
+            try:
+                settings._parse(settings.defaults_of(effort), Thoughts.unknown(), max_tokens=2**20)
+            except ValueError as error:
+                raise ValueError(f"{given['defaults'][0]} has invalid parameters: {error}") from error
+        return settings
 
     @cached_property
     def has_probe(self) -> bool:
@@ -165,37 +188,95 @@ class Settings:
         """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
         return load_thoughts(self.tokenizer or (None if self.value_model is None else str(self.value_model)))
 
-    def parse_request(self, custom_params: Mapping[str, Any], stop_token_ids: Collection[int] = ()) -> GuidanceParams:
+    def defaults_of(self, effort: str | None) -> dict[str, Any]:
+        """The parameters of requests without any, for a reasoning effort."""
+        own = dict(self.defaults)
+        efforts = own.pop(EFFORTS, {})
+        return own | dict(efforts.get(effort, {}))
+
+    @staticmethod
+    def is_asked(custom_params: Mapping[str, Any] | None) -> bool:
+        """Whether a request has parameters of its own. An empty :data:`NAMESPACE` turns the defaults off.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        given = custom_params or {}
+        return NAMESPACE in given or bool(read_names(given, others="shared"))
+
+    def parse_request(
+        self,
+        custom_params: Mapping[str, Any] | None,
+        stop_token_ids: Collection[int] = (),
+        *,
+        max_tokens: int | None = None,
+        has_schema: bool = False,
+        engine_budget: float | None = None,
+    ) -> GuidanceParams:
         """:func:`parse_guidance` of a server's request, with the defaults of the settings and the value model.
 
         Parameters of other components are ignored (:func:`read_names`).
 
+        Args:
+            custom_params: parameters of the request, None without.
+            stop_token_ids: ids that end its output.
+            max_tokens: the limit of new tokens, None without.
+            has_schema: a grammar or schema restricts the output, and a target is an upper limit by default.
+            engine_budget: limit that the engine itself applies to a thought, None without. It is also a
+                ``thinking_budget`` if the other parameters concern the answer alone.
+
         Raises:
             ValueError: naming the field, what came and what is accepted; also if the request needs a value model and
                 there is none, cannot be combined with a probe, or has more tokens than a row of the device table.
+                Requests without parameters are unguided instead.
         """
-        given = read_names(custom_params, others="shared")
-        is_text = any(isinstance(given.get(name), str) for name in ("end_message", "landing"))
+        custom_params = custom_params or {}
+        if is_asked := self.is_asked(custom_params):
+            given = read_names(custom_params, others="shared")
+        else:
+            given = read_names(self.defaults_of(custom_params.get(EFFORT)))
+        needs_tokenizer = given.keys() & _NEED_MARKS or any(isinstance(given.get(name), str) for name in _TEXT_FIELDS)
+        thoughts = self.thoughts if needs_tokenizer or engine_budget is not None else None
+        if engine_budget is not None and thoughts is not None and thoughts.ends and given.keys() <= _OF_ANSWERS:
+            given["thinking_budget"] = engine_budget
+        try:
+            params = self._parse(given, thoughts, max_tokens, constraint="le_near" if has_schema else "near")
+            self._check_sizes(params, stop_token_ids)
+        except ValueError:
+            if is_asked:
+                raise
+            return GuidanceParams()
+        return params
+
+    def _parse(
+        self, given: Mapping[str, Any], thoughts: Thoughts | None, max_tokens: int | None, constraint: str = "near"
+    ) -> GuidanceParams:
+        """:func:`parse_guidance` with the defaults of the value model."""
         params = parse_guidance(
             given,
             gamma=self.gamma,
             strength=self.strength,
-            thoughts=self.thoughts if is_text or given.keys() & {"thinking_budget", "target_length"} else None,
+            thoughts=thoughts,
+            constraint=constraint,
             has_values=self.value_model is not None,
+            max_tokens=max_tokens,
         )
         if self.has_probe:
             check_with_probe(params)
-        scaled = params.token_temperature_scale
-        if params.needs_step or scaled:
-            for name, tokens, most in (
-                ("stop_token_ids", stop_token_ids, MAX_STOP_TOKENS),
-                ("token_temperature_scale", scaled, MAX_SCALED_TOKENS),
-            ):
-                if len(tokens) > most:
-                    raise ValueError(
-                        f"{name} must be of at most {most} tokens together with guidance, got {len(tokens)}"
-                    )
         return params
+
+    @staticmethod
+    def _check_sizes(params: GuidanceParams, stop_token_ids: Collection[int]) -> None:
+        """Raise ValueError, naming the field, if a request has more tokens than a row of the device table."""
+        scaled = params.token_temperature_scale
+        if not params.needs_step and not scaled:
+            return
+        for name, tokens, most in (
+            ("stop_token_ids", stop_token_ids, MAX_STOP_TOKENS),
+            ("token_temperature_scale", scaled, MAX_SCALED_TOKENS),
+        ):
+            if len(tokens) > most:
+                raise ValueError(f"{name} must be of at most {most} tokens together with guidance, got {len(tokens)}")
 
     def load_probe(self, num_layers: int, embedding: torch.Tensor) -> LengthProbe:
         """The probe of a base model with ``num_layers`` and an input ``embedding [V, H]``, on its device.
@@ -260,4 +341,8 @@ def _read_file(path: Path) -> dict[str, tuple[str, str]]:
             close = difflib.get_close_matches(name, _TEXTS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(_TEXTS)}"
             raise ValueError(f"{name} in {path} is not a setting; {hint}")
-    return {name: (f"{name} in {path}", str(value)) for name, value in content.items() if value is not None}
+    return {
+        name: (f"{name} in {path}", json.dumps(value) if isinstance(value, dict) else str(value))
+        for name, value in content.items()
+        if value is not None
+    }

@@ -13,12 +13,18 @@ import torch
 from lenvm_kernels.guidance import Thoughts, text_breaks_of
 
 logger = logging.getLogger(__name__)
+Marks = tuple[str, str]  # start and end of a thought
 _loaders: dict[str, Callable[[], Any]] = {}
+_readers: dict[str, Callable[[Any], Marks | None]] = {}
 
 
-def load_with(path: str, loader: Callable[[], Any]) -> None:
-    """Load the tokenizer at a location with an engine's own function, which applies the engine's options."""
+def load_with(path: str, loader: Callable[[], Any], marks: Callable[[Any], Marks | None] = lambda _: None) -> None:
+    """Load the tokenizer at a location with an engine's own functions, which apply the engine's options.
+
+    ``marks`` returns the marks of thoughts in the engine's reasoning parser for a tokenizer, None without a parser.
+    """
     _loaders.setdefault(path, loader)
+    _readers.setdefault(path, marks)
 
 
 @functools.cache
@@ -31,12 +37,23 @@ def load_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def load_thoughts(tokenizer: str | None) -> Thoughts | None:
-    """The marks of thoughts of :func:`load_tokenizer`. None without a tokenizer, or if it cannot be loaded."""
+def load_thoughts(path: str | None) -> Thoughts | None:
+    """The marks of :func:`load_tokenizer`. None without a tokenizer, or if it cannot be loaded."""
     try:
-        return None if tokenizer is None else Thoughts.of(load_tokenizer(tokenizer))
+        if path is None:
+            return None
+        tokenizer = load_tokenizer(path)
+        return Thoughts.of(tokenizer, _parser_marks(path, tokenizer))
     except Exception as error:
-        logger.info("the marks of thoughts are not known: the tokenizer %s cannot be loaded (%s)", tokenizer, error)
+        logger.info("the marks of thoughts are not known: the tokenizer %s cannot be loaded (%s)", path, error)
+        return None
+
+
+def _parser_marks(path: str, tokenizer: Any) -> Marks | None:
+    try:
+        return _readers[path](tokenizer) if path in _readers else None
+    except Exception as error:
+        logger.warning("the reasoning parser has no marks of thoughts, so the vocabulary is searched (%s)", error)
         return None
 
 

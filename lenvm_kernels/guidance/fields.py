@@ -29,9 +29,10 @@ _SYNONYMS = {
     "eq_soft": "soft equal_soft",
 }
 
-_A_TARGET = ("a target: give target_length or target_value as well", "target_length", "target_value", "thinking_budget")
-_A_SPAN = ("end_token_ids, or a thinking_budget", "end_token_ids", "thinking_budget")
-_A_LIMIT = ("a hard_limit, or a thinking_budget", "hard_limit", "thinking_budget")
+BUDGETS = ("thinking_budget", "thinking_budget_total")
+_A_TARGET = ("a target: give target_length or target_value as well", "target_length", "target_value", *BUDGETS)
+_A_SPAN = ("end_token_ids, or a thinking_budget", "end_token_ids", *BUDGETS)
+_A_LIMIT = ("a hard_limit, or a thinking_budget", "hard_limit", *BUDGETS)
 _A_LANDING = ("a landing", "landing")
 
 
@@ -104,6 +105,11 @@ def _integer(field: Field, given: Any) -> int:
     if number % 1:
         raise field.rejected(given, f"be an integer {field.limits}")
     return int(number)
+
+
+def _budget(field: Field, given: Any) -> float | None:
+    """A number within the limits. -1 stands for no budget."""
+    return None if given in (-1, "-1") else _number(field, given, "-1, or a finite number")
 
 
 def _word(field: Field, given: Any) -> str:
@@ -209,8 +215,8 @@ _ALL = (
     ),
     Word(
         "target_length_mode length_mode",
-        "answer, the target counts the tokens after a thought; total, all new tokens; remaining, at every step those "
-        "still to come",
+        "answer, the target counts the tokens after a thought; total, all new tokens, thoughts included; remaining, at "
+        "every step those still to come",
         "answer",
         "one of answer, total, remaining",
     ),
@@ -248,14 +254,30 @@ _ALL = (
         ">= 0 and < 1",
         is_common=True,
     ),
+    Field(
+        _switch,
+        "soft_max_tokens soft",
+        "end with a sentence instead of being cut at max_tokens: a target of four fifths of it, with le_near unless "
+        "there is a target; a thought takes at most as many tokens",
+        False,
+    ),
     # The bound makes its hard_limit an int32.
-    Number(
+    Field(
+        _budget,
         "thinking_budget",
         "tokens that a thought may take on average: a target with le_near that holds until the thought ends; "
-        "a target_length then counts from there",
-        limits="> 0 and < 1e+09",
+        "a target_length then counts from there; 0, no thought; -1, no budget",
+        limits=">= 0 and < 1e+09",
         elsewhere="thinking_token_budget thinking_budget_tokens max_thinking_tokens reasoning_budget "
         "reasoning_max_tokens budget_tokens",
+        metavar="N",
+    ),
+    Field(
+        _budget,
+        "thinking_budget_total",
+        "the same for all thoughts of an output together",
+        limits=">= 0 and < 1e+09",
+        metavar="N",
     ),
     Field(
         _sequences,
@@ -322,6 +344,9 @@ _ALL = (
 )
 FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
 NAMESPACE = "lenvm"  # a dictionary of fields among parameters of other components
+# Names beside fields: the reasoning effort of a chat request, which a server's front end adds to its parameters, and
+# the defaults by effort.
+EFFORT, EFFORTS = "lenvm_effort", "reasoning_effort"
 
 
 def markdown() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from lenvm_kernels.guidance.fields import DEFAULT_GAMMA, FIELDS, FP32_MAX, NAMESPACE, read_json
+from lenvm_kernels.guidance.fields import BUDGETS, DEFAULT_GAMMA, FIELDS, FP32_MAX, NAMESPACE, read_json
 from lenvm_kernels.guidance.spans import (
     MAX_CLOSING_TOKENS,
     MAX_SPAN_TOKENS,
@@ -17,9 +17,9 @@ from lenvm_kernels.guidance.spans import (
     SpanState,
     Thoughts,
     TokenSequences,
-    closing_from,
 )
-from lenvm_kernels.types import Mode
+from lenvm_kernels.reference.limit_span import CHARACTER_TOKENS
+from lenvm_kernels.types import CountFrom, Mode
 
 
 def _key(name: Any) -> str:
@@ -38,6 +38,8 @@ _LIMITS = {
     "minlength": "target_length with the value_constraint ge_near, or the engine's minimum of new tokens",
 }
 _LIMIT_OF_BUDGET = 1.25
+# Share of max_tokens that a thought may take, and that a soft max_tokens aims at.
+_THOUGHT_SHARE, _SOFT_SHARE = 0.8, 0.8
 # An end less probable than this would cut a sentence in two.
 _MIN_END_PROB = 1e-4
 # Values boost tokens of any probability, at the cost of text quality. Tokens below this share of the largest
@@ -49,7 +51,7 @@ _ANSWER_AFTER_LANDING = 8
 _STRENGTH_WITHOUT_VALUES = 10.0
 # If a request has a budget and a target, the answer has none of the first fields, and the thought none of the second.
 _OF_THOUGHTS = {
-    *("thinking_budget", "end_token_ids", "start_token_ids", "allow_eos", "answer_length"),
+    *("thinking_budget", "thinking_budget_total", "end_token_ids", "start_token_ids", "allow_eos", "answer_length"),
     *("hard_limit", "hard_limit_grace", "end_message", "landing", "landing_tokens"),
 }
 _OF_TARGETS = {"target_length", "target_length_mode", "value_constraint", "tolerance"}
@@ -70,8 +72,11 @@ class GuidanceParams:
         tolerance: tokens; the near constraints treat all lengths within it of the target alike.
         least_share: share of the largest probability below which tokens are no candidates.
         entropy_threshold: ``value_entropy_threshold``.
+        count_from: place from which a span counts its tokens.
         pause_token_ids: sequences that end a span without being its aim: starts of thoughts, whose ends are
-            ``start_token_ids``. The first span begins with the output.
+            ``start_token_ids``.
+        call_token_ids: further ones that are ignored in the prompt: starts of tool calls.
+        begins_open: the first span begins with the output, although there are ``start_token_ids``.
         end_message: tokens forced before the end; without ``end_token_ids``, a landing, which is forced once.
         answer: parameters after the span: the target of a request that also has a ``thinking_budget``. If None, the
             request is unguided there.
@@ -93,6 +98,9 @@ class GuidanceParams:
     end_token_ids: TokenSequences = ()
     start_token_ids: TokenSequences = ()
     pause_token_ids: TokenSequences = ()
+    call_token_ids: TokenSequences = ()
+    begins_open: bool = False
+    count_from: CountFrom = CountFrom.SPAN
     allow_eos: bool = False
     answer_length: float = 0.0
     hard_limit: int | None = None
@@ -108,14 +116,13 @@ class GuidanceParams:
     @property
     def has_span(self) -> bool:
         """Whether :func:`limit_span` must read the request: it has a span or a landing."""
-        return bool(self.end_token_ids or self.pause_token_ids or self.end_message)
+        return bool(self.end_token_ids or self.pause_token_ids or self.call_token_ids or self.end_message)
 
     @cached_property
     def span_patterns(self) -> SpanPatterns:
         """The sequences that begin and end a span."""
-        begins_open = bool(self.pause_token_ids) or not self.start_token_ids
-        ends = self.end_token_ids + self.pause_token_ids
-        return SpanPatterns.of(ends, self.start_token_ids, begins_open=begins_open)
+        ends, begins_open = self.end_token_ids + self.pause_token_ids, self.begins_open or not self.start_token_ids
+        return SpanPatterns.of(ends, self.start_token_ids, self.call_token_ids, begins_open=begins_open)
 
     @property
     def closing_token_ids(self) -> tuple[int, ...]:
@@ -124,20 +131,38 @@ class GuidanceParams:
 
     def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
         """The state of the request's span, after ``output``. Without an end sequence, the whole output is one span."""
-        patterns, seen, place = self.span_patterns, len(prompt) + len(output), None
+        patterns, sequence, used = self.span_patterns, [*prompt, *output], 0
         opened = patterns.open_from(prompt)
         begin, end = (len(prompt), len(prompt)) if opened is None else (opened, None)
         match = patterns.at_end_of(prompt)
         for length, token in enumerate(output, len(prompt) + 1):
             match = patterns.after(match, token)
             if end is None and match & patterns.end_bits:
-                begin = end = length
+                place = self._closing_from(sequence[begin:])
+                if place is not None and begin + place < length < begin + place + len(self.closing_token_ids):
+                    continue  # within a closing that is forced
+                end, used = length, length - begin
+                begin = begin if self.count_from == CountFrom.OUTPUT else length
             elif end is not None and match & patterns.start_bits:
-                begin, end = length, None
-        if end is None and self.hard_limit is not None:
-            span = [*prompt, *output][begin:]
-            place = closing_from(self.closing_token_ids, span, self.hard_limit, self.hard_limit_grace)
-        return SpanState(seen, begin, end, match, None if place is None else begin + place)
+                end = None
+                if self.count_from != CountFrom.OUTPUT:
+                    begin = length - (used if self.count_from == CountFrom.SPANS else 0)
+        place = None if end is not None else self._closing_from(sequence[begin:])
+        return SpanState(len(sequence), begin, end, match, None if place is None else begin + place, used)
+
+    def _closing_from(self, span: Sequence[int]) -> int | None:
+        """The place in the text after a span's first token at which the hard limit forces the closing. If None,
+        nowhere.
+
+        The closing begins at the limit, or at most ``hard_limit_grace`` and ``CHARACTER_TOKENS`` later.
+        """
+        if self.hard_limit is None:
+            return None
+        closing, latest = list(self.closing_token_ids), self.hard_limit + self.hard_limit_grace + CHARACTER_TOKENS
+        for start in range(self.hard_limit, min(latest + 1, len(span))):
+            if list(span[start : start + len(closing)]) == closing[: len(span) - start]:
+                return start
+        return None
 
 
 def parse_guidance(
@@ -148,6 +173,7 @@ def parse_guidance(
     strength: float | None = None,
     constraint: str = "near",
     has_values: bool = True,
+    max_tokens: int | None = None,
 ) -> GuidanceParams:
     """Validate a request's ``custom_params``.
 
@@ -160,6 +186,8 @@ def parse_guidance(
         strength: default of the field, from the same source. If None, 5.
         constraint: default of ``value_constraint``.
         has_values: whether there is a value model. If not, ``strength`` is 10, and values must not be needed.
+        max_tokens: the request's limit of new tokens, which lowers a target or budget above it. If None, there is no
+            limit, and ``soft_max_tokens`` is rejected.
 
     Raises:
         TypeError: ``custom_params`` is not a mapping.
@@ -170,13 +198,20 @@ def parse_guidance(
         'NEAR'
     """
     given = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
-    if "thinking_budget" in given and "target_length" in given:
+    given = {name: value for name, value in given.items() if value is not None}  # -1 is no budget
+    thoughts = Thoughts() if thoughts is None else thoughts
+    given = _within(given, thoughts, max_tokens)
+    has_budget = not given.keys().isdisjoint(BUDGETS)
+    if has_budget and "target_length" in given:
         defaults: dict[str, Any] = dict(gamma=gamma, strength=strength, constraint=constraint, has_values=has_values)
         answer = {name: value for name, value in given.items() if name not in _OF_THOUGHTS}
         thought = {name: value for name, value in given.items() if name not in _OF_TARGETS}
-        thought.setdefault("answer_length", given["target_length"])
+        is_total = given.get("target_length_mode") == "total"
+        budget = max(given.get(name, 0.0) for name in BUDGETS)
+        thought.setdefault("answer_length", max(0.0, given["target_length"] - is_total * budget))
         params = parse_guidance(thought, thoughts=thoughts, **defaults)
-        return replace(params, answer=parse_guidance(answer, **defaults))
+        count_from = CountFrom.OUTPUT if is_total else params.count_from
+        return replace(params, answer=parse_guidance(answer, **defaults), count_from=count_from)
     for name in given:
         if FIELDS[name].needs and given.keys().isdisjoint(FIELDS[name].needs[1:]):
             raise ValueError(f"{name} needs {FIELDS[name].needs[0]}")
@@ -184,23 +219,30 @@ def parse_guidance(
     given_defaults = {"gamma": gamma, "strength": strength, "value_constraint": constraint}
     values = {name: field.default for name, field in FIELDS.items()}
     values |= {name: FIELDS[name].parse(default) for name, default in given_defaults.items() if default is not None}
-    values |= _budget_fields(given, thoughts or Thoughts()) | given
+    values |= _budget_fields(given, thoughts) | given
     for name in ("end_message", "landing"):
         if isinstance(text := values[name], str):
-            if thoughts is None or thoughts.encode is None:
+            if thoughts.encode is None:
                 raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {text!r}")
             values[name] = tuple(thoughts.encode(text))
     # A target of all new tokens, or of the tokens after a thought.
     has_total = values["target_value"] is None and values["target_length_mode"] != "remaining"
     has_total &= values["target_length"] is not None and not values["end_token_ids"]
     values |= _landing_fields(values, has_total=has_total)
-    # Between the start and the end of a thought, guidance pauses.
-    if thoughts is not None and thoughts.starts and has_total and values["target_length_mode"] == "answer":
-        values |= dict(pause_token_ids=thoughts.starts, start_token_ids=thoughts.ends, allow_eos=True)
+    # Guidance pauses in a thought, and ends with a tool call.
+    if has_total and (thoughts.starts or thoughts.tool_calls):
+        is_total = values["target_length_mode"] == "total"
+        values |= dict(pause_token_ids=thoughts.starts, start_token_ids=thoughts.ends if thoughts.starts else ())
+        values |= dict(call_token_ids=thoughts.tool_calls, begins_open=True, allow_eos=True)
+        values["count_from"] = CountFrom.OUTPUT if is_total else CountFrom.SPAN
+    elif has_budget:
+        values["call_token_ids"] = () if "end_token_ids" in given else thoughts.tool_calls
+        values["count_from"] = CountFrom.SPANS if "thinking_budget_total" in given else CountFrom.SPAN
     # A row of the device table has MAX_SPAN_TOKENS columns for ends and starts, and MAX_CLOSING_TOKENS for a closing.
     ends, starts, message = values["end_token_ids"], values["start_token_ids"], values["end_message"]
-    if (total := sum(map(len, ends + starts))) > MAX_SPAN_TOKENS:
-        accepted = f"of at most {MAX_SPAN_TOKENS} tokens together"
+    others = values.get("pause_token_ids", ()) + values.get("call_token_ids", ())
+    if (total := sum(map(len, ends + starts))) > (most := MAX_SPAN_TOKENS - sum(map(len, others))):
+        accepted = f"of at most {most} tokens together"
         raise ValueError(f"end_token_ids and start_token_ids must be {accepted}, got {total}")
     if message and len(message) > (most := MAX_CLOSING_TOKENS - len(ends[0])):
         raise ValueError(f"end_message must be of at most {most} tokens, got {len(message)}")
@@ -274,7 +316,7 @@ def read_names(
         others: names outside the namespace that are no fields. ``ignored``: names of other components are ignored,
             except names that look like a misspelt field and names that other engines give to limits. ``shared``: in
             addition, short names of fields and common words (``Field.is_common``) are no fields if no other field is
-            there, and a ``thinking_budget`` of 0 or -1 is the engine's own.
+            there.
 
     Raises:
         TypeError: ``custom_params`` is not a mapping.
@@ -288,7 +330,6 @@ def read_names(
         raise ValueError(f"{NAMESPACE} must be an object of guidance parameters, or its JSON text, got {space!r}")
     names = _NAMES
     if others == "shared":
-        flat = {name: x for name, x in flat.items() if _NAMES.get(_key(name)) != "thinking_budget" or x not in (0, -1)}
         is_ours = any(x is not None and _key(name) in _DISTINCTIVE | _LIMITS.keys() for name, x in flat.items())
         flat, names = flat if is_ours else {}, _SHARED
     given: dict[str, Any] = {}
@@ -324,12 +365,36 @@ def _main_name(name: Any, names: Mapping[str, str], *, is_known: bool) -> str | 
     return None
 
 
+def _within(given: Mapping[str, Any], thoughts: Thoughts, max_tokens: int | None) -> dict[str, Any]:
+    """The fields with a target and budgets that fit into ``max_tokens``."""
+    fields = dict(given)
+    is_soft = fields.pop("soft_max_tokens", False)
+    if max_tokens is None:
+        if is_soft:
+            raise ValueError("soft_max_tokens needs a limit of new tokens, such as max_tokens")
+        return fields
+    most, most_thought = float(max_tokens), _THOUGHT_SHARE / _LIMIT_OF_BUDGET * max_tokens
+    if is_soft:
+        most *= _SOFT_SHARE
+        if fields.keys().isdisjoint(("target_length", "target_value", "end_token_ids")):
+            fields |= dict(target_length=most, target_length_mode="total")
+            fields.setdefault("value_constraint", "le_near")
+        if thoughts.ends and fields.keys().isdisjoint((*BUDGETS, "end_token_ids", "landing")):
+            fields["thinking_budget_total"] = most_thought
+    if "target_length" in fields and fields.get("target_length_mode") != "remaining":
+        fields["target_length"] = min(fields["target_length"], most)
+    return fields | {name: min(fields[name], most_thought) for name in BUDGETS if name in fields}
+
+
 def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
-    budget = given.get("thinking_budget")
-    if budget is None:
+    budgets = [given[name] for name in BUDGETS if name in given]
+    if not budgets:
         return {}
+    if len(budgets) > 1:
+        raise ValueError(f"give one of {' and '.join(BUDGETS)}, not both")
     if "target_value" in given or given.get("target_length_mode") == "remaining":
         raise ValueError("thinking_budget is itself a target: the only other one can be a target_length of the answer")
+    (budget,) = budgets
     implied = dict(target_length=budget, value_constraint="le_near", hard_limit=math.ceil(_LIMIT_OF_BUDGET * budget))
     if "end_token_ids" in given:
         return implied

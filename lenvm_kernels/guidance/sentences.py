@@ -1,4 +1,4 @@
-"""Ends of sentences and lines, by text."""
+"""Ends of sentences, lines and characters, by text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lenvm_kernels.types import TextBreak
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, TextBreak
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,9 +25,35 @@ def ends_sentence(text: str) -> bool:
     return _SENTENCE_END.search(text) is not None
 
 
+def open_character(text: bytes) -> tuple[int, int]:
+    """Bytes that the last character of a UTF-8 text lacks, and bytes that it adds to a character before the text.
+
+    The second number is 0 unless the text has no first byte of a character.
+    """
+    for back, byte in enumerate(reversed(text)):
+        if byte & 0xC0 != 0x80:  # the first byte of a character, which states how many bytes follow
+            follow = sum(byte >= first for first in (0xC0, 0xE0, 0xF0))
+            return max(follow - back, 0), 0
+    return 0, min(len(text), 3)
+
+
+def _bytes_of(token: str) -> bytes:
+    """The bytes of a token in a vocabulary of bytes: ``<0xE2>``, or characters that stand for bytes each."""
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+        return bytes.fromhex(byte[1])
+    return bytes(_byte_of_character()[character] for character in token if character in _byte_of_character())
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
 @functools.lru_cache(maxsize=4)
 def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> torch.Tensor | None:
-    """The sentence and line ends in a vocabulary, by the text of each token.
+    """The ends of sentences, lines and characters in a vocabulary, by the text of each token.
 
     A full stop of an abbreviation counts as an end: there, the end of the text has next to no probability.
 
@@ -36,13 +62,18 @@ def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = 
         vocab_size: size of the result. If None, all tokens. Ids without a token end nothing.
 
     Returns:
-        int8 ``[vocab_size]`` on the CPU; a :class:`TextBreak` per token. None if no token ends a sentence.
+        int8 ``[vocab_size]`` on the CPU; per token a :class:`TextBreak` and the numbers of :func:`open_character`. None
+        if no token ends a sentence.
     """
     count = len(tokenizer)
     breaks = []
-    for text in tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False):
+    for i, text in enumerate(tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False)):
         ends_line = TextBreak.LINE if text.endswith("\n") else TextBreak.NONE
-        breaks.append(ends_line | (TextBreak.SENTENCE if ends_sentence(text) else TextBreak.NONE))
+        missing = added = 0
+        if "\N{REPLACEMENT CHARACTER}" in text:
+            missing, added = open_character(_bytes_of(str(tokenizer.convert_ids_to_tokens(i))))
+        ends = ends_line | (TextBreak.SENTENCE if ends_sentence(text) else TextBreak.NONE)
+        breaks.append(ends | missing << MISSING_BYTES | added << ADDED_BYTES)
     if not any(TextBreak.SENTENCE & each for each in breaks):
         return None
     size = count if vocab_size is None else vocab_size

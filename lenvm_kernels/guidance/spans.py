@@ -31,18 +31,34 @@ _CHANNEL, _CHANNEL_STARTS = "<|channel|>", ("<|channel|>analysis<|message|>",)
 _CHANNEL_ENDS = ("<|end|><|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>")
 # A tokenizer may merge the last character of an end and a line break after it into one token.
 _AFTER_END = ("", "\n", "\n\n")
+# The tokens that begin tool calls.
+_TOOL_CALL_MARKS = (
+    "<tool_call>",  # Qwen, GLM, Hermes
+    "[TOOL_CALLS]",  # Mistral
+    "<|python_tag|>",  # Llama
+    "<|tool_call>",  # Gemma 4
+    "<start_function_call>",  # FunctionGemma
+    "<｜tool▁calls▁begin｜>",  # DeepSeek  # noqa: RUF001
+    "<|tool_calls_section_begin|>",  # Kimi K2
+    "<minimax:tool_call>",
+    "<seed:tool_call>",
+    "<|tool_call_start|>",  # LFM2
+    "<|START_ACTION|>",  # Command A
+)
+_CHANNEL_CALL = "<|channel|>commentary"  # gpt-oss
 
 TokenSequences = tuple[tuple[int, ...], ...]
 
 
 class SpanPatterns(NamedTuple):
-    """The end sequences of a request, then its start sequences, concatenated.
+    """The end sequences of a request, its start sequences, and the starts of tool calls, concatenated.
 
     Attributes:
         token_ids: their tokens.
         begins_open: a span is open after a prompt without any of the sequences.
-        first_bits, end_bits, start_bits: bit ``i`` states whether token ``i`` is the first of a sequence, the last of
-            an end sequence, the last of a start sequence.
+        first_bits, end_bits, start_bits, call_bits: bit ``i`` states whether token ``i`` is the first of a sequence,
+            the last of an end sequence, the last of a start sequence, the last of a start of a tool call. A tool call
+            also ends a span: its bits are in ``end_bits``.
         bits_of: the places of a token in ``token_ids``, as bits.
     """
 
@@ -51,17 +67,25 @@ class SpanPatterns(NamedTuple):
     first_bits: int
     end_bits: int
     start_bits: int
+    call_bits: int
     bits_of: Mapping[int, int]
 
     @classmethod
-    def of(cls, ends: TokenSequences, starts: TokenSequences, *, begins_open: bool | None = None) -> SpanPatterns:
+    def of(
+        cls,
+        ends: TokenSequences,
+        starts: TokenSequences,
+        calls: TokenSequences = (),
+        *,
+        begins_open: bool | None = None,
+    ) -> SpanPatterns:
         """The patterns of these sequences, none of which is empty.
 
         If ``begins_open`` is None, the first span begins with a start sequence if there is one, else with the output.
         """
         token_ids: list[int] = []
-        first_bits, last_bits, bits_of = 0, [0, 0], dict[int, int]()
-        for kind, sequences in enumerate((ends, starts)):
+        first_bits, last_bits, bits_of = 0, [0, 0, 0], dict[int, int]()
+        for kind, sequences in enumerate((ends, starts, calls)):
             for sequence in sequences:
                 first_bits |= 1 << len(token_ids)
                 token_ids += sequence
@@ -69,7 +93,8 @@ class SpanPatterns(NamedTuple):
         for i, token in enumerate(token_ids):
             bits_of[token] = bits_of.get(token, 0) | 1 << i
         begins_open = not starts if begins_open is None else begins_open
-        return cls(tuple(token_ids), begins_open, first_bits, last_bits[0], last_bits[1], bits_of)
+        end_bits, start_bits, call_bits = last_bits
+        return cls(tuple(token_ids), begins_open, first_bits, end_bits | call_bits, start_bits, call_bits, bits_of)
 
     def after(self, match: int, token: int) -> int:
         """The bits of the tokens that may have been matched last, after another ``token``."""
@@ -88,13 +113,15 @@ class SpanPatterns(NamedTuple):
         Without start sequences, a span is open unless an end is among the last :data:`CLOSED_WITHIN` tokens: a chat
         template without thinking ends with ``<think></think>`` and line breaks. With start sequences, the last start or
         end of the prompt decides. A thought that the prompt begins counts from its start, other spans from the output.
+        Tool calls of the prompt are ignored: they belong to earlier turns, or describe the form of a call.
         """
-        lasts = {token for token, bits in self.bits_of.items() if bits & (self.end_bits | self.start_bits)}
+        end_bits = self.end_bits & ~self.call_bits
+        lasts = {token for token, bits in self.bits_of.items() if bits & (end_bits | self.start_bits)}
         within = len(prompt) if self.start_bits else CLOSED_WITHIN
         for i in range(len(prompt) - 1, max(len(prompt) - within, 0) - 1, -1):
             if prompt[i] in lasts:
                 match = self.at_end_of(prompt[max(i + 1 - MAX_SPAN_TOKENS, 0) : i + 1])
-                if match & self.end_bits:
+                if match & end_bits:
                     return None
                 if match & self.start_bits:
                     return len(prompt) if self.begins_open else i + 1
@@ -111,6 +138,7 @@ class SpanState:
         end: place after the last span. If None, a span is open.
         match: bits of the tokens of :class:`SpanPatterns` that may have been matched last.
         closing_from: place from which the end is forced. If None, it is not forced.
+        used: tokens of the last span that has ended.
     """
 
     seen: int
@@ -118,27 +146,22 @@ class SpanState:
     end: int | None = None
     match: int = 0
     closing_from: int | None = None
-
-
-def closing_from(closing: Sequence[int], span: Sequence[int], limit: int, grace: int) -> int | None:
-    """The place in an open span, from ``limit`` to ``limit + grace``, where the closing begins. If None, nowhere."""
-    for start in range(limit, min(limit + grace + 1, len(span))):
-        if list(span[start : start + len(closing)]) == list(closing[: len(span) - start]):
-            return start
-    return None
+    used: int = 0
 
 
 @dataclass(frozen=True)
 class Thoughts:
-    """A tokenizer's marks of thoughts.
+    """A tokenizer's marks of thoughts and of tool calls.
 
     Attributes:
         ends, starts: sequences of tokens that end and begin a thought, empty without thoughts.
+        tool_calls: sequences of tokens that begin a tool call.
         encode: tokenizes a text. If None, texts are rejected.
     """
 
     ends: TokenSequences = ()
     starts: TokenSequences = ()
+    tool_calls: TokenSequences = ()
     encode: Callable[[str], Sequence[int]] | None = None
 
     @classmethod
@@ -147,24 +170,31 @@ class Thoughts:
         return cls(ends=((0,),), encode=lambda text: [0])
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Thoughts:
+    def of(cls, tokenizer: Any, marks: tuple[str, str] | None = None) -> Thoughts:
         """The marks of a tokenizer of ``transformers``.
 
-        The marks are tokens of the vocabulary. ``</think>`` may also be a sequence of tokens, if the chat template has
-        it. A ``<think>`` of several tokens is not looked up: its last token may differ with the text after it.
+        The marks are tokens of the vocabulary. ``</think>``, or the end in ``marks``, may also be a sequence of tokens;
+        ``</think>`` then must be in the chat template. A start of several tokens is not looked up: its last token may
+        differ with the text after it.
+
+        Args:
+            tokenizer: the base model's.
+            marks: start and end of a thought in an engine's reasoning parser. If None, a table has them.
         """
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)
 
         vocab = tokenizer.get_vocab()
-        for start, end in _THOUGHT_MARKS:
-            if end in vocab:
-                return cls(((vocab[end],),), ((vocab[start],),) if start in vocab else (), encode)
         if _CHANNEL in vocab:
             ends, starts = (tuple(tuple(encode(text)) for text in texts) for texts in (_CHANNEL_ENDS, _CHANNEL_STARTS))
-            return cls(ends, starts, encode)
-        end = _THOUGHT_MARKS[0][1]
-        if end not in (getattr(tokenizer, "chat_template", None) or ""):
-            return cls((), (), encode)
-        return cls(tuple(dict.fromkeys(tuple(encode(end + after)) for after in _AFTER_END)), (), encode)
+            return cls(ends, starts, (tuple(encode(_CHANNEL_CALL)),), encode)
+        calls = tuple((vocab[mark],) for mark in _TOOL_CALL_MARKS if mark in vocab)
+        for start, end in _THOUGHT_MARKS if marks is None else [marks]:
+            if end in vocab:
+                return cls(((vocab[end],),), ((vocab[start],),) if start in vocab else (), calls, encode)
+        end = _THOUGHT_MARKS[0][1] if marks is None else marks[1]
+        if marks is None and end not in (getattr(tokenizer, "chat_template", None) or ""):
+            return cls((), (), calls, encode)
+        ends = tuple(dict.fromkeys(tuple(encode(end + after)) for after in _AFTER_END))
+        return cls(ends, (), calls, encode)

@@ -160,6 +160,8 @@ class GuidanceTable:
             "span_seen": span.seen,
             "span_match": span.match,
             "closing_from": span.closing_from,
+            "span_used": span.used,
+            "missing_bytes": 0,  # a forced end may cut a character that a retracted request has begun
             "nats_per_token": -math.log(params.gamma),
             "target_length": target - min(self._early, _EARLY_SHARE * target) if waits else target,
             "due_length": target + params.tolerance if params.counts_down else None,

@@ -14,29 +14,37 @@ from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, wi
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.reference.limit_span import EXCLUDED, FORCED
+from lenvm_kernels.reference.limit_span import CHARACTER_TOKENS, EXCLUDED, FORCED
 from lenvm_kernels.reference.limit_span import limit_span as _reference
-from lenvm_kernels.types import Drafts, GuidanceColumns, SpanNodes, TextBreak
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, Drafts, GuidanceColumns, SpanNodes, TextBreak
 
 # Requests per program. With four drafts each, a thread of the one warp has two nodes.
 REQUESTS = 8
 
 _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
 _LINE = tl.constexpr(int(TextBreak.LINE))
+_MISSING_BYTES, _ADDED_BYTES = tl.constexpr(MISSING_BYTES), tl.constexpr(ADDED_BYTES)
+_CHARACTER_TOKENS = tl.constexpr(CHARACTER_TOKENS)
+_SPANS, _OUTPUT = tl.constexpr(int(CountFrom.SPANS)), tl.constexpr(int(CountFrom.OUTPUT))
 
 
 # The columns of a guidance table that the kernel accesses: first the lists, at the end the columns that it writes.
 SpanColumns = namedtuple(
     "SpanColumns",
     "eos_token_ids span_end_token_ids span_token_ids closing_token_ids span_first_bits span_end_bits span_start_bits "
-    "hard_limit hard_limit_grace allows_eos prompt_len span_ended span_seen span_match closing_from",
+    "hard_limit hard_limit_grace count_from allows_eos prompt_len span_ended span_seen span_match closing_from "
+    "span_used missing_bytes",
 )
-LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-5:]
+LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-7:]
 
 
-NodeSpan = namedtuple("NodeSpan", "ended begin match closing_from")  # span state of requests
-# Parameters of the span state's transitions: patterns are int32 [REQUESTS, PATTERNS], padded with -2.
-_Rules = namedtuple("_Rules", "patterns first_bits end_bits start_bits hard_limit grace text_breaks_ptr W")
+NodeSpan = namedtuple("NodeSpan", "ended begin match closing_from used missing_bytes")  # span state of requests
+# Parameters of the span state's transitions: patterns are int32 [REQUESTS, PATTERNS], padded with -2. closing_last is
+# the index of the last closing token.
+_Rules = namedtuple(
+    "_Rules",
+    "patterns first_bits end_bits start_bits hard_limit grace count_from closing_ptr closing_last text_breaks_ptr W",
+)
 
 
 @triton.jit
@@ -57,18 +65,30 @@ def _after(
     column = tl.arange(0, rules.patterns.shape[1])[None, :]
     is_pattern = (rules.patterns == token[:, None]) & (rules.patterns >= 0)
     match = ((span.match << 1) | rules.first_bits) & tl.sum(tl.where(is_pattern, 1 << column, 0), axis=1)
-    ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0)
+    index = place - 1 - span.closing_from
+    is_within = is_new & (span.closing_from >= 0) & (index >= 0) & (index < rules.closing_last)
+    forced = tl.load(rules.closing_ptr + index, mask=is_within, other=-2)
+    # A closing may contain another end, and goes on to its own.
+    ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0) & ((is_within & (forced == token)) == 0)
     begins = is_new & span.ended & ((match & rules.start_bits) != 0)
     ended = (span.ended | ends) & (begins == 0)
-    begin = tl.where(begins | ends, place, span.begin)
+    begin = tl.where(begins, place - tl.where(rules.count_from == _SPANS, span.used, 0), span.begin)
+    begin = tl.where(rules.count_from == _OUTPUT, span.begin, tl.where(ends, place, begin))
+    used = tl.where(ends, place - span.begin, span.used)
     closing_from = tl.where(begins, -1, span.closing_from)
     over = place - begin - rules.hard_limit
-    is_due = over >= rules.grace
+    is_due, missing = over >= rules.grace, span.missing_bytes
     if rules.text_breaks_ptr is not None:
         is_known = is_told & (token >= 0) & (token < rules.W)
-        is_due = is_due | ((tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0) & _LINE) != 0)
+        text_break = tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0).to(tl.int32)
+        is_due = is_due | ((text_break & _LINE) != 0)
+        added = (text_break >> _ADDED_BYTES) & 3
+        left = tl.where(added > 0, tl.maximum(missing - added, 0), (text_break >> _MISSING_BYTES) & 3)
+        missing = tl.where(is_new, left, missing)
+    is_due = is_due & ((missing == 0) | (over >= rules.grace + _CHARACTER_TOKENS))
     closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
-    return NodeSpan(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
+    match = tl.where(is_new, match, span.match)
+    return NodeSpan(ended, begin, match, tl.where(closes, place, closing_from), used, missing)
 
 
 @kernel(specialized="ended_ptr generated_ptr")
@@ -125,6 +145,7 @@ def _limit_span_kernel(
     patterns = tl.load(patterns_ptr, mask=has_span[:, None] & (column < P), other=-2)
     first_bits = _of(table.span_first_bits, stride.span_first_bits, table_row, has_span)
     end_bits = _of(table.span_end_bits, stride.span_end_bits, table_row, has_span)
+    count_from = _of(table.count_from, stride.count_from, table_row, has_span)
     hard_limit = _of(table.hard_limit, stride.hard_limit, table_row, has_span)
     grace = _of(table.hard_limit_grace, stride.hard_limit_grace, table_row, has_span)
     allows_eos = _of(table.allows_eos, stride.allows_eos, table_row, has_span)
@@ -133,10 +154,18 @@ def _limit_span_kernel(
     seen = _of(table.span_seen, stride.span_seen, table_row, has_span)
     match = _of(table.span_match, stride.span_match, table_row, has_span)
     closing_from = _of(table.closing_from, stride.closing_from, table_row, has_span)
+    used = _of(table.span_used, stride.span_used, table_row, has_span)
+    missing = _of(table.missing_bytes, stride.missing_bytes, table_row, has_span)
+    column = tl.arange(0, CLOSING)[None, :]
+    closing = tl.load(closing_ptr[:, None] + column, mask=has_span[:, None] & (column < C), other=-2)
+    last = tl.sum((closing >= 0).to(tl.int32), axis=1) - 1
     tl.debug_barrier()  # reads precede the overwrites, here and below
 
-    rules = _Rules(patterns, first_bits, end_bits, start_bits, hard_limit, grace, text_breaks_ptr, W)
-    span = NodeSpan(ended != 0, begin, match, closing_from)
+    rules = _Rules(
+        *(patterns, first_bits, end_bits, start_bits, hard_limit, grace, count_from),
+        *(closing_ptr, last, text_breaks_ptr, W),
+    )
+    span = NodeSpan(ended != 0, begin, match, closing_from, used, missing)
     for i in range(NEW):
         place = length - new_len + i + 1
         is_told = has_span & (i < new_len) & (place > 0)
@@ -147,6 +176,8 @@ def _limit_span_kernel(
     tl.store(table.span_seen + table_row * stride.span_seen, tl.maximum(seen, length), mask=has_span)
     tl.store(table.span_match + table_row * stride.span_match, span.match, mask=has_span)
     tl.store(table.closing_from + table_row * stride.closing_from, span.closing_from, mask=has_span)
+    tl.store(table.span_used + table_row * stride.span_used, span.used, mask=has_span)
+    tl.store(table.missing_bytes + table_row * stride.missing_bytes, span.missing_bytes, mask=has_span)
 
     # Per node: the number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
@@ -155,6 +186,8 @@ def _limit_span_kernel(
     node_begin = tl.where(is_root, span.begin[:, None], 0)
     node_match = tl.where(is_root, span.match[:, None], 0)
     node_closing = tl.where(is_root, span.closing_from[:, None], 0)
+    node_used = tl.where(is_root, span.used[:, None], 0)
+    node_missing = tl.where(is_root, span.missing_bytes[:, None], 0)
     is_draft, count = exists, tl.zeros([REQUESTS], tl.int32)
     if draft_ids_ptr is not None:
         for j in range(D):
@@ -169,6 +202,8 @@ def _limit_span_kernel(
                 tl.sum(tl.where(is_parent, node_begin, 0), axis=1),
                 tl.sum(tl.where(is_parent, node_match, 0), axis=1),
                 tl.sum(tl.where(is_parent, node_closing, 0), axis=1),
+                tl.sum(tl.where(is_parent, node_used, 0), axis=1),
+                tl.sum(tl.where(is_parent, node_missing, 0), axis=1),
             )
             new_depth = tl.sum(tl.where(is_parent, depth, 0), axis=1) + 1
             reads = is_draft & has_span
@@ -179,6 +214,8 @@ def _limit_span_kernel(
             node_begin = tl.where(is_node, behind.begin[:, None], node_begin)
             node_match = tl.where(is_node, behind.match[:, None], node_match)
             node_closing = tl.where(is_node, behind.closing_from[:, None], node_closing)
+            node_used = tl.where(is_node, behind.used[:, None], node_used)
+            node_missing = tl.where(is_node, behind.missing_bytes[:, None], node_missing)
 
     row = request[:, None] * (D + 1) + node
     is_row = exists[:, None] & (node <= D)
@@ -190,9 +227,7 @@ def _limit_span_kernel(
     if logits_ptr is not None:
         is_open = has_span[:, None] & is_node & (node_ended == 0)
         # Forced token: the closing's token at this distance from its start, or its last one.
-        column = tl.arange(0, CLOSING)[None, :]
-        closing = tl.load(closing_ptr[:, None] + column, mask=has_span[:, None] & (column < C), other=-2)
-        last = tl.sum((closing >= 0).to(tl.int32), axis=1)[:, None] - 1
+        last = last[:, None]
         index = length[:, None] + depth - node_closing
         is_forced = is_open & (node_closing >= 0) & ((lands[:, None] == 0) | (index <= last))
         index = tl.maximum(tl.minimum(index, last), 0)
@@ -276,7 +311,10 @@ def limit_span(
     - The request's ``eos_token_ids`` are excluded unless ``allows_eos`` is set or they also end the span. Their logits
       are lowered so far that any other token is drawn instead.
     - Once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
-      ``closing_token_ids`` are raised in the same way, one per step; after the last one, the last one is repeated.
+      ``closing_token_ids`` are raised in the same way, one per step; after the last one, the last one is repeated. They
+      begin after a whole character (at most four tokens later), and an end within them does not end the span.
+
+    ``count_from`` states which tokens a span counts (:class:`CountFrom`).
 
     A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing in each span. From its
     ``hard_limit`` on, its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may
@@ -287,8 +325,8 @@ def limit_span(
     Args:
         logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``; logits of the next token at each node (:class:`Drafts`).
             Changed in place; rows may be strided. If ``None``, only the state is updated and returned.
-        table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``
-            and ``closing_from`` are written.
+        table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``,
+            ``closing_from``, ``span_used`` and ``missing_bytes`` are written.
         tokens: int64 ``[B, N]``; the new tokens of each sequence, from column 0 on.
         table_rows: int64 ``[B]``; each request's row of the table, all different.
         lengths: int32 ``[B]``; tokens of each sequence, including the new ones.

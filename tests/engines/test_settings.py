@@ -12,6 +12,7 @@ from lenvm_kernels import LenVMConfig
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks, load_with
 from lenvm_kernels.step import StepConfig
+from lenvm_kernels.types import Mode
 from tests.helpers.models import random_pair, save_checkpoint
 from tests.helpers.probes import write_random_probe
 
@@ -62,6 +63,7 @@ def test_guidance_without_values_is_on_by_default(model, given, file, variables,
         assert Settings.current() == Settings.from_environment() == Settings(model if has_model else None)
 
 
+# fmt: off
 # Per setting: texts with their values, the accepted values in words, and rejected texts. "{model}" is an existing path.
 SOURCE = "an existing directory or .gguf file, a name on Hugging Face, none or off"
 COUNT, SHARE, MODEL = "an integer of at least 1", "a number > 0 and ", {"{model}": "{model}"}
@@ -75,10 +77,13 @@ EACH = {
     "memory_share": ({"0.25": 0.25}, f"{SHARE}<= 1", ["1.5", "nan", "0"]),
     "value_stride": ({"4": 4}, COUNT, ["0", "1.5"]),
     "graphs": ({"0": False, "1": True}, "0 or 1", ["yes", "2"]),
+    "defaults": ({'{"target_length": 9}': {"target_length": 9}}, "a JSON object of guidance .* under reasoning_effort",
+                 ["9", "x", '{"reasoning_effort": 3}', '{"reasoning_effort": {"low": 3}}']),
     "tokenizer": ({"owner/name": "owner/name"}, "", []),
     "predictions": (MODEL, "", []),
     "trace": (MODEL, "", []),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("source", ["variable", "file"])
@@ -86,10 +91,10 @@ EACH = {
 def test_settings_are_read_from_variables_and_files(model, given, name, text, source):
     value = EACH[name][0][text]
     if source == "variable":
-        given(value_model=model, **{name: text.format(model=model)})
+        given(value_model=model, **{name: text.replace("{model}", str(model))})
     else:
-        is_text = not isinstance(value, (bool, int, float))
-        given({"value_model": str(model), name: text.format(model=model) if is_text else value})
+        is_text = not isinstance(value, (bool, int, float, dict))
+        given({"value_model": str(model), name: text.replace("{model}", str(model)) if is_text else value})
     assert Settings.from_environment() == Settings(model, **{name: model if value == "{model}" else value})
 
 
@@ -266,3 +271,78 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
         assert settings.parse_request({"thinking_budget": 9}).end_token_ids == ((end,),)
     assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == ((3,), (4,))
     assert not settings.parse_request({"target_length": 9}).end_token_ids
+
+
+LOW = {"thinking_budget": 50, "end_token_ids": [7]}
+DEFAULTS = {"soft_max_tokens": True, "reasoning_effort": {"low": LOW, "high": {"target_length": 300}}}
+# A request's custom_params, its other parameters, and what it has of a target, a mode and a limit.
+DEFAULTED = [
+    (None, {}, (None, Mode.UNGUIDED)),  # the default needs max_tokens
+    (None, {"max_tokens": 100}, (80, Mode.LE_NEAR)),
+    ({"session_id": "of another", "strength": 3}, {"max_tokens": 100}, (80, Mode.LE_NEAR)),
+    ({"lenvm": {}}, {"max_tokens": 100}, (None, Mode.UNGUIDED)),
+    ({"target_length": 30}, {"max_tokens": 100}, (30, Mode.NEAR)),
+    ({"target_length": 300}, {"max_tokens": 100}, (100, Mode.NEAR)),
+    ({"lenvm_effort": "low"}, {"max_tokens": 100}, (50, Mode.LE_NEAR)),
+    ({"lenvm_effort": "medium"}, {"max_tokens": 100}, (80, Mode.LE_NEAR)),
+    ({"lenvm_effort": "high"}, {"max_tokens": 1000}, (300, Mode.NEAR)),
+    ({"lenvm_effort": "high", "target_length": 30}, {"max_tokens": 100}, (30, Mode.NEAR)),
+    (None, {"max_tokens": 100, "stop_token_ids": range(49)}, (None, Mode.UNGUIDED)),
+    # With a schema, a target is an upper limit.
+    ({"target_length": 30}, {"has_schema": True}, (30, Mode.LE_NEAR)),
+    ({"target_length": 30, "value_constraint": "near"}, {"has_schema": True}, (30, Mode.NEAR)),
+    ({"value_mode": "exp", "value_scale": 2}, {"has_schema": True}, (None, Mode.EXP)),
+]
+
+
+@pytest.mark.parametrize(("custom_params", "other", "expected"), DEFAULTED)
+def test_defaults_of_requests_without_parameters(model, given, custom_params, other, expected):
+    given({"defaults": DEFAULTS}, value_model=model)
+    params = Settings.current().parse_request(custom_params, **other)
+    assert (params.target_length, params.mode) == expected
+    assert params.hard_limit == (63 if expected[0] == 50 else None)
+
+
+def test_bad_defaults_are_rejected_by_name(given):
+    """Also where they need values, and the defaults of an effort."""
+    for defaults, message in (
+        ({"target_lenght": 9}, "target_lenght is not a guidance parameter; did you mean target_length"),
+        ({"return_values": True}, "return_values must not be given without a value model"),
+        ({"reasoning_effort": {"low": {"thinking_budget": -3}}}, "thinking_budget must be -1, or a finite number"),
+    ):
+        given(defaults=json.dumps(defaults))
+        with pytest.raises(ValueError, match=f"^LENVM_DEFAULTS has invalid parameters: {message}"):
+            Settings.from_environment()
+
+
+# Marks of the engine's parser, the budget that the engine itself applies, the parameters, and the ends and the budget.
+PARSERS = [
+    (None, None, {"thinking_budget": 9}, (((1,),), ((0,),), 9)),
+    (("<a>", "</a>"), None, {"thinking_budget": 9}, (((3,),), ((2,),), 9)),
+    (("<a>", "</a>"), 30, None, (((3,),), ((2,),), 30)),
+    (None, 30, {"target_length": 5}, (((1,),), ((0,),), 30)),
+    (None, 30, {"thinking_budget": 9}, (((1,),), ((0,),), 9)),
+    (ValueError("no marks"), 30, None, (((1,),), ((0,),), 30)),
+    (None, 30, {"value_mode": "exp", "value_scale": 2}, ((), (), None)),
+    (None, 30, {"end_token_ids": [2], "target_length": 5}, (((2,),), (), 5)),
+    (None, 30, {"target_length": 5, "landing": [2]}, ((), ((1,),), 5)),
+]
+
+
+@pytest.mark.parametrize(("marks", "engine_budget", "custom_params", "expected"), PARSERS)
+def test_marks_and_budgets_of_an_engine(given, tmp_path, marks, engine_budget, custom_params, expected):
+    def read(tokenizer):
+        if isinstance(marks, ValueError):
+            raise marks
+        return marks
+
+    path = save_checkpoint(tmp_path / "words", seed=0, words=["<think>", "</think>", "<a>", "</a>"])
+    load_with(str(tmp_path), lambda: AutoTokenizer.from_pretrained(path), read)
+    params = Settings.current(str(tmp_path)).parse_request(custom_params, engine_budget=engine_budget)
+    assert (params.end_token_ids, params.start_token_ids, params.target_length) == expected
+
+
+def test_budget_of_an_engine_without_marks_of_thoughts(tmp_path):
+    """The engine applies it alone."""
+    path = save_checkpoint(tmp_path / "words", seed=0, words=["a", "b"])
+    assert not Settings(None, tokenizer=path).parse_request(None, engine_budget=30).needs_step

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 import msgspec
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 from sglang.srt.environ import envs
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.scheduler import Scheduler
@@ -421,7 +422,7 @@ def test_samples_are_sent_with_parameters_of_their_own(uses_pickle):
         ({"sampling_seed": 2**70}, "sampling_seed must be an int64, got 1180591620717411303424"),
         ({"stop_token_ids": range(49)}, "stop_token_ids must be of at most 48 tokens together with .*, got 49"),
         ({"beam_width": 2}, "beam_width cannot be combined with guidance in custom_params"),
-        ({"watermark": {"key": 3}}, "watermark cannot be combined with guidance"),
+        ({"watermark": {"key": "03"}}, "watermark cannot be combined with guidance"),
         ({"return_sampling_mask": True}, "return_sampling_mask cannot be combined with guidance"),
         ({"return_sampling_mask": True, "custom_params": None}, None),
         ({"top_k": 1}, None),  # greedy
@@ -435,16 +436,52 @@ def test_samples_are_sent_with_parameters_of_their_own(uses_pickle):
     ],
 )
 def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
-    sampling = dict(top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None, watermark=None)
-    sampling |= dict(custom_params=GENTLE)
-    request = dict(positional_embed_overrides=None) | {x: y for x, y in changes.items() if x not in sampling}
-    sampling |= {name: value for name, value in changes.items() if name in sampling}
-    request = SimpleNamespace(sampling_params=SimpleNamespace(**sampling), **request)
+    names = SamplingParams.__struct_fields__
+    sampling = dict(top_k=5, custom_params=GENTLE) | {name: x for name, x in changes.items() if name in names}
+    request = dict(positional_embed_overrides=None) | {x: y for x, y in changes.items() if x not in names}
+    request = SimpleNamespace(sampling_params=SamplingParams(**sampling), **request)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         assert (guidance_of(request, Settings(folder / "value")) is None) == (sampling["custom_params"] is None)
+    if message is not None and sampling["custom_params"] is GENTLE:
+        request.sampling_params.custom_params = None
+        assert guidance_of(request, Settings(folder / "value")) is None
     if changes.keys() & {"input_embeds", "positional_embed_overrides", "mm_inputs", "session"}:
         request.sampling_params.custom_params = NEAR
         assert guidance_of(request, Settings()) is not None  # only a value model cannot read these
+
+
+DEFAULTS = {"soft_max_tokens": True, "reasoning_effort": {"low": {"target_length": 30}}}
+
+
+@pytest.mark.parametrize(("effort", "default"), [(None, 80), ("low", 30), ("high", 80)])
+@pytest.mark.parametrize("custom_params", [None, {"other": [1, 2]}, NEAR])
+@pytest.mark.parametrize("uses_pickle", [False, True])
+def test_defaults_of_chats_and_responses(monkeypatch, clean_settings, effort, default, custom_params, uses_pickle):
+    """By the reasoning effort of the request, which the front end adds to its parameters."""
+    monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(DEFAULTS))
+    messages, plugin = [{"role": "user", "content": "w1"}], SGLangPlugin()
+    manager = SimpleNamespace(server_args=ServerArgs(model_path="x", device="cpu"))
+    chat = ChatCompletionRequest(model="base", reasoning_effort=effort, custom_params=custom_params, messages=messages)
+    response = ResponsesRequest(model="base", reasoning=effort and {"effort": effort}, input="w1")
+    for request, sampling, expected in (
+        (chat, chat.to_sampling_params([], {}), 9 if custom_params is NEAR else default),
+        (response, response.to_sampling_params(), default),
+    ):
+        sampling = SamplingParams(**plugin.pass_effort(sampling, request) | {"max_new_tokens": 100})
+        request = SimpleNamespace(sampling_params=sampling, positional_embed_overrides=None)
+        with envs.SGLANG_USE_PICKLE_IPC.override(uses_pickle):
+            plugin.check_request(manager, request)
+        assert guidance_of(request, Settings.current()).target_length == expected
+
+
+def test_efforts_are_read_only_if_there_are_defaults_for_them(monkeypatch, clean_settings):
+    registered = []
+    monkeypatch.setattr(hooks.HookRegistry, "register", lambda target, hook, kind: registered.append(hook.__name__))
+    for defaults, hooked in (({}, 0), ({"soft_max_tokens": True}, 0), (DEFAULTS, 2)):
+        monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(defaults))
+        registered.clear()
+        hooks.register()
+        assert registered.count("pass_effort") == hooked
 
 
 @pytest.mark.parametrize(

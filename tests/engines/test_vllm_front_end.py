@@ -1,5 +1,6 @@
 """Servers of vLLM that cannot guide requests, and requests that cannot be guided: named, and harmless to others."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,11 +20,12 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.vllm import front_end
-from lenvm_kernels.engines.vllm.processor import LenVMProcessor
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor, guidance_of
 from tests.helpers import models
 from tests.helpers.probes import write_random_probe
 
@@ -48,9 +50,11 @@ def clean(monkeypatch, clean_settings):
         (InputProcessor, "process_inputs"),
         (ChatCompletionRequest, "to_beam_search_params"),
         (CompletionRequest, "to_beam_search_params"),
+        (ChatCompletionRequest, "to_sampling_params"),
+        (ResponsesRequest, "to_sampling_params"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    for name in ("reason", "model_config"):
+    for name in ("reason", "config"):
         monkeypatch.setattr(LenVMProcessor, name, None)
 
 
@@ -190,6 +194,30 @@ def test_beams_with_guidance_are_rejected(kind, prompt, xargs):
         assert request.to_beam_search_params(5, {}).beam_width == 2
 
 
+EFFORTS = {"soft_max_tokens": True, "reasoning_effort": {"low": {"target_length": 30}}}
+
+
+@pytest.mark.parametrize("effort", [None, "low", "high"])
+@pytest.mark.parametrize("xargs", [None, OTHERS, TARGET])
+@pytest.mark.parametrize("has_defaults", [True, False])
+def test_defaults_of_chats_and_responses(monkeypatch, effort, xargs, has_defaults):
+    """By the reasoning effort of the request. What a request cannot be guided with turns the defaults off."""
+    if has_defaults:
+        monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(EFFORTS))
+    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
+    front_end.configure(None, config())
+    chat = ChatCompletionRequest(model="base", reasoning_effort=effort, vllm_xargs=xargs, **CHAT)
+    response = ResponsesRequest(model="base", reasoning=effort and {"effort": effort}, vllm_xargs=xargs, input="w1")
+    default = {None: 80, "low": 30, "high": 80}[effort] if has_defaults else None
+    for sampling in (chat.to_sampling_params(100, {}), response.to_sampling_params(100, {})):
+        LenVMProcessor.validate_params(sampling)
+        guidance = guidance_of(sampling, LenVMProcessor.settings())
+        assert (guidance and guidance.target_length) == (TARGET["target_length"] if xargs is TARGET else default)
+    if xargs is not TARGET:
+        InputProcessor.process_inputs(None, Request(sampling := SamplingParams(extra_args=xargs, watermarking=True)))
+        assert guidance_of(sampling, LenVMProcessor.settings()) is None
+
+
 def test_first_model_runner_without_a_front_end(folders, monkeypatch):
     """As in a process whose VLLM_PLUGINS excludes it: the worker ends, if a setting turns guidance on."""
     processor = LenVMProcessor(config(is_second=False), None, False)
@@ -251,7 +279,7 @@ import sys
 from types import SimpleNamespace
 sys.modules |= {modules}
 from lenvm_kernels.engines.vllm.front_end import configure, install
-from lenvm_kernels.engines.vllm.processor import LenVMProcessor
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor, guidance_of
 install()
 model_config = SimpleNamespace(tokenizer='', runner_type='generate')
 configure(None, SimpleNamespace(use_v2_model_runner={is_second}, model_config=model_config, additional_config={{}}))

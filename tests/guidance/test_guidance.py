@@ -11,7 +11,7 @@ from hypothesis import given
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Thoughts, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
 from lenvm_kernels.guidance.params import check_without_values, read_names
-from lenvm_kernels.types import Mode
+from lenvm_kernels.types import CountFrom, Mode
 
 INF, NAN, LARGEST = math.inf, math.nan, (2 - 2**-23) * 2.0**127
 CANDIDATES = dict(min_end_prob=1e-4, least_share=0.05)
@@ -149,7 +149,8 @@ REJECTED_ALONE = [
     ("strength", "be a finite number >= 0", [-0.1, NAN, INF, -INF, "much", True, 3.5e38]),
     ("min_end_prob", "be a finite number >= 0", [-0.1]),
     ("tolerance", "be a finite number >= 0 and < 1", [1]),
-    ("thinking_budget", "be a finite number > 0 and < 1e+09", [0, 1e9]),
+    ("thinking_budget", "be -1, or a finite number >= 0 and < 1e+09", [-2, -0.5, 1e9, "x"]),
+    ("thinking_budget_total", "be -1, or a finite number >= 0 and < 1e+09", [-2]),
     ("value_min", "be a finite number", ["low"]),
     ("value_entropy_threshold", "be a finite number >= 0", [-0.1]),
     ("value_stride", "be an integer >= 1 and < 1e+06", [0, 1e6, 1.5]),
@@ -229,6 +230,9 @@ REJECTED_TOGETHER = [
     ({"landing": "A", "target_length": 9}, "landing must be a list of token ids where no tokenizer is known, got 'A'"),
     ({"landing_tokens": 9, "target_length": 9}, "landing_tokens needs a landing"),
     ({"thinking_budget": 5}, NO_END),
+    ({"thinking_budget": 5, "thinking_budget_total": 5} | ENDS,
+     "give one of thinking_budget and thinking_budget_total, not both"),
+    ({"soft_max_tokens": True}, "soft_max_tokens needs a limit of new tokens, such as max_tokens"),
     ({"thinking_budget": 5, "target_length": 5, "landing": [3]} | ENDS, LANDING),
     ({"thinking_budget": 5, "target_length": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "target_length": 5}, NO_END),
@@ -251,7 +255,7 @@ REJECTED_TOGETHER = [
     ({"target_length": 5, "value_scal": 2}, r"value_scal is not a guidance parameter; did you mean value_scale\?",
      {"others": "shared"}),
     ({"minLength": 5}, "minLength is not a guidance parameter: give .* ge_near, .*", {"others": "shared"}),
-    ({"lenvm": {"thinking_budget": 0}}, r"thinking_budget must be a finite number > 0 and < 1e\+09, got 0",
+    ({"lenvm": {"thinking_budget": -2}}, r"thinking_budget must be -1, or a finite number >= 0 and < 1e\+09, got -2",
      {"others": "shared"}),
 ]  # fmt: skip
 
@@ -278,6 +282,8 @@ def test_custom_params_must_be_a_mapping():
 
 THOUGHT = {"thoughts": Thoughts(ends=((9, 4),), starts=((8,),))}
 PAUSES = dict(pause_token_ids=((8,),), start_token_ids=((9, 4),), end_token_ids=(), allow_eos=True)
+CALLS = {"thoughts": Thoughts(tool_calls=((6, 5),))}
+SOFT = dict(target_length=80.0, mode=Mode.LE_NEAR, counts_down=True, count_from=CountFrom.SPAN)
 NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
 
 
@@ -313,12 +319,41 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_length": 100}, THOUGHT, PAUSES | dict(hard_limit=None, counts_down=True)),
         ({"target_length": 100, "op": "eq", "length_mode": "answer"}, THOUGHT, PAUSES),
         ({"target_length": 100, "landing": [3]}, THOUGHT, PAUSES | dict(end_message=(3,), hard_limit=76)),
-        ({"target_length": 100, "target_length_mode": "total"}, THOUGHT, NO_PAUSES | dict(counts_down=True)),
+        ({"target_length": 100, "target_length_mode": "total"}, THOUGHT,
+         PAUSES | dict(counts_down=True, count_from=CountFrom.OUTPUT)),
         ({"target_length": 100, "length_mode": "remaining"}, THOUGHT, NO_PAUSES),
         ({"target_value": 0.5}, THOUGHT, NO_PAUSES),
         ({"target_length": 100, "end_token_ids": [3]}, THOUGHT, NO_PAUSES | dict(end_token_ids=((3,),))),
         ({"scale": 2}, THOUGHT, NO_PAUSES),
         ({"target_length": 100}, {"thoughts": Thoughts(ends=((9,),))}, NO_PAUSES),  # its start is not known
+        # Budgets of several thoughts, of none, and no budget.
+        ({"thinking_budget_total": 100}, THOUGHT, budget(100.0, end_token_ids=((9, 4),), start_token_ids=((8,),),
+                                                         count_from=CountFrom.SPANS)),
+        ({"thinking_budget": 0}, THOUGHT, dict(target_length=0.0, hard_limit=0, mode=Mode.LE_NEAR)),
+        ({"thinking_budget": -1, "target_length": 100}, THOUGHT, PAUSES | dict(answer=None, target_length=100.0)),
+        ({"thinking_budget": 100, "target_length": 400, "length_mode": "total"}, THOUGHT,
+         dict(target_length=100.0, answer_length=300.0, count_from=CountFrom.OUTPUT,
+              answer=parse_guidance({"target_length": 400, "length_mode": "total"}))),
+        # Tool calls end a thought and an answer, but no other span.
+        ({"target_length": 100}, CALLS, NO_PAUSES | dict(call_token_ids=((6, 5),), allow_eos=True)),
+        ({"thinking_budget": 100, "end_token_ids": [3]}, CALLS, dict(call_token_ids=())),
+        ({"scale": 2}, CALLS, dict(call_token_ids=())),
+        # A limit of new tokens lowers a target and a budget.
+        ({"target_length": 100}, {"max_tokens": 80}, dict(target_length=80.0)),
+        ({"target_length": 70}, {"max_tokens": 80}, dict(target_length=70.0)),
+        ({"target_length": 100, "length_mode": "remaining"}, {"max_tokens": 80}, dict(target_length=100.0)),
+        ({"thinking_budget": 100}, THOUGHT | {"max_tokens": 100}, dict(target_length=64.0, hard_limit=80)),
+        ({"thinking_budget": 40}, THOUGHT | {"max_tokens": 100}, dict(target_length=40.0, hard_limit=50)),
+        # A soft limit is a target.
+        ({"soft_max_tokens": True}, {"max_tokens": 100}, SOFT),
+        ({"lenvm": {"soft": True, "op": "near"}}, {"max_tokens": 100}, SOFT | dict(mode=Mode.NEAR)),
+        ({"soft_max_tokens": True, "target_length": 90}, {"max_tokens": 100}, SOFT | dict(mode=Mode.NEAR)),
+        ({"soft_max_tokens": True, "target_length": 60}, {"max_tokens": 100}, dict(target_length=60.0)),
+        ({"soft_max_tokens": False}, {"max_tokens": 100}, dict(mode=Mode.UNGUIDED)),
+        ({"soft_max_tokens": True}, THOUGHT | {"max_tokens": 100},
+         dict(target_length=64.0, hard_limit=80, answer_length=16.0, count_from=CountFrom.OUTPUT,
+              answer=parse_guidance({"target_length": 80, "length_mode": "total", "op": "le_near"}))),
+        ({"soft_max_tokens": True, "thinking_budget": 30}, THOUGHT | {"max_tokens": 100}, dict(hard_limit=38)),
     ],
 )  # fmt: skip
 def test_defaults_of_a_server(request_, defaults, expected):
@@ -335,7 +370,7 @@ SHARED = [
     ({"lenvm": {"target_length": 5, "op": "ge"}, "mode": "x", "strength": "high", "target_lenght": 6},
      {"target_length": 5, "value_constraint": "ge"}),
     ({"lenvm": {"strength": 5}}, {"strength": 5}),
-    *(({name: budget, "mode": "x"}, {}) for name in ("thinking_budget", "max_thinking_tokens") for budget in (0, -1)),
+    *(({"max_thinking_tokens": budget}, {"thinking_budget": budget}) for budget in (0, -1)),
     *(({name: 5}, {"thinking_budget": 5}) for name in (
         "thinking_token_budget", "thinking_budget_tokens", "max_thinking_tokens", "MAX_THINKING_TOKENS",
         "maxThinkingTokens", "reasoning_budget", "reasoning_max_tokens", "budget_tokens", "thinkingBudget")),

@@ -78,7 +78,8 @@ LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_token
         (CLOSED, [3, 3, 3], [1, 1, 5], 3, 5),
         (CLOSED, [3, 3, 3], [1, 1, 1, 5, 6], 3, 6),
         (CLOSED, [3, 3, 3], [1, 1, 1, 1, 5], 3, 7),
-        (CLOSED, [3, 3, 3], [1, 1, 1, 1, 1, 5], 3, None),  # the message began too late
+        (CLOSED, [3, 3, 3], [1, 1, 1, 1, 1, 1, 1, 1, 5], 3, 11),  # within a character
+        (CLOSED, [3, 3, 3], [1, 1, 1, 1, 1, 1, 1, 1, 1, 5], 3, None),  # the message began too late
         (CLOSED, [3, 3, 3], [1, 5, 6], 3, None),
         (CLOSED, [3, 3, 3], [1, 1, 5, 1], 3, None),
         (CLOSED, [3, 3, 3], [1, 1, 5, 6, 7, 9], 9, None),  # the forced end has ended the span

@@ -5,6 +5,7 @@ import torch
 
 from lenvm_kernels.guidance import GuidanceTable, Thoughts, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES
 from tests.helpers.drafts import i32, make_drafts
 
 OUT, IN = -1e4, 2e4  # added to the logit of an excluded token, and of a forced token
@@ -97,8 +98,35 @@ LINE, SENTENCE, BOTH, PLAIN = 3, 2, 1, 4
 LATE_LANDING = {"target_length": 14, "landing": [5, 6], "landing_tokens": 12}
 CLOSING = {"end_token_ids": [[7, 9], 2], "hard_limit": 3, "end_message": [5, 6]}
 GRACE, CLOSED = CLOSING | {"hard_limit_grace": 2}, [5, 6, 7, 9]
+# Tokens that begin a character of three bytes, add a byte to one, and begin a tool call.
+LEAD, BYTE, CALL = 10, 11, 12
+BREAKS = [0, 3, 2, 1, *[0] * 6, 2 << MISSING_BYTES, 1 << ADDED_BYTES, 0]
+AFTER_OUTPUT = LATE_LANDING | {"target_length_mode": "total"}
 # A request, the tokens that the model would draw, and the resulting tokens.
 CLOSINGS = [
+    # An end within a forced closing, and the same end drawn before.
+    ({"end_token_ids": [[7, 6, 5], 7], "hard_limit": 3}, [PLAIN], [*[PLAIN] * 3, 7, 6, 5, PLAIN, PLAIN]),
+    ({"end_token_ids": [[7, 6, 5], 7], "hard_limit": 3}, [PLAIN, 7, PLAIN], [PLAIN, 7, *[PLAIN] * 6]),
+    # A forced end waits for the end of a character, at most four tokens longer.
+    (CLOSING, [PLAIN, PLAIN, LEAD, BYTE, BYTE, PLAIN], [PLAIN, PLAIN, LEAD, BYTE, BYTE, *CLOSED, PLAIN]),
+    (CLOSING, [PLAIN, LEAD, BYTE, BYTE, PLAIN], [PLAIN, LEAD, BYTE, BYTE, *CLOSED, PLAIN]),
+    (CLOSING, [LEAD, BYTE, BYTE, BYTE, PLAIN], [LEAD, BYTE, BYTE, *CLOSED, PLAIN]),
+    (CLOSING, [LEAD], [*[LEAD] * 7, *CLOSED, LEAD]),
+    (CLOSING | {"hard_limit_grace": 1}, [BYTE], [*[BYTE] * 4, *CLOSED, BYTE]),
+    (GRACE, [PLAIN, LEAD, PLAIN, LEAD, LINE, PLAIN], [PLAIN, LEAD, PLAIN, LEAD, LINE, *CLOSED, PLAIN]),
+    # Budgets of the tokenizer's thoughts, from 8 to 9: none, of a thought, and of all thoughts together.
+    ({"thinking_budget": 0}, [PLAIN, 8, PLAIN], [PLAIN, 8, 9, PLAIN]),
+    ({"thinking_budget": 0, "end_message": [5, 8]}, [8, PLAIN, PLAIN, 8], [8, 5, 8, 9, 8, 5, 8, 9, 8]),
+    ({"thinking_budget": 4}, [8, 4, 4, 9, 4, 8, 4], [8, 4, 4, 9, 4, 8, *[4] * 5, 9]),
+    ({"thinking_budget_total": 4}, [8, 4, 4, 9, 4, 8, 4], [8, 4, 4, 9, 4, 8, 4, 4, 9]),
+    ({"thinking_budget_total": 4}, [8, *[4] * 6, 8, 4], [8, *[4] * 5, 9, 8, 9]),
+    # A tool call ends a thought or an answer, where nothing is forced.
+    ({"thinking_budget": 4}, [8, CALL, *[4] * 7], [8, CALL, *[4] * 7]),
+    ({"thinking_budget": 4}, [8, CALL, 8, 4], [8, CALL, 8, *[4] * 5, 9]),
+    (LATE_LANDING, [PLAIN, CALL, *[PLAIN] * 6, 0], [PLAIN, CALL, *[PLAIN] * 6, 0]),
+    # A total counts the tokens of the thought.
+    (AFTER_OUTPUT, [8, PLAIN, PLAIN, 9, PLAIN], [8, PLAIN, PLAIN, 9, 5, 6, PLAIN]),
+    (AFTER_OUTPUT, [PLAIN, 8, 9, PLAIN], [PLAIN, 8, 9, PLAIN, 5, 6, PLAIN]),
     (CLOSING, [PLAIN] * 9, [*[PLAIN] * 3, *CLOSED, PLAIN, PLAIN]),
     (CLOSING, [PLAIN, 7, 9, *[PLAIN] * 6], [PLAIN, 7, 9, *[PLAIN] * 6]),
     (CLOSING, [PLAIN, 7, PLAIN, 9, *[PLAIN] * 5], [PLAIN, 7, PLAIN, *CLOSED, PLAIN, PLAIN]),
@@ -136,17 +164,20 @@ CLOSINGS = [
 
 @pytest.mark.parametrize(("asked", "drawn", "expected"), CLOSINGS)
 def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
-    """One token after the other. No token from 5 on ends a line."""
-    params = parse_guidance(asked, thoughts=Thoughts(ends=((9,),), starts=((8,),)))
-    prompt, text = [1, 1], []
+    """One token after the other. The host finds the same state in the whole text."""
+    params = parse_guidance(asked, thoughts=Thoughts(ends=((9,),), starts=((8,),), tool_calls=((CALL,),)))
+    prompt, text = [1, CALL, 1], []
     guidance = GuidanceTable(2, device)
     guidance.add_request(1, params, {0}, prompt_len=len(prompt), span=params.span_state(prompt))
-    breaks = torch.tensor([0, 3, 2, 1, 0], dtype=torch.int8, device=device)
+    breaks, columns = torch.tensor(BREAKS, dtype=torch.int8, device=device), guidance.columns
     while len(text) < len(expected):
-        logits = torch.zeros(1, 10, device=device)
+        logits = torch.zeros(1, len(BREAKS), device=device)
         logits[0, drawn[min(len(text), len(drawn) - 1)]] = 5.0
         last, row = torch.tensor([[*prompt, *text][-1:]], device=device), torch.tensor([1], device=device)
         length = i32(len(prompt) + len(text)).to(device)
-        limit_span(logits, guidance.columns, last, row, length, text_breaks=breaks, backend=backend)
+        limit_span(logits, columns, last, row, length, text_breaks=breaks, backend=backend)
+        state = params.span_state(prompt, text)
+        on_device = (columns.prompt_len[1].item(), columns.span_ended[1].item(), columns.span_used[1].item())
+        assert on_device == (state.begin, state.end is not None, state.used), text
         text.append(logits.argmax().item())
     assert text == expected

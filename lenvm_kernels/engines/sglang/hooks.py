@@ -14,6 +14,7 @@ import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
@@ -23,6 +24,7 @@ from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import NOT_TRIED, EngineOptions, SGLangGuide, check_options, seed_of
 from lenvm_kernels.engines.tokenizers import load_with
 from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.guidance.fields import EFFORT, EFFORTS
 from lenvm_kernels.guidance.params import read_names
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ OPTIONS: EngineOptions = {
 DRAFT_OPTIONS: EngineOptions = {"enable_mixed_chunk": ((False,), NOT_TRIED)}
 
 
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
 class SGLangPlugin:
     """The hooks of one process of the engine.
 
@@ -68,6 +73,14 @@ class SGLangPlugin:
         self._settings = self._settings or settings_of(resolved_view(manager.server_args))
         if guidance_of(request, self._settings) is not None:
             separate_sample(request)
+
+    def pass_effort(self, sampling: dict[str, Any], request: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """After the sampling parameters of a chat request were made: add its reasoning effort (:data:`EFFORT`)."""
+        reasoning = getattr(request, "reasoning", None)  # of a response
+        effort = getattr(request, "reasoning_effort", None) or getattr(reasoning, "effort", None)
+        if effort is not None and Settings.current().defaults.get(EFFORTS):
+            sampling["custom_params"] = {**(sampling.get("custom_params") or {}), EFFORT: str(effort)}
+        return sampling
 
     def add_meta_info(
         self,
@@ -124,6 +137,12 @@ HOOKS = {
     "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", "note_guidance"),
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": ("AFTER", "load"),
 }
+# Hooks of a front end whose requests have defaults.
+_PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
+DEFAULT_HOOKS = {
+    f"{_PROTOCOL}.{name}.to_sampling_params": ("AFTER", "pass_effort")
+    for name in ("ChatCompletionRequest", "ResponsesRequest")
+}
 
 
 def register() -> None:
@@ -134,11 +153,10 @@ def register() -> None:
         RuntimeError: the engine's functions are not the recorded ones.
     """
     is_off = Settings.is_off()
-    if not is_off:
-        Settings.from_environment()
+    has_efforts = not is_off and EFFORTS in Settings.from_environment().defaults
     signatures.check("sglang")
     plugin = SGLangPlugin(off="LENVM_VALUE_MODEL is off" if is_off else None)
-    for target, (kind, method) in HOOKS.items():
+    for target, (kind, method) in (HOOKS | DEFAULT_HOOKS if has_efforts else HOOKS).items():
         if not is_off or method in ("check_request", "note_guidance"):
             HookRegistry.register(target, getattr(plugin, method), HookType[kind])
 
@@ -190,7 +208,14 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
 def settings_of(options: Any) -> Settings:
     """The settings of this process. Its tokenizer is loaded as the engine loads it."""
     path, names = options.tokenizer_path, ("tokenizer_mode", "trust_remote_code", "revision", "tokenizer_backend")
-    load_with(path, partial(get_tokenizer, path, **{name: getattr(options, name) for name in names}))
+
+    def marks(tokenizer: Any) -> tuple[str, str] | None:
+        if options.reasoning_parser is None:
+            return None
+        detector = ReasoningParser(options.reasoning_parser, tokenizer=tokenizer).detector
+        return detector.think_start_token, detector.think_end_token
+
+    load_with(path, partial(get_tokenizer, path, **{name: getattr(options, name) for name in names}), marks)
     return Settings.current(path)
 
 
@@ -204,11 +229,16 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
             combined with guidance.
     """
     sampling = request.sampling_params
-    if sampling.custom_params is None:
+    if sampling.custom_params is None and not settings.defaults:
         return None
-    if not isinstance(sampling.custom_params, dict):
+    if not isinstance(sampling.custom_params or {}, dict):
         raise ValueError(f"custom_params must be an object of named values, got {sampling.custom_params!r}")
-    params = settings.parse_request(sampling.custom_params, sampling.stop_token_ids or ())
+    params = settings.parse_request(
+        sampling.custom_params,
+        sampling.stop_token_ids or (),
+        max_tokens=sampling.max_new_tokens,
+        has_schema=any(getattr(sampling, name) is not None for name in _GRAMMARS),
+    )
     if not params.needs_step and not params.token_temperature_scale:
         return None
     if failure is not None:
@@ -232,9 +262,10 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
             # Its requests share slots outside the radix cache, which are not computed for requests without guidance.
             "a streaming session": session is not None and session.streaming,
         }
-    for name, is_given in given.items():
-        if is_given:
-            raise ValueError(f"{name} cannot be combined with guidance in custom_params")
+    if found := [name for name, is_given in given.items() if is_given]:
+        if not settings.is_asked(sampling.custom_params):
+            return None
+        raise ValueError(f"{found[0]} cannot be combined with guidance in custom_params")
     return params
 
 
@@ -264,7 +295,7 @@ def separate_sample(request: Request) -> None:
     if shared.sampling_seed is not None:
         shared.sampling_seed = seed_of(str(shared.sampling_seed))
     if not envs.SGLANG_USE_PICKLE_IPC.get():
-        own.custom_params = {name: _for_msgpack(value) for name, value in own.custom_params.items()}
+        own.custom_params = {name: _for_msgpack(value) for name, value in (own.custom_params or {}).items()}
 
 
 def _for_msgpack(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels.engines.vllm import processor
 from lenvm_kernels.engines.vllm.processor import LenVMProcessor, is_off, names_guidance
+from lenvm_kernels.guidance.fields import EFFORT, EFFORTS, NAMESPACE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
 _OPENAI = "vllm.entrypoints.openai"
-# Requests with a field for beams.
-_WITH_BEAMS = {"chat_completion": "ChatCompletionRequest", "completion": "CompletionRequest"}
 
 
 def install() -> None:
@@ -46,7 +45,7 @@ def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
         return
     if given and isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config[processor.VARIABLES] = given
-    LenVMProcessor.model_config = vllm_config.model_config
+    LenVMProcessor.config = vllm_config
     LenVMProcessor.reason = reason = processor.reason_against(vllm_config)
     if reason is not None:
         if given:
@@ -56,27 +55,46 @@ def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     _call_after(InputProcessor, "process_inputs", check_request)
-    for name, request in _WITH_BEAMS.items() if _OPENAI in sys.modules else ():
-        protocol = importlib.import_module(f"{_OPENAI}.{name}.protocol")
-        _call_after(getattr(protocol, request), "to_beam_search_params", refuse_beams)
+    for name, request, method, call in (
+        ("chat_completion", "ChatCompletionRequest", "to_beam_search_params", refuse_beams),
+        ("completion", "CompletionRequest", "to_beam_search_params", refuse_beams),
+        ("chat_completion", "ChatCompletionRequest", "to_sampling_params", pass_effort),
+        ("responses", "ResponsesRequest", "to_sampling_params", pass_effort),
+    ):
+        if _OPENAI in sys.modules:
+            _call_after(getattr(importlib.import_module(f"{_OPENAI}.{name}.protocol"), request), method, call)
 
 
 def check_request(_: InputProcessor, request: EngineCoreRequest) -> None:
     """Raise ValueError if a request whose prompt or options cannot be guided contains guidance.
 
-    ``LenVMProcessor.validate_params`` has accepted its parameters. The engine answers with status 400.
+    ``LenVMProcessor.validate_params`` has accepted its parameters. The engine answers with status 400. Requests without
+    parameters are not guided by the server's defaults either.
     """
     params = request.sampling_params
-    if params is None or not names_guidance(params.extra_args):
+    if params is None:
         return
+    settings, must = LenVMProcessor.settings(), None
     if params.watermarking:
-        raise ValueError("watermarking must be false together with guidance, got true")
-    settings = LenVMProcessor.settings()
-    if request.lora_request is not None and settings.value_model is not None:
-        raise ValueError("a LoRA adapter must be absent together with guidance by a value model or probe")
-    if settings.reads_tokens and (request.mm_features or request.prompt_embeds is not None):
+        must = "watermarking must be false together with guidance, got true"
+    elif request.lora_request is not None and settings.value_model is not None:
+        must = "a LoRA adapter must be absent together with guidance by a value model or probe"
+    elif settings.reads_tokens and (request.mm_features or request.prompt_embeds is not None):
         given = "images or audio" if request.mm_features else "prompt_embeds"
-        raise ValueError(f"the prompt must be text together with guidance by a value model, got {given}")
+        must = f"the prompt must be text together with guidance by a value model, got {given}"
+    if must is None:
+        return
+    if names_guidance(params.extra_args):
+        raise ValueError(must)
+    params.extra_args = {**(params.extra_args or {}), NAMESPACE: {}}
+
+
+def pass_effort(request: Any, params: Any) -> None:
+    """Pass the reasoning effort of a chat request on to :meth:`Settings.parse_request`."""
+    reasoning = getattr(request, "reasoning", None)  # of a response
+    effort = getattr(request, "reasoning_effort", None) or getattr(reasoning, "effort", None)
+    if effort is not None and LenVMProcessor.settings().defaults.get(EFFORTS):
+        params.extra_args = {**(params.extra_args or {}), EFFORT: str(effort)}
 
 
 def refuse_beams(request: Any, _: Any) -> None:

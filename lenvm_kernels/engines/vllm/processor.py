@@ -21,7 +21,7 @@ except ImportError:  # a version of vLLM without the second model runner, which 
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
@@ -58,7 +58,7 @@ class LenVMProcessor(LogitsProcessor):
         *is_first_runner: passed only by vLLM's first model runner, which is not supported.
 
     Attributes:
-        model_config: configuration of the base model. If None, its tokenizer is not known in this process.
+        config: configuration of the engine. If None, the base model's tokenizer is not known in this process.
         reason: why the engine of this front end cannot guide requests. If None, it can.
 
     Raises:
@@ -66,14 +66,14 @@ class LenVMProcessor(LogitsProcessor):
             ``LENVM_*`` variable, it is logged.
     """
 
-    model_config: ClassVar[ModelConfig | None] = None
+    config: ClassVar[VllmConfig | None] = None
     reason: ClassVar[str | None] = None
     _guide: Guide | None = None
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, *is_first_runner: Any) -> None:
         if isinstance(vllm_config.additional_config, dict):  # Ray copies no variables to its workers
             os.environ.update(vllm_config.additional_config.get(VARIABLES, {}))
-        LenVMProcessor.model_config = vllm_config.model_config
+        LenVMProcessor.config = vllm_config
         if is_first_runner:
             if variables() and not is_off():
                 raise ValueError(reason_against(vllm_config))
@@ -108,27 +108,36 @@ class LenVMProcessor(LogitsProcessor):
         from lenvm_kernels.engines.settings import Settings
         from lenvm_kernels.engines.tokenizers import load_with
 
-        if (config := cls.model_config) is None:
+        if (config := cls.config) is None:
             return Settings.current()
+        model, reasoning = config.model_config, getattr(config, "reasoning_config", None)
 
         def load() -> object:
             from vllm.tokenizers import cached_tokenizer_from_config
 
-            return cached_tokenizer_from_config(config)
+            return cached_tokenizer_from_config(model)
 
-        load_with(config.tokenizer, load)
-        return Settings.current(config.tokenizer)
+        def marks(tokenizer: object) -> tuple[str, str] | None:
+            from vllm.reasoning import ReasoningParserManager
+
+            if reasoning is None or not reasoning.reasoning_parser:
+                return None
+            parser = ReasoningParserManager.get_reasoning_parser(reasoning.reasoning_parser)(tokenizer)
+            start, end = parser.reasoning_start_str, parser.reasoning_end_str
+            return (start, end) if start and end else None
+
+        load_with(model.tokenizer, load, marks)
+        return Settings.current(model.tokenizer)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Called in the front end when a request arrives; the engine answers a ValueError with status 400."""
-        given = sampling_params.extra_args
-        if not given or is_off():
+        if is_off():
             return
         if cls.reason is None:
             guidance_of(sampling_params, cls.settings())
-        elif names_guidance(given):
-            names = ", ".join(given)
+        elif names_guidance(given := sampling_params.extra_args):
+            names = ", ".join(given or ())
             raise ValueError(f"guidance ({names}) must be absent from this server's requests: {cls.reason}")
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
@@ -238,9 +247,16 @@ def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | 
     Raises:
         ValueError: naming the field, what came and what is accepted.
     """
-    if not params.extra_args:
+    budget = getattr(params, "thinking_token_budget", None)
+    if not params.extra_args and not settings.defaults and budget is None:
         return None
-    guidance = settings.parse_request(params.extra_args, params.stop_token_ids or ())
+    guidance = settings.parse_request(
+        params.extra_args,
+        params.stop_token_ids or (),
+        max_tokens=params.max_tokens,
+        has_schema=params.structured_outputs is not None,
+        engine_budget=None if budget is None or budget < 0 else budget,
+    )
     if guidance.return_values and settings.predictions is None:
         raise ValueError("return_values must be false in vLLM without LENVM_PREDICTIONS, a file for them, got true")
     return guidance if guidance.needs_step or guidance.token_temperature_scale else None

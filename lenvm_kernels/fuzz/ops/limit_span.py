@@ -15,7 +15,7 @@ from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanPatterns, TokenSequences
 from lenvm_kernels.ops import limit_span as ops
-from lenvm_kernels.types import GuidanceColumns, SpanNodes
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, GuidanceColumns, SpanNodes
 
 SPARE_ROWS = 3  # table rows that no request of the batch uses
 NO_LIMIT = 2**31 - 1
@@ -71,7 +71,9 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
     if options["text_breaks"]:
-        breaks = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3])
+        ends = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3])
+        missing, added = (draws.choose(f"{x} bytes", options["text_breaks"], values=[0, 0, 1, 3]) for x in "ab")
+        breaks = ends | missing << MISSING_BYTES | added << ADDED_BYTES
         arguments["text_breaks"] = breaks.to(torch.int8)
     return CallInputs(arguments, count)
 
@@ -120,6 +122,9 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
         "span_seen": draws.integers("span_seen", rows, low=0, high=25),
         "span_match": draws.integers("span_match", rows, low=0, high=63),
         "closing_from": draws.choose("closing_from", rows, values=[-1, -1, -1, 0, 5, 12]),
+        "count_from": draws.choose("count_from", rows, values=[int(each) for each in CountFrom]),
+        "span_used": draws.integers("span_used", rows, low=0, high=9),
+        "missing_bytes": draws.integers("missing_bytes", rows, low=0, high=3),
     }
     table = GuidanceTable(len(table_rows) + SPARE_ROWS, device, max_eos=eos).columns
     fill(table, table_rows, columns, elsewhere=3)
