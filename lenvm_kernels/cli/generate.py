@@ -90,7 +90,7 @@ def run_command(args: argparse.Namespace) -> None:
         fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
         fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
         has_values = args.value_model != NONE
-        parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=has_values)
+        parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=has_values, max_tokens=args.max_new_tokens)
         if args.show_values and not has_values:
             raise ValueError("--show-values needs a value model, got --value-model none")
         if args.say_it is not None:
@@ -110,7 +110,7 @@ def run_command(args: argparse.Namespace) -> None:
         thoughts = Thoughts.of(models.tokenizer)
         config = LenVMConfig(gamma=args.gamma) if models.value_model is None else models.value_model.lenvm_config
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, has_values=has_values)
-        guidance = parse_guidance(fields, thoughts=thoughts, **defaults)
+        guidance = parse_guidance(fields, thoughts=thoughts, max_tokens=args.max_new_tokens, **defaults)
         if args.show_values and guidance.mode == Mode.UNGUIDED:
             # An unguided row has no candidates to score. Skipping every step gives candidates and the same text.
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)

@@ -16,7 +16,7 @@ import torch
 
 from lenvm_kernels.engines.tokenizers import load_thoughts
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance
-from lenvm_kernels.guidance.fields import BUDGETS, EFFORT, EFFORTS, NAMESPACE
+from lenvm_kernels.guidance.fields import BUDGETS, NAMESPACE, SELECTED, SELECTORS, read_json
 from lenvm_kernels.guidance.params import check_with_probe, read_names
 from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
@@ -66,12 +66,12 @@ _COUNT = SettingText(int, "an integer of at least 1", lambda n: n >= 1)
 
 
 def _are_defaults(given: Any) -> bool:
-    efforts = given.get(EFFORTS, {}) if isinstance(given, dict) else None
-    return isinstance(efforts, dict) and all(isinstance(each, dict) for each in efforts.values())
+    choices = [given.get(name, {}) for name in SELECTORS] if isinstance(given, dict) else [None]
+    return all(isinstance(each, dict) and all(isinstance(x, dict) for x in each.values()) for each in choices)
 
 
 _DEFAULTS = SettingText(
-    json.loads, f"a JSON object of guidance parameters, or of objects under {EFFORTS}", _are_defaults
+    json.loads, f"a JSON object of guidance parameters, and of such objects by {' or '.join(SELECTORS)}", _are_defaults
 )
 # 0 or 1 in a variable, true or false in a file.
 _SWITCH = SettingText({"0": False, "1": True, "False": False, "True": True}.__getitem__, "0 or 1")
@@ -106,7 +106,8 @@ class Settings:
     graphs: Annotated[bool | None, _SWITCH] = None
     """Whether guided steps run from CUDA graphs. If None, on a GPU if the engine uses CUDA graphs."""
     defaults: Annotated[Mapping[str, Any], _DEFAULTS] = field(default_factory=dict)
-    """Parameters of requests without any. Under ``reasoning_effort``, an object has further ones for each effort."""
+    """Parameters of requests without any. Under ``reasoning_effort`` and ``verbosity``, objects have further ones for
+    each value of these fields of chat requests."""
     tokenizer: Annotated[str | None, SettingText(str, "a directory or a name")] = None
     """Location of the base model's tokenizer, for thinking budgets and forced texts. If None, the engine's in SGLang
     and vLLM, otherwise the one in the value model's directory."""
@@ -156,9 +157,10 @@ class Settings:
             raise ValueError(f"{name} must not be given {source}, got {text!r}")
         if (path := settings.value_model) is not None:
             settings = replace(settings, gamma=LenVMConfig.read(path, settings.gamma).gamma)
-        for effort in (None, *settings.defaults.get(EFFORTS, ())) if settings.defaults else ():
+        choices = [{name: value} for name in SELECTORS for value in settings.defaults.get(name, ())]
+        for selected in [{}, *choices] if settings.defaults else ():
             try:
-                settings._parse(settings.defaults_of(effort), Thoughts.unknown(), max_tokens=2**20)
+                settings._parse(settings.defaults_of(selected), Thoughts.unknown(), max_tokens=2**20)
             except ValueError as error:
                 raise ValueError(f"{given['defaults'][0]} has invalid parameters: {error}") from error
         return settings
@@ -188,11 +190,17 @@ class Settings:
         """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
         return load_thoughts(self.tokenizer or (None if self.value_model is None else str(self.value_model)))
 
-    def defaults_of(self, effort: str | None) -> dict[str, Any]:
-        """The parameters of requests without any, for a reasoning effort."""
-        own = dict(self.defaults)
-        efforts = own.pop(EFFORTS, {})
-        return own | dict(efforts.get(effort, {}))
+    @property
+    def has_choices(self) -> bool:
+        """Whether the defaults differ by fields of chat requests."""
+        return not self.defaults.keys().isdisjoint(SELECTORS)
+
+    def defaults_of(self, selected: Mapping[str, str]) -> dict[str, Any]:
+        """The parameters of requests without any, by values of :data:`SELECTORS`."""
+        fields = {name: value for name, value in self.defaults.items() if name not in SELECTORS}
+        for name, value in selected.items():
+            fields |= self.defaults.get(name, {}).get(value, {})
+        return fields
 
     @staticmethod
     def is_asked(custom_params: Mapping[str, Any] | None) -> bool:
@@ -234,10 +242,11 @@ class Settings:
         if is_asked := self.is_asked(custom_params):
             given = read_names(custom_params, others="shared")
         else:
-            given = read_names(self.defaults_of(custom_params.get(EFFORT)))
+            given = read_names(self.defaults_of(read_json(custom_params.get(SELECTED, {}))))
         needs_tokenizer = given.keys() & _NEED_MARKS or any(isinstance(given.get(name), str) for name in _TEXT_FIELDS)
         thoughts = self.thoughts if needs_tokenizer or engine_budget is not None else None
-        if engine_budget is not None and thoughts is not None and thoughts.ends and given.keys() <= _OF_ANSWERS:
+        is_off = is_asked and not given
+        if engine_budget is not None and thoughts and thoughts.ends and given.keys() <= _OF_ANSWERS and not is_off:
             given["thinking_budget"] = engine_budget
         try:
             params = self._parse(given, thoughts, max_tokens, constraint="le_near" if has_schema else "near")

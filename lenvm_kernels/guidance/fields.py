@@ -344,9 +344,20 @@ _ALL = (
 )
 FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
 NAMESPACE = "lenvm"  # a dictionary of fields among parameters of other components
-# Names beside fields: the reasoning effort of a chat request, which a server's front end adds to its parameters, and
-# the defaults by effort.
-EFFORT, EFFORTS = "lenvm_effort", "reasoning_effort"
+# Fields of chat requests by whose values the defaults of a server may differ, and the name under which a front end adds
+# them to the parameters of a request.
+SELECTORS, SELECTED = ("reasoning_effort", "verbosity"), "lenvm_selected"
+
+
+def with_selected(custom_params: Mapping[str, Any] | None, request: Any) -> dict[str, Any]:
+    """The parameters of a chat request or of a response, with its values of :data:`SELECTORS`."""
+    places = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("text", "verbosity")}  # in a response
+    selected = {}
+    for name, (part, key) in places.items():
+        value = getattr(request, name, None) or getattr(getattr(request, part, None), key, None)
+        if value is not None:
+            selected[name] = str(value)
+    return {**(custom_params or {}), SELECTED: selected}
 
 
 def markdown() -> str:

@@ -134,33 +134,34 @@ class GuidanceParams:
         patterns, sequence, used = self.span_patterns, [*prompt, *output], 0
         opened = patterns.open_from(prompt)
         begin, end = (len(prompt), len(prompt)) if opened is None else (opened, None)
-        match = patterns.at_end_of(prompt)
+        match, first = patterns.at_end_of(prompt), begin  # place of the span's own first token
         for length, token in enumerate(output, len(prompt) + 1):
             match = patterns.after(match, token)
             if end is None and match & patterns.end_bits:
-                place = self._closing_from(sequence[begin:])
-                if place is not None and begin + place < length < begin + place + len(self.closing_token_ids):
+                place = self._closing_from(sequence, begin, first)
+                if place is not None and place < length < place + len(self.closing_token_ids):
                     continue  # within a closing that is forced
                 end, used = length, length - begin
                 begin = begin if self.count_from == CountFrom.OUTPUT else length
             elif end is not None and match & patterns.start_bits:
-                end = None
+                end, first = None, length
                 if self.count_from != CountFrom.OUTPUT:
                     begin = length - (used if self.count_from == CountFrom.SPANS else 0)
-        place = None if end is not None else self._closing_from(sequence[begin:])
-        return SpanState(len(sequence), begin, end, match, None if place is None else begin + place, used)
+        place = None if end is not None else self._closing_from(sequence, begin, first)
+        return SpanState(len(sequence), begin, end, match, place, used)
 
-    def _closing_from(self, span: Sequence[int]) -> int | None:
-        """The place in the text after a span's first token at which the hard limit forces the closing. If None,
-        nowhere.
+    def _closing_from(self, sequence: list[int], begin: int, first: int) -> int | None:
+        """The place in a sequence at which the hard limit forces the closing of its span. If None, nowhere.
 
-        The closing begins at the limit, or at most ``hard_limit_grace`` and ``CHARACTER_TOKENS`` later.
+        The span has its own tokens from place ``first`` on, and counts from ``begin``. The closing begins at the limit,
+        or at most ``hard_limit_grace`` and ``CHARACTER_TOKENS`` later.
         """
         if self.hard_limit is None:
             return None
-        closing, latest = list(self.closing_token_ids), self.hard_limit + self.hard_limit_grace + CHARACTER_TOKENS
-        for start in range(self.hard_limit, min(latest + 1, len(span))):
-            if list(span[start : start + len(closing)]) == closing[: len(span) - start]:
+        closing, earliest = list(self.closing_token_ids), max(begin + self.hard_limit, first)
+        latest = max(begin + self.hard_limit + self.hard_limit_grace, first) + CHARACTER_TOKENS
+        for start in range(earliest, min(latest + 1, len(sequence))):
+            if sequence[start : start + len(closing)] == closing[: len(sequence) - start]:
                 return start
         return None
 

@@ -77,7 +77,8 @@ EACH = {
     "memory_share": ({"0.25": 0.25}, f"{SHARE}<= 1", ["1.5", "nan", "0"]),
     "value_stride": ({"4": 4}, COUNT, ["0", "1.5"]),
     "graphs": ({"0": False, "1": True}, "0 or 1", ["yes", "2"]),
-    "defaults": ({'{"target_length": 9}': {"target_length": 9}}, "a JSON object of guidance .* under reasoning_effort",
+    "defaults": ({'{"target_length": 9}': {"target_length": 9}},
+                 "a JSON object of guidance .* by reasoning_effort or verbosity",
                  ["9", "x", '{"reasoning_effort": 3}', '{"reasoning_effort": {"low": 3}}']),
     "tokenizer": ({"owner/name": "owner/name"}, "", []),
     "predictions": (MODEL, "", []),
@@ -275,6 +276,7 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
 
 LOW = {"thinking_budget": 50, "end_token_ids": [7]}
 DEFAULTS = {"soft_max_tokens": True, "reasoning_effort": {"low": LOW, "high": {"target_length": 300}}}
+DEFAULTS["verbosity"] = {"low": {"target_length": 20}}
 # A request's custom_params, its other parameters, and what it has of a target, a mode and a limit.
 DEFAULTED = [
     (None, {}, (None, Mode.UNGUIDED)),  # the default needs max_tokens
@@ -283,10 +285,12 @@ DEFAULTED = [
     ({"lenvm": {}}, {"max_tokens": 100}, (None, Mode.UNGUIDED)),
     ({"target_length": 30}, {"max_tokens": 100}, (30, Mode.NEAR)),
     ({"target_length": 300}, {"max_tokens": 100}, (100, Mode.NEAR)),
-    ({"lenvm_effort": "low"}, {"max_tokens": 100}, (50, Mode.LE_NEAR)),
-    ({"lenvm_effort": "medium"}, {"max_tokens": 100}, (80, Mode.LE_NEAR)),
-    ({"lenvm_effort": "high"}, {"max_tokens": 1000}, (300, Mode.NEAR)),
-    ({"lenvm_effort": "high", "target_length": 30}, {"max_tokens": 100}, (30, Mode.NEAR)),
+    ({"lenvm_selected": {"reasoning_effort": "low"}}, {"max_tokens": 100}, (50, Mode.LE_NEAR)),
+    ({"lenvm_selected": {"reasoning_effort": "medium"}}, {"max_tokens": 100}, (80, Mode.LE_NEAR)),
+    ({"lenvm_selected": {"reasoning_effort": "high"}}, {"max_tokens": 1000}, (300, Mode.NEAR)),
+    ({"lenvm_selected": {"reasoning_effort": "high"}, "target_length": 30}, {"max_tokens": 100}, (30, Mode.NEAR)),
+    ({"lenvm_selected": '{"verbosity": "low"}'}, {"max_tokens": 100}, (20, Mode.NEAR)),
+    ({"lenvm_selected": {"reasoning_effort": "high", "verbosity": "low"}}, {"max_tokens": 100}, (20, Mode.NEAR)),
     (None, {"max_tokens": 100, "stop_token_ids": range(49)}, (None, Mode.UNGUIDED)),
     # With a schema, a target is an upper limit.
     ({"target_length": 30}, {"has_schema": True}, (30, Mode.LE_NEAR)),
@@ -323,7 +327,7 @@ PARSERS = [
     (None, 30, {"target_length": 5}, (((1,),), ((0,),), 30)),
     (None, 30, {"thinking_budget": 9}, (((1,),), ((0,),), 9)),
     (ValueError("no marks"), 30, None, (((1,),), ((0,),), 30)),
-    (None, 30, {"value_mode": "exp", "value_scale": 2}, ((), (), None)),
+    (None, 30, {"lenvm": {}}, ((), (), None)),
     (None, 30, {"end_token_ids": [2], "target_length": 5}, (((2,),), (), 5)),
     (None, 30, {"target_length": 5, "landing": [2]}, ((), ((1,),), 5)),
 ]

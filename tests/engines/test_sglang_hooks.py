@@ -467,21 +467,21 @@ def test_defaults_of_chats_and_responses(monkeypatch, clean_settings, effort, de
         (chat, chat.to_sampling_params([], {}), 9 if custom_params is NEAR else default),
         (response, response.to_sampling_params(), default),
     ):
-        sampling = SamplingParams(**plugin.pass_effort(sampling, request) | {"max_new_tokens": 100})
+        sampling = SamplingParams(**plugin.pass_selected(sampling, request) | {"max_new_tokens": 100})
         request = SimpleNamespace(sampling_params=sampling, positional_embed_overrides=None)
         with envs.SGLANG_USE_PICKLE_IPC.override(uses_pickle):
             plugin.check_request(manager, request)
         assert guidance_of(request, Settings.current()).target_length == expected
 
 
-def test_efforts_are_read_only_if_there_are_defaults_for_them(monkeypatch, clean_settings):
+def test_chats_are_hooked_only_if_their_defaults_differ(monkeypatch, clean_settings):
     registered = []
     monkeypatch.setattr(hooks.HookRegistry, "register", lambda target, hook, kind: registered.append(hook.__name__))
     for defaults, hooked in (({}, 0), ({"soft_max_tokens": True}, 0), (DEFAULTS, 2)):
         monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(defaults))
         registered.clear()
         hooks.register()
-        assert registered.count("pass_effort") == hooked
+        assert registered.count("pass_selected") == hooked
 
 
 @pytest.mark.parametrize(

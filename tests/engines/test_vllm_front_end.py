@@ -194,25 +194,30 @@ def test_beams_with_guidance_are_rejected(kind, prompt, xargs):
         assert request.to_beam_search_params(5, {}).beam_width == 2
 
 
-EFFORTS = {"soft_max_tokens": True, "reasoning_effort": {"low": {"target_length": 30}}}
+SELECTED = {"soft_max_tokens": True, "reasoning_effort": {"low": {"target_length": 30}}}
+SELECTED["verbosity"] = {"high": {"target_length": 70}}
 
 
-@pytest.mark.parametrize("effort", [None, "low", "high"])
+@pytest.mark.parametrize(
+    ("effort", "verbosity", "default"), [(None, "low", 80), ("low", None, 30), ("low", "high", 70)]
+)
 @pytest.mark.parametrize("xargs", [None, OTHERS, TARGET])
 @pytest.mark.parametrize("has_defaults", [True, False])
-def test_defaults_of_chats_and_responses(monkeypatch, effort, xargs, has_defaults):
-    """By the reasoning effort of the request. What a request cannot be guided with turns the defaults off."""
+def test_defaults_of_chats_and_responses(monkeypatch, effort, verbosity, default, xargs, has_defaults):
+    """By the reasoning effort and the verbosity of the request. A request that cannot be guided is not."""
     if has_defaults:
-        monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(EFFORTS))
+        monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(SELECTED))
     monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
     front_end.configure(None, config())
-    chat = ChatCompletionRequest(model="base", reasoning_effort=effort, vllm_xargs=xargs, **CHAT)
-    response = ResponsesRequest(model="base", reasoning=effort and {"effort": effort}, vllm_xargs=xargs, input="w1")
-    default = {None: 80, "low": 30, "high": 80}[effort] if has_defaults else None
+    parts = dict(reasoning=effort and {"effort": effort}, text=verbosity and {"verbosity": verbosity}, input="w1")
+    response = ResponsesRequest(model="base", vllm_xargs=xargs, **parts)
+    parts = dict(reasoning_effort=effort, verbosity=verbosity) | CHAT
+    chat = ChatCompletionRequest(model="base", vllm_xargs=xargs, **parts)
+    expected = TARGET["target_length"] if xargs is TARGET else default if has_defaults else None
     for sampling in (chat.to_sampling_params(100, {}), response.to_sampling_params(100, {})):
         LenVMProcessor.validate_params(sampling)
         guidance = guidance_of(sampling, LenVMProcessor.settings())
-        assert (guidance and guidance.target_length) == (TARGET["target_length"] if xargs is TARGET else default)
+        assert (guidance and guidance.target_length) == expected
     if xargs is not TARGET:
         InputProcessor.process_inputs(None, Request(sampling := SamplingParams(extra_args=xargs, watermarking=True)))
         assert guidance_of(sampling, LenVMProcessor.settings()) is None

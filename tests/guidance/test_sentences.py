@@ -1,9 +1,12 @@
 """Ends of sentences and lines in texts, and in the tokens of a vocabulary."""
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from lenvm_kernels import TextBreak, text_breaks_of
-from lenvm_kernels.guidance.sentences import ends_sentence
+from lenvm_kernels.guidance.sentences import ends_sentence, open_character
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES
 
 ENDS = "a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "वर्षा।", "لماذا؟", "`a.`", "```\nx = 1\n```", "_a._"
 OTHERS = "", "a", "a,", "a:", '"', "a. b", "x = 1`", "1.5", "(a.) b)"
@@ -14,17 +17,41 @@ def test_text_ends_sentence(text, ends):
     assert ends_sentence(text) == ends
 
 
+@given(text=st.text(st.sampled_from("aé€好🤔\n"), max_size=8), cuts=st.sets(st.integers(1, 24)))
+def test_characters_of_several_pieces(text, cuts):
+    """After each piece of a text, as many bytes are missing as the last character needs to be whole."""
+    data, missing, begin = text.encode(), 0, 0
+    for end in [*sorted(cut for cut in cuts if cut < len(data)), len(data)]:
+        lacks, added = open_character(data[begin:end])
+        missing, begin = (max(missing - added, 0) if added else lacks), end
+        whole = data[:end].decode(errors="ignore")
+        part = end - len(whole.encode())
+        assert missing == (len(text[len(whole)].encode()) - part if part else 0)
+
+
+def test_bytes_of_a_vocabulary():
+    """Tokens of bytes as in Llama 2, of characters that stand for bytes as in GPT-2, and a whole character."""
+    words = Words(*("<0xE2>", "<0x82>", "ðŁ", "¤Ķ", "Ġ好", "."), texts=("�", "�", "�", "��", " 好", "."))
+    lacks, adds = [2, 0, 2, 0, 0, 0], [0, 1, 0, 2, 0, 0]
+    expected = [x << MISSING_BYTES | y << ADDED_BYTES for x, y in zip(lacks, adds, strict=True)]
+    expected[-1] = TextBreak.SENTENCE
+    assert text_breaks_of(words).tolist() == expected
+
+
 class Words:
     """A tokenizer of whole words."""
 
-    def __init__(self, *words):
-        self.words = words
+    def __init__(self, *words, texts=None):
+        self.words, self.texts = words, texts or words
 
     def __len__(self):
         return len(self.words)
 
     def batch_decode(self, tokens, clean_up_tokenization_spaces):
-        return ["".join(self.words[i] for i in ids) for ids in tokens]
+        return ["".join(self.texts[i] for i in ids) for ids in tokens]
+
+    def convert_ids_to_tokens(self, token):
+        return self.words[token]
 
 
 def test_text_breaks_of_hand_written_vocabulary():

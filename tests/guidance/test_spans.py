@@ -66,6 +66,26 @@ def test_begin_of_the_answer_after_a_thought(prompt, output, expected):
     assert (state.begin, state.end) == expected and params.has_span
 
 
+CALL = 99
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "ended"),
+    [
+        ([TURN, CALL, WORD, TURN], [WORD], None),  # tool calls of earlier turns
+        ([TURN, CALL], [WORD], None),
+        ([TURN, WORD], [WORD, CALL, WORD], 4),
+        ([TURN, WORD], [CALL, WORD, THINK, WORD, END_OF_THINK, WORD], None),  # it answers after another thought
+    ],
+)
+def test_tool_calls_end_an_answer(prompt, output, ended):
+    thoughts = Thoughts(ends=((END_OF_THINK,),), starts=((THINK,),), tool_calls=((CALL,),))
+    assert parse_guidance({"target_length": 50}, thoughts=thoughts).span_state(prompt, output).end == ended
+    if THINK not in output:  # also without thoughts
+        params = parse_guidance({"target_length": 50}, thoughts=Thoughts(tool_calls=((CALL,),)))
+        assert params.span_state(prompt, output).end == ended
+
+
 CLOSED = dict(end_token_ids=((7, 9),), hard_limit=2, hard_limit_grace=2, end_message=(5, 6))
 LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_tokens": 10})
 
@@ -186,6 +206,13 @@ def test_thought_markers_of_tokenizers():
     assert "".join(map(chr, channels.ends[0])) == "<|end|><|start|>assistant<|channel|>final<|message|>"
     of_gemma = Thoughts.of(tokenizer_of({"<|channel>": 5, "<channel|>": 6, "<|channel": 7}))
     assert (of_gemma.ends, of_gemma.starts) == (((6,),), ((5,),))
+    assert "".join(map(chr, channels.tool_calls[0])) == "<|channel|>commentary"
+    of_qwen = tokenizer_of({"<tool_call>": 7, "<think>": 3, "</think>": 4, "<a>": 5, "</a>": 6})
+    assert replace(Thoughts.of(of_qwen), encode=of_one.encode) == replace(of_one, tool_calls=((7,),))
+    parsed = Thoughts.of(of_qwen, ("<a>", "</a>"))  # the marks of an engine's parser
+    assert (parsed.ends, parsed.starts, parsed.tool_calls) == (((6,),), ((5,),), ((7,),))
+    several = Thoughts.of(of_qwen, ("<b>", "</b>"))
+    assert several.ends[0] == tuple(map(ord, "</b>")) and not several.starts
     none = Thoughts.of(tokenizer_of({}, "{{ content }}"))
     assert (none.ends, none.starts) == ((), ())
     params = parse_guidance({"thinking_budget": 8, "end_message": "So", "hard_limit": 5}, thoughts=of_several)

@@ -25,16 +25,17 @@ def check_several(asked, prompt, output, statuses):
     """Check token by token that exactly the spans and answers with a target are guided, and spans closed in time.
 
     ``statuses`` are the statuses of guided rows by sequence length. Returns the number of ended spans."""
-    params, ended = parse_guidance(asked), 0
+    params, ended, opened = parse_guidance(asked), 0, len(prompt)
     closing, limit = params.closing_token_ids, params.hard_limit + params.hard_limit_grace
     states = [params.span_state(prompt, output[:i]) for i in range(len(output) + 1)]
     for state, after, token in zip(states, states[1:], output, strict=False):
         is_guided = state.end is None or params.answer is not None
         assert (statuses[state.seen] != Status.UNGUIDED) == is_guided, (state, statuses[state.seen])
         ended += state.end is None and after.end is not None
-        over = state.seen - state.begin - limit
+        over = state.seen - max(state.begin + limit, opened)  # earlier spans may have used the budget
         if state.end is None and 0 <= over < (len(closing) if not params.end_token_ids else over + 1):
             assert token == closing[min(over, len(closing) - 1)], (state, token)
+        opened = after.seen if state.end is not None and after.end is None else opened
     return ended
 
 

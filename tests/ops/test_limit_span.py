@@ -120,6 +120,12 @@ CLOSINGS = [
     ({"thinking_budget": 4}, [8, 4, 4, 9, 4, 8, 4], [8, 4, 4, 9, 4, 8, *[4] * 5, 9]),
     ({"thinking_budget_total": 4}, [8, 4, 4, 9, 4, 8, 4], [8, 4, 4, 9, 4, 8, 4, 4, 9]),
     ({"thinking_budget_total": 4}, [8, *[4] * 6, 8, 4], [8, *[4] * 5, 9, 8, 9]),
+    # Long after the limit, too, the closing goes on to its own end.
+    (
+        {"thinking_budget_total": 2, "hard_limit_grace": 9, "end_message": [5, 9, 6]},
+        [8, *[4] * 11, 3, *[4] * 4, 8, *[4] * 4],
+        [8, *[4] * 11, 3, 5, 9, 6, 9, 8, 5, 9, 6, 9],
+    ),
     # A tool call ends a thought or an answer, where nothing is forced.
     ({"thinking_budget": 4}, [8, CALL, *[4] * 7], [8, CALL, *[4] * 7]),
     ({"thinking_budget": 4}, [8, CALL, 8, 4], [8, CALL, 8, *[4] * 5, 9]),

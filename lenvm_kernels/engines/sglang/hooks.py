@@ -24,7 +24,7 @@ from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import NOT_TRIED, EngineOptions, SGLangGuide, check_options, seed_of
 from lenvm_kernels.engines.tokenizers import load_with
 from lenvm_kernels.guidance import GuidanceParams
-from lenvm_kernels.guidance.fields import EFFORT, EFFORTS
+from lenvm_kernels.guidance.fields import with_selected
 from lenvm_kernels.guidance.params import read_names
 
 if TYPE_CHECKING:
@@ -74,13 +74,9 @@ class SGLangPlugin:
         if guidance_of(request, self._settings) is not None:
             separate_sample(request)
 
-    def pass_effort(self, sampling: dict[str, Any], request: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """After the sampling parameters of a chat request were made: add its reasoning effort (:data:`EFFORT`)."""
-        reasoning = getattr(request, "reasoning", None)  # of a response
-        effort = getattr(request, "reasoning_effort", None) or getattr(reasoning, "effort", None)
-        if effort is not None and Settings.current().defaults.get(EFFORTS):
-            sampling["custom_params"] = {**(sampling.get("custom_params") or {}), EFFORT: str(effort)}
-        return sampling
+    def pass_selected(self, sampling: dict[str, Any], request: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """After a chat request's sampling parameters were made: add the fields that select defaults."""
+        return sampling | {"custom_params": with_selected(sampling.get("custom_params"), request)}
 
     def add_meta_info(
         self,
@@ -137,10 +133,10 @@ HOOKS = {
     "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", "note_guidance"),
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": ("AFTER", "load"),
 }
-# Hooks of a front end whose requests have defaults.
+# Further hooks if the defaults of requests differ by fields of chat requests.
 _PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
-DEFAULT_HOOKS = {
-    f"{_PROTOCOL}.{name}.to_sampling_params": ("AFTER", "pass_effort")
+CHAT_HOOKS = {
+    f"{_PROTOCOL}.{name}.to_sampling_params": ("AFTER", "pass_selected")
     for name in ("ChatCompletionRequest", "ResponsesRequest")
 }
 
@@ -153,10 +149,10 @@ def register() -> None:
         RuntimeError: the engine's functions are not the recorded ones.
     """
     is_off = Settings.is_off()
-    has_efforts = not is_off and EFFORTS in Settings.from_environment().defaults
+    has_choices = not is_off and Settings.from_environment().has_choices
     signatures.check("sglang")
     plugin = SGLangPlugin(off="LENVM_VALUE_MODEL is off" if is_off else None)
-    for target, (kind, method) in (HOOKS | DEFAULT_HOOKS if has_efforts else HOOKS).items():
+    for target, (kind, method) in (HOOKS | CHAT_HOOKS if has_choices else HOOKS).items():
         if not is_off or method in ("check_request", "note_guidance"):
             HookRegistry.register(target, getattr(plugin, method), HookType[kind])
 

@@ -121,7 +121,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         config = LenVMConfig() if value_model is None else value_model.lenvm_config
         thoughts = None if tokenizers is None else Thoughts.of(tokenizers[0])
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, thoughts=thoughts)
-        defaults["has_values"] = value_model is not None
+        defaults |= dict(has_values=value_model is not None, max_tokens=max_new_tokens)
         self.params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
         guided = [params for params in self.params if params is not None]
         if (pixel_values is None) != (image_grid_thw is None):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels.engines.vllm import processor
 from lenvm_kernels.engines.vllm.processor import LenVMProcessor, is_off, names_guidance
-from lenvm_kernels.guidance.fields import EFFORT, EFFORTS, NAMESPACE
+from lenvm_kernels.guidance.fields import NAMESPACE, with_selected
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,8 +58,8 @@ def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
     for name, request, method, call in (
         ("chat_completion", "ChatCompletionRequest", "to_beam_search_params", refuse_beams),
         ("completion", "CompletionRequest", "to_beam_search_params", refuse_beams),
-        ("chat_completion", "ChatCompletionRequest", "to_sampling_params", pass_effort),
-        ("responses", "ResponsesRequest", "to_sampling_params", pass_effort),
+        ("chat_completion", "ChatCompletionRequest", "to_sampling_params", pass_selected),
+        ("responses", "ResponsesRequest", "to_sampling_params", pass_selected),
     ):
         if _OPENAI in sys.modules:
             _call_after(getattr(importlib.import_module(f"{_OPENAI}.{name}.protocol"), request), method, call)
@@ -89,12 +89,10 @@ def check_request(_: InputProcessor, request: EngineCoreRequest) -> None:
     params.extra_args = {**(params.extra_args or {}), NAMESPACE: {}}
 
 
-def pass_effort(request: Any, params: Any) -> None:
-    """Pass the reasoning effort of a chat request on to :meth:`Settings.parse_request`."""
-    reasoning = getattr(request, "reasoning", None)  # of a response
-    effort = getattr(request, "reasoning_effort", None) or getattr(reasoning, "effort", None)
-    if effort is not None and LenVMProcessor.settings().defaults.get(EFFORTS):
-        params.extra_args = {**(params.extra_args or {}), EFFORT: str(effort)}
+def pass_selected(request: Any, params: Any) -> None:
+    """Add the fields of a chat request that select defaults to its parameters."""
+    if LenVMProcessor.settings().has_choices:
+        params.extra_args = with_selected(params.extra_args, request)
 
 
 def refuse_beams(request: Any, _: Any) -> None:
