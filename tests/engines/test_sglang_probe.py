@@ -41,10 +41,10 @@ from tests.helpers.sglang_server import (
 
 LAYERS, GAMMA = 3, 0.9
 PROBES = {"last": (LAYERS,), "deep": (2, LAYERS, 1)}
-NEAR = [
+NEAR = [  # with targets below max_new_tokens, which would lower them
     {"target_length": 12},
-    {"target_length": 40, "value_constraint": "ge_near"},
-    {"target_length": 30, "value_constraint": "le_near"},
+    {"target_length": 14, "value_constraint": "ge_near"},
+    {"target_length": 10, "value_constraint": "le_near"},
 ]
 ATOL = 5e-4  # on value logits of O(1), fp32
 
