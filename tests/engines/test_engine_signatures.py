@@ -9,6 +9,13 @@ from lenvm_kernels.engines.signatures import USED, recorded, signature_of
 from tests.helpers.engine_stubs import stubs
 from tools import engine_signatures as tool
 
+
+def test_every_used_signature_is_recorded():
+    for engine, targets in USED.items():
+        assert list(targets) == sorted(set(targets)) and recorded(engine)
+        assert all(sorted(version) == sorted(targets) for version in recorded(engine).values())
+
+
 SOURCE = """
 import dataclasses, functools
 

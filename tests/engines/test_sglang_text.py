@@ -219,19 +219,28 @@ def test_penalties_and_biases_act_before_guidance(smollm2, engine):
     prompt, words = chat(smollm2, "Name a big city, a bigger city, and the biggest city."), (" city", " York")
     banned, wanted = (smollm2.tokenizer.encode(word)[0] for word in words)
 
-    def frequency(logits, output):
+    def for_each_count(logits, output, change):
         for i in range(1, len(output)):
             for token, count in Counter([prompt[-1], *output[: i - 1]]).items():
-                logits[i, token] -= 2.0 * count
+                logits[i, token] = change(logits[i, token], count)
 
     def bias(logits, output):
         logits[:, banned] -= 100.0
         logits[:, wanted] += 5.0
 
-    penalty, biases = {"frequency_penalty": 2.0}, {"logit_bias": {str(banned): -100.0, str(wanted): 5.0}}
+    def minimum(logits, output):
+        logits[:22, smollm2.tokenizer.eos_token_id] = float("-inf")
+
+    penalty = {"frequency_penalty": 2.0}
+    changes = [
+        (penalty, partial(for_each_count, change=lambda x, count: x - 2.0 * count)),
+        ({"repetition_penalty": 2.0}, partial(for_each_count, change=lambda x, count: x * (0.5 if x > 0 else 2.0))),
+        ({"logit_bias": {str(banned): -100.0, str(wanted): 5.0}}, bias),
+        ({"min_new_tokens": 22}, minimum),
+    ]
     guided = {"custom_params": GENTLE, "sampling_seed": 5}
-    results = answers(engine, [prompt] * 3, [penalty | guided, biases | guided, penalty])
-    for result, change in zip(results, (frequency, bias), strict=False):
+    results = answers(engine, [prompt] * 5, [*(params | guided for params, _ in changes), penalty])
+    for result, (_, change) in zip(results, changes, strict=False):
         output, rows = result["output_ids"], traced(engine, result["meta_info"]["id"])
         with pytest.raises(AssertionError):  # the change is visible in the trace
             check_draws(smollm2, prompt, output, rows, GENTLE)

@@ -150,7 +150,7 @@ def test_rows_of_generate_match_plain_steps(tiny, name):
 def test_thought_markers_are_read_from_tokenizer(tiny):
     words = [f"w{i}" for i in range(VOCAB)]
     plain, thinking = tokenizer_of(words), tokenizer_of(["<think>", *words[1:17], "</think>", *words[18:]])
-    budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"})
+    budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"}, max_new_tokens=20)
     params, *_ = tiny.make(**budget, tokenizers=(thinking, thinking)).params
     assert params == parse_guidance(
         {"thinking_budget": 9.0, "end_message": [3, 5], "end_token_ids": [17], "start_token_ids": [0]}
