@@ -180,7 +180,7 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
     probe = LengthProbe.from_pretrained(folder, *model_sizes(model))
     assert probe.dtype == dtype
     ids = torch.tensor([[5, 6, 7, 8, 9, 10], [0, 0, 0, 11, 12, 13], [0] * 5 + [14]])
-    short = NEAR | {"target_length": 8}  # as many tokens as may follow
+    short = NEAR | {"target_length": 8}  # within max_new_tokens
     mask, guidance = (ids != 0).long(), [short, short | {"op": "ge_near"}, short | {"target_length": 7}]
     options = dict(max_new_tokens=8, temperature=0.7, top_k=4, record=True)
     processor = LenVMLogitsProcessor(model, probe, guidance, mask, **options)
