@@ -297,7 +297,7 @@ class GuidanceColumns(NamedTuple):
     due_length: Annotated[Tensor, Column(torch.float32, inf), "tokens beyond which ``min_end_prob`` falls"]
     entropy_threshold: Annotated[Tensor, Column(torch.float32, nan), "nats"]
     answer_length: Annotated[Tensor, _NUMBER, "expected tokens after the span"]
-    target_logit: Annotated[Tensor, _NUMBER, "value logit of ``max(1, target_length + answer_length)`` tokens"]
+    target_logit: Annotated[Tensor, _NUMBER, "value logit of every candidate without a value model"]
     prompt_len: Annotated[Tensor, _INTEGER, "tokens before the span, or before the end of the last one"]
     answer_row: Annotated[Tensor, Column(torch.int32, -1), "row with the parameters after the span; -1: unguided"]
     hard_limit: Annotated[Tensor, Column(torch.int32, 2**31 - 1), "generated tokens at which a span is ended"]

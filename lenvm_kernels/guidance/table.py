@@ -19,13 +19,21 @@ _EARLY_SHARE = 0.1
 # Least remaining length that stands for every candidate without a value model. If it were as short as a target of two
 # tokens, an end would be hardly more probable than a text that goes on.
 LEAST_TO_COME = 8.0
+# With `le_near`, the share of the target that stands for every candidate. SmolLM2 at a limit of 60 tokens, 32 prompts:
+# 54 tokens on average and 9 % above 75 with 0.3; 38 tokens and 9 % with 1.
+_LIMIT_TO_COME = 0.3
 _PACKED = {name: column for name, column in GUIDANCE_COLUMNS.items() if column.is_packed}
 _STRUCT_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.bool: "?"}
 
 
 def _target_logit(params: GuidanceParams) -> float:
-    """The value logit of the target length plus the answer, or of ``LEAST_TO_COME`` tokens if that is more."""
-    nats = -math.log(params.gamma) * max(LEAST_TO_COME, (params.target_length or 0.0) + params.answer_length)
+    """The value logit of the target length plus the answer, or of ``LEAST_TO_COME`` tokens if that is more.
+
+    With ``le_near``, a part of the target: where candidates count as longer than the rest of it, only ends are left.
+    """
+    share = _LIMIT_TO_COME if params.mode == Mode.LE_NEAR else 1.0
+    to_come = share * (params.target_length or 0.0) + params.answer_length
+    nats = -math.log(params.gamma) * max(LEAST_TO_COME, to_come)
     return min(nats + math.log(-math.expm1(-nats)), torch.finfo(torch.float32).max)
 
 

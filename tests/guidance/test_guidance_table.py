@@ -112,6 +112,8 @@ def test_totals_with_an_early_aim(request_, shift):
         (NEAR | {"target_length": 0}, 8),
         (NEAR, 100),
         ({"target_length": 9, "answer_length": 4.5}, 13.5),
+        (NEAR | {"value_constraint": "le_near", "answer_length": 4.5}, 34.5),
+        (NEAR | {"value_constraint": "le_near", "target_length": 20}, 8),
         (NEAR | {"target_length": 3e38, "gamma": 0.1}, torch.finfo(torch.float32).max / -math.log(0.1)),
     ],
 )
