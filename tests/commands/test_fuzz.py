@@ -42,12 +42,6 @@ def test_planted_fault_is_found_and_replayed(fuzz, fault, name):
     assert fuzz("--against", f"{FAULTS}:correct.{name}", "--replay", line)[0] == 0
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_correct_function_passes(fuzz, name):
-    code, out, err = fuzz("--against", f"{FAULTS}:correct.{name}", "--cases", 12, "--seed", 5)
-    assert code == 0 and not err, out
-
-
 # Arguments, exit code, and a pattern that the output matches.
 RUNS = {
     "kernels": ("--ops draw verify_drafts --cases 4", 0, r"verify_drafts +2 "),
