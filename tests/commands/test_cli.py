@@ -43,7 +43,8 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
     tokenizer.pad_token = None
     tokenizer.save_pretrained(chat)
-    guided, said = ("--value-mode", "centered_exp", "--value-scale", 20), ("--target-length", 30, "--max-new-tokens", 30)
+    guided = ("--value-mode", "centered_exp", "--value-scale", 20)
+    said = ("--target-length", 30, "--max-new-tokens", 30)
     text = generate(*guided)[0]
     assert re.fullmatch(r"(w\d+|<unk>)( (w\d+|<unk>))*", text) and text == generate(*guided)[0]
     assert any(generate(*guided, "--seed", seed)[0] != text for seed in (2, 3, 4))

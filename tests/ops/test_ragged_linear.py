@@ -131,14 +131,6 @@ def test_tile_depends_on_architecture_rows_and_weight(monkeypatch, names, dtype,
         assert {tile.num_warps for tile in chosen if tile.block_n < 128} <= warps
 
 
-def test_rows_of_every_tile_cover_the_choices(monkeypatch):
-    monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "sm_89")
-    weights = [(*weight, BF16) for weight in WEIGHTS_OF_TILES]
-    assert ops.rows_of_every_tile(64, weights) == [1, 17, 33]
-    rows = ops.rows_of_every_tile(2000, weights)
-    assert rows[:4] == [1, 17, 33, 65] and len(rows) < 12
-
-
 def test_every_tile_holds_whole_groups_and_fits_into_shared_memory():
     """sm_86, sm_89 and sm_120 have 99 KB. All but one of the stages are there."""
     for tile in (*ops.TILES, *ops.TILES_SM_90):

@@ -11,13 +11,20 @@ from safetensors.torch import save_file
 from bench.models import make_config
 from lenvm_kernels.ops.ragged_linear import choose_tile, num_splits
 from lenvm_kernels.values import KVCache, ValueModel
-from tests.helpers.models import ARCHITECTURES, VOCAB, random_head, random_model, random_pair, value_model_of
+from tests.helpers.models import (
+    ARCHITECTURES,
+    VOCAB,
+    last_value_logits,
+    random_head,
+    random_model,
+    random_pair,
+    value_model_of,
+)
 from tests.helpers.value_requests import (
     ATOL,
     MIXED_CANDIDATES,
     MIXED_DELTAS,
     Requests,
-    expected_values,
     mixed_requests,
     random_tokens,
 )
@@ -73,9 +80,8 @@ def test_token_outside_vocabulary_affects_its_request_only(loaded, outside):
     for deltas in ([[5, 6], [7, outside], [8, last]], [[3], [3], [3]]):
         z = requests.step(deltas, candidates)
         assert z[0, 1].isnan() and z[1].isnan().all()
-        for column, token in enumerate(candidates[2]):
-            expected = expected_values(model, head, [*requests.prefixes[2], token])[-1]
-            torch.testing.assert_close(z[2, column], expected, rtol=0, atol=ATOL)
+        expected = last_value_logits(model, head, [[*requests.prefixes[2], token] for token in candidates[2]])
+        torch.testing.assert_close(z[2], expected, rtol=0, atol=ATOL)
 
 
 @given(
@@ -98,8 +104,8 @@ def test_candidate_trees_equal_transformers(qwen2, rows, seed):
             path, node = [], j
             while node >= 0:
                 path, node = [tokens[node], *path], parents[i][node]
-            expected = expected_values(model, head, [*requests.prefixes[i], *deltas[i], *path])[-1]
-            torch.testing.assert_close(z[i, j], expected, rtol=0, atol=ATOL)
+            expected = last_value_logits(model, head, [[*requests.prefixes[i], *deltas[i], *path]])
+            torch.testing.assert_close(z[i, j], expected[0], rtol=0, atol=ATOL)
 
 
 def test_bfloat16(loaded, tmp_path):
