@@ -93,18 +93,14 @@ def tail(options, least, ids, lost=0.0):
 
 END_LISTS = [
     tail({"top_k": 2}, 1e-4, [5, 2, 7, 4]),
-    tail({"top_p": 0.5}, 1e-4, [5, 2, 7, 4]),
     tail({"min_p": 0.9}, 1e-4, [5, 7, 4]),
     tail({"top_k": 2}, 1e-2, [5, 2, 7]),
-    tail({"top_k": 2}, INF, [5, 2]),
     tail({}, INF, [5, 2, 6, 8, 0, 7, 4, 1]),
     tail({}, 1e-4, [5, 2, 6, 8, 0, 7, 4]),  # the filters keep 1, which is too improbable an end
-    tail({"ending_token_ids": [[5, 2]]}, 0.35, [5, 6, 8, 0, 7, 4, 1]),
     tail({"ending_token_ids": [[5, 2]]}, 0.5, [6, 8, 0, 7, 4, 1]),
     tail({"ending_token_ids": [[5, 2]], "top_k": 1}, 0.5, [6]),
     tail({"max_candidates": 4}, 1e-4, [5, 2, 7, 4], 0.2795),  # 6 and 8 are replaced
     tail({"max_candidates": 2}, 0.0, [5, 7], 0.58),
-    tail({"max_candidates": 1}, 0.0, [5], 0.6),
 ]
 # Past the due length, the minimum probability halves per tenth of it, and per hundredth from one half on.
 LATE = [
@@ -112,8 +108,6 @@ LATE = [
     for least, due, generated, ids in (
         (0.03, 40.0, 40, [5]),
         (0.03, 40.0, 44, [5, 7]),  # 0.015
-        (0.03, INF, 9999, [5]),
-        (0.01, 20.0, 30, [5, 7, 4]),  # 0.01 / 32 = 0.0003
         (0.01, 0.0, 11, [5, 7, 4, 1]),  # 2^-120
         (0.03, 100.0, 154, [5, 7, 4]),  # 0.03 / 2^9 = 0.000059
         (0.02, 40.0, 0, [5, 7]),  # met exactly
@@ -133,9 +127,7 @@ AFTER_BREAKS = [
         (0.1, 3, 0, [5, 7]),  # 0.01
         (0.01, 0, 5, [5, 7]),  # 0.001
         (0.0003, 1, 10, [5]),  # 0.03
-        (0.0003, 1, 12, [5, 7]),  # 0.03 / 4
         (0.0003, 4, 0, [5]),
-        (0.0, 1, 0, [5, 7, 4, 1]),
         (INF, 2, 99, [5]),
     )
 ]

@@ -61,16 +61,6 @@ def test_values_equal_transformers(loaded, page_size):
     assert 0.3 < z[z != 0].std() < 30  # otherwise a tolerance of 1e-5 is meaningless
 
 
-def test_candidates_and_padding_are_not_cached(loaded):
-    requests = mixed_requests(loaded[2], page_size=4)
-    before = requests.cache.keys.clone()
-    batch = requests.batch(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
-    requests.step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
-    changed = (requests.cache.keys != before).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
-    assert changed == sorted(slot for slot in batch.layout.slots.tolist() if slot >= 0)
-    assert len(changed) == sum(map(len, MIXED_DELTAS))
-
-
 @pytest.mark.parametrize("outside", [VOCAB, -4])
 def test_token_outside_vocabulary_affects_its_request_only(loaded, outside):
     """In deltas and among candidates. The first and the last token of the vocabulary keep their values."""
