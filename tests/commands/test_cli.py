@@ -38,9 +38,9 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     write_random_probe(tmp_path / "probe", AutoModelForCausalLM.from_pretrained(base))
     put_into_cache("owner/base", Path(base))
     put_into_cache("owner/probe", tmp_path / "probe")
-    chat = save_checkpoint(tmp_path / "chat", seed=0)
+    template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
+    chat = save_checkpoint(tmp_path / "chat", seed=0, template=template)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(chat)
-    tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
     tokenizer.pad_token = None
     tokenizer.save_pretrained(chat)
     guided = ("--value-mode", "centered_exp", "--value-scale", 20)

@@ -64,13 +64,10 @@ class Engine:
         span = {"span": params.span_state(tokens[:prompt_len])} if begins else {}
         self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed, **span)
 
-    def start(self, rows, prompts, guidance, *, room=1, eos=None, **options):
-        """Admit requests with room for ``room`` more tokens, and compute their prompts; returns this engine.
-
-        ``eos``: the end-of-sequence ids of each request."""
-        eos = [(EOS,)] * len(rows) if eos is None else eos
-        for row, tokens, g, ends in zip(rows, prompts, guidance, eos, strict=True):
-            self.admit(row, [*tokens, *[0] * room], g, prompt_len=len(tokens), eos=ends)
+    def start(self, rows, prompts, guidance, *, room=1, **options):
+        """Admit requests with room for ``room`` more tokens, and compute their prompts; returns this engine."""
+        for row, tokens, g in zip(rows, prompts, guidance, strict=True):
+            self.admit(row, [*tokens, *[0] * room], g, prompt_len=len(tokens))
         self.prefill(rows, prompts, **options)
         return self
 

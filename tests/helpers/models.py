@@ -130,16 +130,17 @@ def tiny_value_model(device, dtype=None, layers=1):
     return value_model_of(random_model(Qwen3ForCausalLM, config), random_head(), device=device, dtype=dtype)
 
 
-def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1):
-    """Save a tiny Llama with a tokenizer over ``words`` and, if ``value_head``, a value head; returns its path."""
+def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1, template=None):
+    """Save a tiny Llama with a tokenizer over ``words`` and, if ``value_head``, a value head; returns its path.
+
+    ``template`` is the chat template."""
     sizes = TINY | dict(vocab_size=len(words), intermediate_size=64, num_hidden_layers=layers)
     config = LlamaConfig(**sizes, eos_token_id=EOS, pad_token_id=0, bos_token_id=None)
     random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
-    ).save_pretrained(path)
+    options = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", chat_template=template)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(path)
     if value_head:
         save_file(random_head(), path / "value_head.safetensors")
     return str(path)
