@@ -78,10 +78,7 @@ LOG_2 = math.log(2)
 @pytest.mark.parametrize(
     ("config", "argv", "length"),
     [
-        ({}, (), LOG_2 / -math.log(0.997)),
-        ({"gamma": 0.9}, (), LOG_2 / -math.log(0.9)),
         ({"gamma": 0.9}, ("--gamma", 0.8), LOG_2 / -math.log(0.8)),
-        ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, (), 100 * LOG_2),
         ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, ("--gamma", 0.8), 100 * LOG_2),
     ],
 )

@@ -11,15 +11,7 @@ from safetensors.torch import save_file
 from bench.models import make_config
 from lenvm_kernels.ops.ragged_linear import choose_tile, num_splits
 from lenvm_kernels.values import KVCache, ValueModel
-from tests.helpers.models import (
-    ARCHITECTURES,
-    VOCAB,
-    last_value_logits,
-    random_head,
-    random_model,
-    random_pair,
-    value_model_of,
-)
+from tests.helpers.models import ARCHITECTURES, VOCAB, last_value_logits, random_head, random_model, random_pair
 from tests.helpers.value_requests import (
     ATOL,
     MIXED_CANDIDATES,
@@ -47,7 +39,7 @@ def loaded(request, tmp_path_factory):
 def qwen2():
     """A ``transformers`` model, its head, and the value model of both."""
     model, head = random_pair("qwen2")
-    return model, head, value_model_of(model, head)
+    return model, head, ValueModel.from_causal_lm(model, head)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
