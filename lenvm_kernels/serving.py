@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart
+from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.loading.models import chat_tokens
 from lenvm_kernels.ops._common import next_power_of_2
 from lenvm_kernels.types import DeltaTokens
@@ -154,13 +155,13 @@ class ValueEngine:
         columns = next_power_of_2(max(counts)) if any(counts) else 0  # a kernel is compiled for each
         candidates = [[*piece.candidate_ids, *[-1] * (columns - len(piece.candidate_ids))] for piece in pieces]
         at = own.places([piece.part for piece in pieces])
-        token_ids = own.to_device(torch.tensor([t for piece in pieces for t in piece.token_ids], dtype=torch.int64))
+        token_ids = torch.tensor([t for piece in pieces for t in piece.token_ids], dtype=torch.int64)
         batch = RaggedBatch.build(
             self.value_model,
-            own.to_device(torch.tensor(candidates, dtype=torch.int32).view(len(pieces), columns)),
-            own.to_device(torch.tensor(counts, dtype=torch.int32)),
+            to_device(torch.tensor(candidates, dtype=torch.int32).view(len(pieces), columns), device),
+            to_device(torch.tensor(counts, dtype=torch.int32), device),
             own.slots.table,
-            delta=DeltaTokens(token_ids, at.begins, at.lens, at.starts, at.table_rows),
+            delta=DeltaTokens(to_device(token_ids, device), at.begins, at.lens, at.starts, at.table_rows),
             page_size=PAGE_SIZE,
             backend=self._backend,
         )

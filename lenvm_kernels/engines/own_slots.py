@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.values import ImageTokens, KVCache, ValueModel
@@ -139,8 +139,9 @@ class OwnSlots:
         lens = ends - starts
         begins = lens.cumsum() - lens
         positions = np.arange(lens.sum()) + np.repeat(starts - begins, lens)
-        token_rows, token_positions = self.to_device(np.stack((np.repeat(table_rows, lens), positions)))
-        table_rows, first, count, start = self.to_device(np.stack((table_rows, begins, lens, starts)))
+        device = self.slots.table.device
+        token_rows, token_positions = to_device(np.stack((np.repeat(table_rows, lens), positions)), device)
+        table_rows, first, count, start = to_device(np.stack((table_rows, begins, lens, starts)), device)
         sizes = (first.int(), count.int(), start.int())
         return Places(token_rows, token_positions, table_rows, *sizes, begins.tolist())
 
@@ -169,11 +170,6 @@ class OwnSlots:
         for part in parts:
             self.computed(part.table_row, part.end)
 
-    def to_device(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """Copy to the device of the slot table without a host-device sync."""
-        tensor, device = torch.as_tensor(values), self.slots.table.device
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
     def _digests(self, token_ids: Sequence[int], moved: int) -> list[bytes]:
         """A digest per full page: of ``moved`` and of the tokens up to the page's end."""
         size, running, digests = self.slots.page_size, hashlib.blake2b(array("q", [moved]), digest_size=16), []
@@ -193,16 +189,3 @@ def pages_for(value_model: ValueModel, requests: int, max_len: int, num_bytes: f
     most = requests * -(-max_len // PAGE_SIZE)
     page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE)
     return most if num_bytes is None else min(most, int(num_bytes) // page_bytes)
-
-
-def log_memory(logger: logging.Logger, name: object, value_model: ValueModel, pages: int, step_bytes: int) -> None:
-    """Log the memory that a value model's cache and steps take."""
-    logger.info(
-        "LenVM: value model %s in %s on %s; its cache of %d tokens takes %.2f GiB, its steps %.2f GiB",
-        name,
-        value_model.dtype,
-        value_model.device,
-        pages * PAGE_SIZE,
-        KVCache.num_bytes(value_model, pages * PAGE_SIZE) / 2**30,
-        step_bytes / 2**30,
-    )

@@ -204,7 +204,7 @@ class Settings:
 
     @staticmethod
     def is_asked(custom_params: Mapping[str, Any] | None) -> bool:
-        """Whether a request has parameters of its own. An empty :data:`NAMESPACE` turns the defaults off.
+        """Whether a request has guidance parameters. An empty :data:`NAMESPACE` turns the defaults off.
 
         Raises:
             ValueError: naming the parameter.

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from lenvm_kernels.engines import signatures
-from lenvm_kernels.engines.own_slots import MAX_DELTA, OwnSlots, PromptPart, log_memory, pages_for
+from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, OwnSlots, PromptPart, pages_for
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
+from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.params import read_names
@@ -29,6 +30,7 @@ from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.step import GuidedStep, ModelValues, Sampling
 from lenvm_kernels.types import Mode, Status
+from lenvm_kernels.values import KVCache
 
 if TYPE_CHECKING:
     from sglang.srt.lvm.lvm_guided_sampling import LvmGuidedSampler
@@ -225,7 +227,9 @@ class InprocRunner:
                 f"weights, and its steps take {working / 2**30:.2f} GiB: raise it, or lower --max-running-requests, "
                 "LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
             )
-        log_memory(logger, settings.value_model, value_model, pages, working)
+        text = "LenVM: value model %s in %s on %s; its cache of %d tokens takes %.2f GiB, its steps %.2f GiB"
+        slots, gib = pages * PAGE_SIZE, [KVCache.num_bytes(value_model, PAGE_SIZE) * pages / 2**30, working / 2**30]
+        logger.info(text, settings.value_model, value_model.dtype, value_model.device, slots, *gib)
         self.own = OwnSlots(rows, max_len, num_pages=pages, device=value_model.device)
         config = settings.step_config(
             has_graphs=not options.disable_cuda_graph,
@@ -285,7 +289,7 @@ class InprocRunner:
         prepared = self.step.prepare(None, last_tokens(batch, len(reqs)))
         output = self.step.step(prepared, sampling, scores=probs, probs=probs)
         if rows := [i for i, req in enumerate(reqs) if self._may_keep_filters(req)]:
-            at = self.own.to_device(np.array(rows))
+            at = to_device(np.array(rows), probs.device)
             keep_filters(probs, at, sampling, where=output.candidates.status[at] != Status.GUIDE)
         return probs
 
@@ -346,7 +350,7 @@ class InprocRunner:
             if images is not None:
                 images.embed(part.start, self._value_model)
         token_ids = [token for _, tokens in prompts for token in tokens]
-        on_device = self.own.to_device(np.array(token_ids, dtype=np.int64))
+        on_device = to_device(np.array(token_ids, dtype=np.int64), self._value_model.device)
         embedded = image_tokens(located, len(token_ids), self._value_model)
         self.own.extend(self.step, [part for part, _ in prompts], lambda *_: on_device, images=embedded)
         for images, _, _ in located:

@@ -216,7 +216,7 @@ _ALL = (
     Word(
         "target_length_mode length_mode",
         "answer, the target counts the tokens after a thought; total, all new tokens, thoughts included; remaining, at "
-        "every step those still to come",
+        "every step the tokens still to come",
         "answer",
         "one of answer, total, remaining",
     ),
@@ -258,7 +258,7 @@ _ALL = (
         _switch,
         "soft_max_tokens soft",
         "end with a sentence instead of being cut at max_tokens: a target of four fifths of it, with le_near unless "
-        "there is a target; a thought takes at most as many tokens",
+        "there is a target; a thought takes at most the same number of tokens",
         False,
     ),
     # The bound makes its hard_limit an int32.

@@ -38,7 +38,6 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, value_source, working_bytes
 from lenvm_kernels.values import KVCache, ValueModel
 from tests.helpers.sglang_server import EOS, GENTLE, VOCAB
-from tests.helpers.watch import PeakMemory
 
 
 @pytest.fixture
@@ -79,22 +78,6 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
     assert guide.leave_room(original, configurator, budget, cap_tokens=cap).max_total_num_tokens == (
         cap or budget // cell
     )
-
-
-@pytest.mark.parametrize("source", ["none", "value model"])
-def test_memory_does_not_grow_with_the_limit_of_requests(guide, source):
-    """The engine's default is 4,096 running requests. A step computes 512 at once, and no warm-up allocates more."""
-    engine, found = SimpleNamespace(context_len=512, vocab_size=VOCAB), []
-    if source == "none":
-        guide = SGLangGuide(Settings(), torch.device("cpu"))
-    for rows in (512, 4096):
-        slots = EngineSlots(torch.zeros(rows, 1, dtype=torch.int32), 64)
-        sizes = dict(vocab_size=VOCAB, max_requests=rows, max_candidates=4, chunk_tokens=64, backend="reference")
-        step = GuidedStep(value_source(guide.model), slots, StepConfig(**sizes))
-        with PeakMemory() as memory:
-            step.warm_up(progress=False)
-        found.append((guide.num_bytes(engine, rows), memory.peak))
-    assert all(most <= 1.02 * few for few, most in zip(*found, strict=True))
 
 
 class Work(list):
@@ -203,10 +186,8 @@ HOOKS_MODULE, MANAGERS = "lenvm_kernels.engines.sglang.hooks", "sglang.srt.manag
         ({"LENVM_VALUE_MODEL": "/nowhere"}, "detokenizer", None),
     ],
 )
-def test_failures_of_the_entry_point(monkeypatch, caplog, environment, failing, message):
+def test_failures_of_the_entry_point(monkeypatch, caplog, clean_settings, environment, failing, message):
     """The engine's loader ignores exceptions. They end the process by name if any variable is set."""
-    for name in [name for name in os.environ if name.startswith("LENVM_")]:
-        monkeypatch.delenv(name)
     for name, text in environment.items():
         monkeypatch.setenv(name, text)
     registered = []
@@ -227,10 +208,8 @@ def test_failures_of_the_entry_point(monkeypatch, caplog, environment, failing, 
     assert ("guidance is off, because" in caplog.text) == (message is None and failing in ("import", "signatures"))
 
 
-def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch):
+def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch, clean_settings):
     """With no variable set, requests with guidance are rejected, and all others are served."""
-    for name in [name for name in os.environ if name.startswith("LENVM_")]:
-        monkeypatch.delenv(name)
     process = SGLangPlugin()
     process.load(None, SimpleNamespace(is_draft_worker=False))  # no hook was applied
     assert process.guide is None and process.off.startswith("LenVM does not fit this SGLang: it could not hook")
@@ -352,25 +331,6 @@ def guide_of(guidance, **config):
     return guide
 
 
-@pytest.mark.parametrize(
-    ("guidance", "is_drawn"),
-    [
-        ([NEAR, NEAR | {"value_entropy_threshold": 100.0}, None], True),
-        ([{"token_temperature_scale": {5: 2.0}}, {}, None], False),
-    ],
-)
-def test_sampler_gets_one_token_of_drawn_rows(guidance, is_drawn):
-    """All other rows are unchanged, and so are the log-probabilities of all rows."""
-    guide = guide_of(guidance)
-    sampled = Sampled(guide, guidance, return_logprob=True)
-    ((left, unmasked),) = sampled.calls
-    finite = left[0].isfinite().nonzero().flatten().tolist()
-    assert len(finite) == (1 if is_drawn else VOCAB) and torch.equal(left[1:], sampled.logits[1:])
-    if is_drawn:
-        assert finite[0] in (*sampled.logits[0].topk(6).indices, EOS) and torch.equal(unmasked, sampled.logits)
-        assert Sampled(guide, guidance).calls[0][1] is None  # no log-probabilities, no copy
-
-
 def test_custom_logit_processors_run_once():
     guidance = [NEAR, None, NEAR]
     sampled = Sampled(guide_of(guidance), guidance, return_logprob=True, has_custom_logit_processor=True)
@@ -459,13 +419,8 @@ def test_samples_are_sent_with_parameters_of_their_own(uses_pickle):
     ("changes", "message"),
     [
         ({}, None),
-        ({"stop_token_ids": range(48)}, None),
         ({"sampling_seed": 2**70}, "sampling_seed must be an int64, got 1180591620717411303424"),
         ({"stop_token_ids": range(49)}, "stop_token_ids must be of at most 48 tokens together with .*, got 49"),
-        (
-            {"custom_params": GENTLE | {"token_temperature_scale": {i: 2.0 for i in range(33)}}},
-            "token_temperature_scale must be of at most 32 tokens together with .*, got 33",
-        ),
         ({"beam_width": 2}, "beam_width cannot be combined with guidance in custom_params"),
         ({"watermark": {"key": "03"}}, "watermark cannot be combined with guidance"),
         ({"return_sampling_mask": True}, "return_sampling_mask cannot be combined with guidance"),
@@ -578,7 +533,6 @@ def test_penalties_are_applied_once():
 # --- the engine's plugin loader and lenvm doctor, in separate processes because hooks cannot be removed ---
 
 REMOVE = "from sglang.srt.layers.sampler import Sampler; del Sampler._preprocess_logits"
-FAIL = "import lenvm_kernels.engines.sglang.plugin as adapter; adapter.plugin = lambda: {}['x']"
 TRIED = ", ".join(recorded("sglang"))
 
 
@@ -595,7 +549,6 @@ def run(code, environment):
         ("", {"LENVM_VALUE_MODEL": "off"}, {}),
         (REMOVE, {}, {"plugin": "did not run", "Sampler._preprocess_logits": "is not there"}),
         ("", {"SGLANG_PLUGINS": "other"}, {"plugin": "did not run"}),
-        (FAIL, {}, {"plugin": "did not run"}),
     ],
 )
 def test_hooks_and_signatures(before, environment, wrong):

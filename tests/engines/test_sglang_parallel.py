@@ -110,9 +110,7 @@ def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
 
 def test_data_parallel_attention(tmp_path):
     """Two ranks with separate requests, whose batches the engine pads to the same size; then one rank has none."""
-    write_checkpoints(tmp_path)
-    base = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=HIDDEN // 4), seed=0)
-    base.save_pretrained(tmp_path / "base")
+    write_checkpoints(tmp_path, random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=HIDDEN // 4)))
     prompts, options = prompts_of(*PROMPT_LENGTHS), ("--tp", "2", "--dp", "2", "--enable-dp-attention", *CHUNKS)
     with running_server(tmp_path, "attention", *options, **TWO_RANKS) as server:
         results = ask(tmp_path, server, prompts, GUIDANCE)
@@ -144,9 +142,8 @@ def test_strides_and_requests_that_cannot_be_guided(tmp_path):
 
     Requests without a stride use the server's. Each row is guided at its own steps, with correct values. The base model
     is a mixture of experts, and the radix cache and the overlapping scheduler are disabled."""
-    write_checkpoints(tmp_path)
     sizes = TINY | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
-    random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=0).save_pretrained(tmp_path / "base")
+    write_checkpoints(tmp_path, random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes)))
     options = ("--disable-overlap-schedule", "--disable-radix-cache", "--enable-streaming-session", *CHUNKS)
     options += ("--tokenizer-worker-num", "2", "--skip-server-warmup")  # warm-up would overlap with serving
     prompts = prompts_of(*PROMPT_LENGTHS, seed=2)

@@ -26,7 +26,6 @@ from tests.helpers.sglang_server import (
     running_server,
     running_speculation,
     write_checkpoints,
-    write_eagle,
 )
 from tests.helpers.spans import LIKELY, SEVERAL, SPANS_ENDED, check_answers_with_spans
 from tests.helpers.vllm_server import WORDS, save_tokenizer
@@ -50,13 +49,6 @@ KINDS = {
     "tree": ((), {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}),
     "ranks": (("--tp", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(folder):
-    """The checkpoints of all SGLang tests, and a draft model for EAGLE."""
-    write_eagle(folder / "eagle")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +85,7 @@ def test_output_is_unchanged_by_drafts(folder, engine, texts):
         assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
     assert outputs(engine, [None] * len(PROMPTS), temperature=0) == texts[1]
     if engine.kind == "chain":
-        infos, metrics = [result["meta_info"] for result in results[: len(PROMPTS)]], engine.metrics("guided")
+        infos, metrics = [result["meta_info"] for result in results[: len(PROMPTS)]], engine.metrics()
         accepted, verified = (sum(i[f"spec_{x}"] for i in infos) for x in ("num_correct_drafts", "verify_ct"))
         assert accepted > 0.2 * verified
         guided, others = (

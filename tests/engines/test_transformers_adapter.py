@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from transformers import (
-    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     GenerationConfig,
@@ -21,10 +20,10 @@ from lenvm_kernels.engines.transformers import processor as transformers_adapter
 from lenvm_kernels.engines.transformers.generate import generate, load_value_model
 from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Status
 from lenvm_kernels.values import LengthProbe, ValueModel
 from tests.helpers import models
-from tests.helpers.models import last_value_logits, random_model
+from tests.helpers.models import last_value_logits, random_head, random_model, tokenizer_of
 from tests.helpers.oracle import PlainStep
 from tests.helpers.probes import write_random_probe
 
@@ -51,8 +50,7 @@ def tiny():
         random_model(model_class, config(**TINY), seed=seed)
         for seed, (model_class, config) in enumerate([(LlamaForCausalLM, LlamaConfig), (Qwen2ForCausalLM, Qwen2Config)])
     )
-    generator, shapes = torch.Generator().manual_seed(2), models.head_shapes(HIDDEN)
-    head = {name: torch.randn(shape, generator=generator) * HIDDEN**-0.5 * 2 for name, shape in shapes.items()}
+    head = random_head(2, HIDDEN)
     value_model = ValueModel.from_causal_lm(backbone, head)
 
     def make(**changes):
@@ -80,11 +78,11 @@ def lengths_of(new, ends=(EOS,)):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def steps_of(output, prompts):
+def steps_of(output):
     """(row, step, tokens before it, scores, drawn token) of every row of ``generate``'s output up to its end."""
-    width = prompts["input_ids"].shape[1]
+    width = IDS.shape[1]
     for row, sequence in enumerate(output.sequences.tolist()):
-        start = int((prompts["attention_mask"][row] == 0).sum())
+        start = int((IDS[row] == PAD).sum())
         for step, scores in enumerate(output.scores):
             if EOS in sequence[width : width + step]:
                 break
@@ -98,7 +96,6 @@ class Case(NamedTuple):
     least: dict
     steps: int = 8
     sampling: dict = FILTERS
-    closed: tuple = ()  # prompts that end with an end token of their span and one more token
 
 
 SPANS = [
@@ -115,13 +112,9 @@ CASES = {
     # Later steps have every token of the skipped ones.
     "skipped steps": Case(SHORTER | {"entropy_threshold": 1.9}, {"SKIP": 3, "GUIDE": 6}, 12, NEUTRAL),
     "spans": Case(SPANS, {"GUIDE": 8, "hard limit": 2, "after span": 12, "unguided": 3}, 16, HOT),
-    # As from a chat template with thinking disabled: no token is guided or forced.
+    # One prompt has an end, as from a chat template with thinking disabled: no token after it is guided or forced.
     "closed span": Case(
-        [SHORTER | {"end_token_ids": [20], "hard_limit": 2}] * 3,
-        {"GUIDE": 4, "hard limit": 1, "after span": 4},
-        4,
-        HOT,
-        closed=(1,),
+        SHORTER | {"end_token_ids": [13], "hard_limit": 2}, {"GUIDE": 4, "hard limit": 1, "after span": 4}, 4, HOT
     ),
 }
 
@@ -129,15 +122,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_generate_match_plain_steps(tiny, name):
     """Every row of every step, its drawn token, and the recorded values and probabilities."""
-    case, ids = CASES[name], IDS.clone()
-    ids[list(case.closed), -2] = 20
-    inputs = PROMPTS | {"input_ids": ids}
-    oracle = PlainStep(tiny.values, EOS)
+    case, oracle = CASES[name], PlainStep(tiny.values, EOS)
     options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling)
     processor = tiny.make(guidance=case.guidance, **options)
     torch.manual_seed(3)
-    output, found = tiny.base.generate(**inputs, **processor.generation_kwargs, **KEEP_SCORES), Counter()
-    for row, step, prefix, scores, token in steps_of(output, inputs):
+    output, found = tiny.base.generate(**PROMPTS, **processor.generation_kwargs, **KEEP_SCORES), Counter()
+    for row, step, prefix, scores, token in steps_of(output):
         guidance = case.guidance if isinstance(case.guidance, dict) else case.guidance[row]
         with torch.no_grad():
             logits = tiny.base(torch.tensor([prefix])).logits[0, -1].double()
@@ -157,13 +147,10 @@ def test_rows_of_generate_match_plain_steps(tiny, name):
     assert processor.faults == [0, 0, 0]
 
 
-def test_thought_markers_are_read_from_tokenizer(tiny, tmp_path):
+def test_thought_markers_are_read_from_tokenizer(tiny):
     words = [f"w{i}" for i in range(VOCAB)]
-    plain, thinking = (
-        AutoTokenizer.from_pretrained(models.save_checkpoint(tmp_path / name, seed=0, words=names))
-        for name, names in (("plain", words), ("thinking", ["<think>", *words[1:17], "</think>", *words[18:]]))
-    )
-    budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"})
+    plain, thinking = tokenizer_of(words), tokenizer_of(["<think>", *words[1:17], "</think>", *words[18:]])
+    budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"}, max_new_tokens=20)
     params, *_ = tiny.make(**budget, tokenizers=(thinking, thinking)).params
     assert params == parse_guidance(
         {"thinking_budget": 9.0, "end_message": [3, 5], "end_token_ids": [17], "start_token_ids": [0]}
@@ -222,32 +209,18 @@ def test_token_temperature_scale(tiny):
     torch.testing.assert_close(actual, torch.log_softmax(before, 1))
 
 
-def test_ended_rows_are_inactive(tiny, monkeypatch):
+def test_ended_rows_are_not_guided(tiny, monkeypatch):
     """From the first of several end-of-sequence tokens on, whatever padding ``generate`` appends."""
     monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", [EOS, 33])
-    active, prepare = [], GuidedStep.prepare
-
-    def record(self, logits, batch):
-        active.append(batch.active.tolist())
-        return prepare(self, logits, batch)
-
-    monkeypatch.setattr(GuidedStep, "prepare", record)
-    processor, tokens = tiny.make(), IDS
+    processor, tokens = tiny.make(record=True), IDS
     processor(tokens, SCORES)
     for new in ([EOS, 7, 8], [9, 33, 10], [PAD, PAD, 11]):
         tokens = torch.cat([tokens, torch.tensor(new)[:, None]], dim=1)
         processor(tokens, SCORES)
-    assert active == [[True] * 3, [False, True, True], [False, False, True], [False, False, True]]
+    found = [(record.candidates.status == Status.GUIDE).tolist() for record in processor.records]
+    assert found == [[True] * 3, [False, True, True], [False, False, True], [False, False, True]]
     monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", None)
     assert tiny.make()(IDS, torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
-
-
-def test_extended_prompts_exclude_padding_and_last_token(tiny, monkeypatch):
-    """The first step computes the last token."""
-    extended = {}
-    monkeypatch.setattr(GuidedStep, "extend", lambda *args, **kwargs: extended.update(kwargs))
-    tiny.make()(IDS, SCORES)
-    assert extended["starts"].tolist() == [0, 9, 17] and extended["lens"].tolist() == [5, 2, 0]
 
 
 def test_non_finite_scores_affect_their_row_only(tiny):
@@ -257,38 +230,19 @@ def test_non_finite_scores_affect_their_row_only(tiny):
     assert processor.faults == [0, 1, 0]
 
 
-class Tokenizer:
-    """A tokenizer with one token per word."""
-
-    def __init__(self, words):
-        self.words = words
-
-    def __len__(self):
-        return len(self.words)
-
-    def batch_decode(self, tokens, **_):
-        return [self.words[i] for (i,) in tokens]
-
-    def get_vocab(self):
-        return {word: i for i, word in enumerate(self.words)}
-
-
 # Changed arguments of the processor and of ``generate``, and their errors.
 PADDING = "attention_mask must be .* padded on the left"
 OF_PROCESSOR = [
     *(({"attention_mask": torch.tensor(x)}, PADDING) for x in ([[1, 1, 0], [1] * 3], [1] * 4, [[0] * 3, [1] * 3])),
     ({"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, "attention_mask must be .* padding elsewhere"),
     ({"guidance": [SHORTER]}, "guidance must be one for all or one for each of the 3 prompts, got 1"),
-    ({"guidance": {"value_mode": "loud"}}, "value_mode must be one of"),
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     *(({"temperature": x}, f"temperature must be a finite number >= 0, got {x}") for x in (-1.0, float("inf"))),
     *(({"top_k": x}, "top_k must be an integer >= 0") for x in (2**31, 5.0, -1)),
     *(({"top_p": x}, "top_p must be a number in") for x in (1.1, 0.0)),
     *(({"min_p": x}, "min_p must be a number in") for x in (-0.1, 1.5)),
-    ({"max_candidates": 7}, "max_candidates must be a power of two"),
-    ({"backend": "unknown"}, "backend must be one of"),
     (
-        {"tokenizers": (Tokenizer("abc"), Tokenizer("acb"))},
+        {"tokenizers": (tokenizer_of("abc"), tokenizer_of("acb"))},
         r"value_model must share .*: 2 tokens differ, 'b' among them \(ids 1 and 2\)",
     ),
 ]
@@ -300,7 +254,6 @@ OF_GENERATE = [
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens must be None with guidance, got 3"),
     ({"decoder_input_ids": 7}, "decoder_input_ids must be None with guidance, got 7"),
     ({"inputs_embeds": torch.ones(3, 6, 8), "input_ids": None}, "inputs_embeds must be None with guidance, got Tensor"),
-    ({"guidance": {"flavour": 1}}, "flavour is not a guidance parameter; accepted are"),
     ({"guidance": [None]}, "target_length must be None unless guidance is a mapping or None, got 5"),
     ({"target_length": None, "guidance": [None]}, "guidance must be one for all or one for each of the 3 prompts"),
     ({"guidance": {"op": "eq"}}, "value_constraint must be one of near, ge_near, le_near without a value model"),
@@ -324,7 +277,7 @@ def test_vocabularies_may_differ_in_padding_only(tiny):
     other = LlamaForCausalLM(LlamaConfig(**TINY | {"vocab_size": VOCAB + 3}))
     with pytest.raises(ValueError, match="value_model must share the base model's vocabulary of 64 tokens, got 61"):
         tiny.make(model=other)
-    assert tiny.make(model=other, tokenizers=(Tokenizer("abc"), Tokenizer("abc")))
+    assert tiny.make(model=other, tokenizers=(tokenizer_of("abc"), tokenizer_of("abc")))
 
 
 def grown(columns, changed=None):
@@ -355,7 +308,7 @@ def test_generate_reads_sentence_ends_from_tokenizer(tiny, has_values, monkeypat
     monkeypatch.setattr(transformers_adapter, "GuidedStep", lambda *args: seen.append(args[-1]) or make_step(*args))
     arguments = dict(target_length=4, max_new_tokens=3, pad_token_id=PAD)
     arguments["value_model"] = tiny.value_model if has_values else None
-    for tokenizer in (Tokenizer(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), None):
+    for tokenizer in (tokenizer_of(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), None):
         generate(tiny.base, **PROMPTS, tokenizer=tokenizer, **arguments)
     known, unknown = (config.text_breaks for config in seen)
     assert known.tolist() == [0, 0, 0, 0, 0, 2, 1, *[0] * (VOCAB - 7)] and unknown is None

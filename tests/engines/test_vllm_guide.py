@@ -551,8 +551,7 @@ def test_rows_are_counted_by_status(value_model):
     engine.step({2: ([3], []), 4: ([3], [])})  # a row is broken in one step only
     assert (metrics["guide"], metrics["broken"]) == (3, 1) and metrics["value_model_milliseconds"] > 0
     assert 1 - 8.1 / VOCAB < metrics["lost_mass"] < 4
-    engine.guide.step.restart_request(2)
-    engine.step({2: ([3], [])})
+    engine.step({2: ([3], [])}, logits=torch.full((1, VOCAB), torch.nan))
     assert metrics["broken"] == 2
 
 
@@ -612,24 +611,25 @@ def probe(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", [LogitsLayer, LogitsProcessorWithLoRA])
 def test_states_are_those_of_the_rows_of_a_step(probe, kind):
-    """The states of the engine's logits, also if drafts are verified for some requests at a time."""
-    base, hidden, pos = torch.nn.ModuleList([*probe[1][:2], layer_of(kind)]), torch.randn(9, HIDDEN), torch.arange(9)
+    """Also if the engine verifies drafts for some requests at a time, in views of the step's rows."""
+    base, hidden = torch.nn.ModuleList([*probe[1][:2], layer_of(kind)]), torch.randn(3, HIDDEN)
     engine, scores = Engine(probe[0], base=base, drafts=3), torch.randn(3, VOCAB)
-    base[2](None, hidden)
-    for first, end in ((0, 9), (0, 4), (4, 9)):
-        states = engine.guide._states.of_rows(SimpleNamespace(pos=pos[first:end]))
-        assert torch.equal(states, hidden[first:end])
 
-    def probs(rows, first):
-        """Guided probabilities of slot 4 and its draft, with states and logits from row ``first`` on."""
+    def probs(rows, first, of_step=None):
+        """Guided probabilities of slot 4 and its draft, with logits from row ``first`` on."""
         engine.add(2, PROMPT[:5], None)
         engine.add(4, PROMPT[:9], TILT)
-        base[2](lm_head=None, hidden_states=hidden[first:3])
-        engine.step(rows, scores[first:])
+        if of_step is None:
+            base[2](lm_head=None, hidden_states=hidden[first:])
+        else:
+            base[2](None, hidden)
+        engine.step(rows, scores[first:], of_step=of_step)
         return torch.stack([found for tokens, found in engine.traced()[0].items() if len(tokens) > 6])
 
-    beside, alone = probs({2: ([6], []), 4: ([8], [6])}, 0), probs({4: ([8], [6])}, 1)
-    assert torch.equal(beside, alone) and len(alone) == 2 and not engine.guide.fallbacks
+    rows = {4: ([8], [6])}
+    beside, alone, viewed = probs({2: ([6], [])} | rows, 0), probs(rows, 1), probs(rows, 1, of_step=(1, 3))
+    assert torch.equal(beside, alone) and torch.equal(beside, viewed)
+    assert len(alone) == 2 and not engine.guide.fallbacks
 
 
 @pytest.mark.parametrize("is_probe", [False, True])

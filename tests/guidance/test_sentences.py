@@ -19,7 +19,7 @@ def test_text_ends_sentence(text, ends):
 
 @given(text=st.text(st.sampled_from("aé€好🤔\n"), max_size=8), cuts=st.sets(st.integers(1, 24)))
 def test_characters_of_several_pieces(text, cuts):
-    """After each piece of a text, as many bytes are missing as the last character needs to be whole."""
+    """The number of missing bytes after each piece of a text completes its last character."""
     data, missing, begin = text.encode(), 0, 0
     for end in [*sorted(cut for cut in cuts if cut < len(data)), len(data)]:
         lacks, added = open_character(data[begin:end])

@@ -130,6 +130,14 @@ def tiny_value_model(device, dtype=None, layers=1):
     return value_model_of(random_model(Qwen3ForCausalLM, config), random_head(), device=device, dtype=dtype)
 
 
+def tokenizer_of(words, pad="<pad>", **options):
+    """A tokenizer of words separated by blanks."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(pad_token=pad, unk_token="<unk>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
+
+
 def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1, template=None):
     """Save a tiny Llama with a tokenizer over ``words`` and, if ``value_head``, a value head; returns its path.
 
@@ -137,10 +145,7 @@ def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1, templat
     sizes = TINY | dict(vocab_size=len(words), intermediate_size=64, num_hidden_layers=layers)
     config = LlamaConfig(**sizes, eos_token_id=EOS, pad_token_id=0, bos_token_id=None)
     random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    options = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", chat_template=template)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(path)
+    tokenizer_of(words, chat_template=template).save_pretrained(path)
     if value_head:
         save_file(random_head(), path / "value_head.safetensors")
     return str(path)

@@ -43,7 +43,7 @@ def model_sizes(base):
 
 @torch.no_grad()
 def probe_values(base_path, probe_path, rows):
-    """Value logits of candidates, ``[rows, K]``, with a forward of ``transformers`` for each row.
+    """Value logits of candidates that guide, and that predict, ``[rows, K]``, with a ``transformers`` forward per row.
 
     A row has the parameters of the request, the prompt length, the tokens of the sequence, and the candidates.
     """
@@ -63,4 +63,4 @@ def probe_values(base_path, probe_path, rows):
         table.columns,
         table_rows=torch.arange(len(rows)),
         generated=torch.tensor([len(tokens) - prompt_len for _, prompt_len, tokens, _ in rows], dtype=torch.int32),
-    )[0]
+    )

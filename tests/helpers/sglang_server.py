@@ -44,21 +44,27 @@ CHAIN = {"steps": 3, "topk": 1, "tokens": 4}  # three drafts and the last token
 GENTLE = {"value_mode": "centered_exp", "value_scale": -2.0}  # several candidates stay probable
 
 
-def write_checkpoints(folder):
-    """Write a random base model and a random value model to the folders that :func:`running_server` loads."""
-    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0).save_pretrained(folder / "base")
+def write_checkpoints(folder, base=None):
+    """Write a base model (if None, a random one), a draft model of EAGLE and a value model to the folders that servers
+    load."""
+    (base or random_model(Qwen2ForCausalLM, Qwen2Config(**TINY))).save_pretrained(folder / "base")
+    config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
+    write_eagle(folder / "eagle", Qwen2ForCausalLM, config, {"fc.bias": torch.zeros(HIDDEN)})
+    write_value_model(folder)
+
+
+def write_value_model(folder):
     random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(folder / "value")
     save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
 
 
-def write_eagle(folder):
+def write_eagle(folder, model_class, config, more=()):
     """Write an EAGLE draft model that passes the base's hidden states on almost unchanged."""
-    config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
     config.save_pretrained(folder)
-    layer = random_model(Qwen2ForCausalLM, config, seed=2).model.layers[0]
-    weights = {f"layers.0.{name}": weight * 0.1 for name, weight in layer.state_dict().items()}
+    layer, hidden = random_model(model_class, config, seed=2).model.layers[0], config.hidden_size
+    weights = {f"layers.0.{name}": weight * 0.1 for name, weight in layer.state_dict().items()} | dict(more)
     del weights["layers.0.input_layernorm.weight"]
-    weights |= {"fc.weight": torch.eye(HIDDEN, 2 * HIDDEN).roll(HIDDEN, 1), "fc.bias": torch.zeros(HIDDEN)}
+    weights["fc.weight"] = torch.eye(hidden, 2 * hidden).roll(hidden, 1)
     save_file(weights, folder / "model.safetensors")
 
 
@@ -88,11 +94,11 @@ class Server:
         """The steps of the trace from line ``first`` on."""
         return [json.loads(line) for line in self.lines()[first:]]
 
-    def metrics(self, label="status"):
-        """The plugin's metrics by name, and by the label ``label`` if they have it."""
+    def metrics(self):
+        """Numbers of ``/metrics`` by name without ``lenvm:`` and, if there is one, label ``status`` or ``guided``."""
         text = requests.get(f"{self.url}/metrics", timeout=60).text
-        found = re.findall(rf'^lenvm:(\w+)\{{(?:.*{label}="(\w+)")?.*\}} (\S+)$', text, re.MULTILINE)
-        return {f"{name} {of_label}".strip(): float(value) for name, of_label, value in found}
+        found = re.findall(r'^([\w:]+)(?:\{(?:.*(?:status|guided)="(\w+)")?.*\})? (\S+)$', text, re.MULTILINE)
+        return {f"{name} {label}".strip().removeprefix("lenvm:"): float(value) for name, label, value in found}
 
 
 @contextmanager

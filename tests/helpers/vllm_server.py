@@ -2,21 +2,19 @@
 
 import json
 import os
-import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import requests
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.types import Status
-from tests.helpers.models import random_head, random_model
+from tests.helpers import sglang_server
+from tests.helpers.models import random_model, tokenizer_of
 from tests.helpers.server import free_port, running
-from tests.helpers.sglang_server import ATOL, HIDDEN, TINY, VOCAB, values_from_scratch
+from tests.helpers.sglang_server import ATOL, TINY, VOCAB, values_from_scratch, write_eagle, write_value_model
 
 SITE = Path(__file__).parent.parent / "vllm_cpu" / "site"
 BASE = TINY | dict(hidden_size=128)  # vLLM's CPU attention needs a head dimension of 32
@@ -28,58 +26,34 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
 
 
 def write_checkpoints(folder, **changes):
-    """Write a random base model and a random value model to the folders that :func:`running_server` loads.
+    """Write a random base model, draft model of EAGLE and value model to the folders that servers load.
 
     ``changes`` apply to the base model's configuration.
     """
     random_model(Qwen2ForCausalLM, Qwen2Config(**BASE | changes), seed=0).save_pretrained(folder / "base")
-    save_tokenizer(folder / "base")
-    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(folder / "value")
-    save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
-
-
-def write_eagle(folder):
-    """Write an EAGLE draft model that passes the base's hidden states on almost unchanged."""
     config = LlamaConfig(**BASE | {"num_hidden_layers": 1}, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(folder)
-    layer, hidden = random_model(LlamaForCausalLM, config, seed=2).model.layers[0], config.hidden_size
-    weights = {f"layers.0.{name}": weight * 0.1 for name, weight in layer.state_dict().items()}
-    del weights["layers.0.input_layernorm.weight"]
-    weights["fc.weight"] = torch.eye(hidden, 2 * hidden).roll(hidden, 1)
-    save_file(weights, folder / "model.safetensors")
-    save_tokenizer(folder)
+    write_eagle(folder / "eagle", LlamaForCausalLM, config)
+    for name in ("base", "eagle"):
+        save_tokenizer(folder / name)
+    write_value_model(folder)
 
 
 def save_tokenizer(path):
     """Save a tokenizer of :data:`WORDS`, separated by blanks."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    tokenizer.save_pretrained(path)
+    tokenizer_of(WORDS, chat_template="{{ messages[0]['content'] }}").save_pretrained(path)
 
 
-class Server:
+class Server(sglang_server.Server):
     """A running server, the trace file of its guided steps, and its log."""
 
     def __init__(self, url, trace, log):
-        self.url, self.trace, self.log = url, trace, log
+        super().__init__(url, trace)
+        self.log = log
 
     def post(self, **body):
         """Request completions of prompts of token ids, with the same ``vllm_xargs`` for all."""
         body = SAMPLING | {"return_token_ids": True} | body
         return requests.post(f"{self.url}/v1/completions", json=body, stream=body.get("stream", False), timeout=600)
-
-    def metrics(self):
-        """Numbers of ``/metrics`` by name, followed by the label ``status`` or ``guided`` if there is one."""
-        text = requests.get(f"{self.url}/metrics", timeout=60).text
-        found = re.findall(r'^([\w:]+)(?:\{(?:.*(?:status|guided)="(\w+)")?.*\})? (\S+)$', text, re.MULTILINE)
-        return {f"{name} {label}".strip(): float(value) for name, label, value in found}
-
-    def steps(self):
-        """Steps so far in which at least one request was guided."""
-        return [json.loads(line) for line in self.trace.read_text().splitlines()] if self.trace.exists() else []
 
 
 @contextmanager

@@ -43,6 +43,7 @@ def test_working_bytes_by_hand(models):
     # 16 delta tokens per request besides its candidates, the default number of which depends on the source.
     assert of_step() == step + 45 * token + 32 * (1 + 72 // 32 + 3)
     assert of_step(tokens=50) == 50 * token + 3 * (VOCAB // 16 + 64) + counters + 32 * (1 + 50 // 32 + 3)
+    assert of_step(requests=4096) == of_step(requests=512)  # computed at once
     of_rows = partial(working_bytes, None, requests=3, max_len=99, vocab_size=160)
     assert (of_rows(max_candidates=8, max_drafts=2), of_rows()) == (9 * 2634, 3 * (10 + 320 * 64 + 64))
     assert [make_step(source)[0].config.max_candidates for source in (models.value, None)] == [8, 64]

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
-from lenvm_kernels.engines.sglang.guide import Hooks, SGLangGuide
+from lenvm_kernels.engines.sglang.guide import SGLangGuide
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Drafts, VerifiedTokens
 
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
 
 # Changes that the engine makes to logits before verification, one row per request.
 _CHANGES = ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
-
-
-def hooks_of(guide: SGLangGuide) -> Hooks:
-    """Further hooks of a process."""
-    return {"sglang.srt.speculative.eagle_utils.eagle_sample": ("AROUND", partial(verify, guide))}
 
 
 def verify(

@@ -22,10 +22,10 @@ from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 
-from lenvm_kernels.engines.one_token import leave_only
 from lenvm_kernels.engines.report import Metrics, StepReport, Stopwatch, trace_batch
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, NONE, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
+from lenvm_kernels.engines.tensors import leave_only
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, VerifiedTokens

@@ -193,9 +193,9 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
         guide.reserve(runner, options.max_running_requests)
     hooks = guide.hooks
     if options.speculative_algorithm:
-        from lenvm_kernels.engines.sglang.drafts import hooks_of
+        from lenvm_kernels.engines.sglang.drafts import verify
 
-        hooks |= hooks_of(guide)
+        hooks |= {"sglang.srt.speculative.eagle_utils.eagle_sample": ("AROUND", partial(verify, guide))}
     for target, (kind, function) in hooks.items():
         HookRegistry._apply_target(target, [(HookType[kind], function, None)])  # also over the hooks of other plugins
     return guide

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.values import ImageTokens, ValueModel
 from lenvm_kernels.values.images import check_pixels, image_positions, image_sizes
 
@@ -110,8 +111,3 @@ def image_tokens(
             embeds.append(images.embeds)
             count += len(images.embeds)
     return ImageTokens(to_device(positions, device), to_device(rows, device), torch.cat(embeds))
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host without a host-device sync."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

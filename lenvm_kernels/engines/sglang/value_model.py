@@ -19,7 +19,8 @@ from sglang.srt.managers import mm_schedule
 
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import MAX_DELTA, EngineOptions, Hooks, SGLangGuide, check_options, needs_step
-from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens, to_device
+from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
+from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.values import KVCache, ValueModel
 

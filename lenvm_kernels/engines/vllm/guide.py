@@ -19,12 +19,12 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from lenvm_kernels.engines import signatures
-from lenvm_kernels.engines.one_token import leave_only
 from lenvm_kernels.engines.report import Metrics, trace_nodes
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings
+from lenvm_kernels.engines.tensors import leave_only, to_device
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.engines.vllm.report import Report
-from lenvm_kernels.engines.vllm.states import BaseStates, Part, after_reload, calling_runner, load_probe, to_device
+from lenvm_kernels.engines.vllm.states import BaseStates, Part, after_reload, calling_runner, load_probe
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, ProbeValues, Sampling, StepBatch, value_source
 from lenvm_kernels.step.inputs import SlotTable

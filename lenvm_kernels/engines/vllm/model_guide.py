@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, OwnSlots, PromptPart, pages_for
+from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.vllm.guide import Guide, logger
 from lenvm_kernels.engines.vllm.states import Part
@@ -97,7 +98,7 @@ class ModelGuide(Guide):
         slot, known_len = slots[waiting], known_lens[waiting]
         keeps_last, start = known_len >= self.req_states.prefill_len.np[slot], self._computed[slot]
         end = np.maximum(known_len - keeps_last, start)
-        place, kept, begin = self.own.to_device(np.stack((waiting, keeps_last, start)))
+        place, kept, begin = to_device(np.stack((waiting, keeps_last, start)), self.device)
         self.own.extend(
             self.step,
             [PromptPart(*span) for span in np.stack((slot, start, end), axis=1).tolist()],
@@ -111,7 +112,6 @@ class ModelGuide(Guide):
         room = self.own.reserve(lengths)
         for slot in room.reclaimed:
             self._computed[slot], self._is_running[slot] = 0, False
-            self.step.restart_request(slot)
         if not room.refused:
             return
         if not self.without_room:

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
 
@@ -142,12 +143,6 @@ def after_reload(runner: GPUModelRunner, call: Callable[[], None]) -> None:
         call()
 
     runner.reset_lora_state = reset
-
-
-def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to the device without a host-device sync."""
-    tensor = torch.as_tensor(values)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class Part(NamedTuple):
