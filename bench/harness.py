@@ -86,12 +86,12 @@ class Benchmark:
         points = [{**self.production, **change} for change in (self.quick if quick else ({}, *lines, *self.others))]
         return [point for i, point in enumerate(points) if point not in points[:i]]
 
-    def main(self, description: str | None) -> None:
-        """The command. Exits with 1 if a case of this package failed."""
+    def main(self, description: str | None, argv: Sequence[str] | None = None) -> None:
+        """The command with the arguments ``argv``. Exits with 1 if a case of this package failed."""
         arguments = parser(description)
         arguments.add_argument("--quick", action="store_true", help="a few small shapes; always so on a CPU")
         arguments.add_argument("--json", type=Path, help="also write the results to this file, after each case")
-        args = arguments.parse_args()
+        args = arguments.parse_args(argv)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         sys.exit(self.run(device, self.shapes(quick=args.quick or device == "cpu"), args.json))
 
