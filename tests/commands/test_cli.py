@@ -38,15 +38,13 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     write_random_probe(tmp_path / "probe", AutoModelForCausalLM.from_pretrained(base))
     put_into_cache("owner/base", Path(base))
     put_into_cache("owner/probe", tmp_path / "probe")
-    chat = save_checkpoint(tmp_path / "chat", seed=0)
+    template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
+    chat = save_checkpoint(tmp_path / "chat", seed=0, template=template)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(chat)
-    tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
     tokenizer.pad_token = None
     tokenizer.save_pretrained(chat)
-    guided, said = (
-        ("--value-mode", "centered_exp", "--value-scale", 20),
-        ("--target-length", 30, "--max-new-tokens", 30),
-    )
+    guided = ("--value-mode", "centered_exp", "--value-scale", 20)
+    said = ("--target-length", 30, "--max-new-tokens", 30)
     text = generate(*guided)[0]
     assert re.fullmatch(r"(w\d+|<unk>)( (w\d+|<unk>))*", text) and text == generate(*guided)[0]
     assert any(generate(*guided, "--seed", seed)[0] != text for seed in (2, 3, 4))
@@ -80,10 +78,7 @@ LOG_2 = math.log(2)
 @pytest.mark.parametrize(
     ("config", "argv", "length"),
     [
-        ({}, (), LOG_2 / -math.log(0.997)),
-        ({"gamma": 0.9}, (), LOG_2 / -math.log(0.9)),
         ({"gamma": 0.9}, ("--gamma", 0.8), LOG_2 / -math.log(0.8)),
-        ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, (), 100 * LOG_2),
         ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, ("--gamma", 0.8), 100 * LOG_2),
     ],
 )

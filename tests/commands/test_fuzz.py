@@ -33,19 +33,13 @@ def fuzz(lenvm, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("fault", "name"), PLANTED)
 def test_planted_fault_is_found_and_replayed(fuzz, fault, name):
     planted = f"{FAULTS}:{fault}.{name}"
-    code, out, _ = fuzz("--against", planted, "--cases", 16)
+    code, out, _ = fuzz("--against", planted, "--cases", 4 if fault == "off" else 8)
     assert code == 1 and f"FAILED {name}: " in out
     line = re.search(r"^  (\{.*)$", out, re.MULTILINE)[1]
     assert len(Case.from_line(line, operators()).rows) == 1 or fault != "off"  # other faults need more rows
     code, repeated, _ = fuzz("--against", planted, "--replay", line)
     assert code == 1 and line in repeated
     assert fuzz("--against", f"{FAULTS}:correct.{name}", "--replay", line)[0] == 0
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_correct_function_passes(fuzz, name):
-    code, out, err = fuzz("--against", f"{FAULTS}:correct.{name}", "--cases", 12, "--seed", 5)
-    assert code == 0 and not err, out
 
 
 # Arguments, exit code, and a pattern that the output matches.

@@ -154,8 +154,7 @@ def test_request_formats_of_fork_scripts(pair, client, path, body, queries, is_l
 
 @pytest.mark.parametrize(("form", "scale"), [({}, -1 / math.log(0.97)), (dict(target_form="length"), 1.0)])
 def test_predicted_lengths_of_prompts(pair, tmp_path, form, scale):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_checkpoint(tmp_path, seed=1))
-    tokenizer.chat_template = CHAT
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_checkpoint(tmp_path, seed=1, template=CHAT))
     engine = ValueEngine(value_model_of(*pair, lenvm_config=LenVMConfig(gamma=0.97, **form)), max_tokens=512)
     chat = [dict(role=role, content=text) for role, text in (("user", "w7"), ("assistant", "w8"), ("user", "w1"))]
     of_chat, of_turn = map(

@@ -29,17 +29,9 @@ COLLECT = ("--answers-per-prompt", 3, "--max-new-tokens", 24, "--rows", 5, "--te
 FIT = ("--kind", "value-model", "--lora-rank", 2, "--batch-size", 3, "--accumulation", 2, "--learning-rate", 0.01)
 
 
-def checkpoint(path, seed, **options):
-    save_checkpoint(path, seed, **options)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("base"), seed=0, layers=2)
+    return save_checkpoint(tmp_path_factory.mktemp("base"), seed=0, layers=2, template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +134,7 @@ def test_answers_in_process(run, base, prompts, tmp_path, monkeypatch, is_guided
 
     monkeypatch.setattr(collect, "sample", noted)
     folder, more = tmp_path / "answers", ["--max-new-tokens", 40]
-    more += ["--value", checkpoint(tmp_path / "value", seed=1, value_head=True)] if is_guided else []
+    more += ["--value", save_checkpoint(tmp_path / "value", seed=1, value_head=True)] if is_guided else []
     run("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, *more)
     asked = json.loads((folder / "plan.json").read_text())["prompts"]
     assert [prompt["text"] for prompt in asked[9:]] == TEXTS[1::4]

@@ -3,28 +3,21 @@
 import torch
 
 from tests.helpers.drafts import make_drafts
-from tests.helpers.engine import MOST_LIKELY, Engine, make_step
+from tests.helpers.engine import MOST_LIKELY, Engine, RandomModel, make_step, run_requests
 from tests.helpers.models import EOS, VOCAB
 from tests.helpers.padded_step import PaddedStep
 
 END = 11
 
 
-class BaseModel:
-    """Scores of the next token that depend on the last token and the length alone.
-
-    The end of sequence is likely everywhere, and :data:`END` sometimes.
-    """
+class BaseModel(RandomModel):
+    """A base model in which the end of sequence is likely everywhere, and :data:`END` sometimes."""
 
     def __init__(self):
-        generator = torch.Generator().manual_seed(3)
-        self.by_token, self.by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * 2 for _ in range(2))
+        super().__init__()
         self.by_token[:, EOS] = 6.0
         self.by_length[:, EOS] = torch.arange(VOCAB) % 3
         self.by_token[:, END] = 4.0
-
-    def scores(self, sequence):
-        return self.by_token[sequence[-1]] + self.by_length[len(sequence)]
 
 
 def paths(tokens, parents):
@@ -39,14 +32,11 @@ def paths(tokens, parents):
 
 def run_plain(models, rows, prompts, guidance, count, base, **options):
     """Decode ``count`` tokens per request, one per step; unguided requests get the most likely token."""
-    engine = Engine(*make_step(models.value, max_candidates=4, **options)).start(rows, prompts, guidance, room=60)
-    sequences = [list(tokens) for tokens in prompts]
-    for _ in range(count):
-        scores = torch.stack([base.scores(s) for s in sequences])
-        output = engine.decode(rows, sequences, scores, min_p=0.02, drawn=MOST_LIKELY)
-        sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
+    engine, options = Engine(*make_step(models.value, max_candidates=4, **options)), dict(rows=rows, base=base)
+    options |= dict(seeds=[0] * len(rows), min_p=0.02, drawn=MOST_LIKELY)
+    sequences, _ = run_requests(engine, prompts, guidance, count, **options)
     assert not engine.step.table.columns.faults.any()
-    return [s[len(p) : len(p) + count] for s, p in zip(sequences, prompts, strict=True)]
+    return [s[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
 
 
 def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, padded=False, **options):

@@ -64,13 +64,10 @@ class Engine:
         span = {"span": params.span_state(tokens[:prompt_len])} if begins else {}
         self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed, **span)
 
-    def start(self, rows, prompts, guidance, *, room=1, eos=None, **options):
-        """Admit requests with room for ``room`` more tokens, and compute their prompts; returns this engine.
-
-        ``eos``: the end-of-sequence ids of each request."""
-        eos = [(EOS,)] * len(rows) if eos is None else eos
-        for row, tokens, g, ends in zip(rows, prompts, guidance, eos, strict=True):
-            self.admit(row, [*tokens, *[0] * room], g, prompt_len=len(tokens), eos=ends)
+    def start(self, rows, prompts, guidance, *, room=1, **options):
+        """Admit requests with room for ``room`` more tokens, and compute their prompts; returns this engine."""
+        for row, tokens, g in zip(rows, prompts, guidance, strict=True):
+            self.admit(row, [*tokens, *[0] * room], g, prompt_len=len(tokens))
         self.prefill(rows, prompts, **options)
         return self
 
@@ -122,20 +119,29 @@ def random_scores(rows):
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
 
 
-def run_requests(engine, sequences, guidance, steps, *, seeds=None, rows=None, **options):
+class RandomModel:
+    """A base model whose scores of the next token depend on the last token and the length alone."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.by_token, self.by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * 2 for _ in range(2))
+
+    def scores(self, sequence):
+        return self.by_token[sequence[-1]] + self.by_length[len(sequence)]
+
+
+def run_requests(engine, sequences, guidance, steps, *, base=None, seeds=None, rows=None, **options):
     """Decode requests from their prompts on; returns the sequences and the outputs of all steps.
 
-    As in a base model, a request's scores do not depend on other requests; here, only on its last token and length."""
-    rows = list(range(len(sequences))) if rows is None else rows
+    ``base``: the base model; if None, a :class:`RandomModel`."""
+    base, rows = base or RandomModel(), list(range(len(sequences))) if rows is None else rows
     seeds = seeds or [100 + i for i in range(len(sequences))]
-    generator = torch.Generator().manual_seed(3)
-    by_token, by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * 2 for _ in range(2))
     for row, tokens, g, seed in zip(rows, sequences, guidance, seeds, strict=True):
         engine.admit(row, tokens + [0] * steps, g, prompt_len=len(tokens), seed=seed)
     engine.prefill(rows, sequences)
     sequences, outputs = [list(tokens) for tokens in sequences], []
     for _ in range(steps):
-        scores = torch.stack([by_token[tokens[-1]] + by_length[len(tokens)] for tokens in sequences])
+        scores = torch.stack([base.scores(tokens) for tokens in sequences])
         # A copy, because a later step overwrites the output of a graph.
         outputs.append(deepcopy(engine.decode(rows, sequences, scores.to(engine.device), **options)))
         for tokens, token in zip(sequences, outputs[-1].tokens.tolist(), strict=True):

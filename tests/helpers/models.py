@@ -138,12 +138,14 @@ def tokenizer_of(words, pad="<pad>", **options):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
 
 
-def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1):
-    """Save a tiny Llama with a tokenizer over ``words`` and, if ``value_head``, a value head; returns its path."""
+def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1, template=None):
+    """Save a tiny Llama with a tokenizer over ``words`` and, if ``value_head``, a value head; returns its path.
+
+    ``template`` is the chat template."""
     sizes = TINY | dict(vocab_size=len(words), intermediate_size=64, num_hidden_layers=layers)
     config = LlamaConfig(**sizes, eos_token_id=EOS, pad_token_id=0, bos_token_id=None)
     random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
-    tokenizer_of(words).save_pretrained(path)
+    tokenizer_of(words, chat_template=template).save_pretrained(path)
     if value_head:
         save_file(random_head(), path / "value_head.safetensors")
     return str(path)

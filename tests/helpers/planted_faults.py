@@ -1,62 +1,18 @@
-"""Faulty references of operators, for ``lenvm fuzz --against tests.helpers.planted_faults:FAULT.OPERATOR``."""
+"""Faulty operators, for ``lenvm fuzz --against tests.helpers.planted_faults:FAULT.OPERATOR``."""
 
-import inspect
 from functools import partial
 from types import SimpleNamespace
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lenvm_kernels.fuzz.check import operators
-from lenvm_kernels.fuzz.ops.candidate_values import exact as exact_candidate_values
-from lenvm_kernels.reference._common import sums_of_squares
 
-REFERENCES = {name: partial(operator.function, backend="reference") for name, operator in operators().items()}
-
-
-def rounded_once(name, *widened):
-    """The reference in fp64, because PyTorch's fp32 sums of a row depend on the batch. ``widened`` names the arguments
-    that become fp64; if empty, all do."""
-
-    def call(*arguments, **keywords):
-        keywords = inspect.signature(operators()[name].function).bind(*arguments, **keywords).arguments
-        # Only one of the two calls counts the step.
-        plain = REFERENCES[name](**{key: x for key, x in keywords.items() if key != "step"})
-        wide = {
-            key: x.double() if torch.is_tensor(x) and x.is_floating_point() and (key in widened or not widened) else x
-            for key, x in keywords.items()
-        }
-        return tree_map(lambda x, like: x.to(like.dtype), REFERENCES[name](**wide), plain)
-
-    return call
-
-
-def ragged_linear(*, x, square_sums_out=None, **keywords):
-    """The sums of squares belong to the rounded result."""
-    y = rounded_once("ragged_linear")(x=x, **keywords)
-    if square_sums_out is not None:
-        rows = int(keywords.get("num_rows", len(x)))
-        square_sums_out[:, :rows] = sums_of_squares(y[:rows].double()).float()
-    return y
-
-
-def candidate_values(**keywords):
-    """The operand of the matmul is rounded as in the kernel, which a wider dtype cannot imitate."""
-    return tuple(x.float() for x in exact_candidate_values(**keywords))
-
-
-CORRECT = REFERENCES | {
-    "candidate_values": candidate_values,
-    "topk_candidates": rounded_once("topk_candidates", "scores"),
-    "embed_tokens": rounded_once("embed_tokens", "embedding"),
-    "value_head": rounded_once("value_head"),
-    "ragged_linear": ragged_linear,
-    "value_tree_attention": rounded_once("value_tree_attention", "q", "k_new", "v_new", "k_cache", "v_cache", "out"),
-}
+CORRECT = {name: partial(operator.function, backend="triton") for name, operator in operators().items()}
 
 
 def planted(change):
-    """Namespace of one function per operator, which applies ``change`` to its results."""
+    """Namespace of one function per operator, which applies ``change`` to the results of its kernels."""
 
     def faulty(name):
         def call(*arguments, **keywords):

@@ -1,9 +1,6 @@
 """A value model for guided steps, and its expected values by plain forwards of ``transformers``."""
 
-import math
-
 import torch
-from torch.nn.functional import softplus
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.types import Status
@@ -23,10 +20,6 @@ class StepModels:
     def values(self, sequences):
         """Value logit at the last token of each sequence."""
         return last_value_logits(self.backbone, self.head, sequences)
-
-    def lengths(self, sequences, gamma):
-        """Predicted remaining length of each sequence."""
-        return softplus(self.values(sequences)) / -math.log(gamma)
 
     def assert_values(self, output, sequences, scored=None):
         """Check values of candidates in rows that are ``scored`` against plain forwards, and return their number.

@@ -8,6 +8,7 @@ from lenvm_kernels.fuzz.ops._inputs import fill
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout
+from tests.helpers.cases import arguments_of, changed, small_case
 from tests.helpers.drafts import i32
 from tests.helpers.memory import INTEGER, MARGIN, GuardedMemory
 
@@ -96,23 +97,15 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("parents", ["none", "tree"])
 @pytest.mark.parametrize(("path", "values"), [(path, values) for path, many in BROKEN.items() for values in many])
-def test_invalid_lengths_access_no_other_memory(device, path, values, trees):
-    buffer = torch.full((2 * MARGIN + 7,), INTEGER)  # around the tokens, a value that must not appear in the result
-    token_ids = buffer.to(device)[MARGIN : MARGIN + 7].copy_(torch.arange(1, 8))
-    # The fourth token belongs to no request.
-    delta = DeltaTokens(token_ids, i32(4, 0, 6), lens=i32(2, 3, 1), cached_lens=i32(5, 900, 0), table_rows=i32(1, 0, 2))
-    inputs = dict(candidate_ids=torch.arange(21, 27).view(3, 2), candidate_lens=i32(2, 0, 1), delta=delta)
-    inputs |= dict(slot_table=torch.zeros(3, 1000, dtype=torch.int32), num_heads=2, num_kv_heads=1)
-    if trees:
-        inputs["candidate_parents"] = i32([-1, 0], [7, -9], [-1, 0])
-    name, _, field = path.partition(".")
-    inputs[name] = delta._replace(**{field: i32(*values)}) if field else i32(*values)
-    inputs, memory = on(device, inputs), GuardedMemory()
-    layout = memory.call(lay_out, **inputs, backend="triton")
+def test_invalid_lengths_access_no_other_memory(device, path, values, parents):
+    """The tokens are surrounded by a value that must not appear in the result, of which every element is written."""
+    arguments = arguments_of(small_case("lay_out", source="delta", parents=parents), device)
+    token_ids = arguments["delta"].token_ids
+    surrounded = torch.nn.functional.pad(token_ids, (MARGIN, MARGIN), value=INTEGER)[MARGIN:-MARGIN]
+    arguments, memory = changed(arguments, "delta.token_ids", surrounded), GuardedMemory()
+    layout = memory.call(lay_out, **changed(arguments, path, i32(*values).to(device)), backend="triton")
     memory.assert_kept()
-    assert len(memory.tensors) == len(RaggedLayout._fields) - (not trees)
-    # Every element is written, whatever the lengths.
-    assert (layout.parents is not None) == trees
+    assert len(memory.tensors) == len(RaggedLayout._fields) - (parents == "none")
     assert not any((tensor == INTEGER).any() for tensor in layout if tensor is not None)

@@ -18,7 +18,7 @@ from bench.launches import intercept_launches
 from lenvm_kernels.fuzz.check import check, operators
 from lenvm_kernels.ops.value_head import value_head
 from tests.helpers.cases import arguments_of, cases, changed, small_case
-from tests.helpers.matches import assert_matches
+from tests.helpers.matches import assert_same
 from tests.helpers.memory import GuardedMemory
 from tests.helpers.watch import Operators
 from tests.helpers.wrong_tensors import wrong_versions
@@ -57,15 +57,10 @@ def tensors_of(x):
     return [y for y in tree_flatten(x)[0] if isinstance(y, torch.Tensor)]
 
 
-def assert_same(found, expected, name, backend="triton"):
-    """Bitwise, except where the reference calls a library's matmul."""
-    exact = backend == "triton" or name not in ("ragged_linear", "value_head", "value_tree_attention")
+def assert_all_same(found, expected, name, backend="triton"):
     assert len(found) == len(expected) > 0
     for actual, wanted in zip(found, expected, strict=True):
-        if exact or not actual.is_floating_point():
-            assert torch.equal(actual.nan_to_num(), wanted.nan_to_num())
-        else:
-            assert_matches(actual, wanted, name, actual.dtype)
+        assert_same(actual.nan_to_num(), wanted.nan_to_num(), name, backend)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -73,7 +68,7 @@ def test_compiled_without_a_graph_break(device, name, backend):
     torch.compiler.reset()
     function = partial(OPERATORS[name].function, backend=backend)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same(results(name, compiled, device), results(name, function, device), name, backend)
+    assert_all_same(results(name, compiled, device), results(name, function, device), name, backend)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -95,7 +90,7 @@ def test_recorded_by_make_fx(device, name, backend):
         return graphs[-1](*tensors)
 
     expected = results(name, partial(OPERATORS[name].function, backend=backend), device)
-    assert_same(results(name, recorded, device), expected, name, backend)
+    assert_all_same(results(name, recorded, device), expected, name, backend)
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert targets.count(f"lenvm.{name}.default") == 1
 
@@ -191,7 +186,7 @@ def test_replays_in_a_cuda_graph(device, name):
         result = function(**arguments)
     tree_map(lambda x, y: x.copy_(y) if isinstance(x, torch.Tensor) else x, arguments, others)
     graph.replay()
-    assert_same(tensors_of([result, arguments]), tensors_of(expected), name)
+    assert_all_same(tensors_of([result, arguments]), tensors_of(expected), name)
 
 
 def clone(x):
@@ -292,4 +287,4 @@ def test_offsets_past_32_bits(device, name, path):
             assert "strides up to" in str(error)
             return
         both.append(tensors_of([result, copies, version]))
-    assert_same(*both, name)
+    assert_all_same(*both, name)

@@ -93,18 +93,14 @@ def tail(options, least, ids, lost=0.0):
 
 END_LISTS = [
     tail({"top_k": 2}, 1e-4, [5, 2, 7, 4]),
-    tail({"top_p": 0.5}, 1e-4, [5, 2, 7, 4]),
     tail({"min_p": 0.9}, 1e-4, [5, 7, 4]),
     tail({"top_k": 2}, 1e-2, [5, 2, 7]),
-    tail({"top_k": 2}, INF, [5, 2]),
     tail({}, INF, [5, 2, 6, 8, 0, 7, 4, 1]),
     tail({}, 1e-4, [5, 2, 6, 8, 0, 7, 4]),  # the filters keep 1, which is too improbable an end
-    tail({"ending_token_ids": [[5, 2]]}, 0.35, [5, 6, 8, 0, 7, 4, 1]),
     tail({"ending_token_ids": [[5, 2]]}, 0.5, [6, 8, 0, 7, 4, 1]),
     tail({"ending_token_ids": [[5, 2]], "top_k": 1}, 0.5, [6]),
     tail({"max_candidates": 4}, 1e-4, [5, 2, 7, 4], 0.2795),  # 6 and 8 are replaced
     tail({"max_candidates": 2}, 0.0, [5, 7], 0.58),
-    tail({"max_candidates": 1}, 0.0, [5], 0.6),
 ]
 # Past the due length, the minimum probability halves per tenth of it, and per hundredth from one half on.
 LATE = [
@@ -112,8 +108,6 @@ LATE = [
     for least, due, generated, ids in (
         (0.03, 40.0, 40, [5]),
         (0.03, 40.0, 44, [5, 7]),  # 0.015
-        (0.03, INF, 9999, [5]),
-        (0.01, 20.0, 30, [5, 7, 4]),  # 0.01 / 32 = 0.0003
         (0.01, 0.0, 11, [5, 7, 4, 1]),  # 2^-120
         (0.03, 100.0, 154, [5, 7, 4]),  # 0.03 / 2^9 = 0.000059
         (0.02, 40.0, 0, [5, 7]),  # met exactly
@@ -133,9 +127,7 @@ AFTER_BREAKS = [
         (0.1, 3, 0, [5, 7]),  # 0.01
         (0.01, 0, 5, [5, 7]),  # 0.001
         (0.0003, 1, 10, [5]),  # 0.03
-        (0.0003, 1, 12, [5, 7]),  # 0.03 / 4
         (0.0003, 4, 0, [5]),
-        (0.0, 1, 0, [5, 7, 4, 1]),
         (INF, 2, 99, [5]),
     )
 ]
@@ -203,29 +195,10 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     assert expected.lost_mass > 0.2
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of 32 tokens, four per program in fp32."""
+def test_each_tile_whose_best_token_equals_the_limit_of_min_p_is_searched(device, backend, monkeypatch):
+    """In tiles of 32 tokens, four per program. The laws accept either side of a limit."""
     monkeypatch.setattr(module, "TILE", 32)
     monkeypatch.setattr(module, "PROGRAM_BYTES", 512)
-
-
-@pytest.mark.parametrize("is_logits", [True, False])
-def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits):
-    """The fifth token is in a tile with one of the first four tokens, with three of them, or with none."""
-    p = torch.zeros(12, 7 * 32)
-    p[:6, [3, 34, 35, 70]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
-    p[torch.arange(6), [5, 80, 120, 200, 120, 120]] = 0.1
-    p[6:] = p[:6].flip(1)  # the candidates are in the last tiles
-    min_p, top_p = torch.zeros(12), torch.ones(12)
-    min_p[4], top_p[5] = 0.34, 0.89  # the fifth token is filtered out in these rows
-    x = p.log() if is_logits else p
-    found = choose(x, device, backend, min_p=min_p, top_p=top_p, is_logits=is_logits)
-    assert found.token_ids.tolist() == [[3, 35, 34, 70]] * 6 + [[220, 188, 189, 153]] * 6
-    torch.testing.assert_close(found.lost_mass, torch.tensor([0.1] * 4 + [0.0] * 2 + [0.1] * 6))
-
-
-def test_each_tile_whose_best_token_equals_the_limit_of_min_p_is_searched(device, small_tiles, backend):
     p = torch.zeros(2, 5 * 32)
     p[:, [7, 70, 40, 130]] = torch.tensor([0.5, 0.25, 0.125, 0.125])
     found = choose(p, device, backend, min_p=torch.tensor([0.25, 0.26]))

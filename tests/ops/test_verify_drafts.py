@@ -9,11 +9,9 @@ from tests.helpers.drafts import LARGEST, i32, make_drafts
 # Draws at the nodes, the drafts and their parents; then the tokens and their nodes.
 PATHS = [
     ([5, 6, 7, 9], [5, 6, 7], [-1, 0, 1], [5, 6, 7, 9], [0, 1, 2, 3]),  # all drafts were drawn
-    ([5, 6, 8, 9], [5, 6, 7], [-1, 0, 1], [5, 6, 8], [0, 1, 2]),
     ([4, 6, 7, 9], [5, 6, 7], [-1, 0, 1], [4], [0]),  # the first draft was not drawn
     ([5, -1, 7, 9], [5, 6, 7], [-1, 0, 1], [5], [0]),  # no draw after the first draft
     ([-2, 6, 7, 9], [-2, 6, 7], [-1, 0, 1], [], []),
-    ([-1, 6, 7, 9], [5, 6, 7], [-1, 0, 1], [], []),
     ([7, 1, 2, 6], [5, 6, 7], [-1, -1, -1], [7, 6], [0, 3]),  # siblings
     ([7, 9, 5, 6], [7, 7, 9], [-1, -1, 0], [7, 9, 6], [0, 1, 3]),  # the first of two equal drafts
     ([7, 1, 9, 6], [7, 7, 9], [-1, -1, 1], [7, 1], [0, 1]),  # children of the second are not reached

@@ -73,25 +73,3 @@ def test_errors_are_as_large_as_documented(function, exact, ulps):
     (actual, other), expected = found.numpy(), exact(x.double().numpy(), y.double().numpy())
     assert 0.7 * ulps < (np.abs(actual - expected) / np.spacing(np.abs(actual))).max() <= ulps * (1 + 1e-6)
     assert ((other != actual).mean() > 0.2) == (ulps > 0.5)
-
-
-@triton.jit
-def _sums_kernel(x_ptr, sum_ptr, cumsum_ptr, dot_ptr, ROWS: tl.constexpr, N: tl.constexpr):
-    row, column = tl.arange(0, ROWS), tl.arange(0, N)
-    x = tl.load(x_ptr + row[:, None] * N + column)
-    tl.store(sum_ptr + row, tl.sum(x, axis=1))
-    tl.store(cumsum_ptr + row[:, None] * N + column, tl.cumsum(x, axis=1))
-    tl.store(dot_ptr + row[:, None] * ROWS + row, tl.dot(x, x.T, input_precision="ieee"))
-
-
-def test_sums_take_another_order():
-    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
-    exact, magnitude = ((y.sum(1), y.cumsum(1), y @ y.T) for y in (x.double(), x.double().abs()))
-    plain, noisy = ([torch.empty_like(y, dtype=torch.float32) for y in exact] for _ in range(2))
-    _sums_kernel[(1,)](x, *plain, 16, 512)
-    with gpu_rounding(0):
-        _sums_kernel[(1,)](x, *noisy, 16, 512)
-    # A matmul keeps the order of its sum, and gets an additional error.
-    for before, after, right, size in zip(plain, noisy, (*exact[:2], plain[2].double()), magnitude, strict=True):
-        assert (before != after).float().mean() > 0.2
-        assert ((after - right).abs() <= 2.0**-21 * size).all()

@@ -1,4 +1,4 @@
-"""The race checker finds every planted fault, and reports nothing else."""
+"""The race checker finds every planted fault, and reports nothing else. ``make races`` has launches without faults."""
 
 import re
 
@@ -22,9 +22,9 @@ def _copy_kernel(source_ptr, stride_source_row, target_ptr, stride_target_row, C
 
 
 @triton.jit
-def _same_place_kernel(out_ptr, BLOCK: tl.constexpr, DIFFERENT: tl.constexpr):
+def _same_place_kernel(out_ptr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out_ptr + i // 2, i if DIFFERENT else i // 2)
+    tl.store(out_ptr + i // 2, i)
 
 
 @triton.jit
@@ -58,19 +58,15 @@ OUTSIDE = "the store is out of bounds of target_ptr, shape"
 DIFFERENT = "the store writes different values to the same bytes"
 # By name: a launch, and its conflicts without line numbers.
 LAUNCHES = {
-    "copy": (copied(torch.zeros(3, 5)), []),
-    "copy to a view": (copied(VIEW), []),
     "copy of rows to themselves": (copied(WHOLE, source=WHOLE), [f"load and store {NO_BARRIER}"]),
     "one value stored twice": (copied(torch.zeros(5).expand(3, 5)), [f"store and store {TWO}"]),
-    "equal values in one place": ((_same_place_kernel, (1,), torch.zeros(4), 8, False), []),
-    "different values in one place": ((_same_place_kernel, (1,), torch.zeros(4), 8, True), [DIFFERENT]),
+    "different values in one place": ((_same_place_kernel, (1,), torch.zeros(4), 8), [DIFFERENT]),
     "row that does not exist": (
         copied(torch.zeros(3, 5), rows=4),
         ["the load is out of bounds of source_ptr, shape (3, 8)", f"{OUTSIDE} (3, 5)"],
     ),
     "columns beside a view": (copied(VIEW, columns=6), [f"{OUTSIDE} (3, 5)"]),
     "columns of the next tensor": (copied(FIRST, rows=1, columns=8), [f"{OUTSIDE} (1, 5)"]),
-    "parts merged in order": (merged(True, "acq_rel"), []),
     "parts merged without a barrier": (
         merged(False, "acq_rel"),
         [f"store and load {TWO}", f"store and load {NO_BARRIER}"],

@@ -119,6 +119,6 @@ def test_transformers_requests_get_the_defaults_of_the_value_model(pair):
     own = {"target_length": 9, "gamma": 0.8, "strength": 2}
     for defaults in ({"gamma": 0.9, "strength": 8.5}, {"gamma": 0.9}):
         value_model = ValueModel.from_causal_lm(*pair, lenvm_config=LenVMConfig(**defaults))
-        requests, options = [{"target_length": 9}, own, parse_guidance(own)], dict(max_new_tokens=4)
+        requests, options = [{"target_length": 9}, own, parse_guidance(own)], dict(max_new_tokens=9)
         processor = LenVMLogitsProcessor(pair[0], value_model, requests, torch.ones(3, 4), **options)
         assert processor.params == [parse_guidance(x) for x in ({"target_length": 9} | defaults, own, own)]

@@ -11,13 +11,12 @@ from safetensors.torch import save_file
 from bench.models import make_config
 from lenvm_kernels.ops.ragged_linear import choose_tile, num_splits
 from lenvm_kernels.values import KVCache, ValueModel
-from tests.helpers.models import ARCHITECTURES, VOCAB, random_head, random_model, random_pair, value_model_of
+from tests.helpers.models import ARCHITECTURES, VOCAB, last_value_logits, random_head, random_model, random_pair
 from tests.helpers.value_requests import (
     ATOL,
     MIXED_CANDIDATES,
     MIXED_DELTAS,
     Requests,
-    expected_values,
     mixed_requests,
     random_tokens,
 )
@@ -40,7 +39,7 @@ def loaded(request, tmp_path_factory):
 def qwen2():
     """A ``transformers`` model, its head, and the value model of both."""
     model, head = random_pair("qwen2")
-    return model, head, value_model_of(model, head)
+    return model, head, ValueModel.from_causal_lm(model, head)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -54,16 +53,6 @@ def test_values_equal_transformers(loaded, page_size):
     assert 0.3 < z[z != 0].std() < 30  # otherwise a tolerance of 1e-5 is meaningless
 
 
-def test_candidates_and_padding_are_not_cached(loaded):
-    requests = mixed_requests(loaded[2], page_size=4)
-    before = requests.cache.keys.clone()
-    batch = requests.batch(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
-    requests.step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
-    changed = (requests.cache.keys != before).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
-    assert changed == sorted(slot for slot in batch.layout.slots.tolist() if slot >= 0)
-    assert len(changed) == sum(map(len, MIXED_DELTAS))
-
-
 @pytest.mark.parametrize("outside", [VOCAB, -4])
 def test_token_outside_vocabulary_affects_its_request_only(loaded, outside):
     """In deltas and among candidates. The first and the last token of the vocabulary keep their values."""
@@ -73,9 +62,8 @@ def test_token_outside_vocabulary_affects_its_request_only(loaded, outside):
     for deltas in ([[5, 6], [7, outside], [8, last]], [[3], [3], [3]]):
         z = requests.step(deltas, candidates)
         assert z[0, 1].isnan() and z[1].isnan().all()
-        for column, token in enumerate(candidates[2]):
-            expected = expected_values(model, head, [*requests.prefixes[2], token])[-1]
-            torch.testing.assert_close(z[2, column], expected, rtol=0, atol=ATOL)
+        expected = last_value_logits(model, head, [[*requests.prefixes[2], token] for token in candidates[2]])
+        torch.testing.assert_close(z[2], expected, rtol=0, atol=ATOL)
 
 
 @given(
@@ -98,8 +86,8 @@ def test_candidate_trees_equal_transformers(qwen2, rows, seed):
             path, node = [], j
             while node >= 0:
                 path, node = [tokens[node], *path], parents[i][node]
-            expected = expected_values(model, head, [*requests.prefixes[i], *deltas[i], *path])[-1]
-            torch.testing.assert_close(z[i, j], expected, rtol=0, atol=ATOL)
+            expected = last_value_logits(model, head, [[*requests.prefixes[i], *deltas[i], *path]])
+            torch.testing.assert_close(z[i, j], expected[0], rtol=0, atol=ATOL)
 
 
 def test_bfloat16(loaded, tmp_path):
