@@ -187,7 +187,7 @@ def parse_guidance(
         strength: default of the field, from the same source. If None, 5.
         constraint: default of ``value_constraint``.
         has_values: whether there is a value model. If not, ``strength`` is 10, and values must not be needed.
-        max_tokens: the request's limit of new tokens, which lowers a target or budget above it. If None, there is no
+        max_tokens: the request's limit of new tokens, of which a thinking budget leaves a fifth. If None, there is no
             limit, and ``soft_max_tokens`` is rejected.
 
     Raises:
@@ -367,23 +367,22 @@ def _main_name(name: Any, names: Mapping[str, str], *, is_known: bool) -> str | 
 
 
 def _within(given: Mapping[str, Any], thoughts: Thoughts, max_tokens: int | None) -> dict[str, Any]:
-    """The fields with a target and budgets that fit into ``max_tokens``."""
+    """The fields with budgets that leave room for an answer, and a target if ``max_tokens`` is soft."""
     fields = dict(given)
     is_soft = fields.pop("soft_max_tokens", False)
     if max_tokens is None:
         if is_soft:
             raise ValueError("soft_max_tokens needs a limit of new tokens, such as max_tokens")
         return fields
-    most, most_thought = float(max_tokens), _THOUGHT_SHARE / _LIMIT_OF_BUDGET * max_tokens
+    most, most_thought = _SOFT_SHARE * max_tokens, _THOUGHT_SHARE / _LIMIT_OF_BUDGET * max_tokens
     if is_soft:
-        most *= _SOFT_SHARE
         if fields.keys().isdisjoint(("target_length", "target_value", "end_token_ids")):
             fields |= dict(target_length=most, target_length_mode="total")
             fields.setdefault("value_constraint", "le_near")
+        if "target_length" in fields:
+            fields["target_length"] = min(fields["target_length"], most)
         if thoughts.ends and fields.keys().isdisjoint((*BUDGETS, "end_token_ids", "landing")):
             fields["thinking_budget_total"] = most_thought
-    if "target_length" in fields and fields.get("target_length_mode") != "remaining":
-        fields["target_length"] = min(fields["target_length"], most)
     return fields | {name: min(fields[name], most_thought) for name in BUDGETS if name in fields}
 
 

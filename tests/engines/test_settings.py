@@ -284,7 +284,7 @@ DEFAULTED = [
     ({"session_id": "of another", "strength": 3}, {"max_tokens": 100}, (80, Mode.LE_NEAR)),
     ({"lenvm": {}}, {"max_tokens": 100}, (None, Mode.UNGUIDED)),
     ({"target_length": 30}, {"max_tokens": 100}, (30, Mode.NEAR)),
-    ({"target_length": 300}, {"max_tokens": 100}, (100, Mode.NEAR)),
+    ({"target_length": 300}, {"max_tokens": 100}, (300, Mode.NEAR)),
     ({"lenvm_selected": {"reasoning_effort": "low"}}, {"max_tokens": 100}, (50, Mode.LE_NEAR)),
     ({"lenvm_selected": {"reasoning_effort": "medium"}}, {"max_tokens": 100}, (80, Mode.LE_NEAR)),
     ({"lenvm_selected": {"reasoning_effort": "high"}}, {"max_tokens": 1000}, (300, Mode.NEAR)),

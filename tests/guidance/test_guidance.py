@@ -338,10 +338,8 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_length": 100}, CALLS, NO_PAUSES | dict(call_token_ids=((6, 5),), allow_eos=True)),
         ({"thinking_budget": 100, "end_token_ids": [3]}, CALLS, dict(call_token_ids=())),
         ({"scale": 2}, CALLS, dict(call_token_ids=())),
-        # A limit of new tokens lowers a target and a budget.
-        ({"target_length": 100}, {"max_tokens": 80}, dict(target_length=80.0)),
-        ({"target_length": 70}, {"max_tokens": 80}, dict(target_length=70.0)),
-        ({"target_length": 100, "length_mode": "remaining"}, {"max_tokens": 80}, dict(target_length=100.0)),
+        # A limit of new tokens lowers a budget, and only a soft one lowers a target: an output may be continued.
+        ({"target_length": 100}, {"max_tokens": 80}, dict(target_length=100.0)),
         ({"thinking_budget": 100}, THOUGHT | {"max_tokens": 100}, dict(target_length=64.0, hard_limit=80)),
         ({"thinking_budget": 40}, THOUGHT | {"max_tokens": 100}, dict(target_length=40.0, hard_limit=50)),
         # A soft limit is a target.
