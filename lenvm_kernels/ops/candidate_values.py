@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, with_row_stride
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -229,34 +229,18 @@ _SPEC = Spec(f"""
 """)
 
 
-@operator(_SPEC, reference=_reference)
-def _launch(
-    out: _Logits,
-    token_ids,
-    embedding,
-    scale,
-    shift,
-    fc_weight,
-    fc_bias,
-    bins_weight,
-    bins_bias,
-    bin_edges,
-    table: ProbeColumns,
-    table_rows,
-    generated,
-):
-    (rows, columns), (outputs, size), bins = token_ids.shape, fc_weight.shape, bins_weight.shape[0]
-    if token_ids.numel() == 0:
+@operator(_SPEC, reference=_reference, takes={"table": ProbeColumns})
+def _launch(out: _Logits, given):
+    weights = ProbeWeights._make(getattr(given, name) for name in ProbeWeights._fields)
+    (rows, columns), (outputs, size), bins = given.token_ids.shape, weights.fc_weight.shape, len(weights.bins_weight)
+    if rows * columns == 0:
         return
-    inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
-    weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
+    inputs = (given.token_ids, given.scale, given.shift, given.embedding)
     _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
-        *out,
-        *inputs,
-        weights,
-        *(fc_weight.stride(0), bins_weight.stride(0)),
-        *(table, row_strides(table), table_rows, generated),
-        *(rows, embedding.shape[0]),
+        *(*out, *(x for tensor in inputs for x in with_row_stride(tensor))),
+        *(weights, weights.fc_weight.stride(0), weights.bins_weight.stride(0)),
+        *(given.table, row_strides(given.table), given.table_rows, given.generated),
+        *(rows, given.embedding.shape[0]),
         K=columns,
         D=size,
         E=outputs,
@@ -264,7 +248,7 @@ def _launch(
         BLOCK_M=BLOCK_M,
         BLOCK_N=min(BLOCK_N, max(16, next_power_of_2(outputs))),
         BLOCK_BINS=max(16, next_power_of_2(bins)),
-        BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
+        BLOCK_K=BLOCK_K_BYTES // weights.fc_weight.element_size(),
         num_warps=NUM_WARPS,
         num_stages=STAGES,
         enable_fp_fusion=False,

@@ -223,37 +223,27 @@ _SPEC = Spec("""
 _reference = partial(_lay_out, tile_rows=BLOCK_M.value, split_tiles=SPLIT_TILES.value, num_splits=most_splits)
 
 
-@operator(_SPEC, reference=_reference, mutates=["history.cached_lens"])
-def _launch(
-    out: RaggedLayout,
-    candidate_ids,
-    candidate_lens,
-    slot_table,
-    delta,
-    candidate_parents,
-    requests,
-    history,
-    page_size: int,
-    max_new: int,
-    group: int,
-):
-    (rows, columns), held = candidate_ids.shape, 1
+_NUMBERS = {"page_size": int, "max_new": int, "group": int}
+
+
+@operator(_SPEC, reference=_reference, mutates=["history.cached_lens"], takes=_NUMBERS)
+def _launch(out: RaggedLayout, given):
+    (rows, columns), held = given.candidate_ids.shape, 1
+    delta, requests, history = given.delta, given.requests, given.history
     if delta is not None:
-        tokens = (None, delta.token_ids, delta.starts, delta.lens, delta.cached_lens, delta.table_rows)
+        tokens = (None, *delta)
     else:
         tokens = (history.cached_lens, history.tokens, None, None, requests.cached_lens, requests.request_rows)
         held = history.tokens.shape[1]
     _lay_out_kernel[(rows,)](
-        out,
-        requests,
-        *tokens,
-        *(*with_row_stride(candidate_ids), candidate_lens, *with_row_stride(candidate_parents)),
-        *(*with_row_stride(slot_table), slot_table.shape[1]),
+        *(out, requests, *tokens),
+        *(*with_row_stride(given.candidate_ids), given.candidate_lens, *with_row_stride(given.candidate_parents)),
+        *(*with_row_stride(given.slot_table), given.slot_table.shape[1]),
         *(rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters)),
         HELD=held,
-        MAX_NEW=max_new,
-        PAGE_SIZE=page_size,
-        TILE_TOKENS=BLOCK_M.value // group,
+        MAX_NEW=given.max_new,
+        PAGE_SIZE=given.page_size,
+        TILE_TOKENS=BLOCK_M.value // given.group,
         K=columns,
         COLUMNS=next_power_of_2(columns),
         TILE=TILE,

@@ -266,19 +266,23 @@ _SPEC = Spec(f"""
 """)
 
 
-@operator(_SPEC, reference=_reference, mutates=["logits", *(f"table.{name}" for name in WRITTEN)])
-def _launch(out: SpanNodes, tokens, drafts, logits, table: SpanColumns, table_rows, lengths, new_lens, text_breaks):
-    requests, new = tokens.shape
+_WRITTEN = ["logits", *(f"table.{name}" for name in WRITTEN)]
+
+
+@operator(_SPEC, reference=_reference, mutates=_WRITTEN, takes={"table": SpanColumns})
+def _launch(out: SpanNodes, given):
+    (requests, new), table, text_breaks = given.tokens.shape, given.table, given.text_breaks
     if requests == 0:
         return
-    draft_ids, draft_parents = (None, None) if drafts is None else drafts
+    draft_ids, draft_parents = given.drafts or (None, None)
     columns = 0 if draft_ids is None else draft_ids.shape[1]
     eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        *(*out, *with_row_stride(logits), table, row_strides(table)),
-        *(tokens, tokens.stride(0), new_lens, table_rows, lengths),
-        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks),
-        *(requests, 0 if logits is None else logits.shape[1], 0 if text_breaks is None else text_breaks.shape[0]),
+        *(*out, *with_row_stride(given.logits), table, row_strides(table)),
+        *(*with_row_stride(given.tokens), given.new_lens, given.table_rows, given.lengths),
+        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks, requests),
+        0 if given.logits is None else given.logits.shape[1],
+        0 if text_breaks is None else text_breaks.shape[0],
         **dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS),
         EOS=next_power_of_2(eos),
         SPAN_ENDS=next_power_of_2(ends),

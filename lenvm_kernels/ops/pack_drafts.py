@@ -85,7 +85,8 @@ _OUT = Spec("out: CandidateTrees contiguous")
 
 
 @operator(_SPEC, reference=_reference)
-def _launch(out: CandidateTrees, scored, drafts):
+def _launch(out: CandidateTrees, given):
+    scored, drafts = given
     rows, (count, width), columns = out.counts.shape[0], drafts.token_ids.shape, scored.token_ids.shape[1]
     if rows == 0:
         return

@@ -290,20 +290,12 @@ _SPEC = Spec("""
 """)
 
 
-@operator(_SPEC, reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
-def launch_linear(
-    out: Tensor,  # in the dtype of x, or fp32
-    x,
-    weight,
-    bias,
-    num_rows,
-    square_sums,
-    residual,
-    square_sums_out,
-    norm_eps: float | None,
-    swiglu: bool,
-    expected_rows: int | None,
-):
+_OPTIONS = {"norm_eps": float | None, "swiglu": bool, "expected_rows": int | None}
+
+
+@operator(_SPEC, reference=_reference, mutates=["square_sums_out"], takes=_OPTIONS)
+def launch_linear(out: Tensor, given):  # out is in the dtype of x, or fp32
+    x, weight, bias, num_rows, square_sums, residual, square_sums_out, norm_eps, swiglu, expected_rows = given
     (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
     if tokens == 0:
         return
