@@ -121,8 +121,8 @@ class GuidanceParams:
     @cached_property
     def span_patterns(self) -> SpanPatterns:
         """The sequences that begin and end a span."""
-        ends, begins_open = self.end_token_ids + self.pause_token_ids, self.begins_open or not self.start_token_ids
-        return SpanPatterns.of(ends, self.start_token_ids, self.call_token_ids, begins_open=begins_open)
+        ends = self.end_token_ids + self.pause_token_ids
+        return SpanPatterns.of(ends, self.start_token_ids, self.call_token_ids, begins_open=self.begins_open)
 
     @property
     def closing_token_ids(self) -> tuple[int, ...]:

@@ -76,17 +76,9 @@ def _log_sum_exp(x):
 
 
 @triton.jit
-def _standing_for(
-    bin_logits,  # [BLOCK_M, BLOCK_BINS]
-    bin_edges_ptr,  # [N + 1]
-    table,  # ProbeColumns
-    stride,  # its strides
-    table_row,  # [BLOCK_M]
-    generated,
-    N: tl.constexpr,
-    BLOCK_BINS: tl.constexpr,
-):
-    """(value logits, value logits of the mean) of candidates, from the distributions of their lengths."""
+def _standing_for(bin_logits, bin_edges_ptr, of_table, N: tl.constexpr, BLOCK_BINS: tl.constexpr):
+    """(value logits, value logits of the mean) of candidates, from ``[BLOCK_M, BLOCK_BINS]`` logits of lengths."""
+    table, stride, table_row, generated = of_table
     n = tl.arange(0, BLOCK_BINS)
     log_probs = bin_logits - _log_sum_exp(bin_logits)[:, None]
     # Padding bins get the edges of the last bin, so that no infinity arises.
@@ -208,7 +200,7 @@ def _candidate_values_kernel(
     table_row = tl.load(table_rows_ptr + row).to(tl.int64)
     generated = tl.load(generated_ptr + row).to(tl.float32)
     of_table = table, stride, table_row, generated
-    logits, mean_logits = _standing_for(bin_logits, head.bin_edges, *of_table, N, BLOCK_BINS)
+    logits, mean_logits = _standing_for(bin_logits, head.bin_edges, of_table, N, BLOCK_BINS)
     tl.store(logits_ptr + m, tl.where(is_candidate, logits, 0.0), mask=inside)
     tl.store(mean_logits_ptr + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
 

@@ -80,7 +80,7 @@ def _draw_kernel(
     valid, column = request < B, tl.arange(0, K)[None, :]
     inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
     options = (requests.table_rows, requests.generated, text_breaks_ptr, S, E)
-    table_row, token_ids, _, probs, counted = _reweight(request, valid, *inputs, *options, K, MAX_STEPS)
+    table_row, token_ids, probs, counted = _reweight(request, valid, inputs, options, K, MAX_STEPS)
     tl.store(out.guided_probs + request * K + column, probs, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 

@@ -62,16 +62,16 @@ def _after(
     rules,  # _Rules
 ):
     """The span state after a token."""
-    column = tl.arange(0, rules.patterns.shape[1])[None, :]
+    column, has_ended = tl.arange(0, rules.patterns.shape[1])[None, :], span.ended != 0
     is_pattern = (rules.patterns == token[:, None]) & (rules.patterns >= 0)
     match = ((span.match << 1) | rules.first_bits) & tl.sum(tl.where(is_pattern, 1 << column, 0), axis=1)
     index = place - 1 - span.closing_from
     is_within = is_new & (span.closing_from >= 0) & (index >= 0) & (index < rules.closing_last)
     forced = tl.load(rules.closing_ptr + index, mask=is_within, other=-2)
     # A closing may contain another end, and goes on to its own.
-    ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0) & ((is_within & (forced == token)) == 0)
-    begins = is_new & span.ended & ((match & rules.start_bits) != 0)
-    ended = (span.ended | ends) & (begins == 0)
+    ends = is_new & (has_ended == 0) & ((match & rules.end_bits) != 0) & ((is_within & (forced == token)) == 0)
+    begins = is_new & has_ended & ((match & rules.start_bits) != 0)
+    ended = (has_ended | ends) & (begins == 0)
     begin = tl.where(begins, place - tl.where(rules.count_from == _SPANS, span.used, 0), span.begin)
     begin = tl.where(rules.count_from == _OUTPUT, span.begin, tl.where(ends, place, begin))
     used = tl.where(ends, place - span.begin, span.used)
@@ -181,13 +181,8 @@ def _limit_span_kernel(
 
     # Per node: the number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
-    is_root = node == 0
-    depth, node_ended = tl.zeros([REQUESTS, NODES], tl.int32), is_root & span.ended[:, None]
-    node_begin = tl.where(is_root, span.begin[:, None], 0)
-    node_match = tl.where(is_root, span.match[:, None], 0)
-    node_closing = tl.where(is_root, span.closing_from[:, None], 0)
-    node_used = tl.where(is_root, span.used[:, None], 0)
-    node_missing = tl.where(is_root, span.missing_bytes[:, None], 0)
+    depth = tl.zeros([REQUESTS, NODES], tl.int32)
+    nodes = NodeSpan(*[tl.where(node == 0, x.to(tl.int32)[:, None], 0) for x in span])
     is_draft, count = exists, tl.zeros([REQUESTS], tl.int32)
     if draft_ids_ptr is not None:
         for j in range(D):
@@ -197,39 +192,27 @@ def _limit_span_kernel(
             count += is_draft.to(tl.int32)
             parent = tl.where((parent >= 0) & (parent < j), parent, -1)
             is_parent = node == (parent + 1)[:, None]
-            behind = NodeSpan(
-                tl.max(tl.where(is_parent, node_ended.to(tl.int32), 0), axis=1) > 0,
-                tl.sum(tl.where(is_parent, node_begin, 0), axis=1),
-                tl.sum(tl.where(is_parent, node_match, 0), axis=1),
-                tl.sum(tl.where(is_parent, node_closing, 0), axis=1),
-                tl.sum(tl.where(is_parent, node_used, 0), axis=1),
-                tl.sum(tl.where(is_parent, node_missing, 0), axis=1),
-            )
+            behind = NodeSpan(*[tl.sum(tl.where(is_parent, x, 0), axis=1) for x in nodes])
             new_depth = tl.sum(tl.where(is_parent, depth, 0), axis=1) + 1
             reads = is_draft & has_span
             behind = _after(behind, token.to(tl.int64), length + new_depth, reads, reads, rules)
             is_node = (node == j + 1) & is_draft[:, None]
             depth = tl.where(is_node, new_depth[:, None], depth)
-            node_ended = tl.where(is_node, behind.ended[:, None], node_ended)
-            node_begin = tl.where(is_node, behind.begin[:, None], node_begin)
-            node_match = tl.where(is_node, behind.match[:, None], node_match)
-            node_closing = tl.where(is_node, behind.closing_from[:, None], node_closing)
-            node_used = tl.where(is_node, behind.used[:, None], node_used)
-            node_missing = tl.where(is_node, behind.missing_bytes[:, None], node_missing)
+            nodes = NodeSpan(*[tl.where(is_node, behind[i][:, None], nodes[i]) for i in (0, 1, 2, 3, 4, 5)])
 
     row = request[:, None] * (D + 1) + node
     is_row = exists[:, None] & (node <= D)
     is_node = node <= count[:, None]
-    node_ended = node_ended & has_span[:, None]
-    generated = tl.where(is_node, length[:, None] + depth - node_begin, 0)
+    node_ended = (nodes.ended != 0) & has_span[:, None]
+    generated = tl.where(is_node, length[:, None] + depth - nodes.begin, 0)
     tl.store(ended_ptr + row, node_ended, mask=is_row)
     tl.store(generated_ptr + row, generated, mask=is_row)
     if logits_ptr is not None:
         is_open = has_span[:, None] & is_node & (node_ended == 0)
         # Forced token: the closing's token at this distance from its start, or its last one.
         last = last[:, None]
-        index = length[:, None] + depth - node_closing
-        is_forced = is_open & (node_closing >= 0) & ((lands[:, None] == 0) | (index <= last))
+        index = length[:, None] + depth - nodes.closing_from
+        is_forced = is_open & (nodes.closing_from >= 0) & ((lands[:, None] == 0) | (index <= last))
         index = tl.maximum(tl.minimum(index, last), 0)
         forced_id = tl.load(closing_ptr[:, None] + index, mask=is_forced, other=-2)
         forced_ptr = logits_ptr + row * stride_logits_row + forced_id
@@ -266,10 +249,10 @@ _SPEC = Spec(f"""
 """)
 
 
-_WRITTEN = ["logits", *(f"table.{name}" for name in WRITTEN)]
+_MUTATED = ["logits", *(f"table.{name}" for name in WRITTEN)]
 
 
-@operator(_SPEC, reference=_reference, mutates=_WRITTEN, takes={"table": SpanColumns})
+@operator(_SPEC, reference=_reference, mutates=_MUTATED, takes={"table": SpanColumns})
 def _launch(out: SpanNodes, given):
     (requests, new), table, text_breaks = given.tokens.shape, given.table, given.text_breaks
     if requests == 0:

@@ -31,7 +31,6 @@ class StepCall(NamedTuple):
         is_logits: whether the scores are logits.
         sample: whether tokens are drawn from the candidates.
         verifies: whether drafts are verified.
-        backend: backend of the operators.
         is_aligned: whether each row of the scores begins at a multiple of 16 elements.
         addresses: int64 ``[4]``; addresses of the scores and the mask (:func:`begin_step`). If None, both are passed.
     """
@@ -43,7 +42,6 @@ class StepCall(NamedTuple):
     is_logits: bool
     sample: bool
     verifies: bool
-    backend: str
     is_aligned: bool
     addresses: torch.Tensor | None = None
 
@@ -89,18 +87,15 @@ def begin(
     state: StepState,
     rows: StepRows,
     batch: StepBatch,
-    *,
-    drafts: Drafts | None = None,
-    spans: SpanNodes | None = None,
-    drawn: torch.Tensor | None = None,
+    drafts: Drafts | None,
+    spans: SpanNodes | None,
     filters: Filters,
-    scores: torch.Tensor | None = None,
-    vocab_mask: torch.Tensor | None = None,
-    backend: str,
+    call: StepCall | None,
 ) -> None:
-    """Copy what the step reads per request to ``rows``, in one launch."""
+    """Copy the inputs of the step per request to ``rows``, in one launch. Without a ``call``, there are no scores."""
     requests, tensors = len(batch.lengths), state.tensors
     nodes = requests * (1 + rows.requests.draft_ids.shape[1])
+    scores, vocab_mask, drawn, *_ = call or (None, None, None)
     begin_step(
         state.table.columns,
         batch.tokens,
@@ -118,7 +113,7 @@ def begin(
         vocab_mask=vocab_mask,
         padding_row=state.padding_row,
         out=rows.requests,
-        backend=backend,
+        backend=state.config.backend,
         validate=False,
     )
     if not batch.counts:
@@ -130,7 +125,7 @@ def guide(
 ) -> StepOutput:
     """Choose the candidates of all nodes, compute the values of candidates that need them, and draw tokens."""
     requests, scored, table = rows.requests, rows.scored, state.table.columns
-    text_breaks = state.config.text_breaks
+    text_breaks, backend = state.config.text_breaks, state.config.backend
     with profiler_range("candidates"):
         candidates = topk_candidates(
             call.scores,
@@ -155,11 +150,11 @@ def guide(
             step=state.history.columns.step,
             scored=scored,
             sample=call.sample,
-            backend=call.backend,
+            backend=backend,
             validate=False,
         )
         if rows.trees is not None:
-            pack_drafts(scored, requests.drafts, out=rows.trees, backend=call.backend)
+            pack_drafts(scored, requests.drafts, out=rows.trees, backend=backend)
     with profiler_range("values"):
         value_logits, predicted = values.value_logits(rows, states) or (None, None)
     with profiler_range("draw"):
@@ -173,8 +168,8 @@ def guide(
             drawn=requests.drawn,
             text_breaks=text_breaks,
             sample=call.sample,
-            backend=call.backend,
+            backend=backend,
             validate=False,
         )
-        verified = verify_drafts(drawn.tokens, requests.drafts, backend=call.backend) if call.verifies else None
+        verified = verify_drafts(drawn.tokens, requests.drafts, backend=backend) if call.verifies else None
     return StepOutput(candidates, value_logits, *drawn, verified)

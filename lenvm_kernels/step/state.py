@@ -18,6 +18,7 @@ from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates, StepHistory, StepRequests
 
 Result = TypeVar("Result")
+States = tuple[int, torch.dtype]  # columns and dtype of hidden states
 
 
 class StepRows(NamedTuple):
@@ -61,8 +62,7 @@ class StepTensors:
 
     Args:
         max_rows: largest number of requests.
-        max_drafts: D, draft tokens per request.
-        max_candidates: K, candidates per node.
+        config: has ``max_drafts``, D, and ``max_candidates``, K.
         device: device of the tensors.
         trees: whether candidates and drafts are scored together, see :func:`pack_drafts`.
         states: :attr:`ValueSource.needs_states`.
@@ -75,15 +75,10 @@ class StepTensors:
     """
 
     def __init__(
-        self,
-        max_rows: int,
-        max_drafts: int,
-        max_candidates: int,
-        device: torch.device,
-        *,
-        trees: bool,
-        states: tuple[int, torch.dtype] | None,
+        self, max_rows: int, config: StepConfig, device: torch.device, *, trees: bool, states: States | None
     ) -> None:
+        max_drafts, max_candidates = config.max_drafts, config.max_candidates
+        assert max_candidates is not None  # completed
         nodes = max_rows * (1 + max_drafts)
         self._requests = empty_requests(max_rows, device, max_drafts)
         self._scored = empty_scored(nodes, max_candidates, device)

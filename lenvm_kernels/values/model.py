@@ -9,8 +9,8 @@ because its operators read their number on the device.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -300,25 +300,15 @@ class ValueModel:
         hidden, square_sums, cos, sin = self._embed(batch, live["num_rows"], backend)
         # Each operator that adds to the residual stream writes the sums of squares for the norm that follows.
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps, square_sums=square_sums)
-        adds: dict[str, Any] = dict(square_sums_out=square_sums)
+        add: Callable[..., torch.Tensor] = partial(ragged_linear, square_sums_out=square_sums, **live)
         for i, layer in enumerate(self.layers):
-            # Nested, so that each intermediate result is freed as soon as the next operator has read it.
-            hidden = ragged_linear(
-                self._attend(i, hidden, square_sums, (cos, sin), batch, cache, backend),
-                layer.o,
-                layer.o_bias,
-                residual=hidden,
-                **adds,
-                **live,
-            )
-            hidden = ragged_linear(
-                ragged_linear(hidden, layer.gate_up, layer.gate_up_bias, swiglu=True, **norm, **live),
-                layer.down,
-                layer.down_bias,
-                residual=hidden,
-                **adds,
-                **live,
-            )
+            # Each intermediate result is freed as soon as the next operator has read it.
+            attended = self._attend(i, hidden, square_sums, (cos, sin), batch, cache, backend)
+            hidden = add(attended, layer.o, layer.o_bias, residual=hidden)
+            del attended
+            gated = ragged_linear(hidden, layer.gate_up, layer.gate_up_bias, swiglu=True, **norm, **live)
+            hidden = add(gated, layer.down, layer.down_bias, residual=hidden)
+            del gated
         return hidden, square_sums
 
     def _embed(self, batch: RaggedBatch, num_rows: torch.Tensor, backend: str) -> EmbeddedTokens:

@@ -173,7 +173,7 @@ def _ragged_linear_kernel(
         first_row, first_column = block_m * BLOCK_M, block_n * BLOCK_N
         squares = (square_sums_ptr, stride_square_sums_group, square_sums_out_ptr, stride_square_sums_out_group)
         if SPLITS == 1:
-            _finish(acc, first_row, first_column, rows, ptr, stride, *squares, norm_eps, K, N, SWIGLU)
+            _finish(acc, first_row, first_column, rows, ptr, stride, squares, norm_eps, K, N, SWIGLU)
         else:
             is_sum = (m < rows)[:, None] & (column < N)[None, :]
             part_ptr = ptr.partial + _first(split.to(tl.int64) * T + first_row, first_column, N)
@@ -206,7 +206,7 @@ def _add_parts_kernel(
     for piece in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * PIECES, tl.num_programs(0)):
         row, n = piece // PIECES * ROWS, piece % PIECES * COLUMNS
         y = _sum_parts(ptr.partial + _first(row, n, N), rows - row, N - n, T, N, SPLITS, ROWS, COLUMNS)
-        _finish(y, row, n, rows, ptr, stride, *squares, norm_eps, K, N, False)
+        _finish(y, row, n, rows, ptr, stride, squares, norm_eps, K, N, False)
 
 
 def num_splits(columns: int, size: int, swiglu: bool = False) -> int:

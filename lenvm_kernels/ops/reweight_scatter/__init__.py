@@ -60,7 +60,7 @@ def _reweight_kernel(
     valid = request < B
     inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
     options = (table_rows_ptr, generated_ptr, text_breaks_ptr, S, E)
-    table_row, _, _, result, counted = _reweight(request, valid, *inputs, *options, K, MAX_STEPS)
+    table_row, _, result, counted = _reweight(request, valid, inputs, options, K, MAX_STEPS)
     tl.store(out_ptr + request * K + tl.arange(0, K)[None, :], result, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 

@@ -16,6 +16,7 @@ it is known.
 """
 
 from collections import namedtuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -117,7 +118,7 @@ _SPEC = Spec(f"""
 """)
 
 
-_TAKES = {"table": CandidateColumns | None, "top_k": Tensor, "top_p": Tensor, "min_p": Tensor}
+_TAKES: dict[str, Any] = {"table": CandidateColumns | None, "top_k": Tensor, "top_p": Tensor, "min_p": Tensor}
 _TAKES |= {"temperature": Tensor | None, "addresses": Tensor | None, "max_candidates": int}
 _TAKES |= dict.fromkeys(("is_logits", "is_aligned", "sample", "score_all"), bool)
 

@@ -354,7 +354,7 @@ def _launch(out: Tensor, given):
 
     _value_tree_attention_kernel[(kv_heads, min(plan.shape[0] - 1, max(1, MAX_PROGRAMS // kv_heads)))](
         AttentionTensors(*by_head, slot_table, given.parents, plan, partial_out, partial_lse),
-        AttentionStrides(*strides, slot_table.stride(0)),
+        AttentionStrides._make((*strides, slot_table.stride(0))),
         *(given.counters, workspace_rows, given.sm_scale * math.log2(math.e)),
         PAGE_SIZE=given.page_size,
         GROUP=group,
