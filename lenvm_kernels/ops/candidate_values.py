@@ -23,16 +23,8 @@ from lenvm_kernels.ops.reweight_scatter.reweight import (
     _one_minus_exp,
     _remaining_of_target,
 )
+from lenvm_kernels.reference import candidate_values as reference
 from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.reference.candidate_values import (
-    BEYOND,
-    LARGEST_NATS,
-    LARGEST_REMAINING,
-    LARGEST_STRENGTH,
-    SHORTEST,
-    SMALLEST_WIDTH,
-)
-from lenvm_kernels.reference.candidate_values import candidate_values as _reference
 from lenvm_kernels.types import GuidanceColumns
 
 # Not measured. With 128 columns at a time, the product with W2 spills.
@@ -42,9 +34,9 @@ BLOCK_K_BYTES = 128
 STAGES, NUM_WARPS = 3, 4
 # Maximum number of length bins: a program holds up to 16 x 64 of their logits.
 MAX_BINS = 64
-_SMALLEST_WIDTH, _LARGEST_REMAINING = tl.constexpr(SMALLEST_WIDTH), tl.constexpr(LARGEST_REMAINING)
-_LARGEST_NATS, _BEYOND = tl.constexpr(LARGEST_NATS), tl.constexpr(BEYOND)
-_SHORTEST, _LARGEST_STRENGTH = tl.constexpr(SHORTEST), tl.constexpr(LARGEST_STRENGTH)
+_SMALLEST_WIDTH, _LARGEST_NATS = tl.constexpr(reference.SMALLEST_WIDTH), tl.constexpr(reference.LARGEST_NATS)
+_LARGEST_REMAINING, _BEYOND = tl.constexpr(reference.LARGEST_REMAINING), tl.constexpr(reference.BEYOND)
+_SHORTEST, _LARGEST_STRENGTH = tl.constexpr(reference.SHORTEST), tl.constexpr(reference.LARGEST_STRENGTH)
 # Logit of padding bins.
 _NO_LOGIT = tl.constexpr(-(2.0**126))
 
@@ -221,7 +213,7 @@ _SPEC = Spec(f"""
 """)
 
 
-@operator(_SPEC, reference=_reference, takes={"table": ProbeColumns})
+@operator(_SPEC, reference=reference.candidate_values, takes={"table": ProbeColumns})
 def _launch(out: _Logits, given):
     weights = ProbeWeights._make(getattr(given, name) for name in ProbeWeights._fields)
     (rows, columns), (outputs, size), bins = given.token_ids.shape, weights.fc_weight.shape, len(weights.bins_weight)

@@ -7,15 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    FLOAT_DTYPES,
-    INT_DTYPES,
-    ceil_div,
-    check_tensor,
-    per_request,
-    resolve_backend,
-)
+from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
 from lenvm_kernels.ops._spec import Spec
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
 from lenvm_kernels.paged_slots import PagedSlots
@@ -107,7 +99,6 @@ class StepConfig:
             max_candidates=self.max_candidates or candidates,
             text_breaks=None if self.text_breaks is None else self.text_breaks.to(device),
             graphs=can_have_graphs if self.graphs is None else self.graphs,
-            backend=resolve_backend(self.backend, "slots.table", slots.table),
         )
 
     def checked_drafts(self, drafts: Drafts, requests: int, device: torch.device) -> Drafts:

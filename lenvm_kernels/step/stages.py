@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.profiling import profiler_range
-from lenvm_kernels.step.inputs import StepBatch
+from lenvm_kernels.step.inputs import PreparedStep, StepBatch
 from lenvm_kernels.step.outputs import StepOutput
 from lenvm_kernels.step.sources import ValueSource
 from lenvm_kernels.step.state import StepRows, StepState
@@ -83,16 +83,9 @@ def limit_spans(state: StepState, logits: torch.Tensor | None, batch: StepBatch,
     )
 
 
-def begin(
-    state: StepState,
-    rows: StepRows,
-    batch: StepBatch,
-    drafts: Drafts | None,
-    spans: SpanNodes | None,
-    filters: Filters,
-    call: StepCall | None,
-) -> None:
+def begin(state: StepState, rows: StepRows, prepared: PreparedStep, filters: Filters, call: StepCall | None) -> None:
     """Copy the inputs of the step per request to ``rows``, in one launch. Without a ``call``, there are no scores."""
+    _, batch, drafts, spans, _ = prepared
     requests, tensors = len(batch.lengths), state.tensors
     nodes = requests * (1 + rows.requests.draft_ids.shape[1])
     scores, vocab_mask, drawn, *_ = call or (None, None, None)
@@ -105,7 +98,7 @@ def begin(
         active=tensors.all_active[:requests] if batch.active is None else batch.active,
         history=state.history.columns,
         drafts=drafts,
-        spans=spans,
+        spans=None if drafts is None else spans,  # without drafts the table has the same state
         drawn=tensors.none_drawn[:nodes] if drawn is None else drawn,
         filters=filters,
         addresses=tensors.addresses,
@@ -126,6 +119,8 @@ def guide(
     """Choose the candidates of all nodes, compute the values of candidates that need them, and draw tokens."""
     requests, scored, table = rows.requests, rows.scored, state.table.columns
     text_breaks, backend = state.config.text_breaks, state.config.backend
+    shared: dict[str, Any] = dict(drawn=requests.drawn, sample=call.sample, text_breaks=text_breaks)
+    shared |= dict(backend=backend, validate=False)
     with profiler_range("candidates"):
         candidates = topk_candidates(
             call.scores,
@@ -142,34 +137,18 @@ def guide(
             table=table,
             table_rows=requests.table_rows,
             generated=requests.generated,
-            text_breaks=text_breaks,
             last_tokens=None if text_breaks is None else requests.last_tokens,
             requests=requests,
-            drawn=requests.drawn,
             score_all=state.config.score_all,
             step=state.history.columns.step,
             scored=scored,
-            sample=call.sample,
-            backend=backend,
-            validate=False,
+            **shared,
         )
         if rows.trees is not None:
             pack_drafts(scored, requests.drafts, out=rows.trees, backend=backend)
     with profiler_range("values"):
         value_logits, predicted = values.value_logits(rows, states) or (None, None)
     with profiler_range("draw"):
-        drawn = draw(
-            candidates,
-            value_logits,
-            table,
-            requests,
-            scored,
-            predicted=predicted,
-            drawn=requests.drawn,
-            text_breaks=text_breaks,
-            sample=call.sample,
-            backend=backend,
-            validate=False,
-        )
+        drawn = draw(candidates, value_logits, table, requests, scored, predicted=predicted, **shared)
         verified = verify_drafts(drawn.tokens, requests.drafts, backend=backend) if call.verifies else None
     return StepOutput(candidates, value_logits, *drawn, verified)

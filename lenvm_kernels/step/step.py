@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.spans import SpanState
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, ceil_div, check_tensor
+from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, ceil_div, check_tensor, resolve_backend
 from lenvm_kernels.ops.reweight_scatter import scatter_probs
 from lenvm_kernels.ops.topk_candidates import rows_are_aligned
 from lenvm_kernels.profiling import profiler_range
@@ -85,6 +85,7 @@ class GuidedStep:
         check_tensor("slots.table", slots.table, dtypes=torch.int32, shape=(None, None), device=self.device)
         if slots.num_slots < 1:
             raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
+        config = replace(config, backend=resolve_backend(config.backend, "slots.table", slots.table))
         has_graphs = self.graphs_class.supports(self.device)
         self.config = config = config.completed(slots, self.device, values.candidates, has_graphs=has_graphs)
         table_rows = slots.table.shape[0]
@@ -351,12 +352,11 @@ class GuidedStep:
 
     def _launch(self, prepared: PreparedStep, call: StepCall, filters: Filters) -> StepOutput:
         """A step of at most ``MAX_ROWS`` requests, with checked arguments."""
-        _, batch, drafts, spans, _ = prepared
-        state, requests, count = self._state, len(batch.lengths), len(call.scores)
+        batch, state, count = prepared.batch, self._state, len(call.scores)
+        requests = len(batch.lengths)
         graphs, rows = self._rows_for(requests, count // requests)
         with profiler_range("begin"):
-            spans = None if drafts is None else spans  # without drafts the table has the same state
-            stages.begin(state, rows, batch, drafts, spans, filters, call)
+            stages.begin(state, rows, prepared, filters, call)
         if graphs is None:
             output = stages.guide(state, rows, self.values, call, batch.states)
         else:
@@ -429,7 +429,7 @@ class GuidedStep:
         graphs, rows = self._rows_for(b, nodes)
         no_drafts = None if nodes == 1 else Drafts(*(x[:b] for x in self._state.tensors.no_drafts))
         filters = NO_FILTERS.filters(b, device, self._numbers)
-        stages.begin(self._state, rows, before, no_drafts, None, filters, None)
+        stages.begin(self._state, rows, PreparedStep(None, before, no_drafts, None, False), filters, None)
         wants_length = rows.requests.wants_length.view(-1, nodes)[:b, 0]
         rows.score_chains(tokens, torch.where(wants_length, new_lens, 0))
         states = batch.states
