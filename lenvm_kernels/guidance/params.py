@@ -336,9 +336,9 @@ def read_names(
     given: dict[str, Any] = {}
     for values, accepted in ((flat, names), (space, _NAMES)):
         for name, value in values.items():
-            main = (
-                None if value is None else _main_name(name, accepted, is_known=values is space or others == "rejected")
-            )
+            if value is None:
+                continue
+            main = _main_name(name, accepted, is_known=values is space or others == "rejected")
             if main in given:
                 every = ", ".join([*FIELDS[main].names, *FIELDS[main].elsewhere.split()])
                 raise ValueError(f"{main} is given twice: accepted is one of {every}")

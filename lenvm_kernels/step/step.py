@@ -413,7 +413,9 @@ class GuidedStep:
         check_class("batch", batch, StepBatch)
         batch = batch.checked(self.max_requests, device)
         nodes = 1 if has_states else 1 + config.max_drafts
-        table_rows, lengths, (tokens, new_lens) = batch.table_rows, batch.lengths, batch.grown_by()
+        tokens, table_rows, lengths, new_lens = batch[:4]
+        if new_lens is None:
+            tokens, new_lens = tokens[:, None], torch.ones_like(lengths)
         b, columns = tokens.shape
         if columns > nodes:
             accepted = "1 column" if nodes == 1 else f"1 to 1 + max_drafts = {nodes} columns"
