@@ -10,7 +10,7 @@ from hypothesis import given
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Thoughts, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
-from lenvm_kernels.guidance.params import check_without_values, read_names
+from lenvm_kernels.guidance.params import read_names
 from lenvm_kernels.types import CountFrom, Mode
 
 INF, NAN, LARGEST = math.inf, math.nan, (2 - 2**-23) * 2.0**127
@@ -267,12 +267,6 @@ def test_conflicting_fields_are_named(rejected):
     others = defaults.pop("others", "rejected")
     with pytest.raises(ValueError, match=f"^{message}$"):
         parse_guidance(read_names(request_, others=others), **defaults)
-
-
-def test_answer_after_a_thought_is_checked_without_values():
-    params = parse_guidance({"thinking_budget": 5, "target_length": 9, "op": "eq", **ENDS})
-    with pytest.raises(ValueError, match=r"value_constraint must be one of near, .* without a value model, got 'eq'"):
-        check_without_values(params)
 
 
 def test_custom_params_must_be_a_mapping():
