@@ -254,7 +254,7 @@ SCENARIOS = [
     ),
     Scenario(
         "rare ends after sentences, lines and drafts, and of late requests; ends of sentences near the target",
-        requests({"target_length": 30}, {"target_length": 9}, {"target_length": 30, "min_end_prob": 1e-6}),
+        requests({"target_length": 30}, {"target_length": 3}, {"target_length": 30, "min_end_prob": 1e-6}),
         [Start("abc", is_extended=False)],
         [
             Step(
