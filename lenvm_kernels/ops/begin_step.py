@@ -210,7 +210,6 @@ _SPEC = Spec(f"""
     vocab_mask?: int32 [B * (1 + D), (V + 31) // 32]
     out?: StepRequests contiguous
 """)
-
 _WRITTEN = ["table.faults", "addresses", *(f"history.{name}" for name in StepHistory._fields)]
 
 

@@ -207,8 +207,6 @@ _SPEC = Spec("""
     history?: StepHistory (tokens, cached_lens) contiguous
 """)
 _reference = partial(_lay_out, tile_rows=BLOCK_M.value, split_tiles=SPLIT_TILES.value, num_splits=most_splits)
-
-
 _NUMBERS = {"page_size": int, "max_new": int, "group": int}
 
 

@@ -247,8 +247,6 @@ _SPEC = Spec(f"""
     new_lens?: int32 [B]
     text_breaks?: int8 [W]
 """)
-
-
 _MUTATED = ["logits", *(f"table.{name}" for name in WRITTEN)]
 
 

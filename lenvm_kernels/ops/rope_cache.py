@@ -143,8 +143,6 @@ _REST = Spec("""
     qk_norm_weight?: =qkv [Hq + Hkv, D]
     num_rows?: int32 [1]
 """)
-
-
 _NUMBERS = {"num_heads": int, "norm_eps": float}
 
 

@@ -288,8 +288,6 @@ _SPEC = Spec("""
     residual?: =x [T, rows // (1 + swiglu)]
     square_sums_out?: single [(rows // (1 + swiglu) + 63) // 64, T]
 """)
-
-
 _OPTIONS = {"norm_eps": float | None, "swiglu": bool, "expected_rows": int | None}
 
 

@@ -22,15 +22,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    MAX_CANDIDATES,
-    ceil_div,
-    next_power_of_2,
-    per_request,
-    row_strides,
-    with_row_stride,
-)
+from lenvm_kernels.ops._common import COLUMNS, ceil_div, next_power_of_2, per_request, row_strides, with_row_stride
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -116,8 +108,6 @@ _SPEC = Spec(f"""
     step?: int64 [1]
     scored?: ScoredCandidates contiguous
 """)
-
-
 _TAKES: dict[str, Any] = {"table": CandidateColumns | None, "top_k": Tensor, "top_p": Tensor, "min_p": Tensor}
 _TAKES |= {"temperature": Tensor | None, "addresses": Tensor | None, "max_candidates": int}
 _TAKES |= dict.fromkeys(("is_logits", "is_aligned", "sample", "score_all"), bool)
@@ -277,7 +267,7 @@ def topk_candidates(
     operands = (scores, guided, vocab_mask, table, *options)
     if validate:
         if max_candidates not in COLUMNS:
-            raise ValueError(f"max_candidates must be a power of two up to {MAX_CANDIDATES}, got {max_candidates!r}")
+            raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates!r}")
         if temperature is not None and not is_logits:
             raise ValueError("temperature must be None when scores are probabilities (is_logits=False)")
         if table is None and any(x is not None for x in options):
