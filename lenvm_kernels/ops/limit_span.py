@@ -182,7 +182,7 @@ def _limit_span_kernel(
     # Per node: the number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
     depth = tl.zeros([REQUESTS, NODES], tl.int32)
-    nodes = NodeSpan(*[tl.where(node == 0, x.to(tl.int32)[:, None], 0) for x in span])
+    nodes = NodeSpan(*[tl.where(node == 0, root.to(tl.int32)[:, None], 0) for root in span])
     is_draft, count = exists, tl.zeros([REQUESTS], tl.int32)
     if draft_ids_ptr is not None:
         for j in range(D):
@@ -192,13 +192,13 @@ def _limit_span_kernel(
             count += is_draft.to(tl.int32)
             parent = tl.where((parent >= 0) & (parent < j), parent, -1)
             is_parent = node == (parent + 1)[:, None]
-            behind = NodeSpan(*[tl.sum(tl.where(is_parent, x, 0), axis=1) for x in nodes])
+            behind = NodeSpan(*[tl.sum(tl.where(is_parent, known, 0), axis=1) for known in nodes])
             new_depth = tl.sum(tl.where(is_parent, depth, 0), axis=1) + 1
             reads = is_draft & has_span
             behind = _after(behind, token.to(tl.int64), length + new_depth, reads, reads, rules)
             is_node = (node == j + 1) & is_draft[:, None]
             depth = tl.where(is_node, new_depth[:, None], depth)
-            nodes = NodeSpan(*[tl.where(is_node, behind[i][:, None], nodes[i]) for i in (0, 1, 2, 3, 4, 5)])
+            nodes = NodeSpan(*[tl.where(is_node, behind[k][:, None], nodes[k]) for k in (0, 1, 2, 3, 4, 5)])
 
     row = request[:, None] * (D + 1) + node
     is_row = exists[:, None] & (node <= D)
