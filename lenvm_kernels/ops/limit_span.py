@@ -62,16 +62,16 @@ def _after(
     rules,  # _Rules
 ):
     """The span state after a token."""
-    column, has_ended = tl.arange(0, rules.patterns.shape[1])[None, :], span.ended != 0
+    column = tl.arange(0, rules.patterns.shape[1])[None, :]
     is_pattern = (rules.patterns == token[:, None]) & (rules.patterns >= 0)
     match = ((span.match << 1) | rules.first_bits) & tl.sum(tl.where(is_pattern, 1 << column, 0), axis=1)
     index = place - 1 - span.closing_from
     is_within = is_new & (span.closing_from >= 0) & (index >= 0) & (index < rules.closing_last)
     forced = tl.load(rules.closing_ptr + index, mask=is_within, other=-2)
     # A closing may contain another end, and goes on to its own.
-    ends = is_new & (has_ended == 0) & ((match & rules.end_bits) != 0) & ((is_within & (forced == token)) == 0)
-    begins = is_new & has_ended & ((match & rules.start_bits) != 0)
-    ended = (has_ended | ends) & (begins == 0)
+    ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0) & ((is_within & (forced == token)) == 0)
+    begins = is_new & span.ended & ((match & rules.start_bits) != 0)
+    ended = (span.ended | ends) & (begins == 0)
     begin = tl.where(begins, place - tl.where(rules.count_from == _SPANS, span.used, 0), span.begin)
     begin = tl.where(rules.count_from == _OUTPUT, span.begin, tl.where(ends, place, begin))
     used = tl.where(ends, place - span.begin, span.used)
@@ -182,7 +182,7 @@ def _limit_span_kernel(
     # Per node: the number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
     depth = tl.zeros([REQUESTS, NODES], tl.int32)
-    nodes = NodeSpan(*[tl.where(node == 0, root.to(tl.int32)[:, None], 0) for root in span])
+    nodes = NodeSpan(*[tl.where(node == 0, root[:, None], 0).to(root.dtype) for root in span])
     is_draft, count = exists, tl.zeros([REQUESTS], tl.int32)
     if draft_ids_ptr is not None:
         for j in range(D):
@@ -192,7 +192,7 @@ def _limit_span_kernel(
             count += is_draft.to(tl.int32)
             parent = tl.where((parent >= 0) & (parent < j), parent, -1)
             is_parent = node == (parent + 1)[:, None]
-            behind = NodeSpan(*[tl.sum(tl.where(is_parent, known, 0), axis=1) for known in nodes])
+            behind = NodeSpan(*[tl.sum(tl.where(is_parent, x, 0), axis=1).to(x.dtype) for x in nodes])
             new_depth = tl.sum(tl.where(is_parent, depth, 0), axis=1) + 1
             reads = is_draft & has_span
             behind = _after(behind, token.to(tl.int64), length + new_depth, reads, reads, rules)
@@ -203,7 +203,7 @@ def _limit_span_kernel(
     row = request[:, None] * (D + 1) + node
     is_row = exists[:, None] & (node <= D)
     is_node = node <= count[:, None]
-    node_ended = (nodes.ended != 0) & has_span[:, None]
+    node_ended = nodes.ended & has_span[:, None]
     generated = tl.where(is_node, length[:, None] + depth - nodes.begin, 0)
     tl.store(ended_ptr + row, node_ended, mask=is_row)
     tl.store(generated_ptr + row, generated, mask=is_row)
