@@ -9,6 +9,7 @@ computes the probabilities that :func:`draw` draws from, and scatters them. :fun
 everything in one call with ``transformers``.
 """
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +77,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Modules are imported on first use, so that `lenvm --help` does not wait for torch and transformers.
-_MODULES = {
+_OPERATORS = (
+    "begin_step candidate_values draw embed_tokens lay_out limit_span pack_drafts ragged_linear reweight_scatter "
+    "rope_cache topk_candidates value_head value_tree_attention verify_drafts"
+)
+_MODULES = {f"ops.{name}": name for name in _OPERATORS.split()} | {
     "engines.transformers.generate": "generate",
     "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
-    "ops.begin_step": "empty_history",
-    "ops.topk_candidates": "empty_scored",
+    "ops.begin_step": "begin_step empty_history",
+    "ops.topk_candidates": "empty_scored topk_candidates",
     "paged_slots": "OutOfSlots PagedSlots",
     "step": (
         "ConstantValues EngineSlots GuidedStep ModelValues PreparedStep ProbeValues Sampling StepBatch StepConfig "
@@ -92,20 +97,22 @@ _MODULES = {
     ),
     "values": ("ImageTokens KVCache LengthProbe LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions"),
 }
-# Each operator is in the module of the same name.
-_OPERATORS = (
-    "begin_step candidate_values draw embed_tokens lay_out limit_span pack_drafts ragged_linear reweight_scatter "
-    "rope_cache topk_candidates value_head value_tree_attention verify_drafts"
-)
-_MODULE_OF = {name: f"ops.{name}" for name in _OPERATORS.split()}
-_MODULE_OF |= {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted(" ".join(_MODULES.values()).split())
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+def imported_on_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package: imports a name on first use. ``modules`` has the names of each module."""
+    module_of = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(module_of[name]), name)
+
+    return get
+
+
+__getattr__ = imported_on_use(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """Rotary embedding and cache write in plain PyTorch, with the roundings of ``transformers``."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lenvm_kernels.reference._common import compute_dtype
@@ -19,7 +20,7 @@ def rope_cache(
     norm_eps: float = 1e-6,
     num_rows: Tensor | None = None,  # int32 [1]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
-    """See :func:`lenvm_kernels.ops.rope_cache.rope_cache`. Rows from ``num_rows`` on are uninitialized."""
+    """See :func:`lenvm_kernels.ops.rope_cache.rope_cache`. Rows from ``num_rows`` on are 0."""
     tokens = qkv.shape[0]
     num_slots, kv_heads, head_dim = k_cache.shape
     rows = tokens if num_rows is None else max(0, min(int(num_rows), tokens))
@@ -33,13 +34,8 @@ def rope_cache(
     slots = slots[kept].long()
     k_cache.index_copy_(0, slots, k[kept])
     v_cache.index_copy_(0, slots, v[kept])
-
-    def padded(values: Tensor) -> Tensor:
-        out = values.new_empty(tokens, *values.shape[1:])
-        out[:rows] = values
-        return out
-
-    return padded(q), padded(k), padded(v)
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, tokens - rows)) for x in (q, k, v))
+    return q, k, v
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

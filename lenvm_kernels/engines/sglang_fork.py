@@ -25,8 +25,9 @@ from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.params import read_names
+from lenvm_kernels.ops._common import MAX_CANDIDATES
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, topk_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.step import GuidedStep, ModelValues, Sampling
 from lenvm_kernels.types import Mode, Status

@@ -1,7 +1,8 @@
 """The guidance of requests: the fields, their parsed form, and the table of all requests on the device."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lenvm_kernels import imported_on_use
 
 if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import GuidanceParams as GuidanceParams
@@ -12,17 +13,6 @@ if TYPE_CHECKING:
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
 
 # Imported on first use, so that the command line reads the fields without waiting for torch.
-_MODULES = {
-    "GuidanceParams": "params",
-    "parse_guidance": "params",
-    "SpanState": "spans",
-    "Thoughts": "spans",
-    "text_breaks_of": "sentences",
-    "GuidanceTable": "table",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+_MODULES = {"params": "GuidanceParams parse_guidance", "spans": "SpanState Thoughts"}
+_MODULES |= {"sentences": "text_breaks_of", "table": "GuidanceTable"}
+__getattr__ = imported_on_use(__name__, _MODULES)

@@ -121,8 +121,8 @@ class GuidanceParams:
     @cached_property
     def span_patterns(self) -> SpanPatterns:
         """The sequences that begin and end a span."""
-        ends, begins_open = self.end_token_ids + self.pause_token_ids, self.begins_open or not self.start_token_ids
-        return SpanPatterns.of(ends, self.start_token_ids, self.call_token_ids, begins_open=begins_open)
+        ends = self.end_token_ids + self.pause_token_ids
+        return SpanPatterns.of(ends, self.start_token_ids, self.call_token_ids, begins_open=self.begins_open)
 
     @property
     def closing_token_ids(self) -> tuple[int, ...]:
@@ -336,9 +336,9 @@ def read_names(
     given: dict[str, Any] = {}
     for values, accepted in ((flat, names), (space, _NAMES)):
         for name, value in values.items():
-            main = (
-                None if value is None else _main_name(name, accepted, is_known=values is space or others == "rejected")
-            )
+            if value is None:
+                continue
+            main = _main_name(name, accepted, is_known=values is space or others == "rejected")
             if main in given:
                 every = ", ".join([*FIELDS[main].names, *FIELDS[main].elsewhere.split()])
                 raise ValueError(f"{main} is given twice: accepted is one of {every}")

@@ -72,17 +72,9 @@ class SpanPatterns(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        ends: TokenSequences,
-        starts: TokenSequences,
-        calls: TokenSequences = (),
-        *,
-        begins_open: bool | None = None,
+        cls, ends: TokenSequences, starts: TokenSequences, calls: TokenSequences = (), *, begins_open: bool = False
     ) -> SpanPatterns:
-        """The patterns of these sequences, none of which is empty.
-
-        If ``begins_open`` is None, the first span begins with a start sequence if there is one, else with the output.
-        """
+        """The patterns of these sequences, none of which is empty. Without ``starts``, a span always begins open."""
         token_ids: list[int] = []
         first_bits, last_bits, bits_of = 0, [0, 0, 0], dict[int, int]()
         for kind, sequences in enumerate((ends, starts, calls)):
@@ -92,9 +84,9 @@ class SpanPatterns(NamedTuple):
                 last_bits[kind] |= 1 << len(token_ids) - 1
         for i, token in enumerate(token_ids):
             bits_of[token] = bits_of.get(token, 0) | 1 << i
-        begins_open = not starts if begins_open is None else begins_open
         end_bits, start_bits, call_bits = last_bits
-        return cls(tuple(token_ids), begins_open, first_bits, end_bits | call_bits, start_bits, call_bits, bits_of)
+        opens = begins_open or not starts
+        return cls(tuple(token_ids), opens, first_bits, end_bits | call_bits, start_bits, call_bits, bits_of)
 
     def after(self, match: int, token: int) -> int:
         """The bits of the tokens that may have been matched last, after another ``token``."""

@@ -79,7 +79,7 @@ class GuidanceTable:
         }
         codes = [f"{self._sizes[name]}{_STRUCT_CODES[column.dtype]}" for name, column in _PACKED.items()]
         self._struct = struct.Struct("=" + "".join(codes))
-        self._rows = self._packed(GuidanceParams(), (), 0, SpanState(0, 0)).to(device).repeat(rows, 1)
+        self._rows = self._packed(GuidanceParams(), (), 0, SpanState(0, 0), None).to(device).repeat(rows, 1)
         self._columns = self._views(torch.zeros(rows, dtype=torch.int32, device=device))
         self._staged: dict[int, torch.Tensor] = {}
 
@@ -143,12 +143,7 @@ class GuidanceTable:
         self._staged[table_row] = self._packed(params or GuidanceParams(), eos_token_ids, seed, span, answer_row)
 
     def _packed(
-        self,
-        params: GuidanceParams,
-        eos_token_ids: Collection[int],
-        seed: int,
-        span: SpanState,
-        answer_row: int | None = None,
+        self, params: GuidanceParams, eos_token_ids: Collection[int], seed: int, span: SpanState, answer_row: int | None
     ) -> torch.Tensor:
         """A row on the host, as int64 words."""
         patterns, target = params.span_patterns, params.target_length or 0.0
@@ -161,14 +156,12 @@ class GuidanceTable:
             "token_scales": [scale for _, scale in scales],
             "eos_token_ids": sorted(eos_token_ids),
             "span_end_token_ids": [*dict.fromkeys(first for first, *_ in params.end_token_ids)],
-            "span_token_ids": patterns.token_ids,
-            "span_first_bits": patterns.first_bits,
-            "span_end_bits": patterns.end_bits,
-            "span_start_bits": patterns.start_bits,
-            "span_seen": span.seen,
-            "span_match": span.match,
+            **{
+                f"span_{name}": getattr(patterns, name)
+                for name in ("token_ids", "first_bits", "end_bits", "start_bits")
+            },
+            **{f"span_{name}": getattr(span, name) for name in ("seen", "match", "used")},
             "closing_from": span.closing_from,
-            "span_used": span.used,
             "missing_bytes": 0,  # a forced end may cut a character that a retracted request has begun
             "nats_per_token": -math.log(params.gamma),
             "target_length": target - min(self._early, _EARLY_SHARE * target) if waits else target,

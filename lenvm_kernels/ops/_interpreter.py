@@ -25,11 +25,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def bf16_bits_to_fp32(bits: np.ndarray) -> np.ndarray:
-    """Decode bf16 bits (uint16) into fp32, exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
     """Encode fp32 as bf16 bits (uint16), rounding to nearest even; NaN stays NaN."""
     values = np.ascontiguousarray(values, dtype=np.float32)
@@ -39,8 +34,9 @@ def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def decoded(handle: interpreter.TensorHandle) -> np.ndarray:
-    """The values of a tensor. bf16, which the interpreter stores as bits, is decoded to fp32."""
-    return bf16_bits_to_fp32(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
+    """The values of a tensor. bf16, which the interpreter stores as bits (uint16), is decoded to fp32, exactly."""
+    is_bf16 = handle.dtype.scalar == tl.bfloat16
+    return (handle.data.astype(np.uint32) << 16).view(np.float32) if is_bf16 else handle.data
 
 
 def dot_in_order(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -36,16 +37,17 @@ def operator(
     *specs: Spec,
     reference: Callable[..., Any],
     mutates: Sequence[str] = (),
-    only_kernels: Sequence[str] = (),
+    takes: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Callable[[Launch], Launch]:
     """Turn a function that launches kernels into an operator.
 
-    The function takes its output first, then the operands: tensors, named tuples of tensors, numbers, and ``None`` for
-    optional operands. All are positional. ``specs`` gives their types, unless annotated. The decorated function
-    takes the backend, ``triton`` or ``reference``, before these arguments, and returns the output. It
+    The function takes its output, whose type is annotated, and a named tuple of the operands: first those of ``specs``
+    (tensors, named tuples of tensors, and ``None`` for optional operands), then the further ones of ``takes``. The
+    decorated function takes the backend, ``triton`` or ``reference``, the output, and the operands one by one in the
+    same order, and returns the output. It
 
-    - reduces a :class:`GuidanceColumns` to the columns of the annotated named tuple;
+    - reduces a :class:`GuidanceColumns` to the columns of the named tuple in ``takes``;
     - makes the GPU of the output current, because Triton launches on the current GPU;
     - is ``torch.ops.lenvm.<name>`` when operators are recorded instead of executed: ``torch.compile``,
       ``torch.export``, ``make_fx``. The schema has one argument for each field of a named tuple. Other calls bypass the
@@ -53,25 +55,27 @@ def operator(
 
     Args:
         specs: declarations of the operands.
-        reference: function of the reference backend. It takes the operands by name. The values that it returns are
-            copied into the output. If it has a parameter ``out``, it writes the output itself.
+        reference: function of the reference backend. It takes operands by name; operands that are not among its
+            parameters matter to kernels only. The values that it returns are copied into the output. If it has a
+            parameter ``out``, it writes the output itself.
         mutates: operands that are written as well: ``"name"``, or ``"name.field"`` for one field of a named tuple.
-        only_kernels: operands that the reference does not take.
+        takes: types of numbers and other operands that are not in ``specs``, and narrower types of operands that are.
         name: name of the operator. If None, the name of the function's module.
     """
-    declared = {label: kind for spec in specs for label, kind in spec.types.items()}
+    declared = {label: kind for spec in specs for label, kind in spec.types.items() if label != "out"}
+    declared |= takes or {}
+    operands_type = namedtuple("Operands", declared)  # type: ignore[misc]
+    of_reference = inspect.signature(reference).parameters
 
     def decorate(launch: Launch) -> Launch:
-        kinds = declared | get_type_hints(launch)
-        arguments = [_argument(label, kinds[label]) for label in inspect.signature(launch).parameters]
+        kinds = {"out": get_type_hints(launch)["out"]} | declared
+        arguments = [_argument(label, kind) for label, kind in kinds.items()]
         # Positions of the arguments that are some columns of a guidance table.
         tables = [i for i, x in enumerate(arguments) if x.kind and {*x.kind._fields} < {*GuidanceColumns._fields}]
-        writes_output = "out" in inspect.signature(reference).parameters
 
-        def run_reference(out: Any, *values: Any) -> None:
-            operands = {x.name: value for x, value in zip(arguments[1:], values, strict=True)}
-            given = {label: value for label, value in operands.items() if label not in only_kernels}
-            if writes_output:
+        def run_reference(out: Any, operands: Any) -> None:
+            given = {label: value for label, value in operands._asdict().items() if label in of_reference}
+            if "out" in of_reference:
                 reference(**given, out=out)
                 return
             results = reference(**given)
@@ -80,15 +84,15 @@ def operator(
                 if written is not None:
                     written.copy_(result)
 
-        def execute(backend: str, *values: Any) -> None:
-            first = values[0] if isinstance(values[0], Tensor) else values[0][0]
+        def execute(backend: str, out: Any, *values: Any) -> None:
+            first, operands = out if isinstance(out, Tensor) else out[0], operands_type._make(values)
             if backend == "reference":
-                run_reference(*values)
+                run_reference(out, operands)
             elif first.is_cuda:
                 with torch.cuda.device_of(first):
-                    launch(*values)
+                    launch(out, operands)
             else:
-                launch(*values)
+                launch(out, operands)
 
         def execute_flat(backend: str, *flat: Any) -> None:
             execute(backend, *_nested(arguments, flat))

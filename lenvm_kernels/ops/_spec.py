@@ -28,15 +28,7 @@ import torch
 from torch import Tensor
 
 import lenvm_kernels.types as types
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    FLOATS,
-    INT_DTYPES,
-    MAX_CANDIDATES,
-    SINGLES,
-    check_tensor,
-    resolve_backend,
-)
+from lenvm_kernels.ops._common import COLUMNS, FLOATS, INT_DTYPES, SINGLES, check_tensor, resolve_backend
 
 Size = Callable[[dict[str, int]], int]
 
@@ -173,7 +165,7 @@ def _limit(size: str) -> tuple[str, Callable[[int], bool]]:
     if size.endswith("+"):
         return "at least one {part}, got none", lambda n: n > 0
     if size.endswith("=2**n"):
-        return f"a power of two up to {MAX_CANDIDATES} {{part}}s, got {{size}}", lambda n: n in COLUMNS
+        return f"a power of two up to {COLUMNS[-1]} {{part}}s, got {{size}}", lambda n: n in COLUMNS
     least, most = map(int, size.partition("=")[2].split(".."))
     return f"{least} to {most} {{part}}s, got {{size}}", lambda n: least <= n <= most
 

@@ -210,44 +210,25 @@ _SPEC = Spec(f"""
     vocab_mask?: int32 [B * (1 + D), (V + 31) // 32]
     out?: StepRequests contiguous
 """)
-
 _WRITTEN = ["table.faults", "addresses", *(f"history.{name}" for name in StepHistory._fields)]
 
 
-@operator(_SPEC, reference=_reference, mutates=_WRITTEN)
-def _launch(
-    out: StepRequests,
-    tokens,
-    table_rows,
-    lengths,
-    new_lens,
-    active,
-    table: GatheredColumns,
-    history,
-    drafts,
-    spans,
-    drawn,
-    filters,
-    addresses,
-    scores,
-    vocab_mask,
-    padding_row: int,
-):
-    rows, columns = out.draft_ids.shape
+@operator(_SPEC, reference=_reference, mutates=_WRITTEN, takes={"table": GatheredColumns, "padding_row": int})
+def _launch(out: StepRequests, given):
+    (rows, columns), tokens, history = out.draft_ids.shape, given.tokens, given.history
     if rows == 0:
         return
-    draft_ids, draft_parents = (None, None) if drafts is None else drafts
+    draft_ids, draft_parents = given.drafts or (None, None)
     nodes = next_power_of_2(1 + columns)
     tile_requests = max(1, NODES // nodes)
     _begin_step_kernel[(ceil_div(rows, tile_requests),)](
-        *(out, table, row_strides(table), history),
-        *(tokens, tokens.stride(0), new_lens, table_rows, lengths, active),
+        *(out, given.table, row_strides(given.table), history),
+        *(tokens, tokens.stride(0), given.new_lens, given.table_rows, given.lengths, given.active),
         *(*with_row_stride(draft_ids), *with_row_stride(draft_parents)),
-        *((None, None) if spans is None else spans),
-        drawn,
-        *(x for field in filters for x in (field, field.stride(0))),
-        *(addresses, *address_and_stride(scores), *address_and_stride(vocab_mask)),
-        *(tokens.shape[0], rows, padding_row),
+        *(*(given.spans or (None, None)), given.drawn),
+        *(x for field in given.filters for x in with_row_stride(field)),
+        *(given.addresses, *address_and_stride(given.scores), *address_and_stride(given.vocab_mask)),
+        *(tokens.shape[0], rows, given.padding_row),
         NEW=tokens.shape[1],
         HELD=1 if history is None else history.tokens.shape[1],
         D=columns,

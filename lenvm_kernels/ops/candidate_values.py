@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, with_row_stride
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -23,16 +23,8 @@ from lenvm_kernels.ops.reweight_scatter.reweight import (
     _one_minus_exp,
     _remaining_of_target,
 )
+from lenvm_kernels.reference import candidate_values as reference
 from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.reference.candidate_values import (
-    BEYOND,
-    LARGEST_NATS,
-    LARGEST_REMAINING,
-    LARGEST_STRENGTH,
-    SHORTEST,
-    SMALLEST_WIDTH,
-)
-from lenvm_kernels.reference.candidate_values import candidate_values as _reference
 from lenvm_kernels.types import GuidanceColumns
 
 # Not measured. With 128 columns at a time, the product with W2 spills.
@@ -42,9 +34,9 @@ BLOCK_K_BYTES = 128
 STAGES, NUM_WARPS = 3, 4
 # Maximum number of length bins: a program holds up to 16 x 64 of their logits.
 MAX_BINS = 64
-_SMALLEST_WIDTH, _LARGEST_REMAINING = tl.constexpr(SMALLEST_WIDTH), tl.constexpr(LARGEST_REMAINING)
-_LARGEST_NATS, _BEYOND = tl.constexpr(LARGEST_NATS), tl.constexpr(BEYOND)
-_SHORTEST, _LARGEST_STRENGTH = tl.constexpr(SHORTEST), tl.constexpr(LARGEST_STRENGTH)
+_SMALLEST_WIDTH, _LARGEST_NATS = tl.constexpr(reference.SMALLEST_WIDTH), tl.constexpr(reference.LARGEST_NATS)
+_LARGEST_REMAINING, _BEYOND = tl.constexpr(reference.LARGEST_REMAINING), tl.constexpr(reference.BEYOND)
+_SHORTEST, _LARGEST_STRENGTH = tl.constexpr(reference.SHORTEST), tl.constexpr(reference.LARGEST_STRENGTH)
 # Logit of padding bins.
 _NO_LOGIT = tl.constexpr(-(2.0**126))
 
@@ -76,17 +68,9 @@ def _log_sum_exp(x):
 
 
 @triton.jit
-def _standing_for(
-    bin_logits,  # [BLOCK_M, BLOCK_BINS]
-    bin_edges_ptr,  # [N + 1]
-    table,  # ProbeColumns
-    stride,  # its strides
-    table_row,  # [BLOCK_M]
-    generated,
-    N: tl.constexpr,
-    BLOCK_BINS: tl.constexpr,
-):
-    """(value logits, value logits of the mean) of candidates, from the distributions of their lengths."""
+def _standing_for(bin_logits, bin_edges_ptr, of_table, N: tl.constexpr, BLOCK_BINS: tl.constexpr):
+    """(value logits, value logits of the mean) of candidates, from ``[BLOCK_M, BLOCK_BINS]`` logits of lengths."""
+    table, stride, table_row, generated = of_table
     n = tl.arange(0, BLOCK_BINS)
     log_probs = bin_logits - _log_sum_exp(bin_logits)[:, None]
     # Padding bins get the edges of the last bin, so that no infinity arises.
@@ -208,7 +192,7 @@ def _candidate_values_kernel(
     table_row = tl.load(table_rows_ptr + row).to(tl.int64)
     generated = tl.load(generated_ptr + row).to(tl.float32)
     of_table = table, stride, table_row, generated
-    logits, mean_logits = _standing_for(bin_logits, head.bin_edges, *of_table, N, BLOCK_BINS)
+    logits, mean_logits = _standing_for(bin_logits, head.bin_edges, of_table, N, BLOCK_BINS)
     tl.store(logits_ptr + m, tl.where(is_candidate, logits, 0.0), mask=inside)
     tl.store(mean_logits_ptr + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
 
@@ -229,34 +213,18 @@ _SPEC = Spec(f"""
 """)
 
 
-@operator(_SPEC, reference=_reference)
-def _launch(
-    out: _Logits,
-    token_ids,
-    embedding,
-    scale,
-    shift,
-    fc_weight,
-    fc_bias,
-    bins_weight,
-    bins_bias,
-    bin_edges,
-    table: ProbeColumns,
-    table_rows,
-    generated,
-):
-    (rows, columns), (outputs, size), bins = token_ids.shape, fc_weight.shape, bins_weight.shape[0]
-    if token_ids.numel() == 0:
+@operator(_SPEC, reference=reference.candidate_values, takes={"table": ProbeColumns})
+def _launch(out: _Logits, given):
+    weights = ProbeWeights._make(getattr(given, name) for name in ProbeWeights._fields)
+    (rows, columns), (outputs, size), bins = given.token_ids.shape, weights.fc_weight.shape, len(weights.bins_weight)
+    if rows * columns == 0:
         return
-    inputs = [x for tensor in (token_ids, scale, shift, embedding) for x in (tensor, tensor.stride(0))]
-    weights = ProbeWeights(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
+    inputs = (given.token_ids, given.scale, given.shift, given.embedding)
     _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
-        *out,
-        *inputs,
-        weights,
-        *(fc_weight.stride(0), bins_weight.stride(0)),
-        *(table, row_strides(table), table_rows, generated),
-        *(rows, embedding.shape[0]),
+        *(*out, *(x for tensor in inputs for x in with_row_stride(tensor))),
+        *(weights, weights.fc_weight.stride(0), weights.bins_weight.stride(0)),
+        *(given.table, row_strides(given.table), given.table_rows, given.generated),
+        *(rows, given.embedding.shape[0]),
         K=columns,
         D=size,
         E=outputs,
@@ -264,7 +232,7 @@ def _launch(
         BLOCK_M=BLOCK_M,
         BLOCK_N=min(BLOCK_N, max(16, next_power_of_2(outputs))),
         BLOCK_BINS=max(16, next_power_of_2(bins)),
-        BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
+        BLOCK_K=BLOCK_K_BYTES // weights.fc_weight.element_size(),
         num_warps=NUM_WARPS,
         num_stages=STAGES,
         enable_fp_fusion=False,

@@ -80,7 +80,7 @@ def _draw_kernel(
     valid, column = request < B, tl.arange(0, K)[None, :]
     inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
     options = (requests.table_rows, requests.generated, text_breaks_ptr, S, E)
-    table_row, token_ids, _, probs, counted = _reweight(request, valid, *inputs, *options, K, MAX_STEPS)
+    table_row, token_ids, probs, counted = _reweight(request, valid, inputs, options, K, MAX_STEPS)
     tl.store(out.guided_probs + request * K + column, probs, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
@@ -125,28 +125,15 @@ _SPEC = Spec(f"""
 """)
 
 
-@operator(_SPEC, reference=_reference, mutates=["table.faults"])
-def _launch(
-    out: DrawnTokens,
-    candidates,
-    value_logits,
-    table: DrawColumns,
-    requests,
-    scored,
-    predicted,
-    drawn,
-    text_breaks,
-    sample: bool,
-):
-    rows, columns = out.guided_probs.shape
+@operator(_SPEC, reference=_reference, mutates=["table.faults"], takes={"table": DrawColumns, "sample": bool})
+def _launch(out: DrawnTokens, given):
+    (rows, columns), table, text_breaks = out.guided_probs.shape, given.table, given.text_breaks
     if rows == 0:
         return
     tile_requests = max(1, TILE // columns)
     _draw_kernel[(ceil_div(rows, tile_requests),)](
-        out,
-        candidates,
-        *(*with_row_stride(value_logits), *with_row_stride(predicted)),
-        *(table, row_strides(table), requests, scored, drawn, text_breaks, int(sample)),
+        *(out, given.candidates, *with_row_stride(given.value_logits), *with_row_stride(given.predicted)),
+        *(table, row_strides(table), given.requests, given.scored, given.drawn, text_breaks, int(given.sample)),
         0 if text_breaks is None else text_breaks.shape[0],
         *(table.ending_token_ids.shape[1], table.eos_token_ids.shape[1], rows),
         K=columns,

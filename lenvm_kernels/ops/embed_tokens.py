@@ -85,16 +85,16 @@ _SPEC = Spec("""
 """)
 
 
-@operator(_SPEC, reference=_reference)
-def _launch(out: EmbeddedTokens, token_ids, positions, embedding, inv_freq, num_rows, rope_scale: float):
-    tokens, size = out.hidden.shape
+@operator(_SPEC, reference=_reference, takes={"rope_scale": float})
+def _launch(out: EmbeddedTokens, given):
+    (tokens, size), half = out.hidden.shape, given.inv_freq.shape[0]
     if tokens == 0:
         return
-    half = inv_freq.shape[0]
-    tensors = EmbedTensors(*out, token_ids, positions, embedding, inv_freq)
+    tensors = EmbedTensors(*out, given.token_ids, given.positions, given.embedding, given.inv_freq)
     block_h = min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H)
     sizes = dict(H=size, HALF=half, GROUP=SQUARES_GROUP, BLOCK_H=block_h, BLOCK_HALF=next_power_of_2(half))
-    arguments = (tensors, embedding.stride(0), num_rows, rope_scale, tokens, embedding.shape[0])
+    vocab_size, stride = given.embedding.shape[0], given.embedding.stride(0)
+    arguments = (tensors, stride, given.num_rows, given.rope_scale, tokens, vocab_size)
     _embed_tokens_kernel[(tokens,)](*arguments, **sizes, num_warps=NUM_WARPS, **overlapping())
 
 

@@ -41,22 +41,11 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _lengths(
-    requests,
-    lens_ptr,
-    cached_lens_ptr,
-    candidate_lens_ptr,
-    request,
-    B,
-    D,
-    max_len,
-    HELD: tl.constexpr,
-    MAX_NEW: tl.constexpr,
-    K: tl.constexpr,
-):
+def _lengths(requests, lens, request, B, D, max_len, HELD: tl.constexpr, MAX_NEW: tl.constexpr, K: tl.constexpr):
     """(cached tokens, delta tokens, candidates) of requests as int64; 0 beyond B.
 
     Lengths are clamped to the slot table, to D and to K, so that a broken one harms no other request."""
+    lens_ptr, cached_lens_ptr, candidate_lens_ptr = lens
     exists = request < B
     cached = tl.load(cached_lens_ptr + request, mask=exists, other=0).to(tl.int64)
     candidates = tl.load(candidate_lens_ptr + request, mask=exists, other=0).to(tl.int64)
@@ -126,15 +115,14 @@ def _lay_out_kernel(
     D = D.to(tl.int64)
     T = D + B.to(tl.int64) * K
     max_len = pages.to(tl.int64) * PAGE_SIZE
+    lens = (lens_ptr, cached_lens_ptr, candidate_lens_ptr)
 
     # Rows and plan items: of earlier requests, and in total.
     first_row, end_row = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     first_item, end_item = first_row, first_row
     for first in range(0, B, TILE):
         other = first + tile
-        cached, delta, candidates = _lengths(
-            requests, lens_ptr, cached_lens_ptr, candidate_lens_ptr, other, B, D, max_len, HELD, MAX_NEW, K
-        )
+        cached, delta, candidates = _lengths(requests, lens, other, B, D, max_len, HELD, MAX_NEW, K)
         rows = delta + candidates
         items = num_items(rows.to(tl.int32), cached.to(tl.int32), TILE_TOKENS)
         is_earlier = other < request
@@ -143,9 +131,7 @@ def _lay_out_kernel(
         first_item += tl.sum(tl.where(is_earlier, items, 0), axis=0)
         end_item += tl.sum(items, axis=0)
 
-    cached, delta, candidates = _lengths(
-        requests, lens_ptr, cached_lens_ptr, candidate_lens_ptr, request, B, D, max_len, HELD, MAX_NEW, K
-    )
+    cached, delta, candidates = _lengths(requests, lens, request, B, D, max_len, HELD, MAX_NEW, K)
     table_row = tl.load(table_rows_ptr + request).to(tl.int64)
     tl.store(layout.q_offsets + request, first_row.to(tl.int32))
     tl.store(layout.q_offsets + B, end_row.to(tl.int32), mask=request == 0)
@@ -221,39 +207,27 @@ _SPEC = Spec("""
     history?: StepHistory (tokens, cached_lens) contiguous
 """)
 _reference = partial(_lay_out, tile_rows=BLOCK_M.value, split_tiles=SPLIT_TILES.value, num_splits=most_splits)
+_NUMBERS = {"page_size": int, "max_new": int, "group": int}
 
 
-@operator(_SPEC, reference=_reference, mutates=["history.cached_lens"])
-def _launch(
-    out: RaggedLayout,
-    candidate_ids,
-    candidate_lens,
-    slot_table,
-    delta,
-    candidate_parents,
-    requests,
-    history,
-    page_size: int,
-    max_new: int,
-    group: int,
-):
-    (rows, columns), held = candidate_ids.shape, 1
+@operator(_SPEC, reference=_reference, mutates=["history.cached_lens"], takes=_NUMBERS)
+def _launch(out: RaggedLayout, given):
+    (rows, columns), held = given.candidate_ids.shape, 1
+    delta, requests, history = given.delta, given.requests, given.history
     if delta is not None:
-        tokens = (None, delta.token_ids, delta.starts, delta.lens, delta.cached_lens, delta.table_rows)
+        tokens = (None, *delta)
     else:
         tokens = (history.cached_lens, history.tokens, None, None, requests.cached_lens, requests.request_rows)
         held = history.tokens.shape[1]
     _lay_out_kernel[(rows,)](
-        out,
-        requests,
-        *tokens,
-        *(*with_row_stride(candidate_ids), candidate_lens, *with_row_stride(candidate_parents)),
-        *(*with_row_stride(slot_table), slot_table.shape[1]),
+        *(out, requests, *tokens),
+        *(*with_row_stride(given.candidate_ids), given.candidate_lens, *with_row_stride(given.candidate_parents)),
+        *(*with_row_stride(given.slot_table), given.slot_table.shape[1]),
         *(rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters)),
         HELD=held,
-        MAX_NEW=max_new,
-        PAGE_SIZE=page_size,
-        TILE_TOKENS=BLOCK_M.value // group,
+        MAX_NEW=given.max_new,
+        PAGE_SIZE=given.page_size,
+        TILE_TOKENS=BLOCK_M.value // given.group,
         K=columns,
         COLUMNS=next_power_of_2(columns),
         TILE=TILE,

@@ -181,13 +181,8 @@ def _limit_span_kernel(
 
     # Per node: the number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
-    is_root = node == 0
-    depth, node_ended = tl.zeros([REQUESTS, NODES], tl.int32), is_root & span.ended[:, None]
-    node_begin = tl.where(is_root, span.begin[:, None], 0)
-    node_match = tl.where(is_root, span.match[:, None], 0)
-    node_closing = tl.where(is_root, span.closing_from[:, None], 0)
-    node_used = tl.where(is_root, span.used[:, None], 0)
-    node_missing = tl.where(is_root, span.missing_bytes[:, None], 0)
+    depth = tl.zeros([REQUESTS, NODES], tl.int32)
+    nodes = NodeSpan(*[tl.where(node == 0, root[:, None], 0).to(root.dtype) for root in span])
     is_draft, count = exists, tl.zeros([REQUESTS], tl.int32)
     if draft_ids_ptr is not None:
         for j in range(D):
@@ -197,39 +192,27 @@ def _limit_span_kernel(
             count += is_draft.to(tl.int32)
             parent = tl.where((parent >= 0) & (parent < j), parent, -1)
             is_parent = node == (parent + 1)[:, None]
-            behind = NodeSpan(
-                tl.max(tl.where(is_parent, node_ended.to(tl.int32), 0), axis=1) > 0,
-                tl.sum(tl.where(is_parent, node_begin, 0), axis=1),
-                tl.sum(tl.where(is_parent, node_match, 0), axis=1),
-                tl.sum(tl.where(is_parent, node_closing, 0), axis=1),
-                tl.sum(tl.where(is_parent, node_used, 0), axis=1),
-                tl.sum(tl.where(is_parent, node_missing, 0), axis=1),
-            )
+            behind = NodeSpan(*[tl.sum(tl.where(is_parent, x, 0), axis=1).to(x.dtype) for x in nodes])
             new_depth = tl.sum(tl.where(is_parent, depth, 0), axis=1) + 1
             reads = is_draft & has_span
             behind = _after(behind, token.to(tl.int64), length + new_depth, reads, reads, rules)
             is_node = (node == j + 1) & is_draft[:, None]
             depth = tl.where(is_node, new_depth[:, None], depth)
-            node_ended = tl.where(is_node, behind.ended[:, None], node_ended)
-            node_begin = tl.where(is_node, behind.begin[:, None], node_begin)
-            node_match = tl.where(is_node, behind.match[:, None], node_match)
-            node_closing = tl.where(is_node, behind.closing_from[:, None], node_closing)
-            node_used = tl.where(is_node, behind.used[:, None], node_used)
-            node_missing = tl.where(is_node, behind.missing_bytes[:, None], node_missing)
+            nodes = NodeSpan(*[tl.where(is_node, behind[k][:, None], nodes[k]) for k in (0, 1, 2, 3, 4, 5)])
 
     row = request[:, None] * (D + 1) + node
     is_row = exists[:, None] & (node <= D)
     is_node = node <= count[:, None]
-    node_ended = node_ended & has_span[:, None]
-    generated = tl.where(is_node, length[:, None] + depth - node_begin, 0)
+    node_ended = nodes.ended & has_span[:, None]
+    generated = tl.where(is_node, length[:, None] + depth - nodes.begin, 0)
     tl.store(ended_ptr + row, node_ended, mask=is_row)
     tl.store(generated_ptr + row, generated, mask=is_row)
     if logits_ptr is not None:
         is_open = has_span[:, None] & is_node & (node_ended == 0)
         # Forced token: the closing's token at this distance from its start, or its last one.
         last = last[:, None]
-        index = length[:, None] + depth - node_closing
-        is_forced = is_open & (node_closing >= 0) & ((lands[:, None] == 0) | (index <= last))
+        index = length[:, None] + depth - nodes.closing_from
+        is_forced = is_open & (nodes.closing_from >= 0) & ((lands[:, None] == 0) | (index <= last))
         index = tl.maximum(tl.minimum(index, last), 0)
         forced_id = tl.load(closing_ptr[:, None] + index, mask=is_forced, other=-2)
         forced_ptr = logits_ptr + row * stride_logits_row + forced_id
@@ -264,21 +247,23 @@ _SPEC = Spec(f"""
     new_lens?: int32 [B]
     text_breaks?: int8 [W]
 """)
+_MUTATED = ["logits", *(f"table.{name}" for name in WRITTEN)]
 
 
-@operator(_SPEC, reference=_reference, mutates=["logits", *(f"table.{name}" for name in WRITTEN)])
-def _launch(out: SpanNodes, tokens, drafts, logits, table: SpanColumns, table_rows, lengths, new_lens, text_breaks):
-    requests, new = tokens.shape
+@operator(_SPEC, reference=_reference, mutates=_MUTATED, takes={"table": SpanColumns})
+def _launch(out: SpanNodes, given):
+    (requests, new), table, text_breaks = given.tokens.shape, given.table, given.text_breaks
     if requests == 0:
         return
-    draft_ids, draft_parents = (None, None) if drafts is None else drafts
+    draft_ids, draft_parents = given.drafts or (None, None)
     columns = 0 if draft_ids is None else draft_ids.shape[1]
     eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        *(*out, *with_row_stride(logits), table, row_strides(table)),
-        *(tokens, tokens.stride(0), new_lens, table_rows, lengths),
-        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks),
-        *(requests, 0 if logits is None else logits.shape[1], 0 if text_breaks is None else text_breaks.shape[0]),
+        *(*out, *with_row_stride(given.logits), table, row_strides(table)),
+        *(*with_row_stride(given.tokens), given.new_lens, given.table_rows, given.lengths),
+        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks, requests),
+        0 if given.logits is None else given.logits.shape[1],
+        0 if text_breaks is None else text_breaks.shape[0],
         **dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS),
         EOS=next_power_of_2(eos),
         SPAN_ENDS=next_power_of_2(ends),

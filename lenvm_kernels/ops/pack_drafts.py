@@ -85,7 +85,8 @@ _OUT = Spec("out: CandidateTrees contiguous")
 
 
 @operator(_SPEC, reference=_reference)
-def _launch(out: CandidateTrees, scored, drafts):
+def _launch(out: CandidateTrees, given):
+    scored, drafts = given
     rows, (count, width), columns = out.counts.shape[0], drafts.token_ids.shape, scored.token_ids.shape[1]
     if rows == 0:
         return
@@ -103,11 +104,8 @@ def tree_columns(drafts: int, candidates: int) -> int:
 
 def empty_trees(rows: int, drafts: int, candidates: int, device: torch.device) -> CandidateTrees:
     """Result tensors for :func:`pack_drafts`, for ``rows`` requests."""
-    return empty(CandidateTrees, device, _sizes_of_trees(rows, drafts, candidates))
-
-
-def _sizes_of_trees(rows: int, drafts: int, candidates: int) -> dict[str, int]:
-    return {"N": rows, "D": drafts, "K": candidates, "C": tree_columns(drafts, candidates)}
+    sizes = {"N": rows, "D": drafts, "K": candidates, "C": tree_columns(drafts, candidates)}
+    return empty(CandidateTrees, device, sizes)
 
 
 def pack_drafts(
@@ -152,5 +150,6 @@ def pack_drafts(
         )
     if out is None:
         out = empty_trees(rows, width, columns, drafts.parents.device)
-    _OUT.check(backend, out, device=drafts.parents.device, sizes=_sizes_of_trees(rows, width, columns))
+    sizes |= {"N": rows, "C": tree_columns(width, columns)}
+    _OUT.check(backend, out, device=drafts.parents.device, sizes=sizes)
     return _launch(backend, out, scored, drafts)

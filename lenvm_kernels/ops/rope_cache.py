@@ -143,14 +143,13 @@ _REST = Spec("""
     qk_norm_weight?: =qkv [Hq + Hkv, D]
     num_rows?: int32 [1]
 """)
+_NUMBERS = {"num_heads": int, "norm_eps": float}
 
 
-@operator(_SPEC, _REST, reference=_reference, mutates=["k_cache", "v_cache"])
-def _launch(
-    out: _Rotated, qkv, k_cache, v_cache, cos, sin, slots, qk_norm_weight, num_rows, num_heads: int, norm_eps: float
-):
-    tokens = qkv.shape[0]
-    num_slots, kv_heads, head_dim = k_cache.shape
+@operator(_SPEC, _REST, reference=_reference, mutates=["k_cache", "v_cache"], takes=_NUMBERS)
+def _launch(out: _Rotated, given):
+    qkv, k_cache, v_cache, cos, sin, slots, qk_norm_weight, num_rows, num_heads, norm_eps = given
+    tokens, (num_slots, kv_heads, head_dim) = qkv.shape[0], k_cache.shape
     if tokens == 0:
         return
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)

@@ -57,34 +57,17 @@ _SPEC = Spec("""
 """)
 
 
-@operator(_SPEC, reference=_reference, only_kernels=["expected_rows"])
-def _launch(
-    out: Tensor,
-    hidden,
-    fc_weight,
-    fc_bias,
-    summary_weight,
-    summary_bias,
-    token_rows,
-    num_rows,
-    square_sums,
-    norm_eps: float | None,
-    expected_rows: int | None,
-):
+@operator(_SPEC, reference=_reference, takes={"norm_eps": float | None, "expected_rows": int | None})
+def _launch(out: Tensor, given):
+    hidden, num_rows = given.hidden, given.num_rows
     (tokens, size), outputs = hidden.shape, out.shape[0]
     if outputs == 0:
         return
     linear = torch.empty(tokens, size, dtype=torch.float32, device=hidden.device)
-    operands = (hidden, fc_weight, fc_bias, num_rows, square_sums, None, None, norm_eps, False, expected_rows)
-    launch_linear("triton", linear, *operands)
+    operands = (hidden, given.fc_weight, given.fc_bias, num_rows, given.square_sums, None, None)
+    launch_linear("triton", linear, *operands, given.norm_eps, False, given.expected_rows)
     _value_head_kernel[(outputs,)](
-        out,
-        linear,
-        token_rows,
-        num_rows,
-        summary_weight,
-        summary_bias,
-        tokens,
+        *(out, linear, given.token_rows, num_rows, given.summary_weight, given.summary_bias, tokens),
         H=size,
         COLUMNS=next_power_of_2(size),
         num_warps=NUM_WARPS,

@@ -61,7 +61,8 @@ _SPEC = Spec("""
 
 
 @operator(_SPEC, reference=_reference)
-def _launch(out: VerifiedTokens, drafts, drawn):
+def _launch(out: VerifiedTokens, given):
+    drafts, drawn = given
     rows, columns = drafts.token_ids.shape
     if rows == 0:
         return

@@ -190,12 +190,6 @@ class StepBatch(NamedTuple):
         elif self.states is not None:
             raise ValueError("batch.states must be None unless values are made of the base model's states, got some")
 
-    def grown_by(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new tokens as ``[B, N]``, and their number in each row."""
-        if self.new_lens is None:
-            return self.tokens[:, None], torch.ones_like(self.lengths)
-        return self.tokens, self.new_lens
-
 
 class PreparedStep(NamedTuple):
     """A batch that :meth:`GuidedStep.prepare` has checked, for :meth:`GuidedStep.step`.

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -119,17 +120,12 @@ class ProbeValues(ValueSource):
 
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         assert states is not None
-        return self.probe.value_logits(
-            states,
-            rows.scored.token_ids,
-            self._state.table.columns,
-            table_rows=rows.requests.table_rows,
-            generated=rows.requests.generated,
-            backend=self._state.config.backend,
-        )
+        table, backend = self._state.table.columns, self._state.config.backend
+        of_rows = dict(table_rows=rows.requests.table_rows, generated=rows.requests.generated)
+        return self.probe.value_logits(states, rows.scored.token_ids, table, **of_rows, backend=backend)
 
     def warm_up(self, table_row: int) -> None:
-        scored = self._state.tensors.largest.scored.token_ids
+        scored = self._state.tensors.scored.token_ids
         (size, dtype), device = self.needs_states, scored.device
         for rows in self.probe.rows_of_every_tile(len(scored)):
             self.probe.value_logits(
@@ -162,24 +158,26 @@ class ModelValues(ValueSource):
     def value_logits(self, rows: StepRows, states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         state, trees, (requests, nodes) = self._state, rows.trees, rows.sizes
         computed = rows.scored if trees is None else trees
-        batch = RaggedBatch.build(
-            self.value_model,
+        z = self._forward(
             computed.token_ids,
             computed.counts,
-            state.slots.table,
             requests=rows.requests,
             history=state.history.columns,
             max_new=1 + state.config.max_drafts,
             candidate_parents=None if trees is None else trees.parents,
-            page_size=state.slots.page_size,
             expected_rows=math.ceil(LIVE_SHARE * requests * (1 + computed.token_ids.shape[1])),
-            backend=state.config.backend,
         )
-        z = self.value_model.forward(batch, self.cache, backend=state.config.backend)
         if trees is not None:
             columns = trees.columns.view(requests, -1)
             z = z.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0.0).view(requests * nodes, -1)
         return z, z
+
+    def _forward(self, candidate_ids: torch.Tensor, candidate_lens: torch.Tensor, **options: Any) -> torch.Tensor:
+        """A forward on the slots of the step, with further ``options`` of :meth:`RaggedBatch.build`."""
+        slots, backend = self._state.slots, self._state.config.backend
+        options |= dict(page_size=slots.page_size, backend=backend)
+        batch = RaggedBatch.build(self.value_model, candidate_ids, candidate_lens, slots.table, **options)
+        return self.value_model.forward(batch, self.cache, backend=backend)
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
         config, dtype, device = self.value_model.config, self.value_model.dtype, self.device
@@ -192,9 +190,9 @@ class ModelValues(ValueSource):
     def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
         """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""
         tokens, starts, lens, cached_lens, table_rows = prompts
-        config, slots, ends = self._state.config, self._state.slots, starts + lens
+        ends, no_lens = starts + lens, torch.zeros_like(starts)
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=tokens.device)
-        for chunk in chunks_of(len(tokens), begins, config.chunk_tokens):
+        for chunk in chunks_of(len(tokens), begins, self._state.config.chunk_tokens):
             chunk_starts, chunk_ends = (x.clamp(chunk.start, chunk.stop) for x in (starts, ends))
             delta = DeltaTokens(
                 tokens[chunk],
@@ -203,17 +201,8 @@ class ModelValues(ValueSource):
                 cached_lens=cached_lens + chunk_starts - starts,
                 table_rows=table_rows,
             )
-            batch = RaggedBatch.build(
-                self.value_model,
-                no_candidates,
-                torch.zeros_like(starts),
-                slots.table,
-                delta=delta,
-                page_size=slots.page_size,
-                images=None if images is None else images.of_tokens(chunk),
-                backend=config.backend,
-            )
-            self.value_model.forward(batch, self.cache, backend=config.backend)
+            images_of_chunk = None if images is None else images.of_tokens(chunk)
+            self._forward(no_candidates, no_lens, delta=delta, images=images_of_chunk)
 
     def warm_up(self, table_row: int) -> None:
         none = torch.zeros(1, dtype=torch.int32, device=self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.profiling import profiler_range
-from lenvm_kernels.step.inputs import StepBatch
+from lenvm_kernels.step.inputs import PreparedStep, StepBatch
 from lenvm_kernels.step.outputs import StepOutput
 from lenvm_kernels.step.sources import ValueSource
 from lenvm_kernels.step.state import StepRows, StepState
@@ -31,7 +31,6 @@ class StepCall(NamedTuple):
         is_logits: whether the scores are logits.
         sample: whether tokens are drawn from the candidates.
         verifies: whether drafts are verified.
-        backend: backend of the operators.
         is_aligned: whether each row of the scores begins at a multiple of 16 elements.
         addresses: int64 ``[4]``; addresses of the scores and the mask (:func:`begin_step`). If None, both are passed.
     """
@@ -43,7 +42,6 @@ class StepCall(NamedTuple):
     is_logits: bool
     sample: bool
     verifies: bool
-    backend: str
     is_aligned: bool
     addresses: torch.Tensor | None = None
 
@@ -85,22 +83,12 @@ def limit_spans(state: StepState, logits: torch.Tensor | None, batch: StepBatch,
     )
 
 
-def begin(
-    state: StepState,
-    rows: StepRows,
-    batch: StepBatch,
-    *,
-    drafts: Drafts | None = None,
-    spans: SpanNodes | None = None,
-    drawn: torch.Tensor | None = None,
-    filters: Filters,
-    scores: torch.Tensor | None = None,
-    vocab_mask: torch.Tensor | None = None,
-    backend: str,
-) -> None:
-    """Copy what the step reads per request to ``rows``, in one launch."""
+def begin(state: StepState, rows: StepRows, prepared: PreparedStep, filters: Filters, call: StepCall | None) -> None:
+    """Copy the inputs of the step per request to ``rows``, in one launch. Without a ``call``, there are no scores."""
+    _, batch, drafts, spans, _ = prepared
     requests, tensors = len(batch.lengths), state.tensors
     nodes = requests * (1 + rows.requests.draft_ids.shape[1])
+    scores, vocab_mask, drawn, *_ = call or (None, None, None)
     begin_step(
         state.table.columns,
         batch.tokens,
@@ -110,7 +98,7 @@ def begin(
         active=tensors.all_active[:requests] if batch.active is None else batch.active,
         history=state.history.columns,
         drafts=drafts,
-        spans=spans,
+        spans=None if drafts is None else spans,  # without drafts the table has the same state
         drawn=tensors.none_drawn[:nodes] if drawn is None else drawn,
         filters=filters,
         addresses=tensors.addresses,
@@ -118,7 +106,7 @@ def begin(
         vocab_mask=vocab_mask,
         padding_row=state.padding_row,
         out=rows.requests,
-        backend=backend,
+        backend=state.config.backend,
         validate=False,
     )
     if not batch.counts:
@@ -130,7 +118,9 @@ def guide(
 ) -> StepOutput:
     """Choose the candidates of all nodes, compute the values of candidates that need them, and draw tokens."""
     requests, scored, table = rows.requests, rows.scored, state.table.columns
-    text_breaks = state.config.text_breaks
+    text_breaks, backend = state.config.text_breaks, state.config.backend
+    shared: dict[str, Any] = dict(drawn=requests.drawn, sample=call.sample, text_breaks=text_breaks)
+    shared |= dict(backend=backend, validate=False)
     with profiler_range("candidates"):
         candidates = topk_candidates(
             call.scores,
@@ -147,34 +137,18 @@ def guide(
             table=table,
             table_rows=requests.table_rows,
             generated=requests.generated,
-            text_breaks=text_breaks,
             last_tokens=None if text_breaks is None else requests.last_tokens,
             requests=requests,
-            drawn=requests.drawn,
             score_all=state.config.score_all,
             step=state.history.columns.step,
             scored=scored,
-            sample=call.sample,
-            backend=call.backend,
-            validate=False,
+            **shared,
         )
         if rows.trees is not None:
-            pack_drafts(scored, requests.drafts, out=rows.trees, backend=call.backend)
+            pack_drafts(scored, requests.drafts, out=rows.trees, backend=backend)
     with profiler_range("values"):
         value_logits, predicted = values.value_logits(rows, states) or (None, None)
     with profiler_range("draw"):
-        drawn = draw(
-            candidates,
-            value_logits,
-            table,
-            requests,
-            scored,
-            predicted=predicted,
-            drawn=requests.drawn,
-            text_breaks=text_breaks,
-            sample=call.sample,
-            backend=call.backend,
-            validate=False,
-        )
-        verified = verify_drafts(drawn.tokens, requests.drafts, backend=call.backend) if call.verifies else None
+        drawn = draw(candidates, value_logits, table, requests, scored, predicted=predicted, **shared)
+        verified = verify_drafts(drawn.tokens, requests.drafts, backend=backend) if call.verifies else None
     return StepOutput(candidates, value_logits, *drawn, verified)

@@ -18,6 +18,7 @@ from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates, StepHistory, StepRequests
 
 Result = TypeVar("Result")
+States = tuple[int, torch.dtype]  # columns and dtype of hidden states
 
 
 class StepRows(NamedTuple):
@@ -61,13 +62,13 @@ class StepTensors:
 
     Args:
         max_rows: largest number of requests.
-        max_drafts: D, draft tokens per request.
-        max_candidates: K, candidates per node.
+        config: has ``max_drafts``, D, and ``max_candidates``, K.
         device: device of the tensors.
         trees: whether candidates and drafts are scored together, see :func:`pack_drafts`.
         states: :attr:`ValueSource.needs_states`.
 
     Attributes:
+        scored: candidates to score, per node.
         addresses: int64 ``[4]``; addresses of the scores and the vocabulary mask, see :func:`begin_step`.
         no_drafts: ``[max_rows, D]``; no draft. Constants in place of None avoid further kernel variants.
         all_active: bool ``[max_rows]``; True.
@@ -75,18 +76,13 @@ class StepTensors:
     """
 
     def __init__(
-        self,
-        max_rows: int,
-        max_drafts: int,
-        max_candidates: int,
-        device: torch.device,
-        *,
-        trees: bool,
-        states: tuple[int, torch.dtype] | None,
+        self, max_rows: int, config: StepConfig, device: torch.device, *, trees: bool, states: States | None
     ) -> None:
+        max_drafts, max_candidates = config.max_drafts, config.max_candidates
+        assert max_candidates is not None  # completed
         nodes = max_rows * (1 + max_drafts)
         self._requests = empty_requests(max_rows, device, max_drafts)
-        self._scored = empty_scored(nodes, max_candidates, device)
+        self.scored = empty_scored(nodes, max_candidates, device)
         self._trees = empty_trees(max_rows, max_drafts, max_candidates, device) if trees and max_drafts else None
         self._states = None if states is None else torch.zeros(nodes, states[0], dtype=states[1], device=device)
         self.addresses = torch.zeros(4, dtype=torch.int64, device=device)
@@ -107,16 +103,11 @@ class StepTensors:
             self._rows[sizes] = StepRows(
                 sizes,
                 inputs._replace(draft_ids=inputs.draft_ids[:, :drafts], draft_parents=inputs.draft_parents[:, :drafts]),
-                ScoredCandidates(*(x[:count] for x in self._scored)),
+                ScoredCandidates(*(x[:count] for x in self.scored)),
                 trees,
                 None if self._states is None else self._states[:count],
             )
         return self._rows[sizes]
-
-    @property
-    def largest(self) -> StepRows:
-        """All rows."""
-        return self.rows(len(self._requests.lengths), 1 + self._requests.draft_ids.shape[1])
 
 
 class History:

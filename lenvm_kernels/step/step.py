@@ -85,6 +85,7 @@ class GuidedStep:
         check_tensor("slots.table", slots.table, dtypes=torch.int32, shape=(None, None), device=self.device)
         if slots.num_slots < 1:
             raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
+        config = replace(config, backend=resolve_backend(config.backend, "slots.table", slots.table))
         has_graphs = self.graphs_class.supports(self.device)
         self.config = config = config.completed(slots, self.device, values.candidates, has_graphs=has_graphs)
         table_rows = slots.table.shape[0]
@@ -100,8 +101,8 @@ class GuidedStep:
         # Kept on the host to skip launches that no request needs.
         self._scaled_rows, self._value_rows, self._span_rows, self._answer_rows = (set[int]() for _ in range(4))
         self._max_rows = min(self.max_requests, MAX_ROWS)
-        sizes = self._max_rows, config.max_drafts, config.max_candidates or values.candidates
-        tensors = StepTensors(*sizes, self.device, trees=values.needs_tokens, states=values.needs_states)
+        trees, states = values.needs_tokens, values.needs_states
+        tensors = StepTensors(self._max_rows, config, self.device, trees=trees, states=states)
         history = History(table_rows + 1, config.max_delta, self.device, reads_tokens=values.needs_tokens)
         self._state = StepState(config, slots, self.table, tensors, history)
         self._graphs = self.graphs_class(self.device) if config.graphs else None
@@ -316,7 +317,6 @@ class GuidedStep:
         check_class("sampling", sampling, Sampling)
         if scores is None and (scores := prepared.logits) is None:
             raise ValueError("scores must be given unless logits were passed to prepare, got neither")
-        backend = resolve_backend(config.backend, "scores", scores)
         batch, drafts = prepared.batch, prepared.drafts
         if verify not in (None, "same_draws") or (verify and (drafts is None or not sampling.sample)):
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
@@ -327,12 +327,12 @@ class GuidedStep:
         if drawn is not None:
             drawn = check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(count,), device=device).long()
         if probs is not None:
-            check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(count, None), device=device)
+            check_tensor("probs", probs, dtypes=FLOATS[config.backend], shape=(count, None), device=device)
         batch.check_states(count, self.values.needs_states)
         filters = sampling.filters(requests, device, self._numbers)
         self.flush()
         is_aligned = rows_are_aligned(scores) and scores.data_ptr() % 16 == 0
-        options = sampling.is_logits, sampling.sample, verify is not None, backend, is_aligned
+        options = sampling.is_logits, sampling.sample, verify is not None, is_aligned
         call = StepCall(scores, mask, drawn, probs, *options)
         if requests <= MAX_ROWS:
             return self._launch(prepared, call, filters)
@@ -352,22 +352,11 @@ class GuidedStep:
 
     def _launch(self, prepared: PreparedStep, call: StepCall, filters: Filters) -> StepOutput:
         """A step of at most ``MAX_ROWS`` requests, with checked arguments."""
-        _, batch, drafts, spans, _ = prepared
-        state, requests, count = self._state, len(batch.lengths), len(call.scores)
+        batch, state, count = prepared.batch, self._state, len(call.scores)
+        requests = len(batch.lengths)
         graphs, rows = self._rows_for(requests, count // requests)
         with profiler_range("begin"):
-            stages.begin(
-                state,
-                rows,
-                batch,
-                drafts=drafts,
-                spans=None if drafts is None else spans,  # without drafts the table has the same state
-                drawn=call.drawn,
-                filters=filters,
-                scores=call.scores,
-                vocab_mask=call.vocab_mask,
-                backend=call.backend,
-            )
+            stages.begin(state, rows, prepared, filters, call)
         if graphs is None:
             output = stages.guide(state, rows, self.values, call, batch.states)
         else:
@@ -384,7 +373,7 @@ class GuidedStep:
             output = output._replace(**{name: map_tensors(torch.clone, getattr(output, name)) for name in names})
         if call.probs is not None:
             of_batch = state.table.columns.mode, rows.requests.table_rows[:count]
-            scatter_probs(call.backend, call.probs, output.probs, output.candidates, *of_batch)
+            scatter_probs(state.config.backend, call.probs, output.probs, output.candidates, *of_batch)
         if not call.sample and call.drawn is None:
             return output._replace(tokens=None, remaining_lengths=None)
         return output if self._value_rows else output._replace(remaining_lengths=None)
@@ -423,9 +412,10 @@ class GuidedStep:
             raise ValueError(f"values must be ModelValues or ProbeValues to predict lengths, got {came}")
         check_class("batch", batch, StepBatch)
         batch = batch.checked(self.max_requests, device)
-        backend = resolve_backend(config.backend, "batch.tokens", batch.tokens)
         nodes = 1 if has_states else 1 + config.max_drafts
-        table_rows, lengths, (tokens, new_lens) = batch.table_rows, batch.lengths, batch.grown_by()
+        tokens, table_rows, lengths, new_lens = batch[:4]
+        if new_lens is None:
+            tokens, new_lens = tokens[:, None], torch.ones_like(lengths)
         b, columns = tokens.shape
         if columns > nodes:
             accepted = "1 column" if nodes == 1 else f"1 to 1 + max_drafts = {nodes} columns"
@@ -441,7 +431,7 @@ class GuidedStep:
         graphs, rows = self._rows_for(b, nodes)
         no_drafts = None if nodes == 1 else Drafts(*(x[:b] for x in self._state.tensors.no_drafts))
         filters = NO_FILTERS.filters(b, device, self._numbers)
-        stages.begin(self._state, rows, before, drafts=no_drafts, filters=filters, backend=backend)
+        stages.begin(self._state, rows, PreparedStep(None, before, no_drafts, None, False), filters, None)
         wants_length = rows.requests.wants_length.view(-1, nodes)[:b, 0]
         rows.score_chains(tokens, torch.where(wants_length, new_lens, 0))
         states = batch.states
@@ -495,7 +485,6 @@ class GuidedStep:
         sampling: Sampling,
         scores_dtype: torch.dtype,
         probs_dtype: torch.dtype | None,
-        *,
         is_last: bool,
     ) -> None:
         """Steps of dummy requests: without drafts, with one and with several new tokens, and with drafts.

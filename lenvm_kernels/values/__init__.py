@@ -1,7 +1,8 @@
 """The value model: its checkpoint, its ragged batches and its forward; and the probe, which replaces the model."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lenvm_kernels import imported_on_use
 
 if TYPE_CHECKING:
     from lenvm_kernels.values.checkpoint import ValueModelConfig as ValueModelConfig
@@ -14,19 +15,6 @@ if TYPE_CHECKING:
     from lenvm_kernels.values.ragged_batch import RaggedBatch as RaggedBatch
 
 # Imported on first use, so that an engine's front end reads a model's configuration without loading the operators.
-_MODULES = {
-    "ImageTokens": "images",
-    "KVCache": "ragged_batch",
-    "LenVMConfig": "config",
-    "RaggedBatch": "ragged_batch",
-    "LengthProbe": "probe",
-    "ValueModel": "model",
-    "ValueModelConfig": "checkpoint",
-    "image_positions": "images",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+_MODULES = {"config": "LenVMConfig", "images": "ImageTokens image_positions", "ragged_batch": "KVCache RaggedBatch"}
+_MODULES |= {"checkpoint": "ValueModelConfig", "model": "ValueModel", "probe": "LengthProbe"}
+__getattr__ = imported_on_use(__name__, _MODULES)

@@ -9,8 +9,8 @@ because its operators read their number on the device.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -274,14 +274,9 @@ class ValueModel:
         with profiler_range("layers"):
             hidden, square_sums = self._run_layers(batch, cache, live)
         with profiler_range("head"):
-            z = value_head(
-                hidden,
-                *self.head,
-                token_rows=layout.candidate_rows.flatten(),
-                norm_eps=self.config.rms_norm_eps,
-                square_sums=square_sums,
-                **live,
-            ).view(layout.candidate_rows.shape)
+            live |= dict(norm_eps=self.config.rms_norm_eps, square_sums=square_sums)
+            z = value_head(hidden, *self.head, token_rows=layout.candidate_rows.flatten(), **live)
+        z = z.view(layout.candidate_rows.shape)
         if self.lenvm_config.target_form == DISCOUNTED_RETURN:
             return z
         return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
@@ -296,29 +291,18 @@ class ValueModel:
         self, batch: RaggedBatch, cache: KVCache, live: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of all layers, [T, H], and its sums of squares; writes keys and values to ``cache``."""
-        config, backend = self.config, live["backend"]
-        hidden, square_sums, cos, sin = self._embed(batch, live["num_rows"], backend)
+        hidden, square_sums, *rotation = self._embed(batch, live["num_rows"], live["backend"])
         # Each operator that adds to the residual stream writes the sums of squares for the norm that follows.
-        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps, square_sums=square_sums)
-        adds: dict[str, Any] = dict(square_sums_out=square_sums)
+        norm: dict[str, Any] = dict(norm_eps=self.config.rms_norm_eps, square_sums=square_sums)
+        add: Callable[..., torch.Tensor] = partial(ragged_linear, square_sums_out=square_sums, **live)
         for i, layer in enumerate(self.layers):
-            # Nested, so that each intermediate result is freed as soon as the next operator has read it.
-            hidden = ragged_linear(
-                self._attend(i, hidden, square_sums, (cos, sin), batch, cache, backend),
-                layer.o,
-                layer.o_bias,
-                residual=hidden,
-                **adds,
-                **live,
-            )
-            hidden = ragged_linear(
-                ragged_linear(hidden, layer.gate_up, layer.gate_up_bias, swiglu=True, **norm, **live),
-                layer.down,
-                layer.down_bias,
-                residual=hidden,
-                **adds,
-                **live,
-            )
+            # Each intermediate result is freed as soon as the next operator has read it.
+            attended = self._attend(i, EmbeddedTokens(hidden, square_sums, *rotation), batch, cache, live)
+            hidden = add(attended, layer.o, layer.o_bias, residual=hidden)
+            del attended
+            gated = ragged_linear(hidden, layer.gate_up, layer.gate_up_bias, swiglu=True, **norm, **live)
+            hidden = add(gated, layer.down, layer.down_bias, residual=hidden)
+            del gated
         return hidden, square_sums
 
     def _embed(self, batch: RaggedBatch, num_rows: torch.Tensor, backend: str) -> EmbeddedTokens:
@@ -327,15 +311,8 @@ class ValueModel:
         token_ids, embedding = layout.token_ids, self.embedding
         if images is not None and len(images.embeds):
             token_ids, embedding = embedding_with_images(token_ids, embedding, images)
-        embedded = embed_tokens(
-            token_ids,
-            layout.positions,
-            embedding,
-            self._inv_freq,
-            rope_scale=config.rope_scale,
-            num_rows=num_rows,
-            backend=backend,
-        )
+        options: dict[str, Any] = dict(rope_scale=config.rope_scale, num_rows=num_rows, backend=backend)
+        embedded = embed_tokens(token_ids, layout.positions, embedding, self._inv_freq, **options)
         if images is None:
             return embedded
         # Tokens whose positions are not moved stay bitwise identical to a batch without images.
@@ -347,45 +324,20 @@ class ValueModel:
         )
 
     def _attend(
-        self,
-        i: int,
-        hidden: torch.Tensor,
-        square_sums: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        batch: RaggedBatch,
-        cache: KVCache,
-        backend: str,
+        self, i: int, x: EmbeddedTokens, batch: RaggedBatch, cache: KVCache, live: dict[str, Any]
     ) -> torch.Tensor:
         """The attention output of layer ``i``, [T, Hq * D]; writes keys and values to ``cache``."""
-        config, layer, layout = self.config, self.layers[i], batch.layout
-        options: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], norm_eps=config.rms_norm_eps, backend=backend)
-        expected: dict[str, Any] = dict(square_sums=square_sums, expected_rows=batch.expected_rows)
-        k_cache, v_cache = cache.keys[i], cache.values[i]
+        config, layer, layout, backend = self.config, self.layers[i], batch.layout, live["backend"]
+        options: dict[str, Any] = dict(num_rows=live["num_rows"], norm_eps=config.rms_norm_eps, backend=backend)
+        expected: dict[str, Any] = dict(square_sums=x.square_sums, expected_rows=live["expected_rows"])
+        caches = (cache.keys[i], cache.values[i])
         q, k, v = rope_cache(
-            ragged_linear(hidden, layer.qkv, layer.qkv_bias, **expected, **options),
-            *rotation,
-            layout.slots,
-            k_cache,
-            v_cache,
+            ragged_linear(x.hidden, layer.qkv, layer.qkv_bias, **expected, **options),
+            *(x.cos, x.sin, layout.slots, *caches),
             num_heads=config.num_heads,
             qk_norm_weight=layer.qk_norm,
             **options,
         )
-        attended = value_tree_attention(
-            q,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            batch.slot_table,
-            batch.table_rows,
-            layout.cached_lens,
-            layout.q_offsets,
-            batch.candidate_lens,
-            parents=layout.parents,
-            page_size=batch.page_size,
-            plan=layout.plan,
-            counters=layout.counters,
-            backend=backend,
-        )
-        return attended.flatten(1)
+        rows = (batch.slot_table, batch.table_rows, layout.cached_lens, layout.q_offsets, batch.candidate_lens)
+        work: dict[str, Any] = dict(plan=layout.plan, counters=layout.counters, page_size=batch.page_size)
+        return value_tree_attention(q, k, v, *caches, *rows, parents=layout.parents, **work, backend=backend).flatten(1)

@@ -175,7 +175,8 @@ class LengthProbe:
             ValueError: as the class, an invalid file, or another base model.
         """
         path = local_path(path)
-        config, tensors = read_probe(path)
+        config, tensors = read_fields(ProbeConfig, path / CONFIG_FILE), load_file(path / TENSORS_FILE)
+        check_tensors(config, tensors)
         config.check_base(num_layers, embedding)
         return cls(config, tensors, embedding, lenvm_config=LenVMConfig.read(path, gamma))
 
@@ -234,19 +235,6 @@ def check_tensors(config: ProbeConfig, tensors: Mapping[str, torch.Tensor]) -> N
 def is_probe(path: str | Path) -> bool:
     """Whether a directory has a probe."""
     return (Path(path) / CONFIG_FILE).is_file()
-
-
-def read_probe(folder: Path) -> tuple[ProbeConfig, dict[str, torch.Tensor]]:
-    """Read the configuration and the tensors of a probe from a directory.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: an invalid configuration, or missing, unexpected or misshapen tensors; the message names them.
-    """
-    config = read_fields(ProbeConfig, folder / CONFIG_FILE)
-    tensors = load_file(folder / TENSORS_FILE)
-    check_tensors(config, tensors)
-    return config, tensors
 
 
 def write_probe(config: ProbeConfig, tensors: Mapping[str, torch.Tensor], gamma: float, folder: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Thoughts, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
-from lenvm_kernels.guidance.params import check_without_values, read_names
+from lenvm_kernels.guidance.params import read_names
 from lenvm_kernels.types import CountFrom, Mode
 
 INF, NAN, LARGEST = math.inf, math.nan, (2 - 2**-23) * 2.0**127
@@ -167,7 +167,7 @@ REJECTED_ALONE = [
     ("landing", "be a text, or a list of token ids >= 0", [[-1]]),
     ("token_temperature_scale", "be a mapping of token id to divisor, or its JSON text", [[1]]),
     ("boosted_token_ids", "be a list of token ids", [1, "12"]),
-    ("token_temp_divisor", "be a finite number > 0 and < 1e+06", [0]),
+    ("token_temp_divisor", "be a finite number > 0 and < 1e+06", [0, 1e6]),
 ]
 
 
@@ -204,10 +204,8 @@ REJECTED_TOGETHER = [
     ({"max_length": 9}, "max_length is not a guidance parameter: give target_length with .* le_near, .*"),
     ({"Min-Length": 9}, "Min-Length is not a guidance parameter: give target_length with .* ge_near, .*"),
     ({"token_temperature_scale": {"x": 1}}, "token_temperature_scale must hold token ids >= 0, got 'x'"),
-    ({"token_temperature_scale": {-1: 1}}, "token_temperature_scale must hold token ids >= 0, got -1"),
     ({"token_temperature_scale": {True: 2}}, "token_temperature_scale must hold token ids >= 0, got True"),
     ({"token_temperature_scale": {1: 0}}, r"token_temperature_scale\[1\] must be .* > 0 and < 1e\+06, got 0"),
-    ({"token_temperature_scale": {1: 1e6}}, r"token_temperature_scale\[1\] must be .* < 1e\+06, got 1000000.0"),
     ({"boosted_token_ids": [1]}, TOGETHER),
     ({"token_temp_divisor": 2}, TOGETHER),
     ({"boosted_token_ids": [1], "token_temp_divisor": 2, "token_temperature_scale": {1: 2}},
@@ -235,7 +233,6 @@ REJECTED_TOGETHER = [
     ({"soft_max_tokens": True}, "soft_max_tokens needs a limit of new tokens, such as max_tokens"),
     ({"thinking_budget": 5, "target_length": 5, "landing": [3]} | ENDS, LANDING),
     ({"thinking_budget": 5, "target_length": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
-    ({"thinking_budget": 5, "target_length": 5}, NO_END),
     ({"thinking_budget": 5, "target_length": 5, "op": "eq", "strength": 2} | ENDS,
      "strength needs a value_constraint of near, ge_near or le_near"),
     ({"thinking_budget": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
@@ -267,12 +264,6 @@ def test_conflicting_fields_are_named(rejected):
     others = defaults.pop("others", "rejected")
     with pytest.raises(ValueError, match=f"^{message}$"):
         parse_guidance(read_names(request_, others=others), **defaults)
-
-
-def test_answer_after_a_thought_is_checked_without_values():
-    params = parse_guidance({"thinking_budget": 5, "target_length": 9, "op": "eq", **ENDS})
-    with pytest.raises(ValueError, match=r"value_constraint must be one of near, .* without a value model, got 'eq'"):
-        check_without_values(params)
 
 
 def test_custom_params_must_be_a_mapping():

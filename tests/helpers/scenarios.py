@@ -357,7 +357,11 @@ class Driver:
                 guided = is_guided and exists and self.span(asked, sequence).end is None
                 rows.append((asked, sequence, params, guided, wants and exists))
         asked_of, sequences, params, guided, wants = map(list, zip(*rows, strict=True))
-        table = GuidanceTable.from_params(params, [set(asked.eos) for asked in asked_of], "cpu").columns
+        breaks = self.options.get("text_breaks")
+        of_requests = GuidanceTable(len(params), "cpu", early=0.0 if breaks is None else self.engine.step.values.early)
+        for row, (p, asked) in enumerate(zip(params, asked_of, strict=True)):
+            of_requests.add_request(row, p, set(asked.eos))
+        table = of_requests.columns
         for row, p in enumerate(params):
             for token, scale in p.token_temperature_scale.items():
                 if token < VOCAB:
@@ -378,6 +382,8 @@ class Driver:
             vocab_mask=options.get("vocab_mask"),
             table=table,
             generated=generated.int(),
+            text_breaks=breaks,
+            last_tokens=None if breaks is None else torch.tensor([sequence[-1] for sequence in sequences]),
             backend="reference",
         )
         for row, (asked, _) in enumerate(zip(asked_of, sequences, strict=True)):
@@ -400,9 +406,8 @@ class Driver:
         else:
             assert output.value_logits is None
             self.scored += sum(scored)
-        probs = reweight_scatter(
-            candidates, output.value_logits, table, generated=generated.int(), probs=before_probs, backend="reference"
-        )
+        changed = dict(generated=generated.int(), text_breaks=breaks, probs=before_probs)
+        probs = reweight_scatter(candidates, output.value_logits, table, **changed, backend="reference")
         same(output.probs, probs, rtol=0, atol=1e-4)
         if before_probs is not None:
             same(options["probs"], before_probs, rtol=0, atol=1e-4)

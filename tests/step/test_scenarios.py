@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lenvm_kernels.types import TextBreak
 from tests.helpers.engine import GUIDANCE, PROMPTS, TILT
 from tests.helpers.models import EOS, VOCAB
 from tests.helpers.scenarios import Asked, Driver, Extend, Grow, Leave, Predict, Scenario, Start, Step, WarmUp
@@ -156,12 +157,6 @@ SCENARIOS = [
         max_delta=3,
     ),
     Scenario(
-        "no token waits with max_delta of one",
-        requests(TILT, TILT | {"value_stride": 4}),
-        [Start("ab"), *[Step("ab", deltas=(1, 1))] * 5],
-        max_delta=1,
-    ),
-    Scenario(
         "sequences that grow by several tokens",
         requests(*[TILT] * 4),
         [Start("abcd"), Grow("a", (20, 21, 22, 23, 24)), Grow("b", (30,)), Grow("d", (40, 41, 42))],
@@ -256,6 +251,24 @@ SCENARIOS = [
         [Step("abcdef", likely={name: {EOS: 0.1 * n, 7: 1.0 - 0.2 * n} for name in "abcdef"}) for n in range(4)],
         has_values=False,
         is_padded=True,
+    ),
+    Scenario(
+        "rare ends after sentences, lines and drafts, and of late requests; ends of sentences near the target",
+        requests({"target_length": 30}, {"target_length": 3}, {"target_length": 30, "min_end_prob": 1e-6}),
+        [Start("abc", is_extended=False)],
+        [
+            Step(
+                "abc",
+                likely={name: {EOS: logit, 20: 1.5} for name in "abc"},
+                drafts={"a": ([20, 9, 21], CHAIN), "b": ([9, 20, -1], CHAIN)},
+                takes={"a": (9, token), "b": (token,), "c": (token, 9, token)},
+            )
+            for token, logit in ((20, -6.0), (21, -6.0), (9, -9.0), (20, -9.0), (9, -14.0), (21, -14.0), (9, -14.0))
+        ],
+        has_values=False,
+        is_padded=True,
+        text_breaks=torch.tensor([0] * 20 + [TextBreak.SENTENCE, TextBreak.LINE], dtype=torch.int8),
+        **DRAFTS,
     ),
     # Drafts.
     Scenario(

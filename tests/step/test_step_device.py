@@ -97,9 +97,8 @@ def test_sync_free_step(device, is_logits):
     scores = random_scores(4).to(device)
     scores = scores if is_logits else torch.softmax(scores, dim=1)
     probs, filters = torch.softmax(scores, dim=1), dict(top_k=lens * 0 + 5, top_p=lens * 0 + 1.0, min_p=lens * 0.0)
-    options = dict(is_logits=is_logits, sample=True, probs=probs, active=lens >= 0)
+    options = dict(is_logits=is_logits, sample=True, probs=probs, active=lens >= 0, drawn=lens * 0 + 7)
     options |= dict(temperature=lens * 0 + 0.9) if is_logits else {}
-    options |= dict(drawn=lens * 0 + 7)
     options |= dict(vocab_mask=torch.full((4, -(-VOCAB // 32)), -1, dtype=torch.int32, device=device))
 
     def serve():

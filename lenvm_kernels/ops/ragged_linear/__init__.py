@@ -173,7 +173,7 @@ def _ragged_linear_kernel(
         first_row, first_column = block_m * BLOCK_M, block_n * BLOCK_N
         squares = (square_sums_ptr, stride_square_sums_group, square_sums_out_ptr, stride_square_sums_out_group)
         if SPLITS == 1:
-            _finish(acc, first_row, first_column, rows, ptr, stride, *squares, norm_eps, K, N, SWIGLU)
+            _finish(acc, first_row, first_column, rows, ptr, stride, squares, norm_eps, K, N, SWIGLU)
         else:
             is_sum = (m < rows)[:, None] & (column < N)[None, :]
             part_ptr = ptr.partial + _first(split.to(tl.int64) * T + first_row, first_column, N)
@@ -206,7 +206,7 @@ def _add_parts_kernel(
     for piece in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * PIECES, tl.num_programs(0)):
         row, n = piece // PIECES * ROWS, piece % PIECES * COLUMNS
         y = _sum_parts(ptr.partial + _first(row, n, N), rows - row, N - n, T, N, SPLITS, ROWS, COLUMNS)
-        _finish(y, row, n, rows, ptr, stride, *squares, norm_eps, K, N, False)
+        _finish(y, row, n, rows, ptr, stride, squares, norm_eps, K, N, False)
 
 
 def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
@@ -288,22 +288,12 @@ _SPEC = Spec("""
     residual?: =x [T, rows // (1 + swiglu)]
     square_sums_out?: single [(rows // (1 + swiglu) + 63) // 64, T]
 """)
+_OPTIONS = {"norm_eps": float | None, "swiglu": bool, "expected_rows": int | None}
 
 
-@operator(_SPEC, reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
-def launch_linear(
-    out: Tensor,  # in the dtype of x, or fp32
-    x,
-    weight,
-    bias,
-    num_rows,
-    square_sums,
-    residual,
-    square_sums_out,
-    norm_eps: float | None,
-    swiglu: bool,
-    expected_rows: int | None,
-):
+@operator(_SPEC, reference=_reference, mutates=["square_sums_out"], takes=_OPTIONS)
+def launch_linear(out: Tensor, given):  # out is in the dtype of x, or fp32
+    x, weight, bias, num_rows, square_sums, residual, square_sums_out, norm_eps, swiglu, expected_rows = given
     (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
     if tokens == 0:
         return

@@ -28,10 +28,10 @@ def _sums_of_squares(x):  # fp32 [ROWS, COLUMNS] -> fp32 [ROWS, COLUMNS / GROUP]
 
 
 @triton.jit
-def _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K: tl.constexpr):
+def _inv_rms(m, rows, square_sums_ptr, stride_group, norm_eps, K: tl.constexpr):
     total = tl.zeros([m.shape[0]], tl.float32)
     for group in range(0, (K + GROUP - 1) // GROUP):
-        total += tl.load(square_sums_ptr + tl.cast(group, tl.int64) * stride_square_sums_group + m, m < rows, other=0.0)
+        total += tl.load(square_sums_ptr + tl.cast(group, tl.int64) * stride_group + m, m < rows, other=0.0)
     return tl.rsqrt(total / K + norm_eps)
 
 
@@ -79,16 +79,14 @@ def _finish(
     rows,
     ptr,  # LinearTensors
     stride,  # LinearStrides
-    square_sums_ptr,
-    stride_square_sums_group,
-    square_sums_out_ptr,
-    stride_square_sums_out_group,
+    squares,  # pointer and stride of square_sums, and of square_sums_out
     norm_eps,
     K: tl.constexpr,
     N: tl.constexpr,
     SWIGLU: tl.constexpr,
 ):
     """Epilogue of the matmul for some columns of a tile: scale, add, round and store them."""
+    square_sums_ptr, stride_square_sums_group, square_sums_out_ptr, stride_square_sums_out_group = squares
     BLOCK_M: tl.constexpr = y.shape[0]
     COLUMNS: tl.constexpr = y.shape[1]
     OUTPUTS: tl.constexpr = COLUMNS // 2 if SWIGLU else COLUMNS

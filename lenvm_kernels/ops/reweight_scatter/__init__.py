@@ -60,7 +60,7 @@ def _reweight_kernel(
     valid = request < B
     inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
     options = (table_rows_ptr, generated_ptr, text_breaks_ptr, S, E)
-    table_row, _, _, result, counted = _reweight(request, valid, *inputs, *options, K, MAX_STEPS)
+    table_row, _, result, counted = _reweight(request, valid, inputs, options, K, MAX_STEPS)
     tl.store(out_ptr + request * K + tl.arange(0, K)[None, :], result, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
@@ -102,13 +102,15 @@ _SPEC = Spec(f"""
     table_rows?: int [B]
     generated?: int32 [B]
     text_breaks?: int8 [S]
-    probs?: float [B, V]
 """)
+_PROBS = Spec("probs?: float [B, V]")
+_SCATTERED = {"guided_probs": Tensor, "candidates": Candidates, "modes": Tensor, "table_rows": Tensor | None}
 
 
-@operator(_SPEC, reference=_scatter_reference, name="scatter_probs")
-def scatter_probs(out: Tensor, guided_probs: Tensor, candidates, modes: Tensor, table_rows):
+@operator(reference=_scatter_reference, takes=_SCATTERED, name="scatter_probs")
+def scatter_probs(out: Tensor, given):
     """Write guided probabilities into the rows of ``out``, see :func:`reweight_scatter`. Checks no argument."""
+    guided_probs, candidates, modes, table_rows = given
     (requests, vocab), columns = out.shape, guided_probs.shape[1]
     if requests == 0:
         return
@@ -118,8 +120,9 @@ def scatter_probs(out: Tensor, guided_probs: Tensor, candidates, modes: Tensor, 
     )
 
 
-@operator(_SPEC, reference=_reference, mutates=["table.faults"])
-def _launch(out: Tensor, candidates, value_logits, table: ReweightColumns, table_rows, generated, text_breaks):
+@operator(_SPEC, reference=_reference, mutates=["table.faults"], takes={"table": ReweightColumns})
+def _launch(out: Tensor, given):
+    candidates, value_logits, table, table_rows, generated, text_breaks = given
     requests, columns = out.shape
     if requests == 0:
         return
@@ -182,7 +185,8 @@ def reweight_scatter(
         tensor([[0., 1.]])
     """
     operands = (candidates, value_logits, table, table_rows, generated, text_breaks)
-    backend, sizes = _SPEC.check(backend, *operands, probs)
+    backend, sizes = _SPEC.check(backend, *operands)
+    _PROBS.check(backend, probs, device=candidates.probs.device, sizes=sizes)
     requests, rows = sizes["B"], sizes["R"]
     if table_rows is None and rows < requests:
         raise ValueError(f"table must have a row for each of the {requests} requests, got {rows} (or give table_rows)")

@@ -158,23 +158,11 @@ def _load_value_logits(value_logits_ptr, stride_request, request, column, table,
 
 
 @triton.jit
-def _reweight(
-    request,  # [REQUESTS, 1] int64
-    valid,  # [REQUESTS, 1]; results of requests beyond B are not stored
-    candidates,  # Candidates
-    value_logits_ptr,  # [B, K] or None
-    stride_value_logits_request,
-    table,  # ReweightColumns or DrawColumns
-    stride,  # its strides
-    table_rows_ptr,  # [B] or None
-    generated_ptr,  # [B] or None
-    text_breaks_ptr,  # [S] or None
-    S,
-    E,
-    K: tl.constexpr,
-    MAX_STEPS: tl.constexpr,  # of the root search
-):
-    """(table row, token ids, active candidates, guided probabilities, whether the request is a fault) of a tile."""
+def _reweight(request, valid, inputs, options, K: tl.constexpr, MAX_STEPS: tl.constexpr):
+    """(table row, token ids, guided probabilities, whether the request is a fault) of a tile of ``[REQUESTS, 1]``
+    requests. Results of requests that are not valid are not stored. ``MAX_STEPS`` limits the root search."""
+    candidates, value_logits_ptr, stride_value_logits_request, table, stride = inputs
+    table_rows_ptr, generated_ptr, text_breaks_ptr, S, E = options
     table_row = request
     if table_rows_ptr is not None:
         table_row = tl.load(table_rows_ptr + request, mask=valid, other=0).to(tl.int64)
@@ -316,4 +304,4 @@ def _reweight(
     first = _request_min(tl.where(likely == _request_max(likely), column, K))
     chosen = tl.where(column == first, 1.0, 0.0)
     result = tl.where((mode == _EQ) | (mode == _GE) | (mode == _LE) | edge, chosen, result)
-    return table_row, token, active, tl.where(guided, result, q), counted
+    return table_row, token, tl.where(guided, result, q), counted

@@ -16,20 +16,13 @@ it is known.
 """
 
 from collections import namedtuple
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    MAX_CANDIDATES,
-    ceil_div,
-    next_power_of_2,
-    per_request,
-    row_strides,
-    with_row_stride,
-)
+from lenvm_kernels.ops._common import COLUMNS, ceil_div, next_power_of_2, per_request, row_strides, with_row_stride
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -115,42 +108,28 @@ _SPEC = Spec(f"""
     step?: int64 [1]
     scored?: ScoredCandidates contiguous
 """)
+_TAKES: dict[str, Any] = {"table": CandidateColumns | None, "top_k": Tensor, "top_p": Tensor, "min_p": Tensor}
+_TAKES |= {"temperature": Tensor | None, "addresses": Tensor | None, "max_candidates": int}
+_TAKES |= dict.fromkeys(("is_logits", "is_aligned", "sample", "score_all"), bool)
 
 
-@operator(_SPEC, reference=_reference, mutates=["scored", "step"], only_kernels=["addresses", "is_aligned"])
-def _launch(
-    out: Candidates,
-    scores,
-    guided,
-    vocab_mask,
-    table: CandidateColumns | None,
-    table_rows,
-    generated,
-    text_breaks,
-    last_tokens,
-    requests,
-    drawn,
-    step,
-    scored,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    temperature: Tensor | None,
-    addresses: Tensor | None,
-    max_candidates: int,
-    is_logits: bool,
-    is_aligned: bool,
-    sample: bool,
-    score_all: bool,
-):
+@operator(_SPEC, reference=_reference, mutates=["scored", "step"], takes=_TAKES)
+def _launch(out: Candidates, given):
+    scores, guided, table, text_breaks = given.scores, given.guided, given.table, given.text_breaks
+    temperature, addresses, is_logits, columns = (
+        given.temperature,
+        given.addresses,
+        given.is_logits,
+        given.max_candidates,
+    )
     (count, vocab), device = scores.shape, scores.device
     if count == 0:
         return
     tiles = ceil_div(vocab, TILE)
     tile_max = torch.empty(count, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(count, tiles, dtype=torch.float32, device=device)
-    inputs = (scores, scores.stride(0), *with_row_stride(vocab_mask), addresses, vocab)
-    alignment = ALIGNMENT if (rows_are_aligned(scores) if addresses is None else is_aligned) else 1
+    inputs = (scores, scores.stride(0), *with_row_stride(given.vocab_mask), addresses, vocab)
+    alignment = ALIGNMENT if (rows_are_aligned(scores) if addresses is None else given.is_aligned) else 1
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(count, ceil_div(tiles, program_tiles))](
         *(tile_max, tile_sum, guided, temperature),
@@ -164,19 +143,19 @@ def _launch(
     strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
     _filter_kernel[(count,)](
-        *(out, tile_max, tile_sum, guided, temperature, top_k, top_p, min_p),
-        *(table, strides, table_rows, generated, text_breaks, sentences, last_tokens),
-        *(scored, requests, drawn, step, int(sample)),
+        *(out, tile_max, tile_sum, guided, temperature, given.top_k, given.top_p, given.min_p),
+        *(table, strides, given.table_rows, given.generated, text_breaks, sentences, given.last_tokens),
+        *(given.scored, given.requests, given.drawn, given.step, int(given.sample)),
         *inputs,
         ends,
-        SCORE_ALL=score_all,
+        SCORE_ALL=given.score_all,
         IS_LOGITS=is_logits,
         ALIGNMENT=alignment,
-        K=max_candidates,
+        K=columns,
         ENDS=next_power_of_2(ends),
         TILE=TILE,
         TILES=next_power_of_2(tiles),
-        num_warps=4 if max_candidates <= 16 else 8,
+        num_warps=4 if columns <= 16 else 8,
         # Fusing a product with an addition across threads would give the threads different entropies.
         enable_fp_fusion=False,
     )
@@ -288,7 +267,7 @@ def topk_candidates(
     operands = (scores, guided, vocab_mask, table, *options)
     if validate:
         if max_candidates not in COLUMNS:
-            raise ValueError(f"max_candidates must be a power of two up to {MAX_CANDIDATES}, got {max_candidates!r}")
+            raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates!r}")
         if temperature is not None and not is_logits:
             raise ValueError("temperature must be None when scores are probabilities (is_logits=False)")
         if table is None and any(x is not None for x in options):

@@ -5,23 +5,15 @@ import triton
 import triton.language as tl
 
 from lenvm_kernels.ops._device import kernel
-from lenvm_kernels.reference.topk_candidates import (
-    AFTER_LINE,
-    AFTER_SENTENCE,
-    GREEDY_TEMPERATURE,
-    HALVINGS,
-    HALVINGS_OVERDUE,
-    MOST_HALVINGS,
-    OVERDUE,
-    WITHIN_LINE,
-)
+from lenvm_kernels.reference import topk_candidates as reference
 from lenvm_kernels.types import Status, TextBreak
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
-_HALVINGS, _MOST_HALVINGS = tl.constexpr(HALVINGS), tl.constexpr(MOST_HALVINGS)
-_OVERDUE, _HALVINGS_OVERDUE = tl.constexpr(OVERDUE), tl.constexpr(HALVINGS_OVERDUE)
-_AFTER_SENTENCE, _AFTER_LINE, _WITHIN = (tl.constexpr(x) for x in (AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE))
+_GREEDY_TEMPERATURE = tl.constexpr(reference.GREEDY_TEMPERATURE)
+_HALVINGS, _MOST_HALVINGS = tl.constexpr(reference.HALVINGS), tl.constexpr(reference.MOST_HALVINGS)
+_OVERDUE, _HALVINGS_OVERDUE = tl.constexpr(reference.OVERDUE), tl.constexpr(reference.HALVINGS_OVERDUE)
+_AFTER_SENTENCE, _AFTER_LINE = tl.constexpr(reference.AFTER_SENTENCE), tl.constexpr(reference.AFTER_LINE)
+_WITHIN = tl.constexpr(reference.WITHIN_LINE)
 _LINE, _SENTENCE = tl.constexpr(int(TextBreak.LINE)), tl.constexpr(int(TextBreak.SENTENCE))
 _NO_KEY = tl.constexpr(-(2**63))
 # Tiles are searched down to slightly less than min_p, because the probabilities of their tokens are rounded.

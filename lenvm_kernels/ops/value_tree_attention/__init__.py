@@ -334,45 +334,29 @@ _SPEC = Spec("""
 _PLAN = Spec("plan?: int32 [items, size]")
 
 
-@operator(_SPEC, _PLAN, reference=_reference, mutates=["counters"], only_kernels=["counters", "plan"])
-def _launch(
-    out: Tensor,
-    counters: Tensor,
-    q,
-    k_new,
-    v_new,
-    k_cache,
-    v_cache,
-    slot_table,
-    table_rows,
-    cached_lens,
-    q_offsets,
-    candidate_lens,
-    parents,
-    plan,
-    page_size: int,
-    sm_scale: float,
-):
+@operator(_SPEC, _PLAN, reference=_reference, mutates=["counters"], takes={"page_size": int, "sm_scale": float})
+def _launch(out: Tensor, given):
+    q, k_new, slot_table, plan = given.q, given.k_new, given.slot_table, given.plan
     total_tokens, q_heads, head_dim = q.shape
-    kv_heads, num_requests = k_new.shape[1], table_rows.shape[0]
+    kv_heads, num_requests = k_new.shape[1], given.table_rows.shape[0]
     if total_tokens == 0 or num_requests == 0:
         return
     group = q_heads // kv_heads
-    max_len = slot_table.shape[1] * page_size
+    max_len = slot_table.shape[1] * given.page_size
     if plan is None:
-        lens = (cached_lens, q_offsets, candidate_lens)
-        plan = make_plan(table_rows, *lens, total_tokens=total_tokens, group=group, max_len=max_len)
+        lens = (given.table_rows, given.cached_lens, given.q_offsets, given.candidate_lens)
+        plan = make_plan(*lens, total_tokens=total_tokens, group=group, max_len=max_len)
     max_splits, workspace_rows = workspace_shape(total_tokens, num_requests, group, max_len)
     partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
     partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
-    tensors = (out, q, k_new, v_new, k_cache, v_cache, slot_table, parents, plan, partial_out, partial_lse)
-    strides = [n for x in (out, q, k_new, v_new, k_cache, v_cache) for n in x.stride()[:2]]
+    by_head = (out, q, k_new, given.v_new, given.k_cache, given.v_cache)
+    strides = [n for x in by_head for n in x.stride()[:2]]
 
     _value_tree_attention_kernel[(kv_heads, min(plan.shape[0] - 1, max(1, MAX_PROGRAMS // kv_heads)))](
-        AttentionTensors._make(tensors),
+        AttentionTensors(*by_head, slot_table, given.parents, plan, partial_out, partial_lse),
         AttentionStrides._make((*strides, slot_table.stride(0))),
-        *(counters, workspace_rows, sm_scale * math.log2(math.e)),
-        PAGE_SIZE=page_size,
+        *(given.counters, workspace_rows, given.sm_scale * math.log2(math.e)),
+        PAGE_SIZE=given.page_size,
         GROUP=group,
         HEAD_DIM=head_dim,
         **_launch_config(head_dim, q.dtype),
@@ -487,4 +471,4 @@ def value_tree_attention(
     for name, x in (("q", q), ("out", out)):
         if backend == "triton" and max(x.stride()) > MAX_STRIDE:
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
-    return _launch(backend, out, counters, *operands, parents, plan, page_size, float(sm_scale))
+    return _launch(backend, out, *operands, parents, counters, plan, page_size, float(sm_scale))

@@ -57,14 +57,9 @@ def store_items(
         split = tl.where(is_split, item % splits, 0)
         is_item = (item < items) & (first_item + item < most_items)
         item_ptr = plan_ptr + (first_item + item + 1) * ITEM_SIZE
-        tl.store(item_ptr, request, mask=is_item)
-        tl.store(item_ptr + 1, table_row, mask=is_item)
-        tl.store(item_ptr + 2, first_row, mask=is_item)
-        tl.store(item_ptr + 3, tokens, mask=is_item)
-        tl.store(item_ptr + 4, delta, mask=is_item)
-        tl.store(item_ptr + 5, cached, mask=is_item)
-        tl.store(item_ptr + 6, tile, mask=is_item)
-        tl.store(item_ptr + 7, split, mask=is_item)
+        fields = (request, table_row, first_row, tokens, delta, cached, tile, split)
+        for i in tl.static_range(ITEM_SIZE):
+            tl.store(item_ptr + i, fields[i], mask=is_item)
 
 
 @triton.jit
