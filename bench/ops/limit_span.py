@@ -17,7 +17,7 @@ from lenvm_kernels.ops.limit_span import limit_span
 
 EOS = 2  # tokens that end the sequence of a request
 # Token, table row, length; the tokens, bits, limits and state of a row of the table.
-REQUEST_BYTES = 8 + 8 + 4 + 1 + 4 * (EOS + 1 + MAX_SPAN_TOKENS + MAX_CLOSING_TOKENS) + 4 * 3 + 4 * 2 + 1 + 2 * 17
+REQUEST_BYTES = 8 + 8 + 4 + 1 + 4 * (EOS + 1 + MAX_SPAN_TOKENS + MAX_CLOSING_TOKENS) + 4 * 3 + 4 * 3 + 1 + 2 * 25
 
 
 def make_call(*, B=64, D=0, V=VOCAB, dtype="float32", new=None, index=torch.int64, breaks=True, room=None):

@@ -14,6 +14,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 from safetensors.torch import load_file
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -315,7 +316,7 @@ def test_probe_follows_updated_weights(hooked, weight, caplog):
     hooked.base.embed_tokens.weight.neg_()
     guide.update_probe(None, None, "version")
     assert "got one with another embedding" in guide.failure and "requests with guidance are rejected" in caplog.text
-    sampling = SimpleNamespace(custom_params=GENTLE, stop_token_ids=None)
+    sampling = SamplingParams(custom_params=GENTLE)
     with pytest.raises(ValueError, match=r"guidance in custom_params must be absent: .* another embedding"):
         guidance_of(SimpleNamespace(sampling_params=sampling), guide.settings, guide.failure)
     hooked.base.embed_tokens.weight.neg_()
