@@ -126,11 +126,6 @@ class Settings:
         _, text = _given_texts().get("value_model", ("", NONE))
         return text == OFF
 
-    @staticmethod
-    def is_explicit() -> bool:
-        """Whether a ``LENVM_*`` variable is set. If not, failures of the plugin must not end a server."""
-        return any(name.startswith("LENVM_") and text.strip() for name, text in os.environ.items())
-
     @classmethod
     @functools.cache
     def current(cls, tokenizer: str | None = None) -> Settings:
@@ -239,10 +234,9 @@ class Settings:
                 Requests without parameters are unguided instead.
         """
         custom_params = custom_params or {}
-        if is_asked := self.is_asked(custom_params):
-            given = read_names(custom_params, others="shared")
-        else:
-            given = read_names(self.defaults_of(read_json(custom_params.get(SELECTED, {}))))
+        is_asked = self.is_asked(custom_params)
+        defaults = self.defaults_of(read_json(custom_params.get(SELECTED, {})))
+        given = read_names(custom_params, others="shared") if is_asked else read_names(defaults)
         needs_tokenizer = given.keys() & _NEED_MARKS or any(isinstance(given.get(name), str) for name in _TEXT_FIELDS)
         thoughts = self.thoughts if needs_tokenizer or engine_budget is not None else None
         is_off = is_asked and not given
@@ -250,7 +244,16 @@ class Settings:
             given["thinking_budget"] = engine_budget
         try:
             params = self._parse(given, thoughts, max_tokens, constraint="le_near" if has_schema else "near")
-            self._check_sizes(params, stop_token_ids)
+            scaled = params.token_temperature_scale
+            sizes = (
+                ("stop_token_ids", stop_token_ids, MAX_STOP_TOKENS),
+                ("token_temperature_scale", scaled, MAX_SCALED_TOKENS),
+            )
+            for name, tokens, most in sizes if params.needs_step or scaled else ():
+                if len(tokens) > most:
+                    raise ValueError(
+                        f"{name} must be of at most {most} tokens together with guidance, got {len(tokens)}"
+                    )
         except ValueError:
             if is_asked:
                 raise
@@ -273,19 +276,6 @@ class Settings:
         if self.has_probe:
             check_with_probe(params)
         return params
-
-    @staticmethod
-    def _check_sizes(params: GuidanceParams, stop_token_ids: Collection[int]) -> None:
-        """Raise ValueError, naming the field, if a request has more tokens than a row of the device table."""
-        scaled = params.token_temperature_scale
-        if not params.needs_step and not scaled:
-            return
-        for name, tokens, most in (
-            ("stop_token_ids", stop_token_ids, MAX_STOP_TOKENS),
-            ("token_temperature_scale", scaled, MAX_SCALED_TOKENS),
-        ):
-            if len(tokens) > most:
-                raise ValueError(f"{name} must be of at most {most} tokens together with guidance, got {len(tokens)}")
 
     def load_probe(self, num_layers: int, embedding: torch.Tensor) -> LengthProbe:
         """The probe of a base model with ``num_layers`` and an input ``embedding [V, H]``, on its device.

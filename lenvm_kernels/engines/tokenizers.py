@@ -13,25 +13,25 @@ import torch
 from lenvm_kernels.guidance import Thoughts, text_breaks_of
 
 logger = logging.getLogger(__name__)
-Marks = tuple[str, str]  # start and end of a thought
-_loaders: dict[str, Callable[[], Any]] = {}
-_readers: dict[str, Callable[[Any], Marks | None]] = {}
+# Functions of an engine by the location of its tokenizer: the loader, and :func:`load_with`'s ``marks``.
+_engines: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[str, str] | None]]] = {}
 
 
-def load_with(path: str, loader: Callable[[], Any], marks: Callable[[Any], Marks | None] = lambda _: None) -> None:
+def load_with(
+    path: str, loader: Callable[[], Any], marks: Callable[[Any], tuple[str, str] | None] = lambda _: None
+) -> None:
     """Load the tokenizer at a location with an engine's own functions, which apply the engine's options.
 
-    ``marks`` returns the marks of thoughts in the engine's reasoning parser for a tokenizer, None without a parser.
+    ``marks`` returns start and end of a thought in the engine's reasoning parser for a tokenizer; None without one.
     """
-    _loaders.setdefault(path, loader)
-    _readers.setdefault(path, marks)
+    _engines.setdefault(path, (loader, marks))
 
 
 @functools.cache
 def load_tokenizer(path: str) -> Any:
     """The tokenizer at a location. Loading takes seconds."""
-    if path in _loaders:
-        return _loaders[path]()
+    if path in _engines:
+        return _engines[path][0]()
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
@@ -39,21 +39,18 @@ def load_tokenizer(path: str) -> Any:
 
 def load_thoughts(path: str | None) -> Thoughts | None:
     """The marks of :func:`load_tokenizer`. None without a tokenizer, or if it cannot be loaded."""
+    if path is None:
+        return None
+    marks = None
     try:
-        if path is None:
-            return None
         tokenizer = load_tokenizer(path)
-        return Thoughts.of(tokenizer, _parser_marks(path, tokenizer))
+        try:
+            marks = _engines[path][1](tokenizer) if path in _engines else None
+        except Exception as error:
+            logger.warning("the reasoning parser has no marks of thoughts, so the vocabulary is searched (%s)", error)
+        return Thoughts.of(tokenizer, marks)
     except Exception as error:
         logger.info("the marks of thoughts are not known: the tokenizer %s cannot be loaded (%s)", path, error)
-        return None
-
-
-def _parser_marks(path: str, tokenizer: Any) -> Marks | None:
-    try:
-        return _readers[path](tokenizer) if path in _readers else None
-    except Exception as error:
-        logger.warning("the reasoning parser has no marks of thoughts, so the vocabulary is searched (%s)", error)
         return None
 
 

@@ -74,9 +74,8 @@ class GuidanceParams:
         entropy_threshold: ``value_entropy_threshold``.
         count_from: place from which a span counts its tokens.
         pause_token_ids: sequences that end a span without being its aim: starts of thoughts, whose ends are
-            ``start_token_ids``.
+            ``start_token_ids``. Without ``end_token_ids``, the first span begins with the output.
         call_token_ids: further ones that are ignored in the prompt: starts of tool calls.
-        begins_open: the first span begins with the output, although there are ``start_token_ids``.
         end_message: tokens forced before the end; without ``end_token_ids``, a landing, which is forced once.
         answer: parameters after the span: the target of a request that also has a ``thinking_budget``. If None, the
             request is unguided there.
@@ -99,7 +98,6 @@ class GuidanceParams:
     start_token_ids: TokenSequences = ()
     pause_token_ids: TokenSequences = ()
     call_token_ids: TokenSequences = ()
-    begins_open: bool = False
     count_from: CountFrom = CountFrom.SPAN
     allow_eos: bool = False
     answer_length: float = 0.0
@@ -122,7 +120,7 @@ class GuidanceParams:
     def span_patterns(self) -> SpanPatterns:
         """The sequences that begin and end a span."""
         ends = self.end_token_ids + self.pause_token_ids
-        return SpanPatterns.of(ends, self.start_token_ids, self.call_token_ids, begins_open=self.begins_open)
+        return SpanPatterns.of(ends, self.start_token_ids, self.call_token_ids, begins_open=not self.end_token_ids)
 
     @property
     def closing_token_ids(self) -> tuple[int, ...]:
@@ -198,10 +196,9 @@ def parse_guidance(
         >>> parse_guidance({"target_length": 60}).mode.name
         'NEAR'
     """
-    given = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
-    given = {name: value for name, value in given.items() if value is not None}  # -1 is no budget
     thoughts = Thoughts() if thoughts is None else thoughts
-    given = _within(given, thoughts, max_tokens)
+    parsed = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
+    given = _within({name: x for name, x in parsed.items() if x is not None}, thoughts, max_tokens)  # -1: no budget
     has_budget = not given.keys().isdisjoint(BUDGETS)
     if has_budget and "target_length" in given:
         defaults: dict[str, Any] = dict(gamma=gamma, strength=strength, constraint=constraint, has_values=has_values)
@@ -234,7 +231,7 @@ def parse_guidance(
     if has_total and (thoughts.starts or thoughts.tool_calls):
         is_total = values["target_length_mode"] == "total"
         values |= dict(pause_token_ids=thoughts.starts, start_token_ids=thoughts.ends if thoughts.starts else ())
-        values |= dict(call_token_ids=thoughts.tool_calls, begins_open=True, allow_eos=True)
+        values |= dict(call_token_ids=thoughts.tool_calls, allow_eos=True)
         values["count_from"] = CountFrom.OUTPUT if is_total else CountFrom.SPAN
     elif has_budget:
         values["call_token_ids"] = () if "end_token_ids" in given else thoughts.tool_calls

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lenvm_kernels import LenVMConfig
+from lenvm_kernels.engines import variables
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks, load_with
 from lenvm_kernels.step import StepConfig
@@ -55,10 +56,10 @@ SWITCHES = [
 ]
 
 
-@pytest.mark.parametrize(("file", "variables", "is_off", "is_explicit", "has_model"), SWITCHES)
-def test_guidance_without_values_is_on_by_default(model, given, file, variables, is_off, is_explicit, has_model):
-    given(file, **{name: str(text).format(model=model) for name, text in variables.items()})
-    assert (Settings.is_off(), Settings.is_explicit()) == (is_off, is_explicit)
+@pytest.mark.parametrize(("file", "given_variables", "is_off", "is_explicit", "has_model"), SWITCHES)
+def test_guidance_without_values_is_on_by_default(model, given, file, given_variables, is_off, is_explicit, has_model):
+    given(file, **{name: str(text).format(model=model) for name, text in given_variables.items()})
+    assert (Settings.is_off(), bool(variables())) == (is_off, is_explicit)
     if not is_off:
         assert Settings.current() == Settings.from_environment() == Settings(model if has_model else None)
 

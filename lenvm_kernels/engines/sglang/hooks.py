@@ -18,7 +18,7 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
-from lenvm_kernels.engines import signatures
+from lenvm_kernels.engines import signatures, variables
 from lenvm_kernels.engines.report import OUTPUT_LENGTH, REMAINING_LENGTHS
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import NOT_TRIED, EngineOptions, SGLangGuide, check_options, seed_of
@@ -47,9 +47,6 @@ OPTIONS: EngineOptions = {
     "enable_pdmux": ((False,), "prompts and draws would be computed at the same time"),
 }
 DRAFT_OPTIONS: EngineOptions = {"enable_mixed_chunk": ((False,), NOT_TRIED)}
-
-
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 class SGLangPlugin:
@@ -119,7 +116,7 @@ class SGLangPlugin:
         try:
             self.guide = load_guide(runner)
         except Exception as error:
-            if Settings.is_explicit():
+            if variables():
                 raise
             self.off = str(error)
             logger.warning("LenVM: guidance is off: %s", error)
@@ -233,7 +230,7 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
         sampling.custom_params,
         sampling.stop_token_ids or (),
         max_tokens=sampling.max_new_tokens,
-        has_schema=any(getattr(sampling, name) is not None for name in _GRAMMARS),
+        has_schema=any((sampling.json_schema, sampling.regex, sampling.ebnf, sampling.structural_tag)),
     )
     if not params.needs_step and not params.token_temperature_scale:
         return None

@@ -7,8 +7,9 @@ any ``LENVM_*`` variable.
 from __future__ import annotations
 
 import logging
-import os
 import sys
+
+from lenvm_kernels.engines import variables
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,6 @@ def plugin() -> None:
 
         register()
     except Exception as error:
-        if any(name.startswith("LENVM_") and text.strip() for name, text in os.environ.items()):
+        if variables():
             raise SystemExit(f"LenVM: the plugin of SGLang cannot be used: {error}") from error
         logger.warning("LenVM: guidance is off, because the plugin cannot be used: %s", error)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from lenvm_kernels.engines import variables
 from lenvm_kernels.engines.vllm import processor
 from lenvm_kernels.engines.vllm.processor import LenVMProcessor, is_off, names_guidance
 from lenvm_kernels.guidance.fields import NAMESPACE, with_selected
@@ -40,7 +41,7 @@ def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: a setting is invalid, or the engine cannot guide requests although a setting is given.
     """
-    given = processor.variables()
+    given = variables()
     if vllm_config.model_config.runner_type == "pooling":  # it generates nothing
         return
     if given and isinstance(vllm_config.additional_config, dict):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lenvm_kernels.engines import signatures
+from lenvm_kernels.engines import signatures, variables
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
@@ -183,11 +183,6 @@ def check_equal(mine: str) -> None:
     torch.distributed.all_gather_object(of_ranks, mine, group=group.cpu_group)
     if theirs := set(of_ranks) - {mine}:
         raise ValueError(f"LenVM must be set alike on all tensor-parallel ranks, got {mine} and {theirs.pop()}")
-
-
-def variables() -> dict[str, str]:
-    """The ``LENVM_*`` variables of this process."""
-    return {name: text for name, text in os.environ.items() if name.startswith("LENVM_") and text.strip()}
 
 
 def is_off() -> bool:
