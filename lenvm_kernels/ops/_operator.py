@@ -42,10 +42,10 @@ def operator(
 ) -> Callable[[Launch], Launch]:
     """Turn a function that launches kernels into an operator.
 
-    The function takes its output, whose type is annotated, and a named tuple of the operands: first those of ``specs``
-    (tensors, named tuples of tensors, and ``None`` for optional operands), then the further ones of ``takes``. The
-    decorated function takes the backend, ``triton`` or ``reference``, the output, and the operands one by one in the
-    same order, and returns the output. It
+    The function takes its output, whose type is annotated, and a named tuple of operands: first the operands of
+    ``specs`` (tensors, named tuples of tensors, and ``None`` for optional operands), then the operands of ``takes``.
+    The decorated function takes the backend, ``triton`` or ``reference``, the output, and the operands one by one in
+    the same order, and returns the output. It
 
     - reduces a :class:`GuidanceColumns` to the columns of the named tuple in ``takes``;
     - makes the GPU of the output current, because Triton launches on the current GPU;

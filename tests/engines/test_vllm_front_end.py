@@ -223,6 +223,12 @@ def test_defaults_of_chats_and_responses(monkeypatch, effort, verbosity, default
         assert guidance_of(sampling, LenVMProcessor.settings()) is None
 
 
+def test_defaults_that_need_a_file_reject_no_request(folders, monkeypatch):
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders["model"]))
+    monkeypatch.setenv("LENVM_DEFAULTS", '{"return_values": true}')
+    assert guidance_of(SamplingParams(), Settings.from_environment()).return_values
+
+
 def test_first_model_runner_without_a_front_end(folders, monkeypatch):
     """As in a process whose VLLM_PLUGINS excludes it: the worker ends, if a setting turns guidance on."""
     processor = LenVMProcessor(config(is_second=False), None, False)

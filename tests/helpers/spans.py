@@ -7,8 +7,8 @@ START = 33
 LIKELY = {str(START): 6.0}  # a logit bias
 # With few allowed tokens, the start is likely too.
 FEW = [START, 7, 8, 9, *range(44, 48), 50, 51]
-# An end of two tokens after a message that contains another end, with a budget of all spans; a grace, in which no token
-# of these tests ends a line; a single span with a budget, before an answer with a target.
+# An end of two tokens after a message that contains another end, with a budget of all spans; a grace (the tests draw no
+# token that ends a line); a single span with a budget, before an answer with a target.
 SEVERAL = [
     {"end_token_ids": [[7, 9], 8], "start_token_ids": [START], "hard_limit": 5, "end_message": [44, 8, 45]}
     | {"thinking_budget_total": 6},

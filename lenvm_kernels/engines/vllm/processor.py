@@ -132,12 +132,13 @@ class LenVMProcessor(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Called in the front end when a request arrives; the engine answers a ValueError with status 400."""
-        if is_off():
+        given = sampling_params.extra_args  # requests without parameters cannot be rejected
+        if not given or is_off():
             return
         if cls.reason is None:
             guidance_of(sampling_params, cls.settings())
-        elif names_guidance(given := sampling_params.extra_args):
-            names = ", ".join(given or ())
+        elif names_guidance(given):
+            names = ", ".join(given)
             raise ValueError(f"guidance ({names}) must be absent from this server's requests: {cls.reason}")
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
@@ -252,7 +253,7 @@ def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | 
         has_schema=params.structured_outputs is not None,
         engine_budget=None if budget is None or budget < 0 else budget,
     )
-    if guidance.return_values and settings.predictions is None:
+    if guidance.return_values and settings.predictions is None and settings.is_asked(params.extra_args):
         raise ValueError("return_values must be false in vLLM without LENVM_PREDICTIONS, a file for them, got true")
     return guidance if guidance.needs_step or guidance.token_temperature_scale else None
 
