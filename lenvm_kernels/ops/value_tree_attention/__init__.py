@@ -167,6 +167,7 @@ def _value_tree_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -214,20 +215,27 @@ def _value_tree_attention_kernel(
             other=0.0,
         )
 
-        # A candidate's own key and value initialize its softmax, outside of the matmuls. Its bits therefore cannot
-        # depend on neighbouring candidates, and the diagonal needs no key block. Only in the last split, like delta.
+        # A candidate's own key and value initialize its softmax, in the last split, like delta. Its score is an element
+        # of a matmul with the tile's keys, so that neighbouring candidates cannot change its bits. The branch ends the
+        # use of the keys' shared memory before the loop over key blocks, so that the loop's stages can take it.
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
-        self_mask = (is_self & is_row)[:, None] & is_dim[None, :]
-        k_self = _load_rows(k_new_ptr, row, stride.k_new_token, d, self_mask)
-        v_self = _load_rows(v_new_ptr, row, stride.v_new_token, d, self_mask)
-        self_score = tl.sum(q.to(tl.float32) * k_self.to(tl.float32), axis=1) * scale_log2
+        self_token = tl.arange(0, BLOCK_TOKENS)
+        end_token = tl.where(is_last_split, tl.minimum(tokens - first_token, TOKENS), 0)
+        k_mask = ((self_token >= delta - first_token) & (self_token < end_token))[:, None] & is_dim[None, :]
+        k_self = _load_rows(k_new_ptr, first_row + first_token + self_token, stride.k_new_token, d, k_mask)
+        v_self = _load_rows(v_new_ptr, row, stride.v_new_token, d, (is_self & is_row)[:, None] & is_dim[None, :])
+        self_score = tl.zeros([BLOCK_M], tl.float32)
+        if is_last_split:
+            scores = tl.dot(q, k_self.T, input_precision="ieee")  # [BLOCK_M, BLOCK_TOKENS]
+            is_own = tile_token[:, None] == self_token[None, :]
+            self_score = tl.sum(tl.where(is_own, scores, 0.0), axis=1) * scale_log2
         running_max = tl.where(is_self, self_score, float("-inf"))  # [BLOCK_M]
         running_sum = tl.where(is_self, 1.0, 0.0)  # [BLOCK_M]
         acc = v_self.to(tl.float32)  # [BLOCK_M, BLOCK_D]
 
-        # Ancestors are added one by one, outside of the matmuls for the same reason. The rows of the tile ascend
-        # together; rows without a further ancestor stay bitwise unchanged. Delta tokens have a finite maximum (0) here,
-        # so that no difference of infinities can arise.
+        # Ancestors are added one by one, outside of the matmuls, because they differ between the rows. The rows of the
+        # tile ascend together; rows without a further ancestor stay bitwise unchanged. Delta tokens have a finite
+        # maximum (0) here, so that no difference of infinities can arise.
         if ptr.parents is not None:
             first_candidate_row = first_row + delta
             ancestor = _parent_row(tl.where(is_self & is_row, row, -1), ptr.parents, first_candidate_row)  # [BLOCK_M]
@@ -359,6 +367,7 @@ def _launch(out: Tensor, given):
         PAGE_SIZE=given.page_size,
         GROUP=group,
         HEAD_DIM=head_dim,
+        BLOCK_TOKENS=max(16, next_power_of_2(BLOCK_M.value // group)),
         **_launch_config(head_dim, q.dtype),
         **overlapping(),
     )
