@@ -49,16 +49,22 @@ class Mode(IntEnum):
 
 
 class TextBreak(IntFlag):
-    """Text unit that a token ends, see :func:`lenvm_kernels.text_breaks_of`. A token can end a sentence and a line."""
+    """Lines and sentences that a token ends, and words that it begins, see :func:`lenvm_kernels.text_breaks_of`.
+
+    The end of a line begins a word, because the next token has no blank before it.
+    """
 
     NONE = 0
     LINE = 1
     SENTENCE = 2
+    WORD = 64
 
 
 # Places of two numbers beside the bits of a :class:`TextBreak`, 0 to 3 each: bytes that the last character of a token
 # lacks, and bytes that a token without a first byte of a character adds to the character before it.
 MISSING_BYTES, ADDED_BYTES = 2, 4
+# Tokens of a unit before a text shows how many it takes, and the number of units in which this guess is weighted.
+WORD_TOKENS, SENTENCE_TOKENS, GUESSED_UNITS = 1.35, 24.0, 4.0
 
 
 class CountFrom(IntEnum):
@@ -265,7 +271,7 @@ class GuidanceColumns(NamedTuple):
     """Guidance parameters of ``R`` requests, one tensor per parameter. A :class:`Column` declares dtype and default.
 
     :func:`limit_span` writes ``prompt_len``, ``span_seen``, ``span_match``, ``closing_from``, ``span_used``,
-    ``missing_bytes`` and ``span_ended``.
+    ``missing_bytes``, ``units`` and ``span_ended``.
     ``ending_token_ids`` is a view of ``eos_token_ids`` and ``span_end_token_ids``. ``target_logit`` is the value of
     every candidate without a value model. :func:`reweight_scatter` describes faults.
     """
@@ -286,6 +292,9 @@ class GuidanceColumns(NamedTuple):
     span_used: Annotated[Tensor, _INTEGER, "tokens of the spans before"]
     missing_bytes: Annotated[Tensor, _INTEGER, "bytes that the last character of the sequence lacks"]
     count_from: Annotated[Tensor, _INTEGER, "a :class:`CountFrom`"]
+    unit: Annotated[Tensor, _INTEGER, "the :class:`TextBreak` that the target of the answer counts; 0: tokens"]
+    target_units: Annotated[Tensor, _NUMBER, "target of the answer in this unit"]
+    units: Annotated[Tensor, _INTEGER, "units since the place from which the span counts"]
     mode: Annotated[Tensor, _INTEGER, "a :class:`Mode`"]
     scale: Annotated[Tensor, _NUMBER, "scale of the mode, or strength of a near constraint"]
     nats_per_token: Annotated[Tensor, _NUMBER, "``-ln(gamma)``"]

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.reference._common import tidy_drafts
-from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, Drafts, GuidanceColumns, TextBreak
+from lenvm_kernels.types import (
+    ADDED_BYTES,
+    GUESSED_UNITS,
+    MISSING_BYTES,
+    SENTENCE_TOKENS,
+    WORD_TOKENS,
+    CountFrom,
+    Drafts,
+    GuidanceColumns,
+    TextBreak,
+)
 
 # A forced end waits at most this many tokens for the end of a character, which has at most four bytes.
 CHARACTER_TOKENS = 4
@@ -23,6 +33,7 @@ class _Span(NamedTuple):
     closing_from: Tensor
     used: Tensor
     missing_bytes: Tensor
+    units: Tensor
 
     def where(self, condition: Tensor, other: "_Span") -> "_Span":
         """This state where ``condition`` holds, else ``other``."""
@@ -49,7 +60,8 @@ def limit_span(
     count_from, closing_ids = table.count_from[table_rows], table.closing_token_ids[table_rows]
     last = (closing_ids >= 0).sum(1) - 1
     lands = (ends[:, 0] < 0) & (table.closing_token_ids[table_rows, 0] >= 0)
-    has_span = (ends[:, 0] >= 0) | lands | (start_bits != 0)
+    unit, target_units = table.unit[table_rows], table.target_units[table_rows]
+    has_span = (first_bits != 0) | lands | (unit != 0)
     bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
 
     def after(span: _Span, token: Tensor, place: Tensor, is_told: Tensor, is_new: Tensor) -> _Span:
@@ -69,13 +81,15 @@ def limit_span(
             text_break = text_breaks[torch.where(is_known, token, 0).long()].int().where(is_known, 0)
             added = text_break >> ADDED_BYTES & 3
             missing = torch.where(added > 0, (missing - added).clamp(min=0), text_break >> MISSING_BYTES & 3)
+        begin = torch.where(count_from == CountFrom.OUTPUT, span.begin, torch.where(ends_now, place, begin))
         begun = _Span(
             (span.ended | ends_now) & ~begins_now,
-            torch.where(count_from == CountFrom.OUTPUT, span.begin, torch.where(ends_now, place, begin)),
+            begin,
             match,
             torch.where(begins_now, -1, span.closing_from),
             torch.where(ends_now, place - span.begin, span.used),
             missing,
+            torch.where(begin == span.begin, span.units + ((text_break & unit) != 0), 0),
         )
         span = begun.where(is_new, span)
         over = place - span.begin - limit
@@ -87,7 +101,7 @@ def limit_span(
     # The fields of a _Span.
     columns = (
         *(table.span_ended, table.prompt_len, table.span_match, table.closing_from),
-        *(table.span_used, table.missing_bytes),
+        *(table.span_used, table.missing_bytes, table.units),
     )
     span = _Span(*(column[table_rows] for column in columns))
     seen = table.span_seen[table_rows]
@@ -113,7 +127,7 @@ def limit_span(
             reads = has_span & is_draft
             found.append(after(behind, token_ids[:, j], lengths + depth[-1], reads, reads))
     exists = torch.stack(is_there, 1)
-    ended, begin, _, closing, *_ = (torch.stack(x, 1) for x in zip(*found, strict=True))
+    ended, begin, _, closing, _, _, units = (torch.stack(x, 1) for x in zip(*found, strict=True))
     ended, places = ended & exists & has_span[:, None], lengths[:, None] + torch.stack(depth, 1)
     if logits is not None:
         vocab = logits.shape[1]
@@ -134,4 +148,11 @@ def limit_span(
         is_excluded = ~table.allows_eos[table_rows, None] & ~ends_span
         for ids, excluded in zip(eos.unbind(1), is_excluded.unbind(1), strict=True):
             add(-EXCLUDED, ids[:, None].expand_as(ended), is_open & excluded[:, None])
-    return ended.flatten(), torch.where(exists, places - begin, 0).flatten()
+    generated = places - begin
+    # In the answer, tokens that stand for its units: the rest of the target is the expected tokens of the other units.
+    unit_tokens = torch.where(unit == TextBreak.SENTENCE, SENTENCE_TOKENS, WORD_TOKENS)[:, None]
+    tokens_per_unit = (generated + GUESSED_UNITS * unit_tokens) / (units + GUESSED_UNITS)
+    of_units = target_units[:, None] * unit_tokens - (target_units[:, None] - units) * tokens_per_unit
+    counts_units = (unit != 0)[:, None] & (ended == (ends[:, :1] >= 0))
+    of_units = of_units.clamp(-1e9, 1e9).add(0.5).floor().int()
+    return ended.flatten(), torch.where(exists, torch.where(counts_units, of_units, generated), 0).flatten()

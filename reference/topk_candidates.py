@@ -3,7 +3,7 @@
 import torch
 
 from lenvm_kernels.reference._common import breaks_of, compute_dtype
-from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, Status, StepRequests
+from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, Status, StepRequests, TextBreak
 
 # A row below this temperature is greedy, as in SGLang: its only candidate is the most probable token.
 GREEDY_TEMPERATURE = 1e-6
@@ -98,7 +98,8 @@ def topk_candidates(
         if text_breaks is not None and last_tokens is not None:
             by_bits = [WITHIN_LINE, AFTER_LINE, AFTER_SENTENCE, AFTER_SENTENCE]
             scales = torch.tensor(by_bits, dtype=dtype, device=device)
-            least = least * scales[breaks_of(last_tokens, text_breaks)]
+            ended = breaks_of(last_tokens, text_breaks) & (TextBreak.LINE | TextBreak.SENTENCE)
+            least = least * scales[ended]
         if generated is not None:
             late = (generated.to(dtype) / table.due_length[of_row].to(dtype).clamp(min=1) - 1).clamp(min=0)
             halvings = HALVINGS * late.clamp(max=OVERDUE) + HALVINGS_OVERDUE * (late - OVERDUE).clamp(min=0)

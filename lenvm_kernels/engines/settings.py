@@ -16,7 +16,7 @@ import torch
 
 from lenvm_kernels.engines.tokenizers import load_thoughts
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance
-from lenvm_kernels.guidance.fields import BUDGETS, NAMESPACE, SELECTED, SELECTORS, read_json
+from lenvm_kernels.guidance.fields import BUDGETS, NAMESPACE, SELECTED, SELECTORS, TARGETS, read_json
 from lenvm_kernels.guidance.params import check_with_probe, read_names
 from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.values import LengthProbe, LenVMConfig, ValueModel
@@ -28,9 +28,9 @@ CONFIG_VARIABLE = "LENVM_CONFIG"
 # Capacity of a request's row in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 # Fields that concern the answer after a thought alone.
-_OF_ANSWERS = {"target_length", "value_constraint", "tolerance", "strength", "soft_max_tokens"}
+_OF_ANSWERS = {*TARGETS, "value_constraint", "tolerance", "strength", "soft_max_tokens"}
 # Fields that depend on the tokenizer's marks, and fields that may be texts.
-_NEED_MARKS, _TEXT_FIELDS = {*BUDGETS, "target_length", "soft_max_tokens"}, ("end_message", "landing")
+_NEED_MARKS, _TEXT_FIELDS = {*BUDGETS, *TARGETS, "soft_max_tokens"}, ("end_message", "landing")
 NONE, OFF = "none", "off"  # values of value_model: guidance without a value model, and no guidance
 
 

@@ -30,7 +30,8 @@ _SYNONYMS = {
 }
 
 BUDGETS = ("thinking_budget", "thinking_budget_total")
-_A_TARGET = ("a target: give target_length or target_value as well", "target_length", "target_value", *BUDGETS)
+TARGETS = ("target_length", "target_words", "target_sentences")
+_A_TARGET = ("a target: give target_length or target_value as well", *TARGETS, "target_value", *BUDGETS)
 _A_SPAN = ("end_token_ids, or a thinking_budget", "end_token_ids", *BUDGETS)
 _A_LIMIT = ("a hard_limit, or a thinking_budget", "hard_limit", *BUDGETS)
 _A_LANDING = ("a landing", "landing")
@@ -213,6 +214,12 @@ _ALL = (
     Number(
         "target_length", "target in tokens; its constraint replaces the mode", limits=">= 0", elsewhere="target_tokens"
     ),
+    Number(
+        "target_words",
+        "target_length in words, which blanks separate; the tokens of a word are taken from the text so far",
+        limits=">= 0 and < 1e+06",
+    ),
+    Number("target_sentences", "target_length in sentences", limits=">= 0 and < 1e+06"),
     Word(
         "target_length_mode length_mode",
         "answer, the target counts the tokens after a thought; total, all new tokens, thoughts included; remaining, at "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from lenvm_kernels.guidance.fields import BUDGETS, DEFAULT_GAMMA, FIELDS, FP32_MAX, NAMESPACE, read_json
+from lenvm_kernels.guidance.fields import BUDGETS, DEFAULT_GAMMA, FIELDS, FP32_MAX, NAMESPACE, TARGETS, read_json
 from lenvm_kernels.guidance.spans import (
     MAX_CLOSING_TOKENS,
     MAX_SPAN_TOKENS,
@@ -19,7 +19,7 @@ from lenvm_kernels.guidance.spans import (
     TokenSequences,
 )
 from lenvm_kernels.reference.limit_span import CHARACTER_TOKENS
-from lenvm_kernels.types import CountFrom, Mode
+from lenvm_kernels.types import SENTENCE_TOKENS, WORD_TOKENS, CountFrom, Mode, TextBreak
 
 
 def _key(name: Any) -> str:
@@ -54,7 +54,13 @@ _OF_THOUGHTS = {
     *("thinking_budget", "thinking_budget_total", "end_token_ids", "start_token_ids", "allow_eos", "answer_length"),
     *("hard_limit", "hard_limit_grace", "end_message", "landing", "landing_tokens"),
 }
-_OF_TARGETS = {"target_length", "target_length_mode", "value_constraint", "tolerance"}
+_OF_TARGETS = {*TARGETS, "target_length_mode", "value_constraint", "tolerance"}
+# What a target counts, and the expected tokens of a unit.
+_UNITS = {
+    "target_length": (TextBreak.NONE, 1.0),
+    "target_words": (TextBreak.WORD, WORD_TOKENS),
+    "target_sentences": (TextBreak.SENTENCE, SENTENCE_TOKENS),
+}
 NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
@@ -73,6 +79,8 @@ class GuidanceParams:
         least_share: share of the largest probability below which tokens are no candidates.
         entropy_threshold: ``value_entropy_threshold``.
         count_from: place from which a span counts its tokens.
+        unit: the ends or starts that the target of the answer counts; ``TextBreak.NONE`` for tokens.
+        target_units: the target in this unit.
         pause_token_ids: sequences that end a span without being its aim: starts of thoughts, whose ends are
             ``start_token_ids``. Without ``end_token_ids``, the first span begins with the output.
         call_token_ids: further ones that are ignored in the prompt: starts of tool calls.
@@ -99,6 +107,8 @@ class GuidanceParams:
     pause_token_ids: TokenSequences = ()
     call_token_ids: TokenSequences = ()
     count_from: CountFrom = CountFrom.SPAN
+    unit: TextBreak = TextBreak.NONE
+    target_units: float = 0.0
     allow_eos: bool = False
     answer_length: float = 0.0
     hard_limit: int | None = None
@@ -113,8 +123,8 @@ class GuidanceParams:
 
     @property
     def has_span(self) -> bool:
-        """Whether :func:`limit_span` must read the request: it has a span or a landing."""
-        return bool(self.end_token_ids or self.pause_token_ids or self.call_token_ids or self.end_message)
+        """Whether :func:`limit_span` must read the request: it has a span or a landing, or does not count tokens."""
+        return bool(self.end_token_ids or self.pause_token_ids or self.call_token_ids or self.end_message or self.unit)
 
     @cached_property
     def span_patterns(self) -> SpanPatterns:
@@ -127,8 +137,12 @@ class GuidanceParams:
         """The tokens that a hard limit forces, in order: ``end_message``, and the first end."""
         return self.end_message + (self.end_token_ids[0] if self.end_token_ids else ())
 
-    def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
-        """The state of the request's span, after ``output``. Without an end sequence, the whole output is one span."""
+    def span_state(
+        self, prompt: Sequence[int], output: Sequence[int] = (), text_breaks: Sequence[int] | None = None
+    ) -> SpanState:
+        """The state of the request's span, after ``output``. Without an end sequence, the whole output is one span.
+
+        ``text_breaks`` are needed to count words or sentences of an output (:func:`text_breaks_of`)."""
         patterns, sequence, used = self.span_patterns, [*prompt, *output], 0
         opened = patterns.open_from(prompt)
         begin, end = (len(prompt), len(prompt)) if opened is None else (opened, None)
@@ -146,7 +160,10 @@ class GuidanceParams:
                 if self.count_from != CountFrom.OUTPUT:
                     begin = length - (used if self.count_from == CountFrom.SPANS else 0)
         place = None if end is not None else self._closing_from(sequence, begin, first)
-        return SpanState(len(sequence), begin, end, match, place, used)
+        breaks = text_breaks or ()
+        counted = sequence[max(begin, len(prompt)) :] if self.unit else []
+        units = sum(bool(breaks[token] & self.unit) for token in counted if token < len(breaks))
+        return SpanState(len(sequence), begin, end, match, place, used, units)
 
     def _closing_from(self, sequence: list[int], begin: int, first: int) -> int | None:
         """The place in a sequence at which the hard limit forces the closing of its span. If None, nowhere.
@@ -199,17 +216,19 @@ def parse_guidance(
     thoughts = Thoughts() if thoughts is None else thoughts
     parsed = {name: FIELDS[name].parse(value) for name, value in read_names(custom_params).items()}
     given = _within({name: x for name, x in parsed.items() if x is not None}, thoughts, max_tokens)  # -1: no budget
-    has_budget = not given.keys().isdisjoint(BUDGETS)
-    if has_budget and "target_length" in given:
+    has_budget, target = not given.keys().isdisjoint(BUDGETS), _target_fields(given, thoughts)
+    if has_budget and target:
         defaults: dict[str, Any] = dict(gamma=gamma, strength=strength, constraint=constraint, has_values=has_values)
         answer = {name: value for name, value in given.items() if name not in _OF_THOUGHTS}
         thought = {name: value for name, value in given.items() if name not in _OF_TARGETS}
         is_total = given.get("target_length_mode") == "total"
         budget = max(given.get(name, 0.0) for name in BUDGETS)
-        thought.setdefault("answer_length", max(0.0, given["target_length"] - is_total * budget))
+        thought.setdefault("answer_length", max(0.0, target["target_length"] - is_total * budget))
         params = parse_guidance(thought, thoughts=thoughts, **defaults)
+        answered = parse_guidance(answer, thoughts=Thoughts(encode=thoughts.encode), **defaults)
         count_from = CountFrom.OUTPUT if is_total else params.count_from
-        return replace(params, answer=parse_guidance(answer, **defaults), count_from=count_from)
+        unit, units = answered.unit, answered.target_units
+        return replace(params, answer=answered, count_from=count_from, unit=unit, target_units=units)
     for name in given:
         if FIELDS[name].needs and given.keys().isdisjoint(FIELDS[name].needs[1:]):
             raise ValueError(f"{name} needs {FIELDS[name].needs[0]}")
@@ -217,7 +236,7 @@ def parse_guidance(
     given_defaults = {"gamma": gamma, "strength": strength, "value_constraint": constraint}
     values = {name: field.default for name, field in FIELDS.items()}
     values |= {name: FIELDS[name].parse(default) for name, default in given_defaults.items() if default is not None}
-    values |= _budget_fields(given, thoughts) | given
+    values |= _budget_fields(given, thoughts) | given | target
     for name in ("end_message", "landing"):
         if isinstance(text := values[name], str):
             if thoughts.encode is None:
@@ -373,14 +392,32 @@ def _within(given: Mapping[str, Any], thoughts: Thoughts, max_tokens: int | None
         return fields
     most, most_thought = _SOFT_SHARE * max_tokens, _THOUGHT_SHARE / _LIMIT_OF_BUDGET * max_tokens
     if is_soft:
-        if fields.keys().isdisjoint(("target_length", "target_value", "end_token_ids")):
+        if fields.keys().isdisjoint((*TARGETS, "target_value", "end_token_ids")):
             fields |= dict(target_length=most, target_length_mode="total")
             fields.setdefault("value_constraint", "le_near")
-        if "target_length" in fields:
-            fields["target_length"] = min(fields["target_length"], most)
+        fields |= {name: min(fields[name], most / _UNITS[name][1]) for name in TARGETS if name in fields}
         if thoughts.ends and fields.keys().isdisjoint((*BUDGETS, "end_token_ids", "landing")):
             fields["thinking_budget_total"] = most_thought
     return fields | {name: min(fields[name], most_thought) for name in BUDGETS if name in fields}
+
+
+def _target_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
+    """The target in tokens, and what it counts."""
+    names = [name for name in TARGETS if name in given]
+    if len(names) > 1:
+        raise ValueError(f"give one of {', '.join(TARGETS)}, got {' and '.join(names)}")
+    if not names or names == ["target_length"]:
+        return {name: given[name] for name in names}
+    (name,) = names
+    if thoughts.encode is None:
+        raise ValueError(f"{name} needs a tokenizer, and none is known")
+    others = {"target_value", "landing"} | (set() if given.keys() & set(BUDGETS) else {"end_token_ids"})
+    if refused := sorted(others & given.keys()):
+        raise ValueError(f"{refused[0]} must not be given together with {name}")
+    if (mode := given.get("target_length_mode", "answer")) != "answer":
+        raise ValueError(f"target_length_mode must be answer together with {name}, got {mode!r}")
+    unit, tokens = _UNITS[name]
+    return dict(target_length=given[name] * tokens, unit=unit, target_units=given[name], allow_eos=True)
 
 
 def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Ends of sentences, lines and characters, by text."""
+"""Ends of sentences, lines and characters, and starts of words, by text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SENTENCE_END = re.compile(r"""[.!?…。！？｡।॥؟۔։።។။][\s"'”’»)\]}」』）】*_`]*$|```\s*$""")  # noqa: RUF001
+
+_BLANK = "▁"  # begins the tokens that SentencePiece decodes with a blank, except at the start of a text
 
 
 def ends_sentence(text: str) -> bool:
@@ -53,9 +55,10 @@ def _byte_of_character() -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4)
 def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> torch.Tensor | None:
-    """The ends of sentences, lines and characters in a vocabulary, by the text of each token.
+    """The ends of sentences, lines and characters and the starts of words in a vocabulary, by the text of each token.
 
-    A full stop of an abbreviation counts as an end: there, the end of the text has next to no probability.
+    A full stop of an abbreviation counts as an end: there, the end of the text has next to no probability. A word
+    begins after a blank or a line break.
 
     Args:
         tokenizer: the base model's.
@@ -66,13 +69,15 @@ def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = 
         if no token ends a sentence.
     """
     count = len(tokenizer)
-    breaks = []
+    breaks, tokens = [], [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
     for i, text in enumerate(tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False)):
         ends_line = TextBreak.LINE if text.endswith("\n") else TextBreak.NONE
         missing = added = 0
         if "\N{REPLACEMENT CHARACTER}" in text:
-            missing, added = open_character(_bytes_of(str(tokenizer.convert_ids_to_tokens(i))))
+            missing, added = open_character(_bytes_of(tokens[i]))
+        is_word = ends_line or (text.strip() and (text[0].isspace() or tokens[i].startswith(_BLANK)))
         ends = ends_line | (TextBreak.SENTENCE if ends_sentence(text) else TextBreak.NONE)
+        ends |= TextBreak.WORD if is_word else TextBreak.NONE
         breaks.append(ends | missing << MISSING_BYTES | added << ADDED_BYTES)
     if not any(TextBreak.SENTENCE & each for each in breaks):
         return None

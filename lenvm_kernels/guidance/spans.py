@@ -131,6 +131,7 @@ class SpanState:
         match: bits of the tokens of :class:`SpanPatterns` that may have been matched last.
         closing_from: place from which the end is forced. If None, it is not forced.
         used: tokens of the last span that has ended.
+        units: words or sentences from ``begin`` on.
     """
 
     seen: int
@@ -139,6 +140,7 @@ class SpanState:
     match: int = 0
     closing_from: int | None = None
     used: int = 0
+    units: int = 0
 
 
 @dataclass(frozen=True)

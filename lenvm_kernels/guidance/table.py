@@ -161,6 +161,7 @@ class GuidanceTable:
                 for name in ("token_ids", "first_bits", "end_bits", "start_bits")
             },
             **{f"span_{name}": getattr(span, name) for name in ("seen", "match", "used")},
+            "units": span.units,
             "closing_from": span.closing_from,
             "missing_bytes": 0,  # a forced end may cut a character that a retracted request has begun
             "nats_per_token": -math.log(params.gamma),

@@ -294,8 +294,8 @@ def begin_step(
             :func:`topk_candidates` updates, and ``cached_lens``, which :func:`lay_out` updates. If ``None``,
             ``cached_lens`` is left untouched and all requests are due.
         drafts: ``[B, D]``; drafts of the requests. Rows may be strided. If ``None``, each request has one node.
-        spans: result of :func:`limit_span` for the same requests and drafts. Required if a request has spans and
-            drafts, which may end a span or begin one.
+        spans: result of :func:`limit_span` for the same requests and drafts. Required if a request has drafts,
+            which may end a span or begin one, or a ``unit``.
         drawn: int32 or int64 ``[B * (1 + D)]``; tokens drawn by the caller's own sampler. If ``None``, -1.
         filters: the sampling filters of each request. If ``None``, no filter and temperature 1. A request with
             ``top_k`` 1 or a temperature below 1e-6 is greedy: its filters are replaced by none, at temperature 1, so

@@ -16,7 +16,18 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.limit_span import CHARACTER_TOKENS, EXCLUDED, FORCED
 from lenvm_kernels.reference.limit_span import limit_span as _reference
-from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, Drafts, GuidanceColumns, SpanNodes, TextBreak
+from lenvm_kernels.types import (
+    ADDED_BYTES,
+    GUESSED_UNITS,
+    MISSING_BYTES,
+    SENTENCE_TOKENS,
+    WORD_TOKENS,
+    CountFrom,
+    Drafts,
+    GuidanceColumns,
+    SpanNodes,
+    TextBreak,
+)
 
 # Requests per program. With four drafts each, a thread of the one warp has two nodes.
 REQUESTS = 8
@@ -25,6 +36,8 @@ _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
 _LINE = tl.constexpr(int(TextBreak.LINE))
 _MISSING_BYTES, _ADDED_BYTES = tl.constexpr(MISSING_BYTES), tl.constexpr(ADDED_BYTES)
 _CHARACTER_TOKENS = tl.constexpr(CHARACTER_TOKENS)
+_SENTENCE, _GUESSED_UNITS = tl.constexpr(int(TextBreak.SENTENCE)), tl.constexpr(GUESSED_UNITS)
+_WORD_TOKENS, _SENTENCE_TOKENS = tl.constexpr(WORD_TOKENS), tl.constexpr(SENTENCE_TOKENS)
 _SPANS, _OUTPUT = tl.constexpr(int(CountFrom.SPANS)), tl.constexpr(int(CountFrom.OUTPUT))
 
 
@@ -32,18 +45,19 @@ _SPANS, _OUTPUT = tl.constexpr(int(CountFrom.SPANS)), tl.constexpr(int(CountFrom
 SpanColumns = namedtuple(
     "SpanColumns",
     "eos_token_ids span_end_token_ids span_token_ids closing_token_ids span_first_bits span_end_bits span_start_bits "
-    "hard_limit hard_limit_grace count_from allows_eos prompt_len span_ended span_seen span_match closing_from "
-    "span_used missing_bytes",
+    "hard_limit hard_limit_grace count_from allows_eos unit target_units prompt_len span_ended span_seen span_match "
+    "closing_from span_used missing_bytes units",
 )
-LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-7:]
+LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-8:]
 
 
-NodeSpan = namedtuple("NodeSpan", "ended begin match closing_from used missing_bytes")  # span state of requests
+NodeSpan = namedtuple("NodeSpan", "ended begin match closing_from used missing_bytes units")  # span state of requests
 # Parameters of the span state's transitions: patterns are int32 [REQUESTS, PATTERNS], padded with -2. closing_last is
 # the index of the last closing token.
 _Rules = namedtuple(
     "_Rules",
-    "patterns first_bits end_bits start_bits hard_limit grace count_from closing_ptr closing_last text_breaks_ptr W",
+    "patterns first_bits end_bits start_bits hard_limit grace count_from unit closing_ptr closing_last text_breaks_ptr "
+    "W",
 )
 
 
@@ -77,7 +91,7 @@ def _after(
     used = tl.where(ends, place - span.begin, span.used)
     closing_from = tl.where(begins, -1, span.closing_from)
     over = place - begin - rules.hard_limit
-    is_due, missing = over >= rules.grace, span.missing_bytes
+    is_due, missing, units = over >= rules.grace, span.missing_bytes, span.units
     if rules.text_breaks_ptr is not None:
         is_known = is_told & (token >= 0) & (token < rules.W)
         text_break = tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0).to(tl.int32)
@@ -85,10 +99,21 @@ def _after(
         added = (text_break >> _ADDED_BYTES) & 3
         left = tl.where(added > 0, tl.maximum(missing - added, 0), (text_break >> _MISSING_BYTES) & 3)
         missing = tl.where(is_new, left, missing)
+        units += (is_new & ((text_break & rules.unit) != 0)).to(tl.int32)
+    units = tl.where((begin != span.begin) & is_new, 0, units)
     is_due = is_due & ((missing == 0) | (over >= rules.grace + _CHARACTER_TOKENS))
     closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
     match = tl.where(is_new, match, span.match)
-    return NodeSpan(ended, begin, match, tl.where(closes, place, closing_from), used, missing)
+    return NodeSpan(ended, begin, match, tl.where(closes, place, closing_from), used, missing, units)
+
+
+@triton.jit
+def _generated(tokens, units, target_units, unit):
+    """Tokens that stand for the units of a text, so that the rest of the target is the expected tokens of its units."""
+    unit_tokens = tl.where(unit == _SENTENCE, _SENTENCE_TOKENS, _WORD_TOKENS)
+    tokens_per_unit = tl.div_rn(tokens + _GUESSED_UNITS * unit_tokens, units + _GUESSED_UNITS)
+    generated = target_units * unit_tokens - (target_units - units) * tokens_per_unit
+    return tl.floor(tl.minimum(tl.maximum(generated, -1e9), 1e9) + 0.5).to(tl.int32)
 
 
 @kernel(specialized="ended_ptr generated_ptr")
@@ -138,12 +163,13 @@ def _limit_span_kernel(
     first_end = tl.sum(tl.where(column == 0, ends, 0), axis=1)
     closing_ptr = table.closing_token_ids + table_row * stride.closing_token_ids
     lands = (first_end < 0) & (tl.load(closing_ptr, mask=exists, other=-2) >= 0)
-    start_bits = _of(table.span_start_bits, stride.span_start_bits, table_row, exists)
-    has_span = (first_end >= 0) | lands | (start_bits != 0)
+    first_bits = _of(table.span_first_bits, stride.span_first_bits, table_row, exists)
+    unit = _of(table.unit, stride.unit, table_row, exists)
+    has_span = (first_bits != 0) | lands | (unit != 0)
     column = tl.arange(0, PATTERNS)[None, :]
     patterns_ptr = table.span_token_ids + (table_row * stride.span_token_ids)[:, None] + column
     patterns = tl.load(patterns_ptr, mask=has_span[:, None] & (column < P), other=-2)
-    first_bits = _of(table.span_first_bits, stride.span_first_bits, table_row, has_span)
+    start_bits = _of(table.span_start_bits, stride.span_start_bits, table_row, has_span)
     end_bits = _of(table.span_end_bits, stride.span_end_bits, table_row, has_span)
     count_from = _of(table.count_from, stride.count_from, table_row, has_span)
     hard_limit = _of(table.hard_limit, stride.hard_limit, table_row, has_span)
@@ -156,16 +182,18 @@ def _limit_span_kernel(
     closing_from = _of(table.closing_from, stride.closing_from, table_row, has_span)
     used = _of(table.span_used, stride.span_used, table_row, has_span)
     missing = _of(table.missing_bytes, stride.missing_bytes, table_row, has_span)
+    units = _of(table.units, stride.units, table_row, has_span)
+    target_units = _of(table.target_units, stride.target_units, table_row, has_span)
     column = tl.arange(0, CLOSING)[None, :]
     closing = tl.load(closing_ptr[:, None] + column, mask=has_span[:, None] & (column < C), other=-2)
     last = tl.sum((closing >= 0).to(tl.int32), axis=1) - 1
     tl.debug_barrier()  # reads precede the overwrites, here and below
 
     rules = _Rules(
-        *(patterns, first_bits, end_bits, start_bits, hard_limit, grace, count_from),
+        *(patterns, first_bits, end_bits, start_bits, hard_limit, grace, count_from, unit),
         *(closing_ptr, last, text_breaks_ptr, W),
     )
-    span = NodeSpan(ended != 0, begin, match, closing_from, used, missing)
+    span = NodeSpan(ended != 0, begin, match, closing_from, used, missing, units)
     for i in range(NEW):
         place = length - new_len + i + 1
         is_told = has_span & (i < new_len) & (place > 0)
@@ -178,6 +206,7 @@ def _limit_span_kernel(
     tl.store(table.closing_from + table_row * stride.closing_from, span.closing_from, mask=has_span)
     tl.store(table.span_used + table_row * stride.span_used, span.used, mask=has_span)
     tl.store(table.missing_bytes + table_row * stride.missing_bytes, span.missing_bytes, mask=has_span)
+    tl.store(table.units + table_row * stride.units, span.units, mask=has_span)
 
     # Per node: the number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
@@ -198,13 +227,16 @@ def _limit_span_kernel(
             behind = _after(behind, token.to(tl.int64), length + new_depth, reads, reads, rules)
             is_node = (node == j + 1) & is_draft[:, None]
             depth = tl.where(is_node, new_depth[:, None], depth)
-            nodes = NodeSpan(*[tl.where(is_node, behind[k][:, None], nodes[k]) for k in (0, 1, 2, 3, 4, 5)])
+            nodes = NodeSpan(*[tl.where(is_node, behind[k][:, None], nodes[k]) for k in (0, 1, 2, 3, 4, 5, 6)])
 
     row = request[:, None] * (D + 1) + node
     is_row = exists[:, None] & (node <= D)
     is_node = node <= count[:, None]
     node_ended = nodes.ended & has_span[:, None]
-    generated = tl.where(is_node, length[:, None] + depth - nodes.begin, 0)
+    tokens = length[:, None] + depth - nodes.begin
+    counts_units = (unit != 0)[:, None] & (node_ended == (first_end >= 0)[:, None])  # in the answer
+    of_units = _generated(tokens.to(tl.float32), nodes.units.to(tl.float32), target_units[:, None], unit[:, None])
+    generated = tl.where(is_node, tl.where(counts_units, of_units, tokens), 0)
     tl.store(ended_ptr + row, node_ended, mask=is_row)
     tl.store(generated_ptr + row, generated, mask=is_row)
     if logits_ptr is not None:
@@ -289,9 +321,10 @@ def limit_span(
 ) -> SpanNodes:
     """Update the state of guided spans; prevent the end of a sequence with an open span, and end long spans.
 
-    A request has a span if it has ``span_end_token_ids`` or a start sequence. An open span ends after the last token of
-    one of its end sequences, and a new one begins after the last token of a start sequence (``span_token_ids``). The
-    table stores the state and the number of tokens read (``span_seen``), so that passing tokens again has no effect.
+    A request has a span if it has an end or start sequence, a landing or a ``unit``. An open span ends after the last
+    token of one of its end sequences, and a new one begins after the last token of a start sequence
+    (``span_token_ids``). The table stores the state and the number of tokens read (``span_seen``), so that passing
+    tokens again has no effect.
     While a span is open:
 
     - The request's ``eos_token_ids`` are excluded unless ``allows_eos`` is set or they also end the span. Their logits
@@ -300,7 +333,10 @@ def limit_span(
       ``closing_token_ids`` are raised in the same way, one per step; after the last one, the last one is repeated. They
       begin after a whole character (at most four tokens later), and an end within them does not end the span.
 
-    ``count_from`` states which tokens a span counts (:class:`CountFrom`).
+    ``count_from`` states which tokens a span counts (:class:`CountFrom`). With a ``unit``, the answer counts words or
+    sentences (:class:`TextBreak`): the generated tokens are then the target's expected tokens minus the expected tokens
+    of the units to come, at the text's own number of tokens per unit. The answer is what follows the span of a request
+    with ``span_end_token_ids``, and the open span of other requests.
 
     A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing in each span. From its
     ``hard_limit`` on, its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may
@@ -312,7 +348,7 @@ def limit_span(
         logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``; logits of the next token at each node (:class:`Drafts`).
             Changed in place; rows may be strided. If ``None``, only the state is updated and returned.
         table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``,
-            ``closing_from``, ``span_used`` and ``missing_bytes`` are written.
+            ``closing_from``, ``span_used``, ``missing_bytes`` and ``units`` are written.
         tokens: int64 ``[B, N]``; the new tokens of each sequence, from column 0 on.
         table_rows: int64 ``[B]``; each request's row of the table, all different.
         lengths: int32 ``[B]``; tokens of each sequence, including the new ones.

@@ -98,7 +98,7 @@ def begin(state: StepState, rows: StepRows, prepared: PreparedStep, filters: Fil
         active=tensors.all_active[:requests] if batch.active is None else batch.active,
         history=state.history.columns,
         drafts=drafts,
-        spans=None if drafts is None else spans,  # without drafts the table has the same state
+        spans=spans,
         drawn=tensors.none_drawn[:nodes] if drawn is None else drawn,
         filters=filters,
         addresses=tensors.addresses,

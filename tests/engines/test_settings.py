@@ -225,7 +225,7 @@ def test_requests_with_too_many_tokens_are_rejected(fields, stops, message):
 def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
     """None, with a warning, if the engine's tokenizer cannot be loaded."""
     path = save_checkpoint(tmp_path, seed=0, words=["<unk>", "<eos>", "<pad>", "a", "b.", "c\n"])
-    assert load_text_breaks(path, 8).tolist() == [0, 0, 0, 0, 2, 1, 0, 0]
+    assert load_text_breaks(path, 8).tolist() == [0, 0, 0, 0, 2, 65, 0, 0]
     assert load_text_breaks(None, 6) is None and not caplog.records
     assert load_text_breaks(str(tmp_path / "nowhere"), 6) is None
     assert "outputs may end within sentences: the tokenizer" in caplog.text and "nowhere" in caplog.text

@@ -31,18 +31,19 @@ def test_characters_of_several_pieces(text, cuts):
 
 def test_bytes_of_a_vocabulary():
     """Tokens of bytes as in Llama 2, of characters that stand for bytes as in GPT-2, and a whole character."""
-    words = Words(*("<0xE2>", "<0x82>", "ðŁ", "¤Ķ", "Ġ好", "."), texts=("�", "�", "�", "��", " 好", "."))
-    lacks, adds = [2, 0, 2, 0, 0, 0], [0, 1, 0, 2, 0, 0]
+    words = Words("<0xE2>", "<0x82>", "ðŁ", "¤Ķ", "Ġ好", "▁a", ".")
+    words.texts = ("�", "�", "�", "��", " 好", "a", ".")
+    lacks, adds = [2, 0, 2, 0, 0, 0, 0], [0, 1, 0, 2, 0, 0, 0]
     expected = [x << MISSING_BYTES | y << ADDED_BYTES for x, y in zip(lacks, adds, strict=True)]
-    expected[-1] = TextBreak.SENTENCE
+    expected[-3:] = TextBreak.WORD, TextBreak.WORD, TextBreak.SENTENCE
     assert text_breaks_of(words).tolist() == expected
 
 
 class Words:
     """A tokenizer of whole words."""
 
-    def __init__(self, *words, texts=None):
-        self.words, self.texts = words, texts or words
+    def __init__(self, *words):
+        self.words = self.texts = words
 
     def __len__(self):
         return len(self.words)
@@ -50,13 +51,13 @@ class Words:
     def batch_decode(self, tokens, clean_up_tokenization_spaces):
         return ["".join(self.texts[i] for i in ids) for ids in tokens]
 
-    def convert_ids_to_tokens(self, token):
-        return self.words[token]
+    def convert_ids_to_tokens(self, tokens):
+        return [self.words[i] for i in tokens]
 
 
 def test_text_breaks_of_hand_written_vocabulary():
     words = Words("a", ".", ",\n", "b.\n", '!"', "", "\n", ":")
-    none, line, sentence = TextBreak.NONE, TextBreak.LINE, TextBreak.SENTENCE
+    none, line, sentence = TextBreak.NONE, TextBreak.LINE | TextBreak.WORD, TextBreak.SENTENCE
     expected = [none, sentence, line, sentence | line, sentence, none, line, none]
     assert text_breaks_of(words).tolist() == expected
     assert text_breaks_of(words, 10).tolist() == [*expected, none, none]

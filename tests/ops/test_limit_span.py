@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lenvm_kernels.guidance import GuidanceTable, Thoughts, parse_guidance
+from lenvm_kernels.guidance import GuidanceTable, SpanState, Thoughts, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
-from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, TextBreak
 from tests.helpers.drafts import i32, make_drafts
 
 OUT, IN = -1e4, 2e4  # added to the logit of an excluded token, and of a forced token
@@ -93,9 +93,9 @@ LINE, SENTENCE, BOTH, PLAIN = 3, 2, 1, 4
 LATE_LANDING = {"target_length": 14, "landing": [5, 6], "landing_tokens": 12}
 CLOSING = {"end_token_ids": [[7, 9], 2], "hard_limit": 3, "end_message": [5, 6]}
 GRACE, CLOSED = CLOSING | {"hard_limit_grace": 2}, [5, 6, 7, 9]
-# Tokens that begin a character of three bytes, add a byte to one, and begin a tool call.
-LEAD, BYTE, CALL = 10, 11, 12
-BREAKS = [0, 3, 2, 1, *[0] * 6, 2 << MISSING_BYTES, 1 << ADDED_BYTES, 0]
+# Tokens that begin a character of three bytes, add a byte to one, begin a tool call, and begin a word.
+LEAD, BYTE, CALL, WORD = 10, 11, 12, 13
+BREAKS = [0, 3, 2, 1, *[0] * 6, 2 << MISSING_BYTES, 1 << ADDED_BYTES, 0, TextBreak.WORD]
 AFTER_OUTPUT = LATE_LANDING | {"target_length_mode": "total"}
 # A request, the tokens that the model would draw, and the resulting tokens.
 CLOSINGS = [
@@ -123,6 +123,10 @@ CLOSINGS = [
     # A tool call ends a thought or an answer, where nothing is forced.
     ({"thinking_budget": 4}, [8, CALL, 8, 4], [8, CALL, 8, *[4] * 5, 9]),
     (LATE_LANDING, [PLAIN, CALL, *[PLAIN] * 6, 0], [PLAIN, CALL, *[PLAIN] * 6, 0]),
+    # Words and sentences count from the end of a thought.
+    ({"target_words": 9}, [WORD, PLAIN, WORD], [WORD, PLAIN, WORD, WORD]),
+    ({"target_sentences": 9}, [SENTENCE, 8, SENTENCE, 9, WORD, BOTH], [SENTENCE, 8, SENTENCE, 9, WORD, BOTH, BOTH]),
+    ({"target_words": 9, "thinking_budget": 2}, [8, WORD, WORD, 9, WORD], [8, WORD, WORD, 9, WORD, WORD]),
     # A total counts the tokens of the thought.
     (AFTER_OUTPUT, [8, PLAIN, PLAIN, 9, PLAIN], [8, PLAIN, PLAIN, 9, 5, 6, PLAIN]),
     (AFTER_OUTPUT, [PLAIN, 8, 9, PLAIN], [PLAIN, 8, 9, PLAIN, 5, 6, PLAIN]),
@@ -161,7 +165,8 @@ CLOSINGS = [
 @pytest.mark.parametrize(("asked", "drawn", "expected"), CLOSINGS)
 def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
     """One token after the other. The host finds the same state in the whole text."""
-    params = parse_guidance(asked, thoughts=Thoughts(ends=((9,),), starts=((8,),), tool_calls=((CALL,),)))
+    thoughts = Thoughts(ends=((9,),), starts=((8,),), tool_calls=((CALL,),), encode=list)
+    params = parse_guidance(asked, thoughts=thoughts)
     prompt, text = [1, CALL, 1], []
     guidance = GuidanceTable(2, device)
     guidance.add_request(1, params, {0}, prompt_len=len(prompt), span=params.span_state(prompt))
@@ -172,8 +177,44 @@ def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expecte
         last, row = torch.tensor([[*prompt, *text][-1:]], device=device), torch.tensor([1], device=device)
         length = i32(len(prompt) + len(text)).to(device)
         limit_span(logits, columns, last, row, length, text_breaks=breaks, backend=backend)
-        state = params.span_state(prompt, text)
-        on_device = (columns.prompt_len[1].item(), columns.span_ended[1].item(), columns.span_used[1].item())
-        assert on_device == (state.begin, state.end is not None, state.used), text
+        state = params.span_state(prompt, text, BREAKS)
+        names = "prompt_len span_ended span_used units"
+        on_device = tuple(getattr(columns, name)[1].item() for name in names.split())
+        assert on_device == (state.begin, state.end is not None, state.used, state.units), text
         text.append(logits.argmax().item())
     assert text == expected
+
+
+# A target, the tokens and the units of the answer so far, and the generated tokens: 13.5 or 48 minus those to come.
+@pytest.mark.parametrize(
+    ("asked", "tokens", "units", "generated"),
+    [
+        ({"target_words": 10}, 0, 0, 0),
+        ({"target_words": 10}, 12, 8, 11),  # 13.5 - 2 * 17.4 / 12 = 10.6
+        ({"target_words": 10}, 12, 12, 16),  # 13.5 + 2 * 17.4 / 16 = 15.7
+        ({"target_words": 10}, 40, 4, -21),  # 13.5 - 6 * 45.4 / 8 = -20.6
+        ({"target_sentences": 2}, 30, 1, 23),  # 48 - 126 / 5 = 22.8
+        ({"target_sentences": 2}, 50, 2, 48),
+        ({"target_length": 10}, 12, 3, 12),
+    ],
+)
+@pytest.mark.parametrize("place", ["thought", "after a thought", "without a budget"])
+def test_generated_tokens_of_targets_in_units(device, backend, asked, tokens, units, generated, place):
+    """The rest of the target is in tokens, at the text's own tokens per unit. Thoughts count their own tokens."""
+    thoughts = Thoughts(ends=((9,),), starts=((8,),), encode=list)
+    budget = {} if place == "without a budget" else {"thinking_budget": 90}
+    params, ended = parse_guidance(asked | budget, thoughts=thoughts), 7 if place == "after a thought" else None
+    guidance = GuidanceTable(1, device)
+    guidance.add_request(0, params, {0}, span=SpanState(7 + tokens, 7, ended, units=units))
+    table, row, length = guidance.columns, torch.tensor([0], device=device), i32(7 + tokens).to(device)
+    last = torch.tensor([[PLAIN]], device=device)
+    found = limit_span(None, table, last, row, length, backend=backend)
+    assert found.generated.tolist() == [tokens if place == "thought" else generated]
+
+
+def test_tool_call_ends_guidance_without_marks_of_thoughts(device, backend):
+    """Qwen2.5 has tool calls and no thoughts."""
+    params = parse_guidance({"target_length": 30}, thoughts=Thoughts(tool_calls=((CALL,),)))
+    table = GuidanceTable.from_params([params, params], [{0}, {0}], device).columns
+    tokens, rows = torch.tensor([[PLAIN], [CALL]], device=device), torch.tensor([0, 1], device=device)
+    assert limit_span(None, table, tokens, rows, i32(3, 3).to(device), backend=backend).ended.tolist() == [False, True]

@@ -22,9 +22,9 @@ def test_serving_compiles_nothing():
     # Prompts, steps, and steps with drafts.
     layouts = {name: served["warm"]["_lay_out_kernel"] for name, served in report.items()}
     assert layouts == dict.fromkeys(kinds, 2) | {"with drafts": 3}
-    # Steps, predictions, and steps with drafts.
+    # Steps with and without spans, predictions, and steps with drafts.
     gathers = {name: served["warm"]["_begin_step_kernel"] for name, served in report.items()}
-    assert gathers == dict.fromkeys(kinds, 2) | {"with drafts": 6}
+    assert gathers == dict.fromkeys(kinds, 3) | {"with drafts": 8}
     # The number of requests and the strides of their drafts trigger no recompilation.
     warm = report["with drafts"]["warm"]
     assert [warm[f"_{name}_kernel"] for name in ("pack_drafts", "verify_drafts")] == [1, 1]

@@ -214,7 +214,7 @@ class SGLangGuide:
             end_tokens(req),
             prompt_len=len(req.origin_input_ids),
             seed=seed_of(req.rid) if seed is None else seed,
-            span=params.span_state(req.origin_input_ids, req.output_ids),
+            span=self.step.span_state(params, req.origin_input_ids, req.output_ids),
         )
         self._table_rows.add(table_row)
         if self.metrics is not None and self.model is not None and req.lora_id is not None:

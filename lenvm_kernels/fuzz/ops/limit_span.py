@@ -14,7 +14,7 @@ from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanPatterns, TokenSequences
 from lenvm_kernels.ops import limit_span as ops
-from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, GuidanceColumns
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, GuidanceColumns, TextBreak
 
 NO_LIMIT = 2**31 - 1
 OTHER_TOKEN = 4  # can only end a line
@@ -68,7 +68,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if width:
         arguments["drafts"] = _inputs.draw_drafts(draws, rows, options)
     if options["text_breaks"]:
-        ends = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3])
+        ends = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3, 66])
         missing, added = (draws.choose(f"{x} bytes", options["text_breaks"], values=[0, 0, 1, 3]) for x in "ab")
         breaks = ends | missing << MISSING_BYTES | added << ADDED_BYTES
         arguments["text_breaks"] = breaks.to(torch.int8)
@@ -122,6 +122,9 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
         "count_from": draws.choose("count_from", rows, values=[int(each) for each in CountFrom]),
         "span_used": draws.integers("span_used", rows, low=0, high=9),
         "missing_bytes": draws.integers("missing_bytes", rows, low=0, high=3),
+        "unit": draws.choose("unit", rows, values=[0, 0, TextBreak.SENTENCE, TextBreak.WORD]),
+        "target_units": draws.integers("target_units", rows, low=0, high=40),
+        "units": draws.integers("units", rows, low=0, high=30),
     }
     table = GuidanceTable(len(table_rows) + _inputs.SPARE_ROWS, device, max_eos=eos).columns
     _inputs.fill(table, table_rows, columns, elsewhere=3)

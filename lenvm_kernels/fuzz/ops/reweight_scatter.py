@@ -104,7 +104,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if options["generated"]:
         arguments["generated"] = draws.choose("generated", rows, values=[0, 10, 30, 10_000]).int()
     if options["text_breaks"]:
-        breaks = draws.integers("text_breaks", options["text_breaks"], low=0, high=3)
+        breaks = draws.integers("text_breaks", options["text_breaks"], low=0, high=127)
         arguments["text_breaks"] = breaks.to(torch.int8)
     if options["scatter"]:
         dense = draws.uniform("probs", rows, vocab).to(getattr(torch, options["probs"]))

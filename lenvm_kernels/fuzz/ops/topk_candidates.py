@@ -117,7 +117,7 @@ def table_options(case: Case, device: torch.device, x: Tensor) -> dict[str, Any]
         share = draws.choose("late", rows, values=[0.0, 0.9, 1.0, 1.04, 1.3, 2.0, 90.0])
         arguments["generated"] = torch.where(due_length < INF, due_length * share, 50 * share).int()
     if options["text_breaks"]:
-        breaks = torch.tensor([1, 2, 0, 3, 0, 1], dtype=torch.int8, device=device)
+        breaks = torch.tensor([1, 2, 0, 3, 8, 65], dtype=torch.int8, device=device)
         arguments["text_breaks"] = breaks[: options["text_breaks"]]
         arguments["last_tokens"] = draws.integers("last_tokens", rows, low=-2, high=options["text_breaks"])
     return arguments
