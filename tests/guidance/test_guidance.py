@@ -364,17 +364,14 @@ SHARED = [
         "thinking_token_budget", "thinking_budget_tokens", "max_thinking_tokens", "MAX_THINKING_TOKENS",
         "maxThinkingTokens", "reasoning_budget", "reasoning_max_tokens", "budget_tokens", "thinkingBudget")),
     *(({name: 5}, {"target_length": 5}) for name in ("target_tokens", "Target-Tokens", "targetLength")),
+    ({"scale": 2, "budget_of_tools": 5}, {"value_scale": 2}, "ignored"),  # short names of fields, as in the fork
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("request_", "fields"), SHARED, ids=lambda x: str(x))
-def test_fields_among_parameters_of_other_components(request_, fields):
-    assert read_names(request_, others="shared") == fields
-
-
-def test_ignored_parameters_of_other_components():
-    """Short names of fields are accepted, as in the fork."""
-    assert read_names({"scale": 2, "budget_of_tools": 5}, others="ignored") == {"value_scale": 2}
+@pytest.mark.parametrize("row", SHARED, ids=lambda row: str(row[0]))
+def test_fields_among_parameters_of_other_components(row):
+    request_, fields, others = (*row, "shared")[:3]
+    assert read_names(request_, others=others) == fields
 
 
 NAMES = ["lenvm", *(name for field in FIELDS.values() for name in (*field.names, *field.elsewhere.split()))]
