@@ -163,23 +163,6 @@ def test_rejected_request_changes_nothing(row, params, eos, options, message):
     assert seen.names == []
 
 
-@pytest.mark.parametrize("table_rows", [[2], [4, 0, 3, 4, 1]])
-def test_requests_are_written_together_when_the_columns_are_read(table_rows):
-    """Two writes for any number of requests; a row gets its last request; without a new request, nothing is written."""
-    table = GuidanceTable(5, "cpu")
-    table.columns.faults.fill_(3)
-    for i, row in enumerate(table_rows):
-        table.add_request(row, parse_guidance({"target_length": 10 + i}), {i}, prompt_len=i)
-    with Operators() as seen:
-        columns = table.columns
-        assert table.columns is columns
-    assert seen.writes == ["aten::index_copy_", "aten::index_fill_"]
-    last = {row: i for i, row in enumerate(table_rows)}
-    assert columns.target_length.tolist() == [10 + last[row] if row in last else 0 for row in range(5)]
-    assert columns.prompt_len.tolist() == [last.get(row, 0) for row in range(5)]
-    assert columns.faults.tolist() == [0 if row in last else 3 for row in range(5)]
-
-
 def test_pending_writes_are_rejected_during_graph_capture(monkeypatch):
     """Replays would repeat the write, over requests that were added later."""
     table = GuidanceTable(2, "cpu")
