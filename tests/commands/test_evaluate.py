@@ -12,9 +12,7 @@ import torch
 
 from lenvm_kernels.evaluate import run
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, calibrate, measure, pearson, ranks, repeated_4grams
-from lenvm_kernels.evaluate.run import Setting, default_limit, settings_of
 from lenvm_kernels.evaluate.servers import Server
-from lenvm_kernels.loading import SAY_IT, say
 from lenvm_kernels.loading.models import Models
 from tests.helpers.fake_engine import answer_to, fake_engines, request_of
 from tests.helpers.models import EOS, last_value_logits, random_head
@@ -145,27 +143,6 @@ def test_calibration_by_hand():
     assert (bins[0]["predicted"], bins[-1]["predicted"]) == (0.5, 21.5)
     bins = calibrate(predictions(*((3.0, i + 1) for i in range(9)), (7.0, 1), (6.0, 2), (5.0, 4)))["bins"]
     assert [(one["answers"], one["predicted"]) for one in bins] == [(9, 3.0), (3, 6.0)]
-
-
-def test_settings():
-    base, constant = Setting("none", None, True, targets=(None,)), Setting("constant", {}, False)
-    assert settings_of([], with_values=True) == [base, constant, Setting("guided", {}, True)]
-    name, strong = '{"strength": 2}', {"strength": 2}
-    assert settings_of([strong, {}], with_values=False, said=True) == [
-        Setting("none", None, False, targets=(None,)),
-        constant,
-        Setting(name, strong, False),
-        Setting("none, said", None, False, said=True),
-        Setting("constant, said", {}, False, said=True),
-        Setting(f"{name}, said", strong, False, said=True),
-    ]
-    assert [default_limit(target) for target in (1, 6, 7, 20, 160)] == [16, 16, 32, 64, 400]
-
-
-def test_prompt_with_its_target():
-    assert say("Why?", SAY_IT, 1000) == "Why?\n\nAnswer in about 680 words."
-    assert say("Why?", "{tokens} tokens, {words} words, {words}", 101.0) == "Why?\n\n101 tokens, 70 words, 70"
-    assert say("Why?", "Be concise: {words}.", 1) == "Why?\n\nBe concise: 5."
 
 
 def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
@@ -337,25 +314,31 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
 
 @pytest.mark.parametrize("engine", [None, "sglang"])
 def test_said_settings_put_each_target_into_the_prompt(evaluate, served, tiny, engine):
-    server, url = served("sglang")
-    options = ["--num-prompts", 2, *([] if engine is None else ["--url", url, "--constant-url", url])]
-    options += ["--say-it", "w{words} w{tokens}", "--temperature", 0]
-    folder, _ = evaluate(*options, targets=[9, 30])
-    lines = lines_of(folder)
-    counts = {"none": 4, **dict.fromkeys(["constant", "guided", "none, said", "constant, said", "guided, said"], 8)}
+    """Without a server, there is no value model either: the default guidance is the constant baseline."""
+    (server, url), guided = served("sglang"), "guided" if engine else '{"gamma": 0.9, "strength": 2}'
+    options = ["--url", url, "--constant-url", url] if engine else ["--guidance", '{"strength": 2, "gamma": 0.9}', "{}"]
+    options += ["--num-prompts", 2, "--say-it", "w{words} w{tokens}", "--temperature", 0]
+    chosen = dict(targets=[3, 30]) if engine else dict(targets=[3, 30], value="none")
+    folder, _ = evaluate(*options, **chosen)
+    lines, names = lines_of(folder), ["constant", guided, "none, said", "constant, said", f"{guided}, said"]
+    assert [setting["name"] for setting in json.loads((folder / "plan.json").read_text())["settings"]] == [
+        "none",
+        *names,
+    ]
+    counts = {"none": 4, **dict.fromkeys(names, 8)}
     assert {name: sum(line["setting"] == name for line in lines) for name in counts} == counts and len(lines) == 44
-    assert {line["target"] for line in lines if line["setting"] == "none, said"} == {9, 30}
+    assert {line["target"] for line in lines if line["setting"] == "none, said"} == {3, 30}
     asked = []
     for line in lines:
-        said = {9: "\n\nw5 w9", 30: "\n\nw20 w30"}[line["target"]] if line["setting"].endswith("said") else ""
-        asked.append(tiny.tokenizer([PROMPTS[0], PROMPTS[2]][line["prompt"]] + said)["input_ids"])
-        assert line["nll"] == plain_nll(tiny, asked[-1], line["ids"])
-        assert len(line["ids"]) <= {None: 80, 9: 32, 30: 80}[line["target"]]
-    assert sorted(body["input_ids"] for _, body in server.requests) == ([] if engine is None else sorted(asked))
+        said = {3: "\n\nw5 w3", 30: "\n\nw20 w30"}[line["target"]] if line["setting"].endswith("said") else ""
+        prompt = tiny.tokenizer([PROMPTS[0], PROMPTS[2]][line["prompt"]] + said)["input_ids"]
+        asked.append((prompt, {None: 80, 3: 16, 30: 80}[line["target"]]))
+        assert line["nll"] == plain_nll(tiny, prompt, line["ids"]) and len(line["ids"]) <= asked[-1][1]
+    assert sorted(request_of(body)[:2] for _, body in server.requests) == (sorted(asked) if engine else [])
     assert list(scores_of(folder)["30"]) == ["none", "hard cut", *list(counts)[1:]]
     answers = {(line["setting"], line["target"], line["prompt"], *line["ids"]) for line in lines}
     assert engine or len(answers) == 22  # equal for both seeds
-    evaluate(*options, targets=[9, 30])
+    evaluate(*options, **chosen)
     assert len(server.requests) == (0 if engine is None else 44)
 
 

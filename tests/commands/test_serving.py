@@ -14,31 +14,33 @@ from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.serving import Query, ValueEngine, create_app
 from lenvm_kernels.values import LenVMConfig
-from tests.helpers.models import ARCHITECTURES, VOCAB, random_head, random_model, save_checkpoint, value_model_of
+from tests.helpers.models import VOCAB, random_pair, save_checkpoint, value_model_of
 from tests.helpers.models import value_logits as plain_values
 from tests.helpers.server import free_port, running
 
-CHAT = """{% if messages[0].role == "tool" %}{{ raise_exception("no tools") }}{% endif %}{% for m in messages %}
+TEMPLATE = """{% if messages[0].role == "tool" %}{{ raise_exception("no tools") }}{% endif %}{% for m in messages %}
 {{ "w30" if m.role == "user" else "w31" }} {{ m.content }} {% endfor %}{% if add_generation_prompt %} w32{% endif %}"""
+GAMMA = 0.97
 
 
 @pytest.fixture(scope="module")
 def pair():
-    return random_model(*ARCHITECTURES["qwen3"]), random_head()
+    return random_pair("qwen3")
 
 
 @pytest.fixture(scope="module")
 def value_model(pair):
-    return value_model_of(*pair, lenvm_config=LenVMConfig(gamma=0.97))
+    return value_model_of(*pair, lenvm_config=LenVMConfig(gamma=GAMMA))
 
 
-def client_of(engine, **options):
-    return TestClient(create_app(engine, **options), raise_server_exceptions=False)
+def client_of(value_model, **options):
+    return TestClient(create_app(ValueEngine(value_model, max_tokens=512), **options), raise_server_exceptions=False)
 
 
 @pytest.fixture(scope="module")
-def client(value_model):
-    return client_of(ValueEngine(value_model, max_tokens=512))
+def client(value_model, tmp_path_factory):
+    path = save_checkpoint(tmp_path_factory.mktemp("tokenizer"), seed=1, template=TEMPLATE)
+    return client_of(value_model, tokenizer=PreTrainedTokenizerFast.from_pretrained(path))
 
 
 def sequence(length, seed=0):
@@ -53,80 +55,42 @@ def expected(pair, query):
     return plain_values(*pair, sequences)[:, -1]
 
 
-def check(pair, answers, queries):
-    for values, query in zip(answers, queries, strict=True):
-        torch.testing.assert_close(torch.tensor(values), expected(pair, query), atol=1e-5, rtol=1e-5)
-
-
-def compute(engine, pair, *queries):
-    """Compute queries and check their values; returns the number of cached tokens per query."""
-    answers = engine.compute(queries)
-    check(pair, [answer.values for answer in answers], queries)
-    return [answer.cached_tokens for answer in answers]
-
-
 def post(client, path, body, **options):
     return client.post(path, content=body if isinstance(body, bytes) else json.dumps(body), **options)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "backend"), [("qwen2", "auto"), ("qwen3", "auto"), ("llama", "auto"), ("qwen3", "triton")]
-)
-def test_values_match_plain_forwards(device, architecture, backend):
-    """With 40 tokens per forward, a long sequence and many candidates take several forwards."""
-    pair, tokens = (random_model(*ARCHITECTURES[architecture]), random_head()), sequence(100)
+TOKENS, KEPT = sequence(100), Query(sequence(32), [1])
+SHORT = [Query(sequence(17, seed), [3]) for seed in range(3)]
+PASSING = [Query(sequence(32, seed), *more) for seed in (1, 2) for more in ((), ([1], True))]
+SEVERAL = [Query(TOKENS), Query(TOKENS[:37], [1, 2, 2, 3]), Query([], [5]), Query(TOKENS[:48], list(range(90)))]
+SEVERAL += [Query(sequence(3, seed=1))]
+# Tokens of the cache; calls, each with its queries and how many of their tokens are cached; forwards of 40 tokens.
+CALLS = {
+    "several forwards": (512, [(SEVERAL, [0, 0, 0, 32, 0]), (SEVERAL, [0, 32, 0, 48, 0])], 12),
+    "decoding": (512, [([Query(TOKENS[:n], [1, 2])], [(n - 1) // 16 * 16 * (n > 40)]) for n in range(40, 60)], 21),
+    "shared pages": (512, [([Query(TOKENS[:n], [3]) for n in (35, 41, 51)], [0, 32, 32])], 2),
+    "queries that do not fit together": (48, [(SHORT, [0, 0, 0]), (SHORT[::-1], [16, 0, 0])], 6),
+    "bypassed cache": (64, [([KEPT], [0]), *(([query], [0]) for query in PASSING), ([KEPT], [32])], 6),
+}
+
+
+@pytest.mark.parametrize(("name", "backend"), [*((name, "auto") for name in CALLS), ("several forwards", "triton")])
+def test_values_cached_tokens_and_forwards(pair, device, name, backend):
+    max_tokens, calls, forwards = CALLS[name]
     model = value_model_of(*pair, device=device if backend == "triton" else "cpu")
-    engine = ValueEngine(model, max_tokens=512, chunk_tokens=40, backend=backend)
-    queries = [
-        Query(tokens),
-        Query(tokens[:37], [1, 2, 2, 3]),
-        Query([], [5]),
-        Query(tokens[:48], list(range(90))),
-        Query(sequence(3, seed=1)),
-    ]
-    assert compute(engine, pair, *queries) == [0, 0, 0, 32, 0]
-    assert compute(engine, pair, *queries) == [0, 32, 0, 48, 0]
+    engine = ValueEngine(model, max_tokens=max_tokens, chunk_tokens=40, backend=backend)
+    for queries, cached in calls:
+        answers = engine.compute(queries)
+        for answer, query in zip(answers, queries, strict=True):
+            torch.testing.assert_close(torch.tensor(answer.values), expected(pair, query), atol=1e-5, rtol=1e-5)
+        assert [answer.cached_tokens for answer in answers] == cached
+    assert engine.forwards == forwards
 
 
-def test_prefixes_are_computed_once(pair, value_model):
-    engine, tokens = ValueEngine(value_model, max_tokens=512), sequence(80)
-    for length in range(40, 60):  # decoding
-        assert compute(engine, pair, Query(tokens[:length], [1, 2])) == [(length - 1) // 16 * 16 if length > 40 else 0]
-    # Later sequences of a call share the pages computed for the first.
-    assert compute(engine, pair, *(Query([7, *tokens[:n]], [3]) for n in (34, 40, 50))) == [0, 32, 32]
-    assert compute(engine, pair, Query(tokens[:56], [1], bypass_cache=True)) == [0]
-    engine.flush_cache()
-    assert compute(engine, pair, Query(tokens[:56], [1])) == [0]
-    assert compute(engine, pair, Query(tokens[:56], [1])) == [48]
-
-
-def test_queries_of_a_call_share_forwards(pair, value_model):
-    engine = ValueEngine(value_model, max_tokens=1024, chunk_tokens=64)
-    compute(engine, pair, *(Query(sequence(9 + i, seed=i), [i]) for i in range(4)))
-    assert engine.forwards == 1
-    compute(engine, pair, *(Query(sequence(30, seed=i), [i]) for i in range(5, 9)))
-    assert engine.forwards in (3, 4)
-
-
-def test_small_cache_evicts_pages(pair, value_model):
-    """The queries of a call do not fit into the cache together, or fit only after cached pages are evicted."""
-    engine, rng = ValueEngine(value_model, max_tokens=64), random.Random(3)
-    for _ in range(20):
-        sequences = [sequence(rng.randint(1, 63), seed=rng.randint(0, 5)) for _ in range(6)]
-        compute(engine, pair, *(Query(tokens, [3], bypass_cache=rng.random() < 0.3) for tokens in sequences))
-
-
-def test_queries_that_bypass_the_cache_evict_nothing(pair, value_model):
-    engine, kept = ValueEngine(value_model, max_tokens=64), Query(sequence(32), [1])
-    compute(engine, pair, kept)
-    for seed in (1, 2):
-        compute(engine, pair, Query(sequence(32, seed), [1], bypass_cache=True))
-        compute(engine, pair, Query(sequence(32, seed)))
-    assert compute(engine, pair, kept) == [32]
-
-
-A, B = sequence(9), sequence(4, seed=1)
-PREFIXES = {"input_ids": [A[:3], A[:4]], "candidate_ids": [[A[3]], [A[4], 7]], "bypass_cache": False}
+A, B = sequence(29), sequence(4, seed=1)
+PREFIXES = {"input_ids": [A[:23], A[:24]], "candidate_ids": [[A[23]], [A[24], 7]], "bypass_cache": False}
+CHAT = [dict(role=role, content=text) for role, text in (("user", "w7"), ("assistant", "w8"), ("user", "w1"))]
+OF_CHAT, OF_TURN = Query([33, 10, 34, 11, 33, 4, 35]), Query([33, 10, 35])  # word w7 is token 10
 
 
 @pytest.mark.parametrize(
@@ -135,46 +99,31 @@ PREFIXES = {"input_ids": [A[:3], A[:4]], "candidate_ids": [[A[3]], [A[4], 7]], "
         ("encode", {"input_ids": [A, B], "bypass_cache": [True, True], "rid": ["x", "y"]}, [Query(A), Query(B)], True),
         ("encode", {"input_ids": [A], "bypass_cache": [True]}, [Query(A)], True),
         ("encode", {"input_ids": A, "priority": 1, "text": None, "rid": "x"}, [Query(A)], False),
-        ("tree_value", PREFIXES, [Query(A[:3], [A[3]]), Query(A[:4], [A[4], 7])], True),
+        ("tree_value", PREFIXES, [Query(A[:23], [A[23]]), Query(A[:24], [A[24], 7])], True),
         ("tree_value", {"input_ids": [A[:3]], "candidate_ids": [[A[3]]]}, [Query(A[:3], [A[3]])], False),
+        ("predict", {"input_ids": [A, [5]]}, [Query(A), Query([5])], True),
+        ("predict", {"input_ids": A}, [Query(A)], False),
+        ("predict", {"text": ["w3 w4", "w2"]}, [Query([6, 7]), Query([5])], True),
+        ("predict", {"messages": CHAT}, [OF_CHAT], False),
+        ("predict", {"messages": [CHAT, CHAT[:1]]}, [OF_CHAT, OF_TURN], True),
     ],
 )
-def test_request_formats_of_fork_scripts(pair, client, path, body, queries, is_list):
-    """Prediction of lengths, token analysis, and visualisation: every prefix of an answer with its next token."""
-    answer = post(client, path, body).json()
-    assert isinstance(answer, list) == is_list
-    rows = answer if is_list else [answer]
-    check(pair, [row["embedding"] for row in rows], queries)
-    about = [row["meta_info"] for row in rows]
-    lengths = [len(query.token_ids) + len(query.candidate_ids) for query in queries]
-    assert [(facts["prompt_tokens"], facts["cached_tokens"]) for facts in about] == [(n, 0) for n in lengths]
-    assert "rid" not in body or [facts["id"] for facts in about] == list(body["rid"])
-    assert post(client, "flush_cache", b"").text and client.get("health").json()["forwards"] >= 1
-
-
-@pytest.mark.parametrize(("form", "scale"), [({}, -1 / math.log(0.97)), (dict(target_form="length"), 1.0)])
-def test_predicted_lengths_of_prompts(pair, tmp_path, form, scale):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_checkpoint(tmp_path, seed=1, template=CHAT))
-    engine = ValueEngine(value_model_of(*pair, lenvm_config=LenVMConfig(gamma=0.97, **form)), max_tokens=512)
-    chat = [dict(role=role, content=text) for role, text in (("user", "w7"), ("assistant", "w8"), ("user", "w1"))]
-    of_chat, of_turn = map(
-        tokenizer.convert_tokens_to_ids, (["w30", "w7", "w31", "w8", "w30", "w1", "w32"], ["w30", "w7", "w32"])
-    )
-    client = client_of(engine, tokenizer=tokenizer)
-    for body, prompts in (
-        ({"input_ids": [A, [5]]}, [A, [5]]),
-        ({"input_ids": A}, [A]),
-        ({"text": ["w3 w4", "w2"]}, [[6, 7], [5]]),
-        ({"messages": chat}, [of_chat]),
-        ({"messages": [chat, chat[:1]]}, [of_chat, of_turn]),
-    ):
-        answers = post(client, "predict", body).json()
-        answers = answers if isinstance(answers, list) else [answers]
-        for answer, prompt in zip(answers, prompts, strict=True):
-            wanted = scale * softplus(expected(pair, Query(prompt))[-1]).item()
-            assert answer["predicted_output_length"] == pytest.approx(wanted, abs=2e-3, rel=1e-4), body
-    refused = post(client, "predict", {"messages": [{"role": "tool", "content": "w1"}]})
-    assert refused.status_code == 400 and "messages must fit" in refused.text and "no tools" in refused.text
+def test_request_formats(pair, client, path, body, queries, is_list):
+    """The fork's scripts analyse tokens, and every prefix of an answer with its next token."""
+    for _ in range(2):
+        answer = post(client, path, body).json()
+        assert isinstance(answer, list) == is_list
+        for i, (row, query) in enumerate(zip(answer if is_list else [answer], queries, strict=True)):
+            z, about = expected(pair, query), row["meta_info"]
+            if path == "predict":
+                length = softplus(z[-1]).item() / -math.log(GAMMA)
+                assert row["predicted_output_length"] == pytest.approx(length, abs=2e-3, rel=1e-4)
+            else:
+                torch.testing.assert_close(torch.tensor(row["embedding"]), z, atol=1e-5, rtol=1e-5)
+            cached = 16 if path == "tree_value" and i else 0
+            assert about["prompt_tokens"] == len(query.token_ids) + len(query.candidate_ids)
+            assert about["cached_tokens"] == cached and about["id"] == body.get("rid", [about["id"]] * 2)[i]
+        assert post(client, "flush_cache", b"").text and client.get("health").json()["forwards"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -185,19 +134,18 @@ def test_predicted_lengths_of_prompts(pair, tmp_path, form, scale):
         ("encode", {}, "one of input_ids, text must be given, got none"),
         ("encode", {"input_ids": [1], "text": "a"}, "got input_ids and text"),
         ("encode", {"messages": [{"role": "user"}]}, "one of input_ids, text must be given, got messages"),
-        ("encode", {"input_ids": "a"}, "valid array, got 'a'"),
         ("encode", {"input_ids": []}, "input_ids must have 1 to 512 tokens, a candidate included, got 0"),
         ("encode", {"input_ids": [[True]]}, "valid integer, got True"),
         ("encode", {"input_ids": [-(10**30)]}, "input_ids must be token ids in [0, 97), got -1000"),
         ("encode", {"input_ids": [1] * 513}, "input_ids must have 1 to 512 tokens, a candidate included, got 513"),
         ("encode", {"input_ids": [1], "bypass_cache": [True, False]}, "bypass_cache must have one per sequence, 1"),
         ("encode", {"input_ids": [1], "candidate_ids": [[1]]}, "and be absent elsewhere"),
-        ("encode", {"text": "a"}, "text needs a tokenizer"),
         ("encode", {"input_ids": [1], "image_data": "data:"}, "image_data: Extra inputs are not permitted"),
         ("tree_value", {"input_ids": [[1], [2]], "candidate_ids": [[1], []]}, "must have tokens for each"),
         ("tree_value", {"input_ids": [[1]], "candidate_ids": [[1], [2]]}, "must have one per sequence, 1"),
         ("tree_value", {"input_ids": [[1]], "candidate_ids": [[97]]}, "candidate_ids must be token ids in [0, 97)"),
         ("tree_value", {"input_ids": [[1] * 512], "candidate_ids": [[1]]}, "a candidate included, got 513"),
+        ("predict", {"messages": [{"role": "tool"}]}, "messages must fit the value model's tokenizer and template: no"),
     ],
 )
 def test_bad_input_is_rejected_by_name(client, path, body, message):
@@ -209,24 +157,23 @@ def test_non_finite_values_are_null(value_model, monkeypatch):
     forward = value_model.forward
     broken = lambda *a, **o: forward(*a, **o).index_fill(1, torch.tensor([1]), math.nan)  # noqa: E731
     monkeypatch.setattr(value_model, "forward", broken)
-    client = client_of(ValueEngine(value_model))
+    client = client_of(value_model)
     values = post(client, "encode", {"input_ids": [5, 6, 7]}).json()["embedding"]
     assert [z is None for z in values] == [False, True, False]
     assert post(client, "predict", {"input_ids": [5, 6]}).json()["predicted_output_length"] is None
 
 
-def test_failed_forward_fails_its_call_only(pair, value_model, monkeypatch):
+def test_failed_forward_fails_its_call_only(client, value_model, monkeypatch):
     """Pages of the failed forward are not shared with later calls."""
-    body, query = {"input_ids": [sequence(80)], "candidate_ids": [[1]]}, Query(sequence(80), [1])
-    client = client_of(ValueEngine(value_model, max_tokens=512))
+    body = {"input_ids": [sequence(80)], "candidate_ids": [[1]]}
     with monkeypatch.context() as patch:
         patch.setattr(value_model, "forward", lambda *_, **__: (_ for _ in ()).throw(ValueError("no memory")))
         assert post(client, "tree_value", body).status_code == 500
-    check(pair, [post(client, "tree_value", body).json()["embedding"]], [query])
+    assert post(client, "tree_value", body).json()["meta_info"]["cached_tokens"] == 0
 
 
 def test_api_key(value_model):
-    client = client_of(ValueEngine(value_model), api_key="secret")
+    client = client_of(value_model, api_key="secret")
     for key, status in (("Secret", 401), ("secret", 200)):
         for path in ("encode", "predict", "flush_cache"):
             answer = post(client, path, {"input_ids": [1]}, headers={"Authorization": f"Bearer {key}"})
@@ -234,6 +181,8 @@ def test_api_key(value_model):
     assert post(client, "tree_value", {}).status_code == 401
     assert client.get("health").is_success
     assert [client.get(path).status_code for path in ("encode", "nothing")] == [405, 404]
+    refused = post(client, "encode", {"text": "a"}, headers={"Authorization": "Bearer secret"})
+    assert "text needs a tokenizer" in refused.text
 
 
 def test_command(tmp_path):

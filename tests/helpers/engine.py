@@ -138,7 +138,8 @@ def run_requests(engine, sequences, guidance, steps, *, base=None, seeds=None, r
     seeds = seeds or [100 + i for i in range(len(sequences))]
     for row, tokens, g, seed in zip(rows, sequences, guidance, seeds, strict=True):
         engine.admit(row, tokens + [0] * steps, g, prompt_len=len(tokens), seed=seed)
-    engine.prefill(rows, sequences)
+    begins = [1 + sum(len(tokens) - 1 for tokens in sequences[:i]) for i in range(len(sequences))]
+    engine.prefill(rows, sequences, begins=begins)
     sequences, outputs = [list(tokens) for tokens in sequences], []
     for _ in range(steps):
         scores = torch.stack([base.scores(tokens) for tokens in sequences])

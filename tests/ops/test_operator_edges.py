@@ -27,16 +27,19 @@ def test_empty_batch(device, name, backend, data):
     assert failure is None, str(failure)
 
 
-@pytest.mark.parametrize("num_rows", [-1, 0, 3])
+@pytest.mark.parametrize("num_rows", [-1, 0, 3, 9])
 @pytest.mark.parametrize("name", ["embed_tokens", "ragged_linear", "rope_cache", "value_head"])
 def test_rows_past_num_rows_are_not_written(device, name, num_rows):
-    """Neither in the results, except for the logits of ``value_head``, nor in a workspace. Fresh memory is NaN."""
-    case, memory, rows = small_case(name, size=160, token_rows="none"), GuardedMemory(), max(0, num_rows)
+    """Neither in the results nor in a workspace. Fresh memory is NaN. Logits of ``value_head`` are 0 there."""
+    case, memory, rows = small_case(name, size=160, token_rows="none"), GuardedMemory(), min(max(0, num_rows), 7)
     case = replace(case, rows=tuple(range(7)))
     arguments = arguments_of(case, device) | {"num_rows": torch.tensor([num_rows], dtype=torch.int32, device=device)}
     with OPERATORS[name].setting(case):
-        memory.call(OPERATORS[name].function, **arguments, backend="triton")
+        found = memory.call(OPERATORS[name].function, **arguments, backend="triton")
     memory.assert_kept()
+    if name == "value_head":
+        for logits in (found, OPERATORS[name].function(**arguments, backend="reference")):
+            assert logits[:rows].all() and not logits[rows:].any()
     for x in memory.tensors:
         if name == "value_head" and x.dim() == 1:
             continue

@@ -20,20 +20,28 @@ def test_probabilities_may_be_guided_in_place(models):
 
 
 def test_flush_leaves_no_pending_writes(models):
-    """A caller's CUDA graph needs added and removed requests in the table before its replay."""
+    """A caller's CUDA graph needs added and removed requests in the table before its replay.
+
+    Any number of requests takes three writes, and a row gets its last request.
+    """
     step, _ = make_step(models.value)
-    step.add_request(3, parse_guidance({"target_length": 5, "op": "ge"}), {EOS})
-    step.add_request(1, None, {EOS}, seed=4)
-    step.flush()
+    step.table.columns.faults.fill_(3)
+    for change in ([4, 0, 3, 4, 1], [0]):
+        for i, row in enumerate(change):
+            step.add_request(row, parse_guidance({"target_length": 10 + i}), {EOS}, prompt_len=i, seed=i)
+        for expected in (["aten::index_copy_", *["aten::index_fill_"] * 2], []):
+            with Operators() as seen:
+                step.flush()
+            assert sorted(seen.writes) == expected
     with Operators() as seen:
-        step.flush()
-        assert step.table.columns.mode.tolist() == [0, 0, 0, Mode.GE, *[0] * 13] and step.table.columns.seed[1] == 4
+        found = [
+            getattr(step.table.columns, name).tolist() for name in ("target_length", "prompt_len", "seed", "faults")
+        ]
+    zeros = [0] * 12
+    assert found == [[10, 14, 0, 12, 13, *zeros], *[[0, 4, 0, 2, 3, *zeros]] * 2, [0, 0, 3, 0, 0, *[3] * 12]]
     assert seen.writes == []
     step.remove_request(3)
-    with Operators() as seen:
-        step.flush()
-    assert sorted(seen.writes) == ["aten::index_copy_", *["aten::index_fill_"] * 2]
-    assert not step.table.columns.mode.any()
+    assert step.table.columns.mode[:5].tolist() == [Mode.NEAR, Mode.NEAR, 0, 0, Mode.NEAR]
 
 
 def test_steps_of_one_model_share_its_weights_only(models):

@@ -125,26 +125,6 @@ def test_sync_free_step(device, is_logits):
     assert output.remaining_lengths.isnan().tolist() == [True, False, True, True]
 
 
-@pytest.mark.parametrize("others", [[], [9], [13, 2], [0, 7]])
-def test_keys_of_prompt_are_bitwise_identical_in_every_batch(device, others):
-    """A prompt of 20 tokens, computed in parts of 8 tokens, alone and in batches."""
-    caches = []
-    for lens in ([20], [*others, 20, 3]):
-        value_model = tiny_value_model(device, layers=2)  # keys of the second layer depend on all tokens
-        step, slots = make_step(value_model, rows=6, max_len=24, chunk_tokens=8, backend="triton")
-        engine, rows = Engine(step, slots), [4, 1, 0, 3][-len(lens) :]
-        prompts = [[3 + (7 * n + 5 * i) % 50 for i in range(n)] for n in lens]
-        for row, tokens in zip(rows, prompts, strict=True):
-            engine.admit(row, tokens, TILT, prompt_len=len(tokens))
-        begins = [1 + sum(lens[:i]) for i in range(len(lens))]
-        step.extend(*engine.prompts(rows, prompts), begins=begins)
-        row = rows[lens.index(20)]
-        own = slots.slots(engine.tensor([row] * 20), engine.tensor(list(range(20))))
-        caches.append((step.values.cache.keys[:, own], step.values.cache.values[:, own]))
-    assert all(torch.equal(alone, beside) for alone, beside in zip(*caches, strict=True))
-    assert caches[0][0].abs().sum(dim=(0, 2, 3)).min() > 0
-
-
 FORWARD = {"lay_out", "embed_tokens", "ragged_linear", "rope_cache", "value_tree_attention", "value_head"}
 
 
@@ -175,7 +155,7 @@ STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "
 @pytest.mark.parametrize(
     ("architecture", "dtype", "guidance", "options", "batches"),
     [
-        ("qwen3", None, GUIDANCE, {}, [(range(7), 3), ([3], 3), ([5, 3], 3), (range(63, -1, -1), 1)]),
+        ("qwen3", None, GUIDANCE, {"chunk_tokens": 8}, [(range(7), 3), ([1], 3), ([5, 1], 3), (range(63, -1, -1), 1)]),
         ("qwen2", torch.float16, GUIDANCE, {}, [(range(4), 3), ([2, 0, 3, 1], 3), ([1], 3)]),
         ("qwen3", torch.bfloat16, GUIDANCE, {}, [(range(4), 3), ([2, 0, 3, 1], 3), ([1], 3)]),
         (
@@ -189,16 +169,20 @@ STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "
     ids=["many", "fp16", "bf16", "strides"],
 )
 def test_requests_have_the_same_bits_in_every_batch(device, architecture, dtype, guidance, options, batches):
-    """Values and draws alone, in batches of up to 64, in other orders and rows, and padded for a graph."""
+    """Values and draws alone, in batches of up to 64, in other orders and rows, and padded for a graph.
+
+    Prompts are computed in parts; the second has three of 8 tokens.
+    """
     if architecture == "qwen3":
-        value_model = tiny_value_model(device, dtype)
+        layers = 2 if "chunk_tokens" in options else 1  # keys of the second layer depend on all tokens
+        value_model = tiny_value_model(device, dtype, layers=layers)
     else:
         value_model = value_model_of(*random_pair(architecture), device=device, dtype=dtype)
-    prompts = [*PROMPTS, *([11 + i % 50] * (1 + i % 3) for i in range(4, 64))]
+    prompts = [PROMPTS[0], [*range(30, 54)], *PROMPTS[2:], *([11 + i % 50] * (1 + i % 3) for i in range(4, 64))]
     results = []
     for chosen, steps, *step_class in batches:
         options = options | dict(step_class=step_class[0] if step_class else GuidedStep, backend="triton")
-        engine = Engine(*make_step(value_model, rows=64, max_len=24, **options))
+        engine = Engine(*make_step(value_model, rows=64, max_len=32, **options))
         rows = torch.randperm(64, generator=torch.Generator().manual_seed(len(chosen)))[: len(chosen)].tolist()
         asked, seeds = [guidance[i % 5] for i in chosen], [100 + i for i in chosen]
         sequences = [prompts[i] for i in chosen]

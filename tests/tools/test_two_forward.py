@@ -67,25 +67,18 @@ def test_values_and_cache_of_both_steps_agree(architecture, device):
             torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
 
 
-def test_guided_probabilities(device):
-    theirs, _, probs = Both([TILT, None, TILT], device).decode(
-        PROMPTS[:3], 7, top_k=6, top_p=torch.full((3,), 0.9, device=device)
-    )
-    assert theirs.rows == [0, 2]
-    torch.testing.assert_close(theirs.probs, probs, rtol=0, atol=FORK_ATOL)
-
-
-def test_requests_return_their_slots(device):
+def test_probabilities_draws_and_slots(device):
     """Slots of candidates and of removed requests return to the pool; drawn tokens are candidates."""
-    both = Both([TILT] * 3, device)
+    both = Both([TILT, None, TILT], device)
     published, free = both.published, len(both.published.free)
-    theirs, _, _ = both.decode(PROMPTS[:3], 1)
-    assert len(published.free) == free - 3
-    assert all(token in ids for token, ids in zip(theirs.tokens.tolist(), theirs.candidate_ids, strict=True))
+    theirs, _, probs = both.decode(PROMPTS[:3], 7, top_k=6, top_p=torch.full((3,), 0.9, device=device))
+    assert theirs.rows == [0, 2] and len(published.free) == free - 2
+    torch.testing.assert_close(theirs.probs, probs, rtol=0, atol=FORK_ATOL)
+    assert all(token in ids for token, ids in zip(theirs.tokens[[0, 2]].tolist(), theirs.candidate_ids, strict=True))
     scores = torch.randn(3, VOCAB, device=device)
     only = both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores, top_k=1)
-    assert only.rows == [] and torch.equal(only.probs, F.one_hot(scores.argmax(1), VOCAB).float())
-    for row in range(3):
+    assert only.rows == [] and torch.equal(only.probs[[0, 2]], F.one_hot(scores.argmax(1), VOCAB)[[0, 2]].float())
+    for row in (0, 2):
         published.add_request(row, None, set())
     assert sorted(published.free.tolist()) == list(range(published.kv.keys.shape[1]))
     assert both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores).tokens is None

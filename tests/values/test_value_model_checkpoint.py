@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -13,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -246,6 +246,7 @@ ARCHITECTURES_ARE = "model_type .*be one of qwen2, qwen3, llama, qwen2_5_vl, got
         (cut(80, torch.int8), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got int8 \[80, 48\]"),
         ({"vocab_size": VOCAB + 7}, r"embed_tokens\.weight must be .* \[104, 48\], got float32 \[97, 48\]"),
         ({"model_type": "no_such_model"}, f"{ARCHITECTURES_ARE} 'no_such_model'"),
+        ({"model_type": "mistral"}, f"{ARCHITECTURES_ARE} 'mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
          r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]"),
@@ -279,38 +280,24 @@ def test_missing_files_are_named(tmp_path, files, path, message):
         ValueModel.from_pretrained(tmp_path / path)
 
 
-def test_unsupported_models_and_dtypes():
-    with pytest.raises(ValueError, match=f"{ARCHITECTURES_ARE} 'mistral'"):
-        ValueModelConfig.from_hf(MistralConfig(**TINY))
+def test_unsupported_dtype():
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got float64"):
         ValueModel.from_causal_lm(random_model(*ARCHITECTURES["llama"]).double(), random_head())
 
 
-@pytest.fixture
-def gguf(tmp_path, monkeypatch):
-    """A ``.gguf`` file that ``transformers`` reads as a tiny Qwen2, and its head. The demo's tests read a real file."""
+def test_gguf(tmp_path, monkeypatch):
+    """``transformers`` reads a tiny Qwen2, or lacks a package. The demo's tests read a real file."""
     pytest.importorskip("gguf")
-    model, head = random_pair("qwen2")
+    (model, head), path = random_pair("qwen2"), tmp_path / "tiny.gguf"
     read = {(tmp_path, "tiny.gguf"): model}
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda path, gguf_file, dtype: read[path, gguf_file])
-    (tmp_path / "tiny.gguf").touch()
-    return tmp_path / "tiny.gguf", model, head
-
-
-def test_gguf(gguf, tmp_path):
-    path, model, head = gguf
+    path.touch()
     check_checkpoint(path, model, head, head)
     save_file(head, tmp_path / "value_head.safetensors")
     check_checkpoint(path, model, head)
     (tmp_path / "blob").hardlink_to(path)
     (tmp_path / "linked.gguf").symlink_to(tmp_path / "blob")
     assert locate("--model", str(tmp_path / "linked.gguf")).suffix == ".gguf"
-
-
-def test_gguf_without_required_packages(gguf, monkeypatch):
-    def fail(*_, **__):
-        raise ImportError("no gguf")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=ImportError("no gguf")))
     with pytest.raises(ImportError, match=r"pip install \"lenvm-kernels\[demo\]\""):
-        ValueModel.from_pretrained(gguf[0], random_head())
+        ValueModel.from_pretrained(path, head)
