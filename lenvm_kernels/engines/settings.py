@@ -6,7 +6,7 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -184,6 +184,12 @@ class Settings:
     def thoughts(self) -> Thoughts | None:
         """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
         return load_thoughts(self.tokenizer or (None if self.value_model is None else str(self.value_model)))
+
+    def stop_tokens(self, texts: Sequence[str] | str | None) -> set[int]:
+        """The tokens that are stop strings of a request. A stop string of several tokens is not known to be an end."""
+        texts = [texts] if isinstance(texts, str) else texts or []
+        encoded = [self.thoughts.encode(text) for text in texts] if self.thoughts and self.thoughts.encode else []
+        return {tokens[0] for tokens in encoded if len(tokens) == 1}
 
     @property
     def has_choices(self) -> bool:

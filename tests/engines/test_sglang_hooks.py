@@ -494,7 +494,8 @@ def test_chats_are_hooked_only_if_their_defaults_differ(monkeypatch, clean_setti
 )
 def test_end_tokens_match_those_of_the_engine(ignore_eos, tokenizer, expected):
     params = SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=[5])
-    assert end_tokens(SimpleNamespace(sampling_params=params, eos_token_ids={1, 2}, tokenizer=tokenizer)) == expected
+    req = SimpleNamespace(sampling_params=params, eos_token_ids={1, 2}, tokenizer=tokenizer)
+    assert end_tokens(req) == expected and end_tokens(req, {9}) == expected | {9}
 
 
 # --- drafts ---

@@ -30,6 +30,7 @@ from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import model_guide
 from lenvm_kernels.engines.vllm.processor import guidance_of, new_guide
 from lenvm_kernels.engines.vllm.report import Report
+from lenvm_kernels.guidance import Thoughts
 from lenvm_kernels.types import Status
 from tests.helpers import models
 from tests.helpers.models import ARCHITECTURES, EOS, HIDDEN, TINY, VOCAB
@@ -416,10 +417,21 @@ def test_requests_without_a_seed_draw_differently_and_alike_on_all_ranks(value_m
     assert drawn[0][4:] == drawn[2][4:]
 
 
-@pytest.mark.parametrize(("ignores", "stops", "ends"), [(False, [], True), (True, [], False), (True, [EOS], True)])
-def test_ends_are_those_of_the_engine(ignores, stops, ends):
-    """With ``ignore_eos``, the end of sequence is an ordinary token, and ``stop_token_ids`` still end the output."""
-    params = SamplingParams(extra_args={"target_length": 2}, ignore_eos=ignores, stop_token_ids=stops, seed=1, top_k=5)
+@pytest.mark.parametrize(
+    ("ignores", "stops", "ends"),
+    [
+        (False, {}, True),
+        (True, {}, False),
+        (True, {"stop_token_ids": [EOS]}, True),
+        (True, {"stop": ["E"]}, True),
+        (True, {"stop": ["EE"]}, False),
+    ],
+)
+def test_ends_are_those_of_the_engine(ignores, stops, ends, monkeypatch):
+    """With ``ignore_eos``, the end of sequence is an ordinary token. Stop tokens still end the output, and stop strings
+    of one token."""
+    monkeypatch.setattr(Settings, "thoughts", Thoughts(encode=lambda text: [EOS] * len(text)))
+    params = SamplingParams(extra_args={"target_length": 2}, ignore_eos=ignores, seed=1, top_k=5, **stops)
     params.update_from_generation_config({"eos_token_id": [EOS]}, EOS)
     engine = Engine(None)
     engine.add(2, PROMPT[:9], {"target_length": 2})

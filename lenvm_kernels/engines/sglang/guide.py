@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -211,7 +211,7 @@ class SGLangGuide:
         self.step.add_request(
             table_row,
             params,
-            end_tokens(req),
+            end_tokens(req, self.settings.stop_tokens(req.sampling_params.stop_strs)),
             prompt_len=len(req.origin_input_ids),
             seed=seed_of(req.rid) if seed is None else seed,
             span=self.step.span_state(params, req.origin_input_ids, req.output_ids),
@@ -442,11 +442,11 @@ def seed_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def end_tokens(req: Req) -> set[int]:
-    """The tokens at which the engine ends a request's output; their value is 0. Stop strings have no token."""
+def end_tokens(req: Req, stops: Set[int] = frozenset()) -> set[int]:
+    """The tokens at which the engine ends a request's output, with the tokens of stop strings; their value is 0."""
     params, tokenizer = req.sampling_params, req.tokenizer
     if params.ignore_eos:  # the engine then also ignores stop tokens
-        return set()
-    ids = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+        return set(stops)
+    ids = {*stops, *(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
     ids |= {getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())}
     return set(sorted(ids - {None})[:MAX_END_TOKENS])

@@ -181,7 +181,7 @@ class Guide:
         self.step.add_request(
             slot,
             guidance,
-            set(sorted(ends)[:MAX_END_TOKENS]),
+            set(sorted({*ends, *self.settings.stop_tokens(params.stop)})[:MAX_END_TOKENS]),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             span=self.step.span_state(guidance, tokens[:prompt_len], tokens[prompt_len:]),
         )
