@@ -11,7 +11,7 @@ from hypothesis import given
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Thoughts, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
 from lenvm_kernels.guidance.params import read_names
-from lenvm_kernels.types import CountFrom, Mode
+from lenvm_kernels.types import CountFrom, Mode, TextBreak
 
 INF, NAN, LARGEST = math.inf, math.nan, (2 - 2**-23) * 2.0**127
 CANDIDATES = dict(min_end_prob=1e-4, least_share=0.05)
@@ -186,7 +186,7 @@ LANDING = "landing needs a target_length of all new tokens, and neither end_toke
 OWN_TARGET = "thinking_budget is itself a target: the only other one can be a target_length of the answer"
 NO_END = "thinking_budget needs end_token_ids: no token is known that ends a thought"
 TOGETHER = "boosted_token_ids and token_temp_divisor must be given together"
-ENDS = {"end_token_ids": [1]}
+ENDS, KNOWN = {"end_token_ids": [1]}, {"thoughts": Thoughts(encode=list)}
 LIMIT = {"end_token_ids": [[7, 3]], "hard_limit": 9}
 REJECTED_TOGETHER = [
     ({"target_length": 5, "op": "!="}, "value_constraint must be one of eq, =, ==, equal, equals, ge, .*, got '!='"),
@@ -221,6 +221,12 @@ REJECTED_TOGETHER = [
     (LIMIT | {"end_message": [3] * 31}, "end_message must be of at most 30 tokens, got 31"),
     ({"end_token_ids": [[1] * 16], "start_token_ids": [[1] * 16]},
      "end_token_ids and start_token_ids must be of at most 31 tokens together, got 32"),
+    ({"target_words": 5}, "target_words needs a tokenizer, and none is known"),
+    ({"target_words": 5, "target_length": 5}, "give one of .*, got target_length and target_words"),
+    ({"target_sentences": 5, "landing": [3]}, "landing must not .* together with target_sentences", KNOWN),
+    ({"target_words": 5, "end_token_ids": [3]}, "end_token_ids must not .* together with target_words", KNOWN),
+    ({"target_words": 5, "target_value": 0.5}, "target_value must not .* together with target_words", KNOWN),
+    ({"target_words": 5, "length_mode": "total"}, "target_length_mode must be answer .*, got 'total'", KNOWN),
     ({"landing": [3]}, LANDING),
     ({"landing": [3], "target_length": 9} | ENDS, LANDING),
     ({"landing": [3], "target_length": 9, "target_value": 0.5}, LANDING),
@@ -313,6 +319,13 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_length": 100, "end_token_ids": [3]}, THOUGHT, NO_PAUSES | dict(end_token_ids=((3,),))),
         ({"scale": 2}, THOUGHT, NO_PAUSES),
         ({"target_length": 100}, {"thoughts": Thoughts(ends=((9,),))}, NO_PAUSES),  # its start is not known
+        # Words and sentences of an answer, also beside a budget.
+        ({"target_words": 100}, KNOWN,
+         dict(mode=Mode.NEAR, target_length=135.0, unit=TextBreak.WORD, target_units=100.0, allow_eos=True)),
+        ({"target_sentences": 5, "op": "le_near", "thinking_budget": 30, "end_token_ids": [7]}, KNOWN,
+         dict(target_length=30.0, answer_length=120.0, unit=TextBreak.SENTENCE, target_units=5.0, allow_eos=False,
+              answer=parse_guidance({"target_sentences": 5, "op": "le_near"}, **KNOWN))),
+        ({"target_words": 100, "soft_max_tokens": True}, KNOWN | {"max_tokens": 27}, dict(target_length=21.6)),
         # Budgets of several thoughts, of none, and no budget.
         ({"thinking_budget_total": 100}, THOUGHT, budget(100.0, end_token_ids=((9, 4),), start_token_ids=((8,),),
                                                          count_from=CountFrom.SPANS)),
