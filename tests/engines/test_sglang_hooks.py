@@ -315,27 +315,22 @@ def test_lora_requests_are_counted(guide):
         assert values.fallbacks == 0 and next(counted) == (values is guide and lora_id is not None)
 
 
-@pytest.mark.parametrize("uses_pickle", [True, False])
-def test_samples_are_sent_with_parameters_of_their_own(uses_pickle):
+def test_samples_are_sent_with_parameters_of_their_own():
     """Each sample of a prompt has another seed, and nested parameters pass the engine's msgpack."""
     custom_params = NEAR | {"end_token_ids": [[7, 3], 9], "token_temperature_scale": {"5": 2.0}, "other": [1, 2]}
     shared = SamplingParams(custom_params=custom_params, sampling_seed=5)
     manager = SimpleNamespace(server_args=ServerArgs(model_path="x", device="cpu"))
     plugin, sent = SGLangPlugin(), []
-    with envs.SGLANG_USE_PICKLE_IPC.override(uses_pickle):
+    with envs.SGLANG_USE_PICKLE_IPC.override(False):
         for _ in range(3):
             request = SimpleNamespace(sampling_params=shared)
             plugin.check_request(manager, request)
             sent.append(request.sampling_params)
     assert len({params.sampling_seed for params in sent}) == 3 and sent[0].sampling_seed == 5
     assert shared.custom_params is custom_params and custom_params["end_token_ids"] == [[7, 3], 9]
-    if uses_pickle:
-        assert sent[2].custom_params == custom_params
-    else:
-        received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent[2]), type=SamplingParams)
-        assert received.custom_params["other"] == [1, 2]
-        expected = Settings().parse_request(custom_params)
-        assert Settings().parse_request(received.custom_params) == expected
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent[2]), type=SamplingParams)
+    assert received.custom_params["other"] == [1, 2]
+    assert Settings().parse_request(received.custom_params) == Settings().parse_request(custom_params)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
+from lenvm_kernels.engines.sglang.images import PromptImages
 from tests.helpers.models import (
     VISION,
     random_head,
@@ -23,16 +23,7 @@ from tests.helpers.models import (
     vl_config,
 )
 from tests.helpers.sglang_fork import Item
-from tests.helpers.sglang_server import (
-    ATOL,
-    GENTLE,
-    HIDDEN,
-    SAMPLING,
-    TINY,
-    cached_tokens,
-    guided_rows,
-    running_server,
-)
+from tests.helpers.sglang_server import ATOL, GENTLE, HIDDEN, SAMPLING, TINY, cached_tokens, guided_rows, running_server
 
 # --- the tokens of requests with images ---
 
@@ -42,9 +33,9 @@ def value_model():
     return value_model_of(random_model(Qwen2_5_VLForConditionalGeneration, vl_config()), random_head())
 
 
-def request(length, *items, session=None):
+def request(length, *items):
     inputs = SimpleNamespace(mm_items=list(items))
-    return SimpleNamespace(session=session, multimodal_inputs=inputs, origin_input_ids=[0] * length)
+    return SimpleNamespace(session=None, multimodal_inputs=inputs, origin_input_ids=[0] * length)
 
 
 def test_image_tokens_of_prompt_and_output(value_model):
@@ -68,22 +59,6 @@ def test_image_tokens_of_prompt_and_output(value_model):
         assert torch.equal(part_rows, rows[first : first + count])
 
 
-def test_image_tokens_of_batch(value_model):
-    """A part of a text, a whole image, and padding. Embeddings are computed once, and only if a token needs them."""
-    images = PromptImages(request(5, Item(1, 1, 3)), value_model)
-    images.embed(4, value_model)
-    assert images.embeds is None
-    images.embed(0, value_model)
-    embeds = images.embeds
-    images.embed(0, value_model)
-    found = image_tokens([(None, 7, 2), (images, 0, 5)], 9, value_model)
-    assert images.embeds is embeds and torch.equal(found.embeds, embeds)
-    assert found.rows.tolist() == [-1, -1, -1, 0, 1, 2, -1, -1, -1]
-    expected = [torch.tensor([7, 8]).expand(3, 2), images.of_tokens(0, 5)[0], torch.zeros(3, 2).long()]
-    assert torch.equal(found.positions, torch.cat(expected, dim=1))
-    assert image_tokens([(None, 3, 4), (None, 0, 2)], 6, value_model) is None
-
-
 VIDEO = SimpleNamespace(name="VIDEO")
 NOT_PIXELS = "videos, audio and embeddings of images cannot be combined with guidance in custom_params"
 
@@ -91,7 +66,6 @@ NOT_PIXELS = "videos, audio and embeddings of images cannot be combined with gui
 @pytest.mark.parametrize(
     ("req", "message"),
     [
-        (request(9, Item(1, 2, 2), session=object()), "images in a session cannot be combined with guidance"),
         (request(9, Item(1, 1, 2), Item(4, 1, 2, modality=VIDEO)), NOT_PIXELS),
         (request(9, Item(1, 2, 2, feature=None)), NOT_PIXELS),
         (request(9, Item(1, 2, 2, model_specific_data={})), NOT_PIXELS),

@@ -97,7 +97,7 @@ REQUESTS = [
 ]
 
 
-def test_every_kind_of_request_in_one_batch(folder, engine):
+def test_every_kind_of_request_in_one_batch(engine):
     """Prompts shorter and longer than a prefill chunk."""
     count, requests = len(REQUESTS), REQUESTS + UNGUIDED
     prompts = prompts_of(*(3 + 9 * i % 110 for i in range(len(requests))))
@@ -135,12 +135,14 @@ REJECTED = [
 ]
 
 
-def test_bad_requests_are_rejected_without_side_effects(folder, engine):
-    prompts = prompts_of(5, seed=2)
-    for xargs, options, message in REJECTED:
-        response = engine.post(prompt=prompts[0], vllm_xargs=xargs, **options)
-        assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
-    assert engine.post(prompt=prompts[0], use_beam_search=True, n=2, max_tokens=2).ok
+def test_bad_requests_are_rejected_without_side_effects(engine):
+    prompts, beams = prompts_of(5, seed=2), dict(use_beam_search=True, n=2, max_tokens=2)
+    chat = {"messages": [{"role": "user", "content": "w1"}]}
+    for path, request in (("completions", {"prompt": prompts[0]}), ("chat/completions", chat)):
+        for xargs, options, message in REJECTED:
+            response = engine.post(path, **request, vllm_xargs=xargs, **options)
+            assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
+        assert engine.post(path, **request, **beams).ok
     sequences, _, steps = generate(engine, prompts, [MODES[0] | {"session_id": "of another consumer"}])
     assert engine.check_steps(sequences, steps)
 
@@ -175,7 +177,7 @@ def repeating(seed, *lengths):
     return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
 
 
-def test_several_spans_and_closings(folder, server):
+def test_several_spans_and_closings(server):
     """The value model also computes tokens between spans. The engine accepts lists in lists as JSON text."""
     prompts = repeating(18, 9, 20, 5, 12)
     guidance = [
@@ -193,7 +195,7 @@ def test_several_spans_and_closings(folder, server):
         assert 1 <= metrics["verified_tokens_total yes"] / drafts < 1 + 3
 
 
-def test_earlier_of_two_budgets_ends_thought(folder, server):
+def test_earlier_of_two_budgets_ends_thought(server):
     """The engine's own budget and the span's hard limit; the prompt opens the thought."""
     prompts = [[*prompt, START] for prompt in repeating(16, 3, 9, 5, 20)]
     for budget, limit in ((5, 11), (11, 5)):
@@ -418,7 +420,7 @@ def answers_to_schema(engine, guidance):
     return sequences, steps
 
 
-def test_json_schema(folder, server):
+def test_json_schema(server):
     """A target, several modes and an unguided request in one batch."""
     name = "vllm:spec_decode_num_draft_tokens_total"  # missing without drafts
     before = server.metrics().get(name)

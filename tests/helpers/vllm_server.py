@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import requests
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.types import Status
@@ -46,10 +45,9 @@ def save_tokenizer(path):
 class Server(sglang_server.Server):
     """A running server of the models in a folder."""
 
-    def post(self, **body):
+    def post(self, path="completions", **body):
         """Request completions of prompts of token ids, with the same ``vllm_xargs`` for all."""
-        body = SAMPLING | {"return_token_ids": True} | body
-        return requests.post(f"{self.url}/v1/completions", json=body, stream=body.get("stream", False), timeout=600)
+        return requests.post(f"{self.url}/v1/{path}", json=SAMPLING | {"return_token_ids": True} | body, timeout=600)
 
     def check_steps(self, sequences, steps, forced=()):
         """Check every guided row of every step: its values against forwards of its sequence, and that a token with
