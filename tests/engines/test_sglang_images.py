@@ -25,8 +25,6 @@ from tests.helpers.models import (
 from tests.helpers.sglang_fork import Item
 from tests.helpers.sglang_server import ATOL, GENTLE, HIDDEN, SAMPLING, TINY, cached_tokens, guided_rows, running_server
 
-# --- the tokens of requests with images ---
-
 
 @pytest.fixture(scope="module")
 def value_model():
@@ -86,8 +84,6 @@ def test_images_are_rejected_without_vision_tower():
     with pytest.raises(ValueError, match=r"images cannot be combined .*: the value model has no vision tower"):
         PromptImages(request(9, Item(1, 2, 2)), value_model_of(backbone, random_head()))
 
-
-# --- the real server ---
 
 START, END, IMAGE, VIDEO_TOKEN = 500, 501, 502, 503
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]

@@ -219,7 +219,7 @@ def test_defaults_that_need_a_file_reject_no_request(folders, monkeypatch):
     assert guidance_of(SamplingParams(), Settings.from_environment()).return_values
 
 
-def test_first_model_runner_without_a_front_end(folders, monkeypatch):
+def test_first_model_runner_without_a_front_end(monkeypatch):
     """As in a process whose VLLM_PLUGINS excludes it: the worker ends, if a setting turns guidance on."""
     processor = LenVMProcessor(config(is_second=False), None, False)
     logits = torch.randn(2, 5)
