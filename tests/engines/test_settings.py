@@ -270,7 +270,8 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
     assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == ((3,), (4,))
     assert not settings.parse_request({"target_length": 9}).end_token_ids
     # An engine applies its budget alone if it knows no thoughts.
-    assert settings.parse_request(None, engine_budget=30).needs_step == (end is not None)
+    params = settings.parse_request({"target_length": 9}, engine_budget=30)
+    assert bool(params.end_token_ids) == (end is not None)
 
 
 LOW = {"thinking_budget": 50, "end_token_ids": [7]}

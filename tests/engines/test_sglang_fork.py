@@ -28,6 +28,7 @@ from tests.helpers.watch import no_read_back, watch_forwards
 
 ATOL = 2e-5  # on probabilities computed from fp32 value logits of O(1)
 TILT = {"value_mode": "centered_exp", "value_scale": -8}
+EQ_SOFT = {"target_length": 6, "op": "eq_soft"}
 
 
 class Plain:
@@ -202,7 +203,7 @@ SCENARIOS = [
     ),
     Scenario(
         "a request without room is not guided, nor later; one has more than LENVM_MAX_CANDIDATES and the default gamma",
-        {name: ask(n, {"target_length": 6}, top_k=k) for name, n, k in (("a", 12, 8), ("b", 28, 3), ("c", 3, ALL))},
+        {name: ask(n, EQ_SOFT, top_k=k) for name, n, k in (("a", 12, 8), ("b", 28, 3), ("c", 3, ALL))},
         """
         prefill a@1 b@4 c@0; forwards 13 2; holds 0 1; decode abc; decode abc
         finish a; decode bc; holds 0
