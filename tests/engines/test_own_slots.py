@@ -39,6 +39,8 @@ def test_prefix_computed_by_several_rows_is_shared_from_the_first():
     for row in (3, 1):
         pool.admit(row, tokens)
     pool.reserve({3: 9, 1: 9})
+    pool.computed(3, 7)
+    assert pool.admit(5, tokens) == 4
     for row in (3, 1):
         pool.computed(row, 9)
     assert pool.admit(5, tokens) == 8 and pool.slots.pages(5) == pool.slots.pages(3)[:2]

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from lenvm_kernels.engines.sglang.images import PromptImages
+from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from tests.helpers.models import (
     VISION,
     random_head,
@@ -55,6 +55,8 @@ def test_image_tokens_of_prompt_and_output(value_model):
         part_positions, part_rows = images.of_tokens(first, count)
         assert torch.equal(part_positions, positions[:, first : first + count])
         assert torch.equal(part_rows, rows[first : first + count])
+    beside_text = image_tokens([(None, 7, 2), (images, 0, 14)], 16, value_model).positions
+    assert beside_text[0, :3].tolist() == [7, 8, 2]
 
 
 VIDEO = SimpleNamespace(name="VIDEO")

@@ -179,8 +179,6 @@ def test_strides_and_requests_that_cannot_be_guided(tmp_path):
         assert {after - before for before, after in pairwise(due)} == {stride}
 
 
-# --- many requests, a quarter of which is cut short ---
-
 MORE_THAN_ANY_GETS = 300
 # The engine checks for leaked slots after every step, not only when idle, and exits if it finds one.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_TEST_RETRACT": "1"}
