@@ -33,34 +33,14 @@ def test_rows_that_need_the_most_slots_are_refused():
     assert pool.reserve({3: 24, 0: 1}) == ([], [3]) and pool.slots.free_pages == 4
 
 
-def test_common_prefix_is_shared_as_far_as_it_is_computed():
-    pool, tokens = make_pool(20), list(range(100, 118))
-    assert pool.admit(2, tokens) == 0
-    pool.reserve({2: 18})
-    assert pool.admit(0, tokens) == 0  # nothing is computed yet
-    pool.computed(2, 11)
-    assert pool.admit(0, tokens) == 8
-    pool.computed(2, 17)
-    assert pool.admit(1, [*tokens[:13], 7, 8, 9]) == 12
-    assert pool.admit(3, tokens[1:]) == 0 and pool.admit(4, []) == 0
-    pages = pool.slots.pages(2)
-    assert pool.slots.pages(0) == pages[:2] and pool.slots.pages(1) == pages[:3]
-    assert pool.slots.table[1, :3].tolist() == pages[:3]
-    pool.reserve({1: 16})
-    assert len(set(pool.slots.pages(1)) - set(pages)) == 1
-    # Row 2 begins again with its own pages. Pages without a row are forgotten.
-    assert pool.admit(2, [*tokens[:16], 3]) == 16 and pool.slots.pages(2) == pages[:4]
-    for row in (0, 1, 2):
-        pool.release(row)
-    assert pool.slots.free_pages == 20 and pool.admit(5, tokens) == 0
-
-
 def test_prefix_computed_by_several_rows_is_shared_from_the_first():
     """Both rows came in one step, when there was nothing to share."""
     pool, tokens = make_pool(20), list(range(9))
     for row in (3, 1):
         pool.admit(row, tokens)
     pool.reserve({3: 9, 1: 9})
+    pool.computed(3, 7)
+    assert pool.admit(5, tokens) == 4
     for row in (3, 1):
         pool.computed(row, 9)
     assert pool.admit(5, tokens) == 8 and pool.slots.pages(5) == pool.slots.pages(3)[:2]

@@ -116,7 +116,7 @@ def test_precedence(model, given, name, values, first):
     """Sources from ``first`` on provide a value."""
     of_request, variable, in_file, beside_model, _ = [x if i >= first else None for i, x in enumerate(values)]
     LenVMConfig(**({} if beside_model is None else {name: beside_model})).write(model)
-    in_file = {} if in_file is None else {name: in_file}
+    in_file = {name: in_file} if name in EACH else {}
     given({"value_model": str(model)} | in_file, **({} if variable is None else {name: variable}))
     settings = Settings.from_environment()
     params = settings.parse_request({"target_length": 9} | ({} if of_request is None else {name: of_request}))
@@ -124,13 +124,6 @@ def test_precedence(model, given, name, values, first):
     found = dict(gamma=params.gamma, strength=params.scale, max_candidates=config.max_candidates)
     found["value_stride"] = params.value_stride or config.value_stride
     assert found[name] == next((value for value in values[first:] if value is not None), None)
-
-
-def test_engine_option_takes_precedence(model, given):
-    given({"value_model": "/nowhere", "gamma": None}, value_model="/nowhere")
-    assert Settings.from_environment(("--value-model", str(model))) == Settings(model)
-    with pytest.raises(ValueError, match=r"--value-model must be an existing .* none or off, got '/nowhere'$"):
-        Settings.from_environment(("--value-model", "/nowhere"))
 
 
 def test_hugging_face_names_are_found_in_cache(model, given, put_into_cache):
@@ -156,12 +149,16 @@ def test_bad_settings_are_rejected_by_name(model, given, name, text):
         Settings.from_environment()
 
 
+BAD_DEFAULTS = "defaults in .*lenvm.json has invalid parameters"
 BAD_FILES = [
     (None, "LENVM_CONFIG must be a JSON file, got .*No such file"),
     ("{", "LENVM_CONFIG must be a JSON file, got .*lenvm.json"),
     ([1], "LENVM_CONFIG must be a JSON object of settings, got list in .*lenvm.json"),
     ({"value_modell": "x"}, r"value_modell in .*lenvm.json is not a setting; did you mean value_model\?"),
     ({"seed": 1}, "seed in .*lenvm.json is not a setting; accepted are value_model, value_head"),
+    ({"defaults": {"target_lenght": 9}}, f"{BAD_DEFAULTS}: target_lenght is not .*; did you mean target_length"),
+    ({"defaults": {"return_values": True}}, f"{BAD_DEFAULTS}: return_values must not be given without a value model"),
+    ({"defaults": {"verbosity": {"low": {"thinking_budget": -3}}}}, f"{BAD_DEFAULTS}: thinking_budget must be"),
 ]
 
 
@@ -185,7 +182,6 @@ def test_step_config_from_settings(model, has_graphs, graphs):
 MINIMUM = {"target_length": 9, "value_min": 0.5}
 UNSUPPORTED = [
     ("none", 10, "without a value model", {"return_values": True}, "return_values must not be given without a value"),
-    ("none", 10, "without a value model", {"thinking_budget": 40}, "thinking_budget needs end_token_ids"),
     ("probe", 40, "with a probe", MINIMUM, r"value_min must be absent .* probe, got 0.5"),
 ]
 
@@ -273,6 +269,9 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
         assert settings.parse_request({"thinking_budget": 9}).end_token_ids == ((end,),)
     assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == ((3,), (4,))
     assert not settings.parse_request({"target_length": 9}).end_token_ids
+    # An engine applies its budget alone if it knows no thoughts.
+    params = settings.parse_request({"target_length": 9}, engine_budget=30)
+    assert bool(params.end_token_ids) == (end is not None)
 
 
 LOW = {"thinking_budget": 50, "end_token_ids": [7]}
@@ -308,18 +307,6 @@ def test_defaults_of_requests_without_parameters(model, given, custom_params, ot
     assert params.hard_limit == (63 if expected[0] == 50 else None)
 
 
-def test_bad_defaults_are_rejected_by_name(given):
-    """Also where they need values, and the defaults of an effort."""
-    for defaults, message in (
-        ({"target_lenght": 9}, "target_lenght is not a guidance parameter; did you mean target_length"),
-        ({"return_values": True}, "return_values must not be given without a value model"),
-        ({"reasoning_effort": {"low": {"thinking_budget": -3}}}, "thinking_budget must be -1, or a finite number"),
-    ):
-        given(defaults=json.dumps(defaults))
-        with pytest.raises(ValueError, match=f"^LENVM_DEFAULTS has invalid parameters: {message}"):
-            Settings.from_environment()
-
-
 # Marks of the engine's parser, the budget that the engine itself applies, the parameters, and the ends and the budget.
 PARSERS = [
     (None, None, {"thinking_budget": 9}, (((1,),), ((0,),), 9)),
@@ -345,9 +332,3 @@ def test_marks_and_budgets_of_an_engine(given, tmp_path, marks, engine_budget, c
     load_with(str(tmp_path), lambda: AutoTokenizer.from_pretrained(path), read)
     params = Settings.current(str(tmp_path)).parse_request(custom_params, engine_budget=engine_budget)
     assert (params.end_token_ids, params.start_token_ids, params.target_length) == expected
-
-
-def test_budget_of_an_engine_without_marks_of_thoughts(tmp_path):
-    """The engine applies it alone."""
-    path = save_checkpoint(tmp_path / "words", seed=0, words=["a", "b"])
-    assert not Settings(None, tokenizer=path).parse_request(None, engine_budget=30).needs_step

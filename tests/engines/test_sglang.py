@@ -12,22 +12,14 @@ import requests
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
 from lenvm_kernels.engines.sglang.value_model import MAX_WAITING
 from lenvm_kernels.types import Status
-from tests.helpers.sglang_server import (
-    GENTLE,
-    MODES,
-    SAMPLING,
-    cached_tokens,
-    check_lengths,
-    check_steps,
-    prompts_of,
-    rows_of,
-    running_server,
-)
+from tests.helpers.sglang_server import GENTLE, MODES, SAMPLING, cached_tokens, prompts_of, rows_of, running_server
 from tests.helpers.spans import check_answers_with_spans
 
-OPTIONS = ("--chunked-prefill-size", "32", "--enable-metrics")
+OPTIONS = ("--chunked-prefill-size", "32", "--enable-metrics", "--enable-custom-logit-processor")
 STOPS = list(range(200, 248))
 # Answers that end at a stop token.
 ENDING = dict(ignore_eos=False, stop_token_ids=STOPS, max_new_tokens=40, min_p=0.0)
@@ -35,7 +27,9 @@ ENDING = dict(ignore_eos=False, stop_token_ids=STOPS, max_new_tokens=40, min_p=0
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    with running_server(folder, "engine", *OPTIONS) as server:
+    """A server of which a test lets a guided step fail."""
+    variables = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches", "LENVM_TEST_FAIL": str(folder / "fail")}
+    with running_server(folder, "engine", *OPTIONS, **variables) as server:
         yield server
 
 
@@ -52,28 +46,16 @@ def test_unguided_requests_draw_the_same_tokens_without_the_plugin(folder, engin
     assert same == [False, True, False, True] and steps and not no_steps
 
 
-def test_every_mode_in_batch_with_unguided_requests(folder, engine):
-    """Prompts shorter and longer than a prefill chunk, in one batch with every guidance mode and without guidance."""
-    prompts = prompts_of(*range(3, 80, 6))[:12]
-    results, steps = engine.generate(prompts, [*MODES, None, {}])
-    assert check_steps(folder, prompts, results, steps) > 12 * 16
-    guided = {row["rid"] for step in steps for row in step["rows"] if row["status"] != Status.UNGUIDED}
-    assert guided == {result["meta_info"]["id"] for result in results[:10]}
-    # On a busy machine the requests may not all run at once.
-    batches = [[row["status"] for row in step["rows"]] for step in steps]
-    assert any(len(batch) >= 6 and {Status.GUIDE, Status.UNGUIDED} <= {*batch} for batch in batches)
-
-
-def test_guided_requests_share_only_prefixes_with_values(folder, engine):
+def test_guided_requests_share_only_prefixes_with_values(engine):
     """A guided request must not reuse the cached prompt of an unguided one; the next guided request reuses its own."""
     prompts = prompts_of(40, seed=1)
     for guidance, is_cached in ((None, False), (MODES[0], False), (MODES[1], True), (MODES[2], True), (None, True)):
         results, steps = engine.generate(prompts, [guidance])
         assert (cached_tokens(results)[0] > 0) == is_cached
-        assert not guidance or check_steps(folder, prompts, results, steps)
+        assert not guidance or engine.check_steps(prompts, results, steps)
 
 
-def test_second_turn_reuses_computed_tokens(folder, engine):
+def test_second_turn_reuses_computed_tokens(engine):
     """It reuses exactly the tokens that the value model had computed in the first: none that follow a span, and none of
     the last ones before its end, which were pending."""
     (prompt,), guidance = prompts_of(30, seed=11), {"end_token_ids": [7], "hard_limit": 20, "value_stride": 999_999}
@@ -81,7 +63,7 @@ def test_second_turn_reuses_computed_tokens(folder, engine):
     longer, before_end = [[*prompt, *first["output_ids"], 5, 6]], first["output_ids"].index(7)
     results, steps = engine.generate(longer, [GENTLE])
     assert cached_tokens(results) == [30 + max(0, before_end - MAX_WAITING)]
-    assert check_steps(folder, longer, results, steps)
+    assert engine.check_steps(longer, results, steps)
 
 
 def test_prefills_of_other_requests_do_not_count_towards_a_stride(engine):
@@ -102,7 +84,7 @@ def test_prefills_of_other_requests_do_not_count_towards_a_stride(engine):
     assert len(due) >= 119 and due == [prompt ^ bool(i % 2) for i in range(len(due))]
 
 
-def test_spans(folder, engine):
+def test_spans(engine):
     """A span ends by an end token or at its limit, the sequence ends only after it, and then guidance is off. The last
     prompt leaves no span open, as from a chat template with thinking disabled."""
     prompts, ends = prompts_of(9, 12, 70, 5, 30, 8, 9, seed=13), [7, *range(100, 103)]
@@ -110,7 +92,7 @@ def test_spans(folder, engine):
     span = GENTLE | {"end_token_ids": ends, "hard_limit": 11}
     guidance = [span | {"answer_length": 4.0}, *[span] * 6]
     results, steps = engine.generate(prompts, guidance, **ENDING)
-    assert check_steps(folder, prompts, results, steps) > 6 * 6
+    assert engine.check_steps(prompts, results, steps) > 6 * 6
     check_answers_with_spans(guidance, prompts, results, steps, [*[1] * 6, 0])
     outputs = [result["output_ids"] for result in results[:6]]
     places = [min(i for i, token in enumerate(output) if token in ends) for output in outputs]
@@ -120,7 +102,7 @@ def test_spans(folder, engine):
     assert any(result["output_ids"][-1] in STOPS and len(result["output_ids"]) < 12 for result in results[:6])
 
 
-def test_greedy_requests(folder, engine):
+def test_greedy_requests(engine):
     """A greedy request with guidance takes the most probable candidate by the guided weights, alone and in a batch;
     without guidance, the base model's."""
     prompts, guidance = prompts_of(9, 9, seed=3), [MODES[0], MODES[0]]
@@ -128,7 +110,7 @@ def test_greedy_requests(folder, engine):
     found = []
     for greedy in (dict(temperature=0.0), dict(top_k=1)):
         results, steps = engine.generate(prompts[:1], guidance[:1], request=dict(return_logprob=True), **greedy)
-        assert check_steps(folder, prompts[:1], results, steps)
+        assert engine.check_steps(prompts[:1], results, steps)
         for row in rows_of(results[0], steps):
             assert row["token"] == row["token_ids"][row["probs"].index(max(row["probs"]))]
         found.append(results[0]["output_ids"])
@@ -140,14 +122,14 @@ def test_greedy_requests(folder, engine):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_predicted_lengths_are_returned(folder, engine, temperature):
+def test_predicted_lengths_are_returned(engine, temperature):
     """Only for requests with ``return_values``: guided, unguided, skipped or greedy, with prompts of several chunks."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants | GENTLE, wants, wants | MODES[2] | {"value_entropy_threshold": 100.0}, GENTLE, None]
     prompts = prompts_of(9, 70, 12, 5, 7, seed=8)
     results, steps = engine.generate(prompts, guidance, temperature=temperature)
     assert len(steps) >= 16
-    check_lengths(folder, prompts, guidance, results)
+    engine.check_lengths(prompts, guidance, results)
 
 
 def test_metrics(folder, engine):
@@ -181,3 +163,36 @@ def test_seeds_and_samples(engine):
         found.append([result["output_ids"] for result in results])
         assert len(set(map(tuple, found[-1]))) == 3
     assert found[1] == found[2] and found[1][0] == alone[0]["output_ids"]
+
+
+class Negated(CustomLogitProcessor):
+    """A processor whose second run would restore the logits."""
+
+    def __call__(self, logits, custom_param_list=None):
+        return -logits
+
+
+def test_custom_logit_processors_run_once(engine):
+    """Candidates and unguided tokens are the least probable ones, also in a batch with a guided request."""
+    (prompt,), found, before = prompts_of(9, seed=16), [], len(engine.lines())
+    for guidance in (None, GENTLE):
+        params = [{**SAMPLING, "temperature": 0.0, "custom_params": x} for x in (None, guidance)]
+        request = dict(input_ids=[prompt] * 2, custom_logit_processor=Negated.to_str())
+        found.append(engine.post(**request, sampling_params=params).json())
+    unguided, beside = (results[0]["output_ids"] for results in found)
+    assert unguided == beside
+    assert rows_of(found[1][1], engine.steps(before))[0]["token_ids"][0] == unguided[0]
+
+
+def test_failures_end_guidance_of_their_requests(folder, engine):
+    """What a failed request leaves in the radix cache is not reused, and later requests are guided."""
+    prompts, before = prompts_of(20, seed=17), engine.metrics()["fallbacks_total"]
+    for method in ("extend", "step"):
+        (folder / "fail").write_text(f"{method} 0")
+        results, steps = engine.generate(prompts, [GENTLE])
+        assert not (folder / "fail").exists() and steps == [] and len(results[0]["output_ids"]) == 16
+        results, steps = engine.generate(prompts, [GENTLE])
+        assert cached_tokens(results) == [0] and engine.check_steps(prompts, results, steps)
+        assert requests.post(f"{engine.url}/flush_cache", timeout=60).ok
+    assert engine.metrics()["fallbacks_total"] == before + 2
+    assert engine.log.read_text().count("LenVM: a step failed") == 1

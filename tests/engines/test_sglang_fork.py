@@ -1,5 +1,4 @@
-"""The drop-in for the LenVM fork of SGLang: ``install()``, scenarios with every row checked against plain forwards,
-and loading."""
+"""The drop-in for the LenVM fork of SGLang: ``install()``, scenarios against plain forwards, and loading."""
 
 import pkgutil
 import re
@@ -29,6 +28,7 @@ from tests.helpers.watch import no_read_back, watch_forwards
 
 ATOL = 2e-5  # on probabilities computed from fp32 value logits of O(1)
 TILT = {"value_mode": "centered_exp", "value_scale": -8}
+EQ_SOFT = {"target_length": 6, "op": "eq_soft"}
 
 
 class Plain:
@@ -77,9 +77,6 @@ def expected_row(plain, request, probs, environment):
     return row if decided_by in ("GUIDE", "SINGLE") else with_own_filters(request, probs), decided_by
 
 
-# --- scenarios and their driver ---
-
-
 def ask(parts, params, *, text=0, placeholder=None, changes=None, **filters):
     """A function that makes a request, given its id.
 
@@ -99,8 +96,7 @@ def ask(parts, params, *, text=0, placeholder=None, changes=None, **filters):
                 tokens += [items[0].hash % 2**30 if placeholder is None else placeholder] * (part[0] * part[1])
         request = Request(name, tokens, params, **filters)
         request.multimodal_inputs = SimpleNamespace(mm_items=items) if items else None
-        for attribute, value in (changes or {}).items():
-            setattr(request, attribute, value)
+        vars(request).update(changes or {})
         return request
 
     return request_of
@@ -149,9 +145,8 @@ JOIN_AND_LEAVE = Scenario(
 )
 BAD = {
     "b": ({"mode": "loud"}, "value_mode must be one of"),
-    "c": ({"token_temperature_scale": [3]}, "token_temperature_scale must be a mapping"),
-    "d": ({"scale": 0.5, "end_token_ids": [7]}, "end_token_ids and landing must be absent in the fork"),
-    "e": ({"target_length": 60, "landing": [7]}, "end_token_ids and landing must be absent in the fork"),
+    "c": ({"scale": 0.5, "end_token_ids": [7]}, "end_token_ids and landing must be absent in the fork"),
+    "d": ({"target_length": 60, "landing": [7]}, "end_token_ids and landing must be absent in the fork"),
 }
 SHARING = {name: [(3, 4, 1), 9] for name in "ab"} | {"c": [(3, 4, 2), 9], "d": [(4, 3, 1), 9]}
 SHARING["e"] = [(3, 4, 1), 9, (2, 2, 1), 1]
@@ -175,8 +170,8 @@ SERVED = [
     Scenario(
         "bad parameters",
         {"a": ask(5, TILT, top_k=5)} | {name: ask(6, params, top_k=ALL) for name, (params, _) in BAD.items()},
-        "prefill a@1 b@2 c@3 d@4 e@5; decode eabcd; decode bcde; forwards",
-        unguided="bcde",
+        "prefill a@1 b@2 c@3 d@4; decode abcd; decode bcd; forwards",
+        unguided="bcd",
         logs={f"request {name} has bad custom_params and is not guided: {text}": 1 for name, (_, text) in BAD.items()},
     ),
 ]
@@ -184,20 +179,15 @@ SCENARIOS = [
     *SERVED,
     replace(JOIN_AND_LEAVE, name="requests join and leave under the overlapping scheduler", lag=1),
     Scenario(
-        "chunks of a prompt, the second in a mixed batch",
-        {"a": ask(5, TILT), "b": ask(50, TILT, top_k=7)},
-        """
-        prefill a@3; prefill b@1[:20]; forwards; prefill b@1[20:41] a@3[5:6]; forwards 1
-        prefill a@3[6:] b@6[41:]; forwards 49 2; holds 3 6; decode ba
-        """,
-    ),
-    Scenario(
-        "retracted, in its old row, with all tokens and with one dropped, and in a chunk in another row",
-        {"a": ask(37, {"target_length": 30, "constraint": "eq_soft", "gamma": 0.98}, top_k=6)},
+        "chunks of a prompt, the second in a mixed batch; a retraction, in the old row and, after a drop, in chunks",
+        {"a": ask(5, TILT), "b": ask(50, TILT, top_k=7)}
+        | {"c": ask(37, {"target_length": 30, "constraint": "eq_soft", "gamma": 0.98}, top_k=6)},
         f"""
-        prefill a@2; forwards 36 1; decode a; decode a; decode a
-        prefill a@2; forwards 1; drop a; prefill a@2; forwards {40 - 2 * PAGE} 1
-        prefill a@1[:38]; forwards; holds
+        prefill a@3; prefill b@1[:20]; forwards; prefill b@1[20:41] a@3[5:6]; forwards 1
+        prefill a@3[6:] b@6[41:]; forwards 49 2; holds 3 6; decode ba; finish ab
+        prefill c@2; forwards 36 1; decode c; decode c; decode c
+        prefill c@2; forwards 1; drop c; prefill c@2; forwards {40 - 2 * PAGE} 1
+        prefill c@1[:38]; forwards; holds
         """,
         lag=1,
     ),
@@ -212,16 +202,16 @@ SCENARIOS = [
         unguided="e",
     ),
     Scenario(
-        "a request without room is not guided, nor later",
-        {name: ask(n, {"value_scale": 0.5}, top_k=k) for name, n, k in (("a", 12, 8), ("b", 28, 3), ("c", 3, 5))},
+        "a request without room is not guided, nor later; one has more than LENVM_MAX_CANDIDATES and the default gamma",
+        {name: ask(n, EQ_SOFT, top_k=k) for name, n, k in (("a", 12, 8), ("b", 28, 3), ("c", 3, ALL))},
         """
         prefill a@1 b@4 c@0; forwards 13 2; holds 0 1; decode abc; decode abc
         finish a; decode bc; holds 0
         """,
         unguided="b",
         pages=3,
-        environment={"LENVM_CHUNK_TOKENS": "16", "LENVM_MAX_CANDIDATES": "8"},
-        logs={"cache is full": 1, "requests with a top_k above": 0},
+        environment={"LENVM_CHUNK_TOKENS": "16", "LENVM_MAX_CANDIDATES": "8", "LENVM_GAMMA": "0.9"},
+        logs={"cache is full": 1, "requests with a top_k above 8, or none, are drawn from their 8 most probable": 1},
     ),
     Scenario(
         "value strides of a request and of the server; every step that may end the sequence is guided",
@@ -230,13 +220,6 @@ SCENARIOS = [
         f"prefill a@6 c@2 b@1 {12 * '; decode abc'}",
         strided="ab",
         environment={"LENVM_VALUE_STRIDE": "3"},
-    ),
-    Scenario(
-        "one warning of more candidates than LENVM_MAX_CANDIDATES; the default gamma comes from the settings",
-        {name: ask(4, {"target_length": 6, "op": "eq_soft"}, top_k=k) for name, k in (("a", 5), ("b", ALL))},
-        "prefill a@3; prefill b@3",
-        environment={"LENVM_MAX_CANDIDATES": "4", "LENVM_GAMMA": "0.9"},
-        logs={"requests with a top_k above 4, or none, are drawn from their 4 most probable": 1},
     ),
     Scenario(
         "images beside text, computed again after a retraction",
@@ -284,7 +267,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.fixture
-def modules(monkeypatch):
+def modules(monkeypatch, clean_settings):
     """The modules of the stand-in after ``install()``, without a value model and without settings."""
     modules = use_stand_in(monkeypatch)
     sglang_fork.install()
@@ -297,37 +280,29 @@ def make(modules, plain, monkeypatch):
 
 
 def test_install_replaces_every_name_once(monkeypatch):
-    use_stand_in(monkeypatch)
-    before = {name: pkgutil.resolve_name(name) for name in sglang_fork.REPLACED}
-    assert sglang_fork.install() == before
-    after = {name: pkgutil.resolve_name(name) for name in before}
-    assert all(after[name] is not before[name] for name in before)
-    assert sglang_fork.install() == before and {name: pkgutil.resolve_name(name) for name in before} == after
-
-
-def test_install_changes_nothing_in_other_versions(monkeypatch):
+    """In another version, it replaces none."""
     sampler = use_stand_in(monkeypatch)[SAMPLING].LvmGuidedSampler
-    del sampler._post_tree_value
-    before = vars(sampler).copy()
-    with pytest.raises(ImportError, match=r"needs the LenVM fork of SGLang .*_post_tree_value is not there"):
-        sglang_fork.install()
-    assert vars(sampler) == before
+    found = lambda: {name: pkgutil.resolve_name(name) for name in sglang_fork.REPLACED}  # noqa: E731
+    before = found()
+    with monkeypatch.context() as patch:
+        patch.delattr(sampler, "_post_tree_value")
+        with pytest.raises(ImportError, match=r"needs the LenVM fork of SGLang .*_post_tree_value is not there"):
+            sglang_fork.install()
+    assert found() == before == sglang_fork.install()
+    after = found()
+    assert all(after[name] is not before[name] for name in before)
+    assert sglang_fork.install() == before and found() == after
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
-def test_value_logits_are_fp32(modules, model, dtype):
-    torch.manual_seed(8)
-    head = object.__new__(modules[f"sglang.srt.models.{model}_lvm"].MLP2SiLUValueHead)
-    head.fc, head.summary = torch.nn.Linear(24, 24, dtype=dtype), torch.nn.Linear(24, 1, dtype=dtype)
-    hidden = torch.randn(2, 5, 24)
-    with torch.no_grad():
-        logits = head.forward(hidden)
-        x = torch.nn.functional.silu(head.fc.double()(hidden.to(dtype).double()))
-        torch.testing.assert_close(logits, head.summary.double()(x).float(), rtol=1e-5, atol=1e-5)
-
-
-# --- steps ---
+def test_value_logits_are_fp32(modules):
+    hidden = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(8))
+    for model in ("qwen2", "qwen3"):
+        head = object.__new__(modules[f"sglang.srt.models.{model}_lvm"].MLP2SiLUValueHead)
+        head.fc, head.summary = (torch.nn.Linear(24, size, dtype=torch.bfloat16) for size in (24, 1))
+        with torch.no_grad():
+            logits = head.forward(hidden)
+            x = torch.nn.functional.silu(head.fc.double()(hidden.bfloat16().double()))
+            torch.testing.assert_close(logits, head.summary.double()(x).float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -425,9 +400,6 @@ def test_batches_read_back_nothing_to_the_host(make, monkeypatch):
             request.tokens.append(int(row.argmax()))
 
 
-# --- loading ---
-
-
 def test_value_model_is_loaded_at_start(make, monkeypatch):
     """From the fork's option, in the base model's dtype, with its vision tower before the memory is measured again.
     ``LENVM_VALUE_MODEL`` is ignored, other settings apply."""
@@ -445,10 +417,8 @@ def test_value_model_is_loaded_at_start(make, monkeypatch):
     one, two = ((("cpu", 0), dict(distributed=x is not None, cpu_group=x)) for x in (None, "group"))
     assert events == [one, one, two, "tower", two, two, two]
 
-    for name, value in dict(MAX_CANDIDATES=8, VALUE_STRIDE=3, CHUNK_TOKENS=7, DTYPE="bfloat16").items():
-        monkeypatch.setenv(f"LENVM_{name}", str(value))
+    monkeypatch.setenv("LENVM_DTYPE", "bfloat16")
     step = make(lvm_guided_inproc_json_model_override_args='{"architectures": ["X"]}').runner.step
-    assert (step.config.max_candidates, step.config.value_stride, step.config.chunk_tokens) == (8, 3, 7)
     assert step.values.value_model.dtype == torch.bfloat16
 
 

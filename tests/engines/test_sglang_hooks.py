@@ -28,16 +28,16 @@ from sglang.srt.server_args import ServerArgs
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang import hooks
 from lenvm_kernels.engines.sglang import value_model as value_model_module
-from lenvm_kernels.engines.sglang.drafts import apply_changes, drafts_of, without_changes
+from lenvm_kernels.engines.sglang.drafts import apply_changes, without_changes
 from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, end_tokens
 from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
 from lenvm_kernels.engines.sglang.plugin import plugin
 from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.engines.signatures import recorded
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, value_source, working_bytes
+from lenvm_kernels.step import working_bytes
 from lenvm_kernels.values import KVCache, ValueModel
-from tests.helpers.sglang_server import EOS, GENTLE, VOCAB
+from tests.helpers.sglang_server import GENTLE, VOCAB
 
 
 @pytest.fixture
@@ -146,7 +146,6 @@ UNSUPPORTED = [
     *(({name: 2}, f"{name} must be .* together with guidance, .* turns off, got 2") for name in NOT_2.split()),
     *(({name: 2}, f"{name} must be .* together with a value model, got 2") for name in NOT_2_WITH_VALUE_MODEL.split()),
     ({"speculative_algorithm": "DFLASH"}, "must be one of None, EAGLE, EAGLE3, STANDALONE, NGRAM .* got DFLASH: not"),
-    ({"speculative_algorithm": "DSPARK"}, "speculative_algorithm must be one of .* got DSPARK: not tried"),
     ({"speculative_algorithm": "EAGLE", "speculative_adaptive": True}, "speculative_adaptive must be False"),
     ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "enable_multi_layer_eagle must be False"),
     ({"speculative_algorithm": "NGRAM", "enable_mixed_chunk": True}, "enable_mixed_chunk must be False .* speculative"),
@@ -170,6 +169,8 @@ def test_unsupported_options_are_rejected_at_start(monkeypatch, tmp_path, given,
         SGLangPlugin().load(None, runner)
 
 
+SOFT = {"soft_max_tokens": True}
+DEFAULTS = SOFT | {"reasoning_effort": {"low": {"target_length": 30}}}  # chats are hooked for these
 HOOKS_MODULE, MANAGERS = "lenvm_kernels.engines.sglang.hooks", "sglang.srt.managers"
 
 
@@ -179,9 +180,10 @@ HOOKS_MODULE, MANAGERS = "lenvm_kernels.engines.sglang.hooks", "sglang.srt.manag
         ({}, None, None),
         ({"LENVM_VALUE_MODEL": "/nowhere"}, None, "cannot be used: LENVM_VALUE_MODEL must be an existing directory"),
         ({"LENVM_VALUE_MODEL": "none"}, "import", f"plugin of SGLang cannot be used: import of {HOOKS_MODULE} halted"),
-        ({"LENVM_TRACE": "file"}, "signatures", "cannot be used: LenVM does not fit this sglang"),
         ({"LENVM_TRACE": " "}, "signatures", None),
         ({"LENVM_VALUE_MODEL": "off"}, None, None),
+        ({"LENVM_DEFAULTS": json.dumps(SOFT)}, None, None),
+        ({"LENVM_DEFAULTS": json.dumps(DEFAULTS)}, None, None),
         ({}, "import", None),
         ({"LENVM_VALUE_MODEL": "/nowhere"}, "detokenizer", None),
     ],
@@ -203,7 +205,8 @@ def test_failures_of_the_entry_point(monkeypatch, caplog, clean_settings, enviro
         plugin()
     methods = {"check_request", "note_guidance"}  # if the plugin is off, only hooks that reject requests
     methods |= set() if "off" in environment.values() else {"add_meta_info", "load"}
-    accepted = [target for target, (_, method) in hooks.HOOKS.items() if method in methods]
+    methods |= {"pass_selected"} if environment.get("LENVM_DEFAULTS") == json.dumps(DEFAULTS) else set()
+    accepted = [target for target, (_, method) in (hooks.HOOKS | hooks.CHAT_HOOKS).items() if method in methods]
     assert registered == ([] if failing or message else accepted)
     assert ("guidance is off, because" in caplog.text) == (message is None and failing in ("import", "signatures"))
 
@@ -270,89 +273,6 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
 
 
 NEAR = {"target_length": 9}
-LENGTHS, ROWS = (9, 12, 30), (4, 1, 3)
-
-
-def greedy_half(logits, info):
-    """In place of the engine's preprocessing: a custom processor that is not idempotent."""
-    if info.has_custom_logit_processor:
-        logits.mul_(0.5)
-    return logits
-
-
-class Sampled:
-    """A batch of three requests after the same forward, sampled by the hooks in place of the engine.
-
-    Args:
-        guide: the guidance of the process.
-        guidance: parameters of each request, or None.
-        engine: tokens that the engine's sampler draws; None if by argmax.
-        info: further fields of the engine's ``SamplingBatchInfo``.
-    """
-
-    def __init__(self, guide, guidance, *, engine=None, return_logprob=False, **info):
-        generator = torch.Generator().manual_seed(0)
-        self.reqs, self.logits = [], torch.randn(3, VOCAB, generator=generator)
-        for row, asked in zip(ROWS, guidance, strict=True):
-            params = None if asked is None else parse_guidance(asked)
-            req = SimpleNamespace(lenvm_guidance=params, kv=SimpleNamespace(req_pool_idx=row))
-            self.reqs.append(req)
-        rows, lengths = torch.tensor(ROWS), torch.tensor(LENGTHS)
-        batch = SimpleNamespace(
-            forward_mode=ForwardMode.DECODE, input_ids=rows, req_pool_indices=rows, seq_lens=lengths
-        )
-        guide.note_batch(batch, self.reqs)
-        filters = dict(top_ks=torch.full([3], 6, dtype=torch.int32), top_ps=torch.ones(3), min_ps=torch.zeros(3))
-        filters |= dict(temperatures=torch.full([3, 1], 0.5), has_custom_logit_processor=False)
-        self.info = SimpleNamespace(**filters | info)
-        self.output = SimpleNamespace(next_token_logits=self.logits.clone(), auxiliary_device_output=None)
-        self.calls = []
-
-        def sampler(sampler, logits_output, info, return_logprob, *args, logprob_logits=None):
-            greedy_half(logits_output.next_token_logits, info)
-            self.calls.append((logits_output.next_token_logits.clone(), logprob_logits))
-            return logits_output.next_token_logits.argmax(1) if engine is None else torch.tensor(engine)
-
-        def runner_sample(runner, logits_output, batch):
-            of_engine = SimpleNamespace(_preprocess_logits=greedy_half)
-            return guide.draw(sampler, of_engine, logits_output, self.info, return_logprob, None)
-
-        self.tokens = guide.sample(runner_sample, None, self.output, batch)
-
-
-def guide_of(guidance, **config):
-    """The guidance of a process without a value model, with three requests."""
-    guide = SGLangGuide(Settings(), torch.device("cpu"))
-    slots = EngineSlots(torch.arange(320, dtype=torch.int32).view(5, 64), 320)
-    guide.step = GuidedStep(value_source(None), slots, StepConfig(vocab_size=VOCAB, **config))
-    for row, length, asked in zip(ROWS, LENGTHS, guidance, strict=True):
-        if asked is not None:
-            guide.step.add_request(row, parse_guidance(asked), {EOS}, prompt_len=length - 2, seed=row)
-    return guide
-
-
-def test_custom_logit_processors_run_once():
-    guidance = [NEAR, None, NEAR]
-    sampled = Sampled(guide_of(guidance), guidance, return_logprob=True, has_custom_logit_processor=True)
-    ((left, unmasked),) = sampled.calls
-    assert torch.equal(left[1], sampled.logits[1] * 0.5) and torch.equal(unmasked, sampled.logits * 0.5)
-    assert sampled.info.has_custom_logit_processor
-
-
-@pytest.mark.parametrize("guidance", [[NEAR, None, NEAR], [{"token_temperature_scale": {5: 2.0}}, None, None]])
-def test_failing_step_ends_guidance_but_not_the_engine(caplog, guidance):
-    cleared = []
-    guide = SGLangGuide(Settings(), torch.device("cpu"))
-    guide.step = SimpleNamespace(remove_request=cleared.append)  # no other method, so every step fails
-    for failures in (1, 2):
-        sampled = Sampled(guide, guidance, engine=[7, 8, 9])
-        assert sampled.tokens.tolist() == [7, 8, 9] and torch.equal(sampled.calls[0][0], sampled.logits)
-        assert guide.fallbacks == failures
-        for req, asked in zip(sampled.reqs, guidance, strict=True):
-            assert req.lenvm_guidance is None and (asked is None or req.skip_radix_cache_insert)
-    rows = [row for row, asked in zip(ROWS, guidance, strict=True) if asked is not None]
-    assert cleared == rows * 2
-    assert caplog.text.count("a step failed") == 1
 
 
 def request_in(row, asked, **fields):
@@ -367,9 +287,12 @@ def request_in(row, asked, **fields):
 def test_requests_are_admitted_once(is_prefill):
     """In each prefill batch, and in the first decode batch if another server has computed the prompt. A request that
     has ended, which the overlapping scheduler still has in the batch, is skipped."""
-    guide, given = guide_of([None] * 3), []
-    guide.step.add_request = lambda row, params, *args, **kwargs: given.append((row, params is not None))
-    reqs = [request_in(row, asked) for row, asked in zip(ROWS, (NEAR, None, NEAR), strict=True)]
+    guide, given, rows = SGLangGuide(Settings(), torch.device("cpu")), [], (4, 1, 3)
+    guide.step = SimpleNamespace(
+        add_request=lambda row, *args, **kwargs: given.append((row, True)),
+        remove_request=lambda row: given.append((row, False)),
+    )
+    reqs = [request_in(row, asked) for row, asked in zip(rows, (NEAR, None, NEAR), strict=True)]
     batch, ended = SimpleNamespace(lenvm_reqs=[reqs[0], reqs[2]], lenvm_failed=False), request_in(None, NEAR)
     for _ in range(2):
         guide.admit(batch, [ended, *reqs], is_prefill=is_prefill)
@@ -383,7 +306,7 @@ def test_requests_are_admitted_once(is_prefill):
 
 def test_lora_requests_are_counted(guide):
     """A value model does not know the adapter; without one there is nothing to know."""
-    for values, lora_id in ((guide, "adapter"), (guide, None), (guide_of([None] * 3), "adapter")):
+    for values, lora_id in ((guide, "adapter"), (guide, None), (SGLangGuide(Settings(), guide.device), "adapter")):
         counted = itertools.count()
         values.metrics = SimpleNamespace(lora_requests=SimpleNamespace(inc=counted.__next__))
         values.step = SimpleNamespace(add_request=lambda *args, **kwargs: None)
@@ -392,27 +315,22 @@ def test_lora_requests_are_counted(guide):
         assert values.fallbacks == 0 and next(counted) == (values is guide and lora_id is not None)
 
 
-@pytest.mark.parametrize("uses_pickle", [True, False])
-def test_samples_are_sent_with_parameters_of_their_own(uses_pickle):
+def test_samples_are_sent_with_parameters_of_their_own():
     """Each sample of a prompt has another seed, and nested parameters pass the engine's msgpack."""
     custom_params = NEAR | {"end_token_ids": [[7, 3], 9], "token_temperature_scale": {"5": 2.0}, "other": [1, 2]}
     shared = SamplingParams(custom_params=custom_params, sampling_seed=5)
     manager = SimpleNamespace(server_args=ServerArgs(model_path="x", device="cpu"))
     plugin, sent = SGLangPlugin(), []
-    with envs.SGLANG_USE_PICKLE_IPC.override(uses_pickle):
+    with envs.SGLANG_USE_PICKLE_IPC.override(False):
         for _ in range(3):
             request = SimpleNamespace(sampling_params=shared)
             plugin.check_request(manager, request)
             sent.append(request.sampling_params)
     assert len({params.sampling_seed for params in sent}) == 3 and sent[0].sampling_seed == 5
     assert shared.custom_params is custom_params and custom_params["end_token_ids"] == [[7, 3], 9]
-    if uses_pickle:
-        assert sent[2].custom_params == custom_params
-    else:
-        received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent[2]), type=SamplingParams)
-        assert received.custom_params["other"] == [1, 2]
-        expected = Settings().parse_request(custom_params)
-        assert Settings().parse_request(received.custom_params) == expected
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent[2]), type=SamplingParams)
+    assert received.custom_params["other"] == [1, 2]
+    assert Settings().parse_request(received.custom_params) == Settings().parse_request(custom_params)
 
 
 @pytest.mark.parametrize(
@@ -421,17 +339,10 @@ def test_samples_are_sent_with_parameters_of_their_own(uses_pickle):
         ({}, None),
         ({"sampling_seed": 2**70}, "sampling_seed must be an int64, got 1180591620717411303424"),
         ({"stop_token_ids": range(49)}, "stop_token_ids must be of at most 48 tokens together with .*, got 49"),
-        ({"beam_width": 2}, "beam_width cannot be combined with guidance in custom_params"),
         ({"watermark": {"key": "03"}}, "watermark cannot be combined with guidance"),
-        ({"return_sampling_mask": True}, "return_sampling_mask cannot be combined with guidance"),
-        ({"return_sampling_mask": True, "custom_params": None}, None),
-        ({"top_k": 1}, None),  # greedy
         ({"custom_params": "loud"}, "custom_params must be an object of named values, got 'loud'"),
-        ({"input_embeds": [0.5]}, "input_embeds cannot be combined with"),
         ({"positional_embed_overrides": [0.5]}, "positional_embed_overrides cannot be combined with"),
         ({"mm_inputs": [0.5]}, "images, videos and audio cannot be combined with"),
-        ({"mm_inputs": [0.5], "custom_params": None}, None),
-        ({"session": SimpleNamespace(streaming=True)}, "a streaming session cannot be combined with"),
         ({"session": SimpleNamespace(streaming=False)}, None),
     ],
 )
@@ -441,16 +352,13 @@ def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
     request = dict(positional_embed_overrides=None) | {x: y for x, y in changes.items() if x not in names}
     request = SimpleNamespace(sampling_params=SamplingParams(**sampling), **request)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        assert (guidance_of(request, Settings(folder / "value")) is None) == (sampling["custom_params"] is None)
+        assert guidance_of(request, Settings(folder / "value")) is not None
     if message is not None and sampling["custom_params"] is GENTLE:
         request.sampling_params.custom_params = None
         assert guidance_of(request, Settings(folder / "value")) is None
-    if changes.keys() & {"input_embeds", "positional_embed_overrides", "mm_inputs", "session"}:
+    if changes.keys() & {"positional_embed_overrides", "mm_inputs"}:
         request.sampling_params.custom_params = NEAR
         assert guidance_of(request, Settings()) is not None  # only a value model cannot read these
-
-
-DEFAULTS = {"soft_max_tokens": True, "reasoning_effort": {"low": {"target_length": 30}}}
 
 
 @pytest.mark.parametrize(("effort", "default"), [(None, 80), ("low", 30), ("high", 80)])
@@ -474,16 +382,6 @@ def test_defaults_of_chats_and_responses(monkeypatch, clean_settings, effort, de
         assert guidance_of(request, Settings.current()).target_length == expected
 
 
-def test_chats_are_hooked_only_if_their_defaults_differ(monkeypatch, clean_settings):
-    registered = []
-    monkeypatch.setattr(hooks.HookRegistry, "register", lambda target, hook, kind: registered.append(hook.__name__))
-    for defaults, hooked in (({}, 0), ({"soft_max_tokens": True}, 0), (DEFAULTS, 2)):
-        monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(defaults))
-        registered.clear()
-        hooks.register()
-        assert registered.count("pass_selected") == hooked
-
-
 @pytest.mark.parametrize(
     ("ignore_eos", "tokenizer", "expected"),
     [
@@ -496,26 +394,6 @@ def test_end_tokens_match_those_of_the_engine(ignore_eos, tokenizer, expected):
     params = SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=[5])
     req = SimpleNamespace(sampling_params=params, eos_token_ids={1, 2}, tokenizer=tokenizer)
     assert end_tokens(req) == expected and end_tokens(req, {9}) == expected | {9}
-
-
-# --- drafts ---
-
-# First children and next siblings of seven nodes, -1 for none, and the parents of the six drafts.
-TREES = [
-    ([1, 2, -1, -1, 6, -1, -1], [-1, 3, 5, 4, -1, -1, -1], [-1, 0, -1, -1, 0, 3]),
-    ([1, 2, -1, -1, -1, -1, -1], [-1, -1, 3, 4, 5, 6, -1], [-1, 0, 0, 0, 0, 0]),
-    ([1, 2, 3, 4, 5, 6, -1], [-1] * 7, [-1, 0, 1, 2, 3, 4]),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_drafts_of_a_batch(dtype):
-    children, siblings, parents = zip(*TREES, strict=True)
-    given = dict(draft_token=torch.arange(20, 41), draft_token_num=7)
-    given |= dict(retrieve_next_token=torch.tensor(children, dtype=dtype))
-    drafts = drafts_of(SimpleNamespace(**given, retrieve_next_sibling=torch.tensor(siblings, dtype=dtype)))
-    assert drafts.token_ids.tolist() == [[*range(first + 1, first + 7)] for first in (20, 27, 34)]
-    assert drafts.parents.dtype == torch.int32 and drafts.parents.tolist() == [*parents]
 
 
 def test_penalties_are_applied_once():

@@ -23,18 +23,7 @@ from tests.helpers.models import (
     vl_config,
 )
 from tests.helpers.sglang_fork import Item
-from tests.helpers.sglang_server import (
-    ATOL,
-    GENTLE,
-    HIDDEN,
-    SAMPLING,
-    TINY,
-    cached_tokens,
-    guided_rows,
-    running_server,
-)
-
-# --- the tokens of requests with images ---
+from tests.helpers.sglang_server import ATOL, GENTLE, HIDDEN, SAMPLING, TINY, cached_tokens, guided_rows, running_server
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +31,9 @@ def value_model():
     return value_model_of(random_model(Qwen2_5_VLForConditionalGeneration, vl_config()), random_head())
 
 
-def request(length, *items, session=None):
+def request(length, *items):
     inputs = SimpleNamespace(mm_items=list(items))
-    return SimpleNamespace(session=session, multimodal_inputs=inputs, origin_input_ids=[0] * length)
+    return SimpleNamespace(session=None, multimodal_inputs=inputs, origin_input_ids=[0] * length)
 
 
 def test_image_tokens_of_prompt_and_output(value_model):
@@ -66,22 +55,8 @@ def test_image_tokens_of_prompt_and_output(value_model):
         part_positions, part_rows = images.of_tokens(first, count)
         assert torch.equal(part_positions, positions[:, first : first + count])
         assert torch.equal(part_rows, rows[first : first + count])
-
-
-def test_image_tokens_of_batch(value_model):
-    """A part of a text, a whole image, and padding. Embeddings are computed once, and only if a token needs them."""
-    images = PromptImages(request(5, Item(1, 1, 3)), value_model)
-    images.embed(4, value_model)
-    assert images.embeds is None
-    images.embed(0, value_model)
-    embeds = images.embeds
-    images.embed(0, value_model)
-    found = image_tokens([(None, 7, 2), (images, 0, 5)], 9, value_model)
-    assert images.embeds is embeds and torch.equal(found.embeds, embeds)
-    assert found.rows.tolist() == [-1, -1, -1, 0, 1, 2, -1, -1, -1]
-    expected = [torch.tensor([7, 8]).expand(3, 2), images.of_tokens(0, 5)[0], torch.zeros(3, 2).long()]
-    assert torch.equal(found.positions, torch.cat(expected, dim=1))
-    assert image_tokens([(None, 3, 4), (None, 0, 2)], 6, value_model) is None
+    beside_text = image_tokens([(None, 7, 2), (images, 0, 14)], 16, value_model).positions
+    assert beside_text[0, :3].tolist() == [7, 8, 2]
 
 
 VIDEO = SimpleNamespace(name="VIDEO")
@@ -91,7 +66,6 @@ NOT_PIXELS = "videos, audio and embeddings of images cannot be combined with gui
 @pytest.mark.parametrize(
     ("req", "message"),
     [
-        (request(9, Item(1, 2, 2), session=object()), "images in a session cannot be combined with guidance"),
         (request(9, Item(1, 1, 2), Item(4, 1, 2, modality=VIDEO)), NOT_PIXELS),
         (request(9, Item(1, 2, 2, feature=None)), NOT_PIXELS),
         (request(9, Item(1, 2, 2, model_specific_data={})), NOT_PIXELS),
@@ -112,8 +86,6 @@ def test_images_are_rejected_without_vision_tower():
     with pytest.raises(ValueError, match=r"images cannot be combined .*: the value model has no vision tower"):
         PromptImages(request(9, Item(1, 2, 2)), value_model_of(backbone, random_head()))
 
-
-# --- the real server ---
 
 START, END, IMAGE, VIDEO_TOKEN = 500, 501, 502, 503
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]

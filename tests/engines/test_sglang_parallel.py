@@ -29,7 +29,6 @@ from tests.helpers.sglang_server import (
     TINY,
     TWO_RANKS,
     cached_tokens,
-    check_steps,
     prompts_of,
     rows_of,
     running_server,
@@ -77,7 +76,7 @@ def test_tensor_parallel_ranks_agree(folder, ranks):
     prompts = prompts_of(*PROMPT_LENGTHS)
     for is_cached in (False, True):
         results = ask(folder, ranks, prompts, GUIDANCE)
-        assert check_steps(folder, prompts, results, agreed(ranks)) > 12 * 16
+        assert ranks.check_steps(prompts, results, agreed(ranks)) > 12 * 16
         assert all((count > 0) == is_cached for count in cached_tokens(results))
     assert ranks.metrics()["guided_steps_total"] == len(agreed(ranks))
 
@@ -96,7 +95,7 @@ def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
     steps = ranks.steps()
     drawn = [row["token"] for row in rows_of(results[0], steps) if row["length"] >= 20]
     if not is_lost:
-        assert check_steps(folder, prompts, results, steps) > 16 and min(drawn) >= 0
+        assert ranks.check_steps(prompts, results, steps) > 16 and min(drawn) >= 0
     elif method == "extend":
         assert drawn == []
     else:
@@ -105,7 +104,7 @@ def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
     for cached in (0 if method == "extend" else 19, 19):
         results = ask(folder, ranks, prompts[:1], [GENTLE])
         assert cached_tokens(results) == [cached]
-        assert check_steps(folder, prompts[:1], results, ranks.steps()[-34:])
+        assert ranks.check_steps(prompts[:1], results, ranks.steps()[-34:])
 
 
 def test_data_parallel_attention(tmp_path):
@@ -117,11 +116,11 @@ def test_data_parallel_attention(tmp_path):
         steps = server.steps()
         for rank in (0, 1):
             assert any(rows_of(result, steps) for result in results if result["meta_info"]["dp_rank"] == rank)
-        assert check_steps(tmp_path, prompts, results, steps)
+        assert server.check_steps(prompts, results, steps)
         for rank in (0, 1):
             alone = ask(tmp_path, server, prompts[-1:], [GENTLE], routed_dp_rank=rank)
             assert alone[0]["meta_info"]["dp_rank"] == rank
-            assert check_steps(tmp_path, prompts[-1:], alone, server.steps())
+            assert server.check_steps(prompts[-1:], alone, server.steps())
 
 
 def test_mixed_prefill_and_decode_batches(folder):
@@ -130,7 +129,7 @@ def test_mixed_prefill_and_decode_batches(folder):
     with running_server(folder, "mixed", "--enable-mixed-chunk", "--page-size", "16", *CHUNKS) as server:
         for is_cached in (False, True):
             results, steps = server.generate(prompts, GUIDANCE)
-            assert check_steps(folder, prompts, results, steps) > 12 * 16
+            assert server.check_steps(prompts, results, steps) > 12 * 16
             assert any(cached_tokens(results)) == is_cached
             lens = {result["meta_info"]["id"]: len(prompt) for prompt, result in zip(prompts, results, strict=True)}
             batches = [[row["length"] > lens[row["rid"]] for row in step["rows"]] for step in steps]
@@ -172,15 +171,13 @@ def test_strides_and_requests_that_cannot_be_guided(tmp_path):
         prompts = prompts_of(9, 12, 40, 5, seed=12)
         guidance = [MODES[0], MODES[1] | {"value_stride": 1}, MODES[2] | {"value_stride": 3}, None]
         results, steps = server.generate(prompts, guidance, max_new_tokens=24)
-    assert check_steps(tmp_path, prompts, results, steps) > 24 * 2
+    assert server.check_steps(prompts, results, steps) > 24 * 2
     for result, stride in zip(results[:3], (4, 1, 3), strict=True):
         rows = rows_of(result, [step for step in steps if step["mode"] == "DECODE"])
         due = [i for i, row in enumerate(rows) if row["status"] == Status.GUIDE]
         assert {row["status"] for row in rows} <= {Status.GUIDE, Status.NOT_DUE}
         assert {after - before for before, after in pairwise(due)} == {stride}
 
-
-# --- many requests, a quarter of which is cut short ---
 
 MORE_THAN_ANY_GETS = 300
 # The engine checks for leaked slots after every step, not only when idle, and exits if it finds one.
@@ -197,15 +194,6 @@ def leave_early(engine, body, *, after, abort):
             assert requests.post(f"{engine.url}/abort_request", json={"rid": body["rid"]}, timeout=60).ok
             chunk = [line for line in lines if line != b"[DONE]"][-1]
     return json.loads(chunk)
-
-
-def wait_until_idle(engine):
-    for _ in range(240):
-        (load,) = requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"]
-        if not load["num_running_reqs"] and not load["num_waiting_reqs"]:
-            return load
-        time.sleep(0.25)
-    raise AssertionError(f"requests are left behind: {load}")
 
 
 @pytest.mark.parametrize(("running", "count"), [(running_server, 200), (running_speculation, 80)])
@@ -234,15 +222,16 @@ def test_many_requests_with_aborts(tmp_path, running, count):
     with running(tmp_path, "load", "--chunked-prefill-size", "64", **CHECKS) as engine:
         with ThreadPoolExecutor(count) as pool:
             results = list(pool.map(ask, range(count)))
-        wait_until_idle(engine)
-        steps = engine.steps()
-        assert requests.post(f"{engine.url}/flush_cache", timeout=60).ok  # rejected unless the engine is idle
-        load = wait_until_idle(engine)
-        assert load["num_used_tokens"] == 0 and load["token_usage"] == 0
+        flush = dict(params={"timeout": 60}, timeout=90)  # rejected if the engine is not idle by then
+        assert requests.post(f"{engine.url}/flush_cache", **flush).ok
+        steps, (load,) = engine.steps(), requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"]
+        assert (
+            load["num_running_reqs"] == load["num_waiting_reqs"] == load["num_used_tokens"] == load["token_usage"] == 0
+        )
         followers = prompts_of(5, 40, seed=9)
         later = engine.generate(followers, MODES[:2])
         assert requests.get(f"{engine.url}/health", timeout=60).ok
-    log = (tmp_path / "load.log").read_text()
+    log = engine.log.read_text()
     assert "Traceback" not in log and "LenVM: a step failed" not in log and "leak" not in log
 
     # At most 32 requests run at once. The number in one step depends on arrivals and retractions.
@@ -258,5 +247,5 @@ def test_many_requests_with_aborts(tmp_path, running, count):
         if guidance[i % len(guidance)] is None:
             assert all(row["status"] == Status.UNGUIDED for row in rows)
         else:  # one at a time, because a request has hundreds of candidates
-            assert check_steps(tmp_path, [prompts[i]], [result], [{"rows": rows}])
-    assert check_steps(tmp_path, followers, *later)
+            assert engine.check_steps([prompts[i]], [result], [{"rows": rows}])
+    assert engine.check_steps(followers, *later)

@@ -152,9 +152,6 @@ def test_two_ranks(folder):
     assert set(counts.values()) == {2}
 
 
-# --- the adapter without an engine ---
-
-
 class Base(torch.nn.Module):
     """The attributes of an engine's base model that the adapter reads."""
 

@@ -19,8 +19,6 @@ from tests.helpers.sglang_server import (
     TARGETS,
     TWO_RANKS,
     cached_tokens,
-    check_lengths,
-    check_steps,
     check_targets,
     prompts_of,
     running_server,
@@ -72,7 +70,7 @@ def outputs(server, guidance, **sampling):
     return [result["output_ids"] for result in results]
 
 
-def test_output_is_unchanged_by_drafts(folder, engine, texts):
+def test_output_is_unchanged_by_drafts(engine, texts):
     """Guided requests in a mixed batch get the tokens of decoding without drafts, also with prompts in the radix cache.
     Drafts of the base model itself are accepted, and the metrics count them."""
     state = requests.get(f"{engine.url}/server_info", timeout=60).json()["internal_states"][0]
@@ -81,7 +79,7 @@ def test_output_is_unchanged_by_drafts(folder, engine, texts):
     for _ in range(2):
         results, steps = engine.generate(prompts, guidance, **TOKENS)
         assert [result["output_ids"] for result in results[: len(PROMPTS)]] == texts[0]
-        assert check_steps(folder, prompts, results, steps) > 200
+        assert engine.check_steps(prompts, results, steps) > 200
         assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
     assert outputs(engine, [None] * len(PROMPTS), temperature=0) == texts[1]
     if engine.kind == "chain":
@@ -94,25 +92,25 @@ def test_output_is_unchanged_by_drafts(folder, engine, texts):
         assert 1.2 < guided < others <= 4
 
 
-def test_several_spans_and_closings(folder, engine):
+def test_several_spans_and_closings(engine):
     """Between spans the engine verifies as in an unguided request, and the value model still computes the tokens."""
     prompts, guidance = PROMPTS[:4], [GENTLE | asked for asked in SEVERAL]
     results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
-    assert check_steps(folder, prompts, results, steps) > 60
+    assert engine.check_steps(prompts, results, steps) > 60
     check_answers_with_spans(SEVERAL, prompts, results, steps, SPANS_ENDED)
 
 
 @pytest.mark.parametrize("engine", ["chain"], indirect=True)
-def test_strides_and_predicted_lengths(folder, engine):
+def test_strides_and_predicted_lengths(engine):
     """Guided, strided and unguided requests, with and without ``return_values``."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants, wants | GENTLE, wants | GENTLE | {"value_stride": 3}, GENTLE | {"value_stride": 2}, None]
     prompts = prompts_of(9, 40, 12, 5, 7, seed=22)
     results, steps = engine.generate(prompts, guidance, max_new_tokens=24)
-    assert check_steps(folder, prompts, results, steps) > 100
+    assert engine.check_steps(prompts, results, steps) > 100
     status = {row["status"] for step in steps for row in step["rows"]}
     assert status >= {Status.GUIDE, Status.NOT_DUE, Status.UNGUIDED}
-    check_lengths(folder, prompts, guidance, results)
+    engine.check_lengths(prompts, guidance, results)
 
 
 def test_without_a_value_model(folder):

@@ -31,7 +31,7 @@ from lenvm_kernels.types import Status
 from tests.helpers.models import write_smollm2
 from tests.helpers.oracle import PlainStep
 from tests.helpers.server import free_port, running
-from tests.helpers.sglang_server import Server, check_steps, running_server
+from tests.helpers.sglang_server import Server, running_server
 
 ROOT = Path(__file__).parents[2]
 FILTERS = {"temperature": 1.0, "top_k": 5, "top_p": 1.0, "min_p": 0.01}
@@ -137,7 +137,7 @@ def test_openai_endpoints(smollm2, engine):
     text, prompt = answer.choices[0].message.content, chat(smollm2, question)
     output, rows = check(answer.id, prompt, text)
     result = {"meta_info": {"id": answer.id}, "output_ids": output}
-    assert check_steps(smollm2.folder, [prompt], [result], [{"rows": rows}])
+    assert engine.check_steps([prompt], [result], [{"rows": rows}])
 
     chunks = list(client.chat.completions.create(messages=messages, **request, extra_body=extra, stream=True))
     assert len(chunks) > 2
@@ -158,16 +158,17 @@ def test_openai_endpoints(smollm2, engine):
 @pytest.fixture(scope="module")
 def served(smollm2):
     """The server that ``make serve`` starts."""
-    makefile, port, trace = (ROOT / "Makefile").read_text(), free_port(), smollm2.folder / "served.jsonl"
+    makefile, port = (ROOT / "Makefile").read_text(), free_port()
+    server = Server(smollm2.folder, "served", f"http://127.0.0.1:{port}")
     recipe = re.search(r"^\t(LENVM_VALUE_MODEL=.*?)\$\(ARGS\)$", makefile, re.DOTALL | re.MULTILINE)[1]
     recipe = recipe.replace("$(SGLANG_VENV)/bin/python", sys.executable).replace("demo-models", str(smollm2.folder))
     words = shlex.split(recipe.replace("\\\n", ""))
     variables, command = words[: words.index(sys.executable)], words[words.index(sys.executable) :]
-    environment = os.environ | dict(variable.split("=") for variable in variables) | {"LENVM_TRACE": str(trace)}
+    environment = os.environ | dict(variable.split("=") for variable in variables) | {"LENVM_TRACE": str(server.trace)}
     environment.pop("TRITON_INTERPRET", None)
     command += ["--port", str(port)]
-    with running(command, environment, smollm2.folder / "served.log", f"http://127.0.0.1:{port}") as url:
-        yield Server(url, trace)
+    with running(command, environment, server.log, server.url):
+        yield server
 
 
 def check_answer(served, answer):

@@ -301,13 +301,11 @@ def test_sequences_that_do_not_continue_the_last_step_are_rejected(tiny, tokens,
         processor(tokens, SCORES)
 
 
-@pytest.mark.parametrize("has_values", [True, False])
-def test_generate_reads_sentence_ends_from_tokenizer(tiny, has_values, monkeypatch):
+def test_generate_reads_sentence_ends_from_tokenizer(tiny, monkeypatch):
     """The step gets ``text_breaks`` of the tokenizer, or None without a tokenizer."""
     seen, make_step = [], transformers_adapter.GuidedStep
     monkeypatch.setattr(transformers_adapter, "GuidedStep", lambda *args: seen.append(args[-1]) or make_step(*args))
-    arguments = dict(target_length=4, max_new_tokens=3, pad_token_id=PAD)
-    arguments["value_model"] = tiny.value_model if has_values else None
+    arguments = dict(target_length=4, max_new_tokens=3, pad_token_id=PAD, value_model=tiny.value_model)
     for tokenizer in (tokenizer_of(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), None):
         generate(tiny.base, **PROMPTS, tokenizer=tokenizer, **arguments)
     known, unknown = (config.text_breaks for config in seen)
@@ -363,7 +361,6 @@ def test_generate_meets_target_without_value_model(tiny):
 
 # Arguments of ``generate`` with other ends than the model's, and these ends.
 ENDS = {
-    "argument": (dict(eos_token_id=7), {7}),
     "list": (dict(eos_token_id=[7, 9]), {7, 9}),
     "configuration": (dict(generation_config=GenerationConfig(eos_token_id=[7])), {7}),
     "argument before configuration": (dict(generation_config=GenerationConfig(eos_token_id=7), eos_token_id=9), {9}),

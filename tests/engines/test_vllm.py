@@ -30,27 +30,9 @@ from lenvm_kernels.types import Status
 from lenvm_kernels.values import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
 from tests.helpers.probes import probe_values, write_random_probe
-from tests.helpers.sglang_server import (
-    ATOL,
-    GENTLE,
-    MODES,
-    STOPS,
-    TARGETS,
-    VOCAB,
-    check_targets,
-    prompts_of,
-    values_from_scratch,
-)
+from tests.helpers.sglang_server import ATOL, GENTLE, MODES, STOPS, TARGETS, VOCAB, check_targets, prompts_of
 from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
-from tests.helpers.vllm_server import (
-    NGRAM,
-    PIECES,
-    SITE,
-    WORDS,
-    check_steps,
-    running_server,
-    write_checkpoints,
-)
+from tests.helpers.vllm_server import NGRAM, PIECES, SITE, WORDS, running_server, write_checkpoints
 
 ROOT = Path(__file__).parents[2]
 # Start and end of a thought for the engine's own budget. The tokenizer splits other words into several tokens.
@@ -115,14 +97,14 @@ REQUESTS = [
 ]
 
 
-def test_every_kind_of_request_in_one_batch(folder, engine):
+def test_every_kind_of_request_in_one_batch(engine):
     """Prompts shorter and longer than a prefill chunk."""
     count, requests = len(REQUESTS), REQUESTS + UNGUIDED
     prompts = prompts_of(*(3 + 9 * i % 110 for i in range(len(requests))))
     guidance, each = zip(*requests, strict=True)
     each = [dict(min_p=0.01, temperature=0.7, max_tokens=24) | own for own in each]
     sequences, _, steps = generate(engine, prompts, guidance, each)
-    assert check_steps(folder, sequences, steps) > 16 * 24
+    assert engine.check_steps(sequences, steps) > 16 * 24
     rows = {i: [row for row in rows_of(steps) if row["tokens"][: len(p)] == p] for i, p in enumerate(prompts)}
     found = {i: Counter(Status(row["status"]).name for row in of_prompt) for i, of_prompt in rows.items()}
     assert all(found[i]["GUIDE"] for i in range(count - 3)) and found[count - 4]["NOT_DUE"] > 10
@@ -153,14 +135,16 @@ REJECTED = [
 ]
 
 
-def test_bad_requests_are_rejected_without_side_effects(folder, engine):
-    prompts = prompts_of(5, seed=2)
-    for xargs, options, message in REJECTED:
-        response = engine.post(prompt=prompts[0], vllm_xargs=xargs, **options)
-        assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
-    assert engine.post(prompt=prompts[0], use_beam_search=True, n=2, max_tokens=2).ok
+def test_bad_requests_are_rejected_without_side_effects(engine):
+    prompts, beams = prompts_of(5, seed=2), dict(use_beam_search=True, n=2, max_tokens=2)
+    chat = {"messages": [{"role": "user", "content": "w1"}]}
+    for path, request in (("completions", {"prompt": prompts[0]}), ("chat/completions", chat)):
+        for xargs, options, message in REJECTED:
+            response = engine.post(path, **request, vllm_xargs=xargs, **options)
+            assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
+        assert engine.post(path, **request, **beams).ok
     sequences, _, steps = generate(engine, prompts, [MODES[0] | {"session_id": "of another consumer"}])
-    assert check_steps(folder, sequences, steps)
+    assert engine.check_steps(sequences, steps)
 
 
 def test_preemption_and_small_cache_of_value_model(folder):
@@ -178,11 +162,11 @@ def test_preemption_and_small_cache_of_value_model(folder):
         prompts = prompts_of(*[20] * 10, seed=7)
         sequences, _, steps = generate(server, prompts, [MODES[i % 10] for i in range(10)], max_tokens=60)
         assert server.metrics()["vllm:num_preemptions_total"] > 0
-        assert check_steps(folder, sequences, steps) > 100
+        assert server.check_steps(sequences, steps) > 100
         before = server.metrics()["without_room_total"]
         prompts = prompts_of(200, 9, seed=8)
         sequences, _, steps = generate(server, prompts, MODES[:2])
-        assert check_steps(folder, sequences, steps) > 16
+        assert server.check_steps(sequences, steps) > 16
         assert not [row for row in rows_of(steps, Status.GUIDE) if len(row["tokens"]) >= 200]
         assert "the value model's cache is full" in server.log.read_text()
         assert server.metrics()["without_room_total"] == before + 1
@@ -193,7 +177,7 @@ def repeating(seed, *lengths):
     return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
 
 
-def test_several_spans_and_closings(folder, server):
+def test_several_spans_and_closings(server):
     """The value model also computes tokens between spans. The engine accepts lists in lists as JSON text."""
     prompts = repeating(18, 9, 20, 5, 12)
     guidance = [
@@ -201,7 +185,7 @@ def test_several_spans_and_closings(folder, server):
         for asked in (GENTLE | asked for asked in SEVERAL)
     ]
     sequences, _, steps = generate(server, prompts, guidance, max_tokens=60, allowed_token_ids=FEW, temperature=2.0)
-    assert check_steps(folder, sequences, steps) > 40
+    assert server.check_steps(sequences, steps) > 40
     for asked, prompt, sequence, spans in zip(SEVERAL, prompts, sequences, SPANS_ENDED, strict=True):
         rows = [row for row in rows_of(steps) if row["tokens"] == sequence[: len(row["tokens"])]]
         statuses = {len(row["tokens"]): row["status"] for row in rows}
@@ -211,7 +195,7 @@ def test_several_spans_and_closings(folder, server):
         assert 1 <= metrics["verified_tokens_total yes"] / drafts < 1 + 3
 
 
-def test_earlier_of_two_budgets_ends_thought(folder, server):
+def test_earlier_of_two_budgets_ends_thought(server):
     """The engine's own budget and the span's hard limit; the prompt opens the thought."""
     prompts = [[*prompt, START] for prompt in repeating(16, 3, 9, 5, 20)]
     for budget, limit in ((5, 11), (11, 5)):
@@ -219,7 +203,7 @@ def test_earlier_of_two_budgets_ends_thought(folder, server):
         # A soft budget of strength 0 does not end a thought.
         guidance = [GENTLE | span, {"thinking_budget": 4, "strength": 0} | span] * 2
         sequences, _, steps = generate(server, prompts, guidance, thinking_token_budget=budget, max_tokens=20)
-        assert check_steps(folder, sequences, steps, forced=[END]) > 4 * 5
+        assert server.check_steps(sequences, steps, forced=[END]) > 4 * 5
         for prompt, sequence in zip(prompts, sequences, strict=True):
             assert sequence.index(END) == len(prompt) + 5
             after = [row for row in rows_of(steps) if row["tokens"][: len(prompt) + 6] == sequence[: len(prompt) + 6]]
@@ -234,7 +218,7 @@ def test_drafts_of_models(folder, method):
     with running_server(folder, method, speculation=speculation, TORCHDYNAMO_DISABLE="1") as server:
         prompts, guidance = repeating(26, 3, 60, 5, 9), [*MODES[:3], None]
         sequences, _, steps = generate(server, prompts, guidance, max_tokens=24)
-        assert check_steps(folder, sequences, steps) > 24 * 3
+        assert server.check_steps(sequences, steps) > 24 * 3
         assert sum(row["node"] > 0 for row in rows_of(steps, Status.GUIDE)) > 100
         found = server.metrics()
         verified, times = found["verified_tokens_total yes"], found["verifications_total yes"]
@@ -328,7 +312,7 @@ def test_predicted_lengths_are_written_to_file(folder, speculating):
     _, responses, _ = generate(speculating, prompts, PREDICTED, max_tokens=12)
 
     def value(prompt):
-        return values_from_scratch(folder, [prompt]), 0
+        return speculating.values_from_scratch([prompt]), 0
 
     check_predictions(folder / "predictions", prompts, PREDICTED, responses, value)
 
@@ -390,7 +374,7 @@ def test_parallel_ranks_agree(tmp_path, kind, layers, speculation):
         assert set(lines.values()) == {2 if kind == "tensor" else 1}
         steps = [json.loads(line) for line in lines]
         if layers is None:
-            assert check_steps(tmp_path, sequences, steps) > 24 * 3
+            assert server.check_steps(sequences, steps) > 24 * 3
         else:
             assert len(check_probe_steps(tmp_path, prompts, guidance, steps)) > 24 * 3
         found = server.metrics()
@@ -436,12 +420,12 @@ def answers_to_schema(engine, guidance):
     return sequences, steps
 
 
-def test_json_schema(folder, server):
+def test_json_schema(server):
     """A target, several modes and an unguided request in one batch."""
     name = "vllm:spec_decode_num_draft_tokens_total"  # missing without drafts
     before = server.metrics().get(name)
     sequences, steps = answers_to_schema(server, [{"target_length": 8}, *MODES[1:5], None])
-    assert check_steps(folder, sequences, steps) > 30
+    assert server.check_steps(sequences, steps) > 30
     assert before is None or server.metrics()[name] > before
 
 

@@ -87,7 +87,6 @@ SERVERS = [
         ("none", {part: {name: value}}, f"{name} must be {accepted} together with guidance, got")
         for part, name, value, accepted in (
             ("model_config", "return_sampling_mask", True, False),
-            ("model_config", "is_diffusion", True, False),
             ("parallel_config", "prefill_context_parallel_size", 2, 1),
             ("parallel_config", "decode_context_parallel_size", 2, 1),
             ("parallel_config", "enable_batch_sharded_sampling", True, False),
@@ -185,15 +184,6 @@ def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, sourc
 CHAT = {"messages": [{"role": "user", "content": "w1"}]}
 
 
-@pytest.mark.parametrize(("kind", "prompt"), [(ChatCompletionRequest, CHAT), (CompletionRequest, {"prompt": "w1"})])
-@pytest.mark.parametrize("xargs", [None, OTHERS, TARGET])
-def test_beams_with_guidance_are_rejected(kind, prompt, xargs):
-    front_end.configure(None, config())
-    request, message = kind(model="base", use_beam_search=True, n=2, vllm_xargs=xargs, **prompt), "use_beam_search must"
-    with pytest.raises(ValueError, match=message) if xargs is TARGET else nullcontext():
-        assert request.to_beam_search_params(5, {}).beam_width == 2
-
-
 SELECTED = {"soft_max_tokens": True, "reasoning_effort": {"low": {"target_length": 30}}}
 SELECTED["verbosity"] = {"high": {"target_length": 70}}
 
@@ -229,7 +219,7 @@ def test_defaults_that_need_a_file_reject_no_request(folders, monkeypatch):
     assert guidance_of(SamplingParams(), Settings.from_environment()).return_values
 
 
-def test_first_model_runner_without_a_front_end(folders, monkeypatch):
+def test_first_model_runner_without_a_front_end(monkeypatch):
     """As in a process whose VLLM_PLUGINS excludes it: the worker ends, if a setting turns guidance on."""
     processor = LenVMProcessor(config(is_second=False), None, False)
     logits = torch.randn(2, 5)

@@ -606,10 +606,6 @@ def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_byt
         assert len(engine.traced()) == calls + (part_bytes != 2**28)
 
 
-def test_value_model_uses_gamma_of_settings(value_model):
-    assert Engine(value_model, gamma=0.95).guide.step.values.value_model.lenvm_config.gamma == 0.95
-
-
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
     """The directory of a probe and its base model's modules in the engine, whose embedding has padding rows."""

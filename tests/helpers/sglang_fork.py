@@ -45,8 +45,6 @@ def use_stand_in(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     sglang_fork.install.cache_clear()
     sglang_fork.warn_once.cache_clear()
-    for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
-        monkeypatch.delenv(name, raising=False)
     return modules
 
 
@@ -138,9 +136,8 @@ class Engine:
         """
         is_decode, lens = not rows, [len(request.tokens) for request in requests]
         ends, prefixes = ends or lens, [n - 1 for n in lens] if is_decode else prefixes or [0] * len(requests)
-        for request, row in zip(requests, rows, strict=False):
+        for request, row, n in zip(requests, rows or [r.req_pool_idx for r in requests], lens, strict=True):
             request.req_pool_idx = row
-        for request, n in zip(requests, lens, strict=True):
             request.output_ids = request.tokens[len(request.origin_input_ids) : n - self.lag * is_decode]
         scores = [BY_TOKEN[r.tokens[n - 1]] + BY_LENGTH[n] for r, n in zip(requests, ends, strict=True)]
         parts = [r.tokens[first:end] for r, first, end in zip(requests, prefixes, ends, strict=True)]

@@ -69,10 +69,10 @@ def write_eagle(folder, model_class, config, more=()):
 
 
 class Server:
-    """A running server and the trace file of its guided steps."""
+    """A running server of the models in a folder, its log, and the trace file of its guided steps."""
 
-    def __init__(self, url, trace):
-        self.url, self.trace = url, trace
+    def __init__(self, folder, name, url):
+        self.folder, self.url, self.log, self.trace = folder, url, folder / f"{name}.log", folder / f"{name}.jsonl"
 
     def post(self, **body):
         return requests.post(f"{self.url}/generate", json=body, timeout=600)
@@ -100,6 +100,51 @@ class Server:
         found = re.findall(r'^([\w:]+)(?:\{(?:.*(?:status|guided)="(\w+)")?.*\})? (\S+)$', text, re.MULTILINE)
         return {f"{name} {label}".strip().removeprefix("lenvm:"): float(value) for name, label, value in found}
 
+    def check_steps(self, prompts, results, steps):
+        """Check every value of every traced step against a forward of its sequence; returns the number of values."""
+        return self.check_values(
+            ([*prompt, *result["output_ids"]][: row["length"]], row)
+            for prompt, result in zip(prompts, results, strict=True)
+            for row in guided_rows(prompt, result, steps)
+        )
+
+    def check_values(self, rows):
+        """Check the values in traced rows, each with the tokens before it, as in :meth:`check_steps`."""
+        found = [
+            ([*tokens, token], value)
+            for tokens, row in rows
+            for token, value in zip(row["token_ids"], row["value_logits"], strict=True)
+            if token >= 0
+        ]
+        assert found, "not one step was guided"
+        candidates, values = zip(*found, strict=True)
+        torch.testing.assert_close(torch.tensor(values), self.values_from_scratch(candidates), rtol=0, atol=ATOL)
+        return len(values)
+
+    def check_lengths(self, prompts, guidance, results):
+        """Check predicted lengths, with a gamma of 0.9, of the requests with ``return_values``; others have none."""
+        for prompt, params, result in zip(prompts, guidance, results, strict=True):
+            keys = result["meta_info"].keys() & {"predicted_output_length", "predicted_remaining_lengths"}
+            assert len(keys) == (2 if params and "return_values" in params else 0)
+            if keys:
+                tokens = [*prompt, *result["output_ids"]]
+                values = self.values_from_scratch([tokens[:end] for end in range(len(prompt), len(tokens) + 1)])
+                lengths = torch.nn.functional.softplus(values) / -math.log(0.9)
+                of_prompt, of_tokens = (result["meta_info"][key] for key in sorted(keys))
+                torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
+
+    def values_from_scratch(self, sequences):
+        """Value logit at the last token of each sequence, by ``transformers``."""
+        model = AutoModelForCausalLM.from_pretrained(self.folder / "value", dtype=torch.float32).eval()
+        adapter = self.folder / "value" / "adapter_model.safetensors"
+        if adapter.exists():  # the demo's value model, whose LoRA scale is 1
+            tensors = load_file(adapter)
+            for name in [name for name in tensors if "lora_A" in name]:
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                update = tensors[name.replace("lora_A", "lora_B")].float() @ tensors[name].float()
+                model.get_submodule(module).weight.data += update
+        return last_value_logits(model, load_file(self.folder / "value" / "value_head.safetensors"), sequences)
+
 
 @contextmanager
 def running_server(folder, name, *options, plugin=True, **variables):
@@ -113,11 +158,11 @@ def running_server(folder, name, *options, plugin=True, **variables):
         **variables: environment variables.
     """
     port = free_port()
-    trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    server = Server(folder, name, f"http://127.0.0.1:{port}")
     unset = ("LENVM_VALUE_MODEL", "LENVM_TRACE", "TRITON_INTERPRET")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
     if plugin:
-        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
+        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(server.trace)}
     else:
         environment["SGLANG_PLUGINS"] = "no plugin has this name"
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", **variables}
@@ -129,8 +174,8 @@ def running_server(folder, name, *options, plugin=True, **variables):
         command += ["--skip-tokenizer-init"]
     # The pool has 4,096 tokens for any fraction. A small fraction fails if another process allocates memory meanwhile.
     command += ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
-    with running(command, environment, log, f"http://127.0.0.1:{port}") as url:
-        yield Server(url, trace)
+    with running(command, environment, server.log, server.url):
+        yield server
 
 
 def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):
@@ -166,32 +211,6 @@ def cached_tokens(results):
     return [result["meta_info"]["cached_tokens"] for result in results]
 
 
-def check_lengths(folder, prompts, guidance, results):
-    """Check predicted lengths, with a gamma of 0.9, of the requests with ``return_values``; others have none."""
-    for prompt, params, result in zip(prompts, guidance, results, strict=True):
-        keys = result["meta_info"].keys() & {"predicted_output_length", "predicted_remaining_lengths"}
-        assert len(keys) == (2 if params and "return_values" in params else 0)
-        if keys:
-            tokens = [*prompt, *result["output_ids"]]
-            values = values_from_scratch(folder, [tokens[:end] for end in range(len(prompt), len(tokens) + 1)])
-            lengths = torch.nn.functional.softplus(values) / -math.log(0.9)
-            of_prompt, of_tokens = (result["meta_info"][key] for key in sorted(keys))
-            torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
-
-
-def values_from_scratch(folder, sequences):
-    """Value logit at the last token of each sequence, by ``transformers``."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()
-    adapter = folder / "value" / "adapter_model.safetensors"
-    if adapter.exists():  # the demo's value model, whose LoRA scale is 1
-        tensors = load_file(adapter)
-        for name in [name for name in tensors if "lora_A" in name]:
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            update = tensors[name.replace("lora_A", "lora_B")].float() @ tensors[name].float()
-            model.get_submodule(module).weight.data += update
-    return last_value_logits(model, load_file(folder / "value" / "value_head.safetensors"), sequences)
-
-
 def guided_rows(prompt, result, steps):
     """The guided rows of a request whose draws the engine has used.
 
@@ -202,19 +221,6 @@ def guided_rows(prompt, result, steps):
     rows = [row for row in rows if len(prompt) <= row["length"] < len(sequence)]
     assert all(sequence[row["length"]] in row["token_ids"] for row in rows)
     return rows
-
-
-def check_steps(folder, prompts, results, steps):
-    """Check every value of every traced step against a forward of its sequence; returns the number of values."""
-    candidates, values = [], []
-    for prompt, result in zip(prompts, results, strict=True):
-        for row in guided_rows(prompt, result, steps):
-            before = [*prompt, *result["output_ids"]][: row["length"]]
-            candidates += [[*before, token] for token in row["token_ids"] if token >= 0]
-            values += [value for token, value in zip(row["token_ids"], row["value_logits"], strict=True) if token >= 0]
-    assert candidates, "not one step was guided"
-    torch.testing.assert_close(torch.tensor(values), values_from_scratch(folder, candidates), rtol=0, atol=ATOL)
-    return len(values)
 
 
 def prompts_of(*lengths, seed=0):

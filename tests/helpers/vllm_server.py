@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import requests
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.types import Status
 from tests.helpers import sglang_server
 from tests.helpers.models import random_model, tokenizer_of
 from tests.helpers.server import free_port, running
-from tests.helpers.sglang_server import ATOL, TINY, VOCAB, values_from_scratch, write_eagle, write_value_model
+from tests.helpers.sglang_server import TINY, VOCAB, write_eagle, write_value_model
 
 SITE = Path(__file__).parent.parent / "vllm_cpu" / "site"
 BASE = TINY | dict(hidden_size=128)  # vLLM's CPU attention needs a head dimension of 32
@@ -44,16 +43,25 @@ def save_tokenizer(path):
 
 
 class Server(sglang_server.Server):
-    """A running server, the trace file of its guided steps, and its log."""
+    """A running server of the models in a folder."""
 
-    def __init__(self, url, trace, log):
-        super().__init__(url, trace)
-        self.log = log
-
-    def post(self, **body):
+    def post(self, path="completions", **body):
         """Request completions of prompts of token ids, with the same ``vllm_xargs`` for all."""
-        body = SAMPLING | {"return_token_ids": True} | body
-        return requests.post(f"{self.url}/v1/completions", json=body, stream=body.get("stream", False), timeout=600)
+        return requests.post(f"{self.url}/v1/{path}", json=SAMPLING | {"return_token_ids": True} | body, timeout=600)
+
+    def check_steps(self, sequences, steps, forced=()):
+        """Check every guided row of every step: its values against forwards of its sequence, and that a token with
+        probability is drawn and returned, unless the engine returns a ``forced`` one. Returns the number of values."""
+        rows, following = [row for step in steps for row in step["rows"] if row["status"] == Status.GUIDE], {}
+        for sequence in sequences:
+            for end in range(1, len(sequence)):
+                following.setdefault(tuple(sequence[:end]), set()).add(sequence[end])
+        for row in rows:
+            returned = following.get(tuple(row["tokens"]), set())
+            # The sequence of a rejected draft is not returned.
+            assert (row["node"] and not returned) or returned & {row["token"], *forced}
+            assert row["probs"][row["token_ids"].index(row["token"])] > 0
+        return self.check_values((row["tokens"], row) for row in rows)
 
 
 @contextmanager
@@ -63,14 +71,14 @@ def running_server(folder, name, *options, speculation=None, has_settings=True, 
     ``name`` names the log and the trace in the folder. Without ``has_settings``, the plugin has its defaults.
     """
     port = free_port()
-    trace, log, metrics = (folder / f"{name}.{suffix}" for suffix in ("jsonl", "log", "metrics"))
+    server, metrics = Server(folder, name, f"http://127.0.0.1:{port}"), folder / f"{name}.metrics"
     metrics.mkdir()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LENVM_")}
     environment |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{SITE}:{os.environ.get('PYTHONPATH', '')}"}
     environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
     if has_settings:
-        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
+        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(server.trace)}
     environment |= variables
     # `vllm serve` reads the version of a package whose name differs from the CPU build's.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base")]
@@ -79,26 +87,5 @@ def running_server(folder, name, *options, speculation=None, has_settings=True, 
     if speculation is not None:
         command += ["--speculative-config", json.dumps(speculation)]
     command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "48", *options]
-    with running(command, environment, log, f"http://127.0.0.1:{port}") as url:
-        yield Server(url, trace, log)
-
-
-def check_steps(folder, sequences, steps, forced=()):
-    """Check every guided row of every step: its values against forwards of its sequence, and that a token with
-    probability is drawn and returned, unless the engine returns a ``forced`` one. Returns the number of values."""
-    candidates, values, following = [], [], {}
-    for sequence in sequences:
-        for end in range(1, len(sequence)):
-            following.setdefault(tuple(sequence[:end]), set()).add(sequence[end])
-    for row in (row for step in steps for row in step["rows"] if row["status"] == Status.GUIDE):
-        returned = following.get(tuple(row["tokens"]), set())
-        # The sequence of a rejected draft is not returned.
-        assert (row["node"] and not returned) or returned & {row["token"], *forced}
-        assert row["probs"][row["token_ids"].index(row["token"])] > 0
-        for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
-            if token >= 0:
-                candidates.append([*row["tokens"], token])
-                values.append(value)
-    assert candidates, "not one step was guided"
-    torch.testing.assert_close(torch.tensor(values), values_from_scratch(folder, candidates), rtol=0, atol=ATOL)
-    return len(values)
+    with running(command, environment, server.log, server.url):
+        yield server
