@@ -10,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -277,7 +278,7 @@ NEAR = {"target_length": 9}
 
 def request_in(row, asked, **fields):
     """A request in a row of the engine's table."""
-    sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None)
+    sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None, stop_strs=[])
     req = dict(kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=asked and parse_guidance(asked), lenvm_row=None)
     req |= dict(sampling_params=sampling, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None)
     return SimpleNamespace(**req | fields)
@@ -291,6 +292,7 @@ def test_requests_are_admitted_once(is_prefill):
     guide.step = SimpleNamespace(
         add_request=lambda row, *args, **kwargs: given.append((row, True)),
         remove_request=lambda row: given.append((row, False)),
+        span_state=lambda *args: None,
     )
     reqs = [request_in(row, asked) for row, asked in zip(rows, (NEAR, None, NEAR), strict=True)]
     batch, ended = SimpleNamespace(lenvm_reqs=[reqs[0], reqs[2]], lenvm_failed=False), request_in(None, NEAR)
@@ -309,7 +311,7 @@ def test_lora_requests_are_counted(guide):
     for values, lora_id in ((guide, "adapter"), (guide, None), (SGLangGuide(Settings(), guide.device), "adapter")):
         counted = itertools.count()
         values.metrics = SimpleNamespace(lora_requests=SimpleNamespace(inc=counted.__next__))
-        values.step = SimpleNamespace(add_request=lambda *args, **kwargs: None)
+        values.step = MagicMock()
         req = request_in(3, NEAR, lora_id=lora_id, lenvm_images=None, extend_end=1)
         values.admit(SimpleNamespace(lenvm_reqs=[req], lenvm_failed=False), [req], is_prefill=True)
         assert values.fallbacks == 0 and next(counted) == (values is guide and lora_id is not None)
