@@ -7,10 +7,11 @@ import torch
 
 from lenvm_kernels.guidance import Thoughts, parse_guidance
 from lenvm_kernels.step import StepBatch
+from lenvm_kernels.types import TextBreak
 from tests.helpers.drafted_steps import END, BaseModel, run_drafted, run_plain
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import GUIDANCE as KINDS
-from tests.helpers.engine import PROMPTS, Engine, make_step
+from tests.helpers.engine import PROMPTS, Engine, make_step, take_step
 from tests.helpers.models import EOS, VOCAB
 
 OTHER_END = 60
@@ -182,3 +183,26 @@ def test_logits_are_changed_only_if_a_request_asks_for_it(models):
         prepared = step.prepare(scores, batch, drafts)
         assert prepared.is_changed == (scores is not None) and prepared.spans.ended.tolist() == [False] * 3 + [True]
     assert (logits != 1).nonzero().tolist() == [[2, EOS]]
+
+
+def test_words_are_counted_in_steps_and_after_a_retraction():
+    """The first row reads every token, the second is admitted after four of them. The third counts tokens."""
+    text, breaks = [41, 3, 42, 43, 5], torch.zeros(VOCAB, dtype=torch.int8)
+    breaks[40:] = TextBreak.WORD
+    step, _ = make_step(None, text_breaks=breaks)
+    words, tokens = (
+        parse_guidance(asked, thoughts=Thoughts(encode=list), has_values=False)
+        for asked in ({"target_words": 4}, {"target_length": 5.4})
+    )
+    guided = []
+    # 3 of 4 words in 5 tokens stand for 4 * 1.35 - 1 * 10.4 / 7 = 3.9 tokens.
+    for row, (params, output, first) in enumerate([(words, text, 0), (words, text, 4), (tokens, text[1:], 0)]):
+        step.add_request(row, params, {EOS}, span=step.span_state(params, [7], output[:first]))
+        for seen in range(first, len(output) + 1):
+            last = torch.tensor([[7, *output][seen]])
+            batch = last, torch.tensor([row]), torch.tensor([1 + seen], dtype=torch.int32)
+            scores = torch.linspace(0, 1, VOCAB).index_fill(0, torch.tensor([EOS]), 1.0)[None]
+            out = take_step(step, scores, *batch, is_logits=True, top_k=5, top_p=1.0, min_p=0.0, temperature=1.0)
+        guided.append(out.probs[0].tolist())
+    assert guided[0] == guided[1] == guided[2]
+    assert step.table.columns.units[:3].tolist() == [3, 3, 0]
