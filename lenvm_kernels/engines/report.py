@@ -92,7 +92,7 @@ class EndMetrics:
 
 def not_finite(steps: int) -> str | None:
     """The ``lost`` of a response, by the number of steps that lost their guidance."""
-    return f"scores or values were not finite in {steps} steps" if steps else None
+    return f"scores or values were not finite, number of steps: {steps}" if steps else None
 
 
 class Stopwatch:

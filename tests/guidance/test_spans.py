@@ -199,9 +199,11 @@ OUTCOMES = [
     (BUDGET, [9], [3, *[1] * 5, 4, 1, 2], (4, "le_near", 5, 5, True)),
     (BUDGET | CLOSED, [9], [*[1] * 5, 5, 6, 4, 1, 2], (4, "le_near", 6, 6, True)),
     (BUDGET | CLOSED, [9], [1, 5, 6, 4, *[1] * 9, 2], (4, "le_near", 2, 2, False)),
+    (BUDGET | CLOSED, [9], [1, 6, 4, 1, 1, 5, 6, 4, 2], (4, "le_near", 1, 1, False)),  # the closing is in the answer
     ({"thinking_budget_total": 8}, [9], [3, 1, 1, 4, 1, 3, 1, 4, 1, 2], (8, "le_near", 4, 3, False)),
     (BOTH, [9, 3], [*[1] * 5, 4, 1, 1, 2], (6, "near", 2, 5, True)),
     (BOTH, [9], [3, 1, 1], (6, "near", 0, 2, False)),
+    (BOTH, [9, 3], [1, 4, 1, 3, 1], (6, "near", 0, 2, False)),
     (BOTH, [9], [1, 1, 2], (6, "near", 2, 0, False)),
     (BOTH | {"target_length_mode": "total"}, [9], [3, 1, 1], (6, "near", 3, 2, False)),
     (LANDING, [9], [*[1] * 9, 5, 6, 1, 1, 2], (20, "near", 13, 0, True)),
@@ -223,6 +225,8 @@ def test_outcomes_without_spans_or_guidance():
     channels = Thoughts(((5, 6, 4), (6, 4)), ((3, 5, 6),))  # as gpt-oss: the mark is the longest sequence
     found = parse_guidance(ANSWER, thoughts=channels).outcome([9], [3, 5, 6, 1, 5, 6, 4, 1, 1])
     assert (found["length"], found["thought"]) == (2, 1)
+    found = parse_guidance(ANSWER, thoughts=channels).outcome([9, 3], [5, 6, 1])
+    assert (found["length"], found["thought"]) == (0, 1)
 
 
 def tokenizer_of(vocab, template=None):
