@@ -117,8 +117,7 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
     # 8 % of unguided answers are as near.
     assert sum(abs(n - 40) <= 10 for n in lengths) >= 0.5 * len(texts)
     assert sum(map(ends_sentence, texts)) >= 0.7 * len(texts)
-    for result in results:
-        meta = result["meta_info"]
+    for meta in (result["meta_info"] for result in results):
         length = meta["completion_tokens"] - (meta["finish_reason"]["type"] == "stop")
         expected = dict(target=40.0, unit="tokens", constraint="near", thought=None, forced=False, lost=None)
         assert meta["lenvm"] == expected | {"length": length}
