@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _BROKEN = "broken"
 # Keys of a response's meta_info.
-REMAINING_LENGTHS, OUTPUT_LENGTH = "predicted_remaining_lengths", "predicted_output_length"
+REMAINING_LENGTHS, OUTPUT_LENGTH, OUTCOME = "predicted_remaining_lengths", "predicted_output_length", "lenvm"
 
 
 class Metrics:
@@ -65,6 +65,34 @@ class Metrics:
         text = "Memory of the value model's keys and values."
         size = client.Gauge("lenvm:cache_bytes", text, list(labels), multiprocess_mode="mostrecent")
         self.cache_bytes = size.labels(**labels)
+
+
+class EndMetrics:
+    """Prometheus metrics of the guided requests of one process that have ended; for arguments, see :class:`Metrics`."""
+
+    def __init__(self, **labels: Any) -> None:
+        import prometheus_client as client
+
+        text = "Distance of the length from the target, as a share of the target."
+        names, buckets = [*labels, "constraint"], (0.05, 0.1, 0.15, 0.2, 0.25, 0.5, 1.0)
+        self._labels, self._length_error = labels, client.Histogram("lenvm:length_error", text, names, buckets=buckets)
+        text = "Guided requests in which a hard limit forced an end, or a landing was forced."
+        self._forced_ends = client.Counter("lenvm:forced_ends", text, list(labels)).labels(**labels)
+        text = "Guided requests that have ended, by the engine's reason."
+        self._finished = client.Counter("lenvm:finished", text, [*labels, "reason"])
+
+    def count(self, outcome: Mapping[str, Any], reason: str) -> None:
+        """Count a request by :meth:`GuidanceParams.outcome`. An aborted request has no length error."""
+        if (target := outcome["target"]) and reason != "abort":
+            error = self._length_error.labels(**self._labels, constraint=outcome["constraint"])
+            error.observe(abs(outcome["length"] - target) / target)
+        self._forced_ends.inc(outcome["forced"])
+        self._finished.labels(**self._labels, reason=reason).inc()
+
+
+def not_finite(steps: int) -> str | None:
+    """The ``lost`` of a response, by the number of steps that lost their guidance."""
+    return f"scores or values were not finite, number of steps: {steps}" if steps else None
 
 
 class Stopwatch:
@@ -194,6 +222,8 @@ class StepReport:
     def consume(self, batch: ScheduleBatch, commits: Sequence[CommittedTokens | None]) -> None:
         """See SGLang's ``HostAuxiliaryOutput``: the tensors have arrived. Rows without a commit are not reported."""
         committed = {i: commit for i, commit in enumerate(commits) if commit is not None}
+        for i in committed.keys() & set(self.broken.nonzero().flatten().tolist()):
+            batch.reqs[i].lenvm_broken += 1
         if self.metrics is not None:
             self._count(self.metrics, batch, {i: len(commit.token_ids) for i, commit in committed.items()})
         for lengths, key in ((self.prompt_lengths, OUTPUT_LENGTH), (self.remaining_lengths, REMAINING_LENGTHS)):

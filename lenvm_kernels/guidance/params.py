@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 from lenvm_kernels.guidance.fields import BUDGETS, DEFAULT_GAMMA, FIELDS, FP32_MAX, NAMESPACE, TARGETS, read_json
@@ -138,32 +139,86 @@ class GuidanceParams:
         return self.end_message + (self.end_token_ids[0] if self.end_token_ids else ())
 
     def span_state(
-        self, prompt: Sequence[int], output: Sequence[int] = (), text_breaks: Sequence[int] | None = None
+        self, prompt: Sequence[int], output: Sequence[int] = (), text_breaks: Sequence[int] = ()
     ) -> SpanState:
         """The state of the request's span, after ``output``. Without an end sequence, the whole output is one span.
 
-        ``text_breaks`` are needed to count words or sentences of an output (:func:`text_breaks_of`)."""
+        ``text_breaks`` are needed to count words or sentences of an output (:func:`text_breaks_of`).
+        """
+        *_, state = self._span_states(prompt, output)
+        counted = [*prompt, *output][max(state.begin, len(prompt)) :] if self.unit else []
+        units = sum(bool(text_breaks[token] & self.unit) for token in counted if token < len(text_breaks))
+        return replace(state, units=units)
+
+    def outcome(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        end_tokens: Container[int] = (),
+        text_breaks: Sequence[int] = (),
+    ) -> dict[str, Any] | None:
+        """The ``lenvm`` of a response (see Responses in docs/modes-and-parameters.md). If None, there was no guidance.
+
+        If the last token of ``output`` is one of the ``end_tokens`` of outputs, it is not counted.
+        """
+        if self.mode == Mode.UNGUIDED and not self.has_span:
+            return None
+        output = output[:-1] if len(output) and output[-1] in end_tokens else output
+        states, patterns, goal = [*self._span_states(prompt, output)], self.span_patterns, self.answer or self
+        last, thought, length = states[-1], 0, 0
+        for before, after in pairwise(states):
+            was_open, tokens = before.end is None, after.seen - before.seen
+            if was_open != (after.end is None):  # the last tokens begin or end a span
+                marks = patterns.end_bits if was_open else patterns.start_bits
+                mark = min(tokens, patterns.length_of(after.match & marks))
+                tokens, length = tokens - mark, after.used - mark if was_open else length
+            # Either the span is a thought, or it is the answer, which thoughts interrupt and a tool call ends.
+            is_thought = was_open if self.end_token_ids else not was_open and not before.match & patterns.call_bits
+            thought += tokens * is_thought
+        if self.count_from == CountFrom.OUTPUT or (last.end is None) == (self.answer is None):
+            length = last.seen - last.begin
+        elif self.answer is not None:  # the thought has not ended
+            length = 0
+        has_target, target, unit = goal.target_length is not None and goal.counts_down, goal.target_length, "tokens"
+        if goal.unit:
+            length = self.span_state(prompt, output, text_breaks).units if length else 0
+            target, unit = goal.target_units, "words" if goal.unit == TextBreak.WORD else "sentences"
+        return dict(
+            target=target if has_target else None,
+            unit=unit,
+            constraint=goal.mode.name.lower() if has_target else None,
+            length=length,
+            thought=thought if self.end_token_ids or self.pause_token_ids else None,
+            forced=any(state.closing_from is not None for state in states),
+        )
+
+    def _span_states(self, prompt: Sequence[int], output: Sequence[int]) -> Iterator[SpanState]:
+        """The states after the prompt, after each token that ends or begins a span, and after the output.
+
+        After the end of a span, ``closing_from`` is the place from which this end was forced.
+        """
         patterns, sequence, used = self.span_patterns, [*prompt, *output], 0
         opened = patterns.open_from(prompt)
         begin, end = (len(prompt), len(prompt)) if opened is None else (opened, None)
         match, first = patterns.at_end_of(prompt), begin  # place of the span's own first token
+        yield SpanState(len(prompt), begin, end, match)
         for length, token in enumerate(output, len(prompt) + 1):
             match = patterns.after(match, token)
             if end is None and match & patterns.end_bits:
                 place = self._closing_from(sequence, begin, first)
                 if place is not None and place < length < place + len(self.closing_token_ids):
                     continue  # within a closing that is forced
+                place = None if place is None or place >= length else place
                 end, used = length, length - begin
                 begin = begin if self.count_from == CountFrom.OUTPUT else length
+                yield SpanState(length, begin, end, match, place, used)
             elif end is not None and match & patterns.start_bits:
                 end, first = None, length
                 if self.count_from != CountFrom.OUTPUT:
                     begin = length - (used if self.count_from == CountFrom.SPANS else 0)
+                yield SpanState(length, begin, end, match, None, used)
         place = None if end is not None else self._closing_from(sequence, begin, first)
-        breaks = text_breaks or ()
-        counted = sequence[max(begin, len(prompt)) :] if self.unit else []
-        units = sum(bool(breaks[token] & self.unit) for token in counted if token < len(breaks))
-        return SpanState(len(sequence), begin, end, match, place, used, units)
+        yield SpanState(len(sequence), begin, end, match, place, used)
 
     def _closing_from(self, sequence: list[int], begin: int, first: int) -> int | None:
         """The place in a sequence at which the hard limit forces the closing of its span. If None, nowhere.

@@ -99,6 +99,11 @@ class SpanPatterns(NamedTuple):
             match = self.after(match, token)
         return match
 
+    def length_of(self, last_bits: int) -> int:
+        """The number of tokens of the longest sequence whose last token is among these bits."""
+        ends = [i for i in range(len(self.token_ids)) if last_bits >> i & 1]
+        return max((i + 2 - (self.first_bits & (2 << i) - 1).bit_length() for i in ends), default=0)
+
     def open_from(self, prompt: Sequence[int]) -> int | None:
         """The place from which the span that is open after a prompt counts. None if no span is open.
 

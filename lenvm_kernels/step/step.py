@@ -60,6 +60,7 @@ class GuidedStep:
         config: the configuration, with its defaults resolved.
         table: :class:`GuidanceTable` of the requests.
         values: the :class:`ValueSource`.
+        text_breaks: ``config.text_breaks`` on the host, empty without.
         graphs_class: runs the launches of a step if ``config.graphs``.
 
     Raises:
@@ -86,7 +87,7 @@ class GuidedStep:
         if slots.num_slots < 1:
             raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
         config = replace(config, backend=resolve_backend(config.backend, "slots.table", slots.table))
-        self._text_breaks = None if config.text_breaks is None else config.text_breaks.tolist()
+        self.text_breaks = () if config.text_breaks is None else config.text_breaks.tolist()
         has_graphs = self.graphs_class.supports(self.device)
         self.config = config = config.completed(slots, self.device, values.candidates, has_graphs=has_graphs)
         table_rows = slots.table.shape[0]
@@ -150,10 +151,6 @@ class GuidedStep:
             if is_member:
                 rows.add(table_row)
         self._state.history.forget(table_row)
-
-    def span_state(self, params: GuidanceParams, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
-        """The state of a request's span for :meth:`add_request`, after a part of its output."""
-        return params.span_state(prompt, output, self._text_breaks)
 
     def remove_request(self, table_row: int) -> None:
         """Make a row unguided when its request leaves. Not needed before :meth:`add_request` refills the row."""

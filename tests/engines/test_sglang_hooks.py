@@ -284,6 +284,17 @@ def request_in(row, asked, **fields):
     return SimpleNamespace(**req | fields)
 
 
+def test_responses_state_why_guidance_was_lost():
+    guide, kept = SGLangGuide(Settings(), torch.device("cpu")), dict(lenvm_lost=None, finished=lambda: True)
+    guide.step, kept["output_ids_through_stop"] = SimpleNamespace(remove_request=lambda row: None), [7, 8]
+    reqs = [request_in(row, NEAR, lenvm_broken=n, **kept) for row, n in enumerate((0, 2, 0))]
+    reqs += [request_in(3, None, lenvm_broken=0, **kept), request_in(4, NEAR, finished=lambda: False)]
+    guide.lose(reqs[2:4])
+    guide.add_outcomes(outputs := SimpleNamespace(output_reqs=reqs, customized_info={}))
+    lost = [[outcome["lost"] for outcome in outcomes] for outcomes in outputs.customized_info["lenvm"]]
+    assert lost == [[None], ["scores or values were not finite, number of steps: 2"], ["a guided step failed"], [], []]
+
+
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_requests_are_admitted_once(is_prefill):
     """In each prefill batch, and in the first decode batch if another server has computed the prompt. A request that
@@ -292,7 +303,7 @@ def test_requests_are_admitted_once(is_prefill):
     guide.step = SimpleNamespace(
         add_request=lambda row, *args, **kwargs: given.append((row, True)),
         remove_request=lambda row: given.append((row, False)),
-        span_state=lambda *args: None,
+        text_breaks=(),
     )
     reqs = [request_in(row, asked) for row, asked in zip(rows, (NEAR, None, NEAR), strict=True)]
     batch, ended = SimpleNamespace(lenvm_reqs=[reqs[0], reqs[2]], lenvm_failed=False), request_in(None, NEAR)

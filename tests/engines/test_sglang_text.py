@@ -108,6 +108,7 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
     sampling = [
         {"max_new_tokens": 100, "sampling_seed": i, "custom_params": {"target_length": 40}} for i in range(len(prompts))
     ]
+    before = engine.metrics()
     results = answers(engine, prompts, sampling)
     lengths = [result["meta_info"]["completion_tokens"] for result in results]
     texts = [smollm2.tokenizer.decode(result["output_ids"], skip_special_tokens=True) for result in results]
@@ -116,6 +117,20 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
     # 8 % of unguided answers are as near.
     assert sum(abs(n - 40) <= 10 for n in lengths) >= 0.5 * len(texts)
     assert sum(map(ends_sentence, texts)) >= 0.7 * len(texts)
+    for meta in (result["meta_info"] for result in results):
+        length = meta["completion_tokens"] - (meta["finish_reason"]["type"] == "stop")
+        expected = dict(target=40.0, unit="tokens", constraint="near", thought=None, forced=False, lost=None)
+        assert meta["lenvm"] == expected | {"length": length}
+    reasons = Counter(result["meta_info"]["finish_reason"]["type"] for result in results)
+    counted = {name: value - before.get(name, 0.0) for name, value in engine.metrics().items()}
+    assert {reason: counted[f"finished_total {reason}"] for reason in reasons} == reasons
+    assert counted["length_error_count near"] == len(results) and counted["forced_ends_total"] == 0
+    # In a stream, the last chunk has it; unguided requests of the same batch have none.
+    params = [sampling[0], {"max_new_tokens": 100}]
+    response = engine.post(input_ids=prompts[:2], sampling_params=[SAMPLING | x for x in params], stream=True)
+    chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith(b"data: {")]
+    has_outcome = {(chunk["index"], "lenvm" in chunk["meta_info"]) for chunk in chunks}
+    assert has_outcome == {(0, False), (0, True), (1, False)}
 
 
 def test_openai_endpoints(smollm2, engine):

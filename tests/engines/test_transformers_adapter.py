@@ -228,6 +228,17 @@ def test_non_finite_scores_affect_their_row_only(tiny):
     broken[1, 7] = torch.nan
     torch.testing.assert_close(processor(IDS, broken)[[0, 2]], clean[[0, 2]])
     assert processor.faults == [0, 1, 0]
+    lost = [outcome["lost"] for outcome in processor.outcomes(torch.cat([IDS, IDS], dim=1))]
+    assert lost == [None, "scores or values were not finite, number of steps: 1", None]
+
+
+def test_outcomes_of_rows(tiny):
+    """Rows that have ended before the others, prompts of several lengths, and an unguided row."""
+    processor = tiny.make(guidance=[{"target_length": 9}, None, {"thinking_budget": 5, "end_token_ids": [PAD]}])
+    outputs = torch.tensor([[7, 8, EOS, PAD], [7, 8, EOS, PAD], [7, 8, PAD, EOS]])
+    first, second, third = processor.outcomes(torch.cat([IDS, outputs], dim=1))
+    assert second is None and (first["target"], first["length"], first["thought"]) == (9, 2, None)
+    assert (third["constraint"], third["length"], third["thought"]) == ("le_near", 2, 2)
 
 
 # Changed arguments of the processor and of ``generate``, and their errors.

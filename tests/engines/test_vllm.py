@@ -444,6 +444,10 @@ def test_documented_client_and_request(tmp_path, monkeypatch, capsys):
             (choice,) = found["choices"]
             print(found["usage"]["completion_tokens"], "tokens:", choice["message"]["content"])
             assert choice["message"]["content"].strip() and choice["finish_reason"] == "stop" and guided
+            expected = dict(target=60.0, unit="tokens", constraint="near", thought=None, forced=False)
+            assert choice["lenvm"] == expected | {"length": found["usage"]["completion_tokens"] - 1}
+        metrics = server.metrics()
+        assert metrics["finished_total stop"] == metrics["length_error_count near"] == 2
     (tmp_path / "base" / "model.safetensors").unlink()  # half a gigabyte that pytest would keep
 
 
@@ -451,7 +455,8 @@ IN_PYTHON = """
 import sys, vllm
 engine = vllm.LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128)
 params = vllm.SamplingParams(extra_args={"target_length": 6}, max_tokens=3, ignore_eos=True, seed=1)
-engine.generate([{"prompt_token_ids": [5, 6, 7]}], params)
+(result,) = engine.generate([{"prompt_token_ids": [5, 6, 7]}], params)
+assert result.outputs[0].lenvm["length"] == 3
 """
 
 

@@ -183,6 +183,52 @@ def test_host_and_device_agree(ends, starts, output, cuts, known, pauses):
     assert [x[2].item() for x in (table.columns.prompt_len, table.columns.span_seen)] == [2, 2]
 
 
+MARKS = Thoughts(((4,),), ((3,),), ((7,),))
+BUDGET, BOTH, ANSWER = {"thinking_budget": 4}, {"thinking_budget": 4, "target_length": 6}, {"target_length": 6}
+CLOSED = {"end_token_ids": [[6, 4]], "end_message": [5]}
+LANDING = {"target_length": 20, "landing": [5, 6], "landing_tokens": 12}  # forced after 8 to 10 tokens
+# Parameters, prompt, output, and target, constraint, length, thought and forced of its outcome. The hard limit is 5.
+OUTCOMES = [
+    (ANSWER, [9], [3, 1, 1, 4, 1, 1, 1, 2], (6, "near", 3, 2, False)),
+    (ANSWER, [9], [1, 3, 1, 1], (6, "near", 1, 2, False)),  # the thought was cut
+    (ANSWER, [9, 3, 1], [1, 1, 4, 1, 2], (6, "near", 1, 2, False)),  # the prompt begins the thought
+    (ANSWER, [9], [1, 1, 7, 1, 1, 1, 2], (6, "near", 2, 0, False)),  # a tool call
+    (ANSWER | {"target_length_mode": "total"}, [9], [3, 1, 1, 4, 1, 2], (6, "near", 5, 2, False)),
+    (ANSWER | {"target_length_mode": "remaining"}, [9], [1, 1, 2], (None, None, 2, None, False)),
+    (BUDGET, [9, 3, 1], [1, 1, 4, 1, 2], (4, "le_near", 3, 2, False)),  # the budget includes the prompt's token
+    (BUDGET, [9], [3, *[1] * 5, 4, 1, 2], (4, "le_near", 5, 5, True)),
+    (BUDGET | CLOSED, [9], [*[1] * 5, 5, 6, 4, 1, 2], (4, "le_near", 6, 6, True)),
+    (BUDGET | CLOSED, [9], [1, 5, 6, 4, *[1] * 9, 2], (4, "le_near", 2, 2, False)),
+    (BUDGET | CLOSED, [9], [1, 6, 4, 1, 1, 5, 6, 4, 2], (4, "le_near", 1, 1, False)),  # the closing is in the answer
+    ({"thinking_budget_total": 8}, [9], [3, 1, 1, 4, 1, 3, 1, 4, 1, 2], (8, "le_near", 4, 3, False)),
+    (BOTH, [9, 3], [*[1] * 5, 4, 1, 1, 2], (6, "near", 2, 5, True)),
+    (BOTH, [9], [3, 1, 1], (6, "near", 0, 2, False)),
+    (BOTH, [9, 3], [1, 4, 1, 3, 1], (6, "near", 0, 2, False)),
+    (BOTH, [9], [1, 1, 2], (6, "near", 2, 0, False)),
+    (BOTH | {"target_length_mode": "total"}, [9], [3, 1, 1], (6, "near", 3, 2, False)),
+    (LANDING, [9], [*[1] * 9, 5, 6, 1, 1, 2], (20, "near", 13, 0, True)),
+    (LANDING, [9], [1, 5, 6, *[1] * 9, 2], (20, "near", 12, 0, False)),
+]
+
+
+@pytest.mark.parametrize(("asked", "prompt", "output", "expected"), OUTCOMES)
+def test_outcomes_count_what_targets_count(asked, prompt, output, expected):
+    names = ("target", "constraint", "length", "thought", "forced")
+    expected = dict(zip(names, expected, strict=True)) | {"unit": "tokens"}
+    assert parse_guidance(asked, thoughts=MARKS).outcome(prompt, output, {2}) == expected
+
+
+def test_outcomes_without_spans_or_guidance():
+    assert parse_guidance({"return_values": True}).outcome([9], [1, 2], {2}) is None
+    outcomes = [parse_guidance(ANSWER).outcome([9], [3, 1, 1], ends) for ends in ({1}, ())]
+    assert [(x["length"], x["thought"]) for x in outcomes] == [(2, None), (3, None)]
+    channels = Thoughts(((5, 6, 4), (6, 4)), ((3, 5, 6),))  # as gpt-oss: the mark is the longest sequence
+    found = parse_guidance(ANSWER, thoughts=channels).outcome([9], [3, 5, 6, 1, 5, 6, 4, 1, 1])
+    assert (found["length"], found["thought"]) == (2, 1)
+    found = parse_guidance(ANSWER, thoughts=channels).outcome([9, 3], [5, 6, 1])
+    assert (found["length"], found["thought"]) == (0, 1)
+
+
 def tokenizer_of(vocab, template=None):
     """A tokenizer with one token per character, ``>`` and a line break merged, and the vocabulary's tokens."""
 

@@ -95,9 +95,11 @@ class Server:
         return [json.loads(line) for line in self.lines()[first:]]
 
     def metrics(self):
-        """Numbers of ``/metrics`` by name without ``lenvm:`` and, if there is one, label ``status`` or ``guided``."""
+        """Numbers of ``/metrics`` by name without ``lenvm:`` and, if there is one, one of four labels."""
         text = requests.get(f"{self.url}/metrics", timeout=60).text
-        found = re.findall(r'^([\w:]+)(?:\{(?:.*(?:status|guided)="(\w+)")?.*\})? (\S+)$', text, re.MULTILINE)
+        found = re.findall(
+            r'^([\w:]+)(?:\{(?:.*(?:status|guided|reason|constraint)="(\w+)")?.*\})? (\S+)$', text, re.MULTILINE
+        )
         return {f"{name} {label}".strip().removeprefix("lenvm:"): float(value) for name, label, value in found}
 
     def check_steps(self, prompts, results, steps):

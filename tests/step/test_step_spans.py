@@ -197,7 +197,7 @@ def test_words_are_counted_in_steps_and_after_a_retraction():
     guided = []
     # 3 of 4 words in 5 tokens stand for 4 * 1.35 - 1 * 10.4 / 7 = 3.9 tokens.
     for row, (params, output, first) in enumerate([(words, text, 0), (words, text, 4), (tokens, text[1:], 0)]):
-        step.add_request(row, params, {EOS}, span=step.span_state(params, [7], output[:first]))
+        step.add_request(row, params, {EOS}, span=params.span_state([7], output[:first], step.text_breaks))
         for seen in range(first, len(output) + 1):
             last = torch.tensor([[7, *output][seen]])
             batch = last, torch.tensor([row]), torch.tensor([1 + seen], dtype=torch.int32)

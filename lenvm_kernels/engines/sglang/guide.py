@@ -22,11 +22,12 @@ from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 
-from lenvm_kernels.engines.report import Metrics, StepReport, Stopwatch, trace_batch
+from lenvm_kernels.engines.report import OUTCOME, EndMetrics, Metrics, StepReport, Stopwatch, not_finite, trace_batch
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, NONE, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.tensors import leave_only
 from lenvm_kernels.engines.tokenizers import load_text_breaks
+from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, VerifiedTokens
 from lenvm_kernels.values import LengthProbe, ValueModel
@@ -58,6 +59,7 @@ MAX_REQUESTS = 4096
 # In place of the tokens of a batch, on every rank: the step of the first rank has failed.
 LOST = -2
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
 
 
 class SGLangGuide:
@@ -72,7 +74,7 @@ class SGLangGuide:
         runner: model runner of the base model, set by :meth:`take_slots`.
         ranks: tensor-parallel ranks that draw the same tokens. None if there is one.
         grown_by: with drafts, the new tokens since the last step and their number, per table row. None without.
-        metrics: metrics of this process; None without ``--enable-metrics``.
+        metrics, ends: metrics of this process; None without ``--enable-metrics``.
         fallbacks: number of failures of steps and prompts.
         failure: why requests with guidance are rejected. If None, they are accepted.
         node_bytes: bytes beside the step, for each node of a request.
@@ -89,6 +91,7 @@ class SGLangGuide:
         self.ranks: GroupCoordinator | None = None
         self.grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
         self.metrics: Metrics | None = None
+        self.ends: EndMetrics | None = None
         self.fallbacks = 0
         self.failure: str | None = None
         self._sizes = dict(max_delta=MAX_DELTA + drafts, max_drafts=drafts)
@@ -107,6 +110,7 @@ class SGLangGuide:
             "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("AFTER", self.admit_requests),
             f"{_RUNNER}.sample": ("AROUND", self.sample),
             "sglang.srt.layers.sampler.Sampler.forward": ("AROUND", self.draw),
+            f"{_STREAMER}._GenerationStreamAccumulator.to_payload": ("BEFORE", self.add_outcomes),
         }
 
     # --- memory ---
@@ -154,8 +158,8 @@ class SGLangGuide:
         if parallel.attn_tp_size > 1:
             self.ranks = parallel.attn_tp_group
         if options.enable_metrics and parallel.attn_tp_rank == 0:
-            ranks = dict(dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank)
-            self.metrics = Metrics(model_name=options.served_model_name, **ranks)
+            labels = dict(model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank)
+            self.metrics, self.ends = Metrics(**labels), EndMetrics(**labels)
             self.metrics.cache_bytes.set(self.cache_bytes(slots))
         rows, candidates = self.step.max_requests, self.step.config.max_candidates
         gib, graphs = self.num_bytes(engine, rows, slots) / 2**30, "with" if self.step.config.graphs else "without"
@@ -214,7 +218,7 @@ class SGLangGuide:
             end_tokens(req, self.settings.stop_tokens(req.sampling_params.stop_strs)),
             prompt_len=len(req.origin_input_ids),
             seed=seed_of(req.rid) if seed is None else seed,
-            span=self.step.span_state(params, req.origin_input_ids, req.output_ids),
+            span=params.span_state(req.origin_input_ids, req.output_ids, self.step.text_breaks),
         )
         self._table_rows.add(table_row)
         if self.metrics is not None and self.model is not None and req.lora_id is not None:
@@ -229,9 +233,27 @@ class SGLangGuide:
         not have computed them."""
         for req in reqs:
             if req.lenvm_guidance is not None:
-                req.lenvm_guidance, req.skip_radix_cache_insert = None, True
+                req.lenvm_lost, req.lenvm_guidance, req.skip_radix_cache_insert = req.lenvm_guidance, None, True
                 if req.kv.req_pool_idx is not None:  # otherwise it has already left
                     self._clear(int(req.kv.req_pool_idx))
+
+    def add_outcomes(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
+        """Before outputs are sent: add what became of the guidance of requests that have ended, in lists."""
+        try:
+            outcomes = [[*self._outcome(req)] if req.finished() else [] for req in outputs.output_reqs]
+        except Exception:  # a report must not end the engine
+            logger.exception("LenVM: responses do not state what became of their guidance")
+            return
+        if any(outcomes):
+            outputs.customized_info[OUTCOME] = outcomes
+
+    def _outcome(self, req: Req) -> Iterator[dict[str, Any]]:
+        params, lost = req.lenvm_guidance or req.lenvm_lost or GuidanceParams(), not_finite(req.lenvm_broken)
+        output, breaks = req.output_ids_through_stop, self.step.text_breaks
+        if outcome := params.outcome(req.origin_input_ids, output, end_tokens(req), breaks):
+            if self.ends is not None:
+                self.ends.count(outcome, req.finished_reason.to_json()["type"])
+            yield outcome | {"lost": lost if req.lenvm_lost is None else "a guided step failed"}
 
     # --- steps ---
 

@@ -19,7 +19,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
 from lenvm_kernels.engines import signatures, variables
-from lenvm_kernels.engines.report import OUTPUT_LENGTH, REMAINING_LENGTHS
+from lenvm_kernels.engines.report import OUTCOME, OUTPUT_LENGTH, REMAINING_LENGTHS
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import NOT_TRIED, EngineOptions, SGLangGuide, check_options, seed_of
 from lenvm_kernels.engines.tokenizers import load_with
@@ -92,12 +92,16 @@ class SGLangPlugin:
             ours = key in (REMAINING_LENGTHS, OUTPUT_LENGTH) and key not in state.customized_info_accumulated
             return ours and all(number is None for number in customized_info[key][index])
 
-        customized_info = {key: values for key, values in customized_info.items() if not is_empty(key)}
-        original(manager, meta_info, state, customized_info, index, *args, **kwargs)
+        # Not a list with an element per output token, of which a stream would send a part.
+        for outcome in customized_info.get(OUTCOME, {index: ()})[index]:
+            meta_info[OUTCOME] = outcome
+        others = {key: values for key, values in customized_info.items() if key != OUTCOME and not is_empty(key)}
+        original(manager, meta_info, state, others, index, *args, **kwargs)
 
     def note_guidance(self, _: None, req: Req, *args: Any, **kwargs: Any) -> None:
         """After a request was created in the scheduler: parse its guidance."""
-        req.lenvm_guidance = req.lenvm_row = None
+        req.lenvm_guidance = req.lenvm_row = req.lenvm_lost = None
+        req.lenvm_broken = 0
         try:
             if self.off is not None:
                 check_off(req, self.off)

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lenvm_kernels.engines.probe_states import ProbeStates
+from lenvm_kernels.engines.report import not_finite
 from lenvm_kernels.engines.tokenizers import check_same_tokens
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
@@ -180,6 +181,19 @@ class LenVMLogitsProcessor(LogitsProcessor):
     def faults(self) -> list[int]:
         """Number of steps per prompt that lost their guidance because scores or values were not finite."""
         return self._step.faults[: len(self._table_rows)].tolist()
+
+    def outcomes(self, sequences: torch.Tensor) -> list[dict[str, Any] | None]:
+        """What became of the guidance of prompts (:meth:`GuidanceParams.outcome`), by the result of ``generate``."""
+        eos, width, breaks = self._eos_on_device.tolist(), self._prompt_width, self._step.text_breaks
+        outcomes = list[dict[str, Any] | None]()
+        for row, params, prompt_len, faults in zip(
+            sequences.tolist(), self.params, self._prompt_lens.tolist(), self.faults, strict=True
+        ):
+            length = next((i for i, token in enumerate(row[width:], start=1) if token in eos), None)
+            output = row[width:][:length]
+            outcome = (params or GuidanceParams()).outcome(row[width - prompt_len : width], output, eos, breaks)
+            outcomes.append(outcome and outcome | {"lost": not_finite(faults)})
+        return outcomes
 
     @torch.no_grad()
     def predicted_output_lengths(self, sequences: torch.Tensor) -> list[float | None]:

@@ -1,4 +1,5 @@
-"""The front end of vLLM: it passes the settings on to all workers, and rejects requests that cannot be guided.
+"""The front end of vLLM: it passes the settings on to all workers, rejects requests that cannot be guided, and adds to
+responses what became of the guidance.
 
 Its entry point, in the group ``vllm.general_plugins``, is called in every process of every server in this environment.
 Importable with any version of vLLM, and without Triton.
@@ -9,13 +10,13 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels.engines import variables
 from lenvm_kernels.engines.vllm import processor
-from lenvm_kernels.engines.vllm.processor import LenVMProcessor, is_off, names_guidance
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor, guidance_of, is_off, names_guidance
 from lenvm_kernels.guidance.fields import NAMESPACE, with_selected
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
+
+    from lenvm_kernels.engines.report import EndMetrics
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
 _OPENAI = "vllm.entrypoints.openai"
@@ -35,7 +38,7 @@ def install() -> None:
         _call_after(engine_args, "create_engine_config", configure)
 
 
-def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
+def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
     """Pass the settings on to the workers of an engine, and check its requests.
 
     Raises:
@@ -54,19 +57,30 @@ def configure(_: EngineArgs, vllm_config: VllmConfig) -> None:
         logger.info("LenVM: requests cannot be guided: %s", reason)
         return
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     _call_after(InputProcessor, "process_inputs", check_request)
-    for name, request, method, call in (
-        ("chat_completion", "ChatCompletionRequest", "to_beam_search_params", refuse_beams),
-        ("completion", "CompletionRequest", "to_beam_search_params", refuse_beams),
-        ("chat_completion", "ChatCompletionRequest", "to_sampling_params", pass_selected),
-        ("responses", "ResponsesRequest", "to_sampling_params", pass_selected),
+    _call_after(OutputProcessor, "add_request", _reporting(note_guidance))
+    _call_after(RequestState, "_new_completion_output", _reporting(add_outcome))
+    for module, owner, method, call in (
+        ("chat_completion.protocol", "ChatCompletionRequest", "to_beam_search_params", refuse_beams),
+        ("completion.protocol", "CompletionRequest", "to_beam_search_params", refuse_beams),
+        ("chat_completion.protocol", "ChatCompletionRequest", "to_sampling_params", pass_selected),
+        ("responses.protocol", "ResponsesRequest", "to_sampling_params", pass_selected),
+        (
+            "completion.serving",
+            "OpenAIServingCompletion",
+            "request_output_to_completion_response",
+            _reporting(extend_choices),
+        ),
+        ("chat_completion.serving", "OpenAIServingChat", "chat_completion_full_generator", extend_chat),
     ):
         if _OPENAI in sys.modules:
-            _call_after(getattr(importlib.import_module(f"{_OPENAI}.{name}.protocol"), request), method, call)
+            found = getattr(importlib.import_module(f"{_OPENAI}.{module}"), owner)
+            _call_after(found, method, call, is_around=call is extend_chat)
 
 
-def check_request(_: InputProcessor, request: EngineCoreRequest) -> None:
+def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
     """Raise ValueError if a request whose prompt or options cannot be guided contains guidance.
 
     ``LenVMProcessor.validate_params`` has accepted its parameters. The engine answers with status 400. Requests without
@@ -90,28 +104,105 @@ def check_request(_: InputProcessor, request: EngineCoreRequest) -> None:
     params.extra_args = {**(params.extra_args or {}), NAMESPACE: {}}
 
 
-def pass_selected(request: Any, params: Any) -> None:
+def pass_selected(request: Any, params: Any, *args: Any, **kwargs: Any) -> None:
     """Add the fields of a chat request that select defaults to its parameters."""
     if LenVMProcessor.settings().has_choices:
         params.extra_args = with_selected(params.extra_args, request)
 
 
-def refuse_beams(request: Any, _: Any) -> None:
+def refuse_beams(request: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ValueError if a request for beams contains guidance."""
     if names_guidance(request.vllm_xargs):
         raise ValueError("use_beam_search must be false together with guidance, got true")
 
 
-def _call_after(owner: Any, name: str, call: Callable[[Any, Any], None]) -> None:
-    """Call ``call(self, result)`` after a method, once."""
+def note_guidance(processor: Any, _: None, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+    """Keep the guidance of a request for its last output."""
+    if request.sampling_params is not None and (state := processor.request_states.get(request.request_id)) is not None:
+        vars(state)["lenvm"] = guidance_of(request.sampling_params, LenVMProcessor.settings())
+
+
+def add_outcome(state: Any, output: Any, *args: Any, **kwargs: Any) -> None:
+    """Add to the last output of a request what became of its guidance."""
+    guidance, reason = vars(state).get("lenvm"), output.finish_reason
+    if guidance is None or reason is None or state.detokenizer is None:
+        return
+    tokens = state.detokenizer.output_token_ids  # in a stream, ``output`` has only new ones
+    is_ended = reason == "stop" and not isinstance(output.stop_reason, str)  # by the last token
+    breaks = text_breaks() if guidance.unit else ()
+    if outcome := guidance.outcome(state.prompt_token_ids or (), tokens, tokens[-1:] if is_ended else (), breaks):
+        vars(output)["lenvm"] = outcome
+        end_metrics().count(outcome, reason)
+
+
+@cache
+def text_breaks() -> Sequence[int]:
+    """The ends and starts in the vocabulary, by which words and sentences are counted."""
+    from lenvm_kernels.engines.tokenizers import load_text_breaks
+
+    assert LenVMProcessor.config is not None
+    model = LenVMProcessor.config.model_config
+    breaks = load_text_breaks(model.tokenizer, model.get_vocab_size())
+    return () if breaks is None else breaks.tolist()
+
+
+@cache
+def end_metrics() -> EndMetrics:
+    """The metrics of this process, made after the engine has set up ``prometheus_client``."""
+    from lenvm_kernels.engines.report import EndMetrics
+
+    assert LenVMProcessor.config is not None
+    return EndMetrics(model_name=str(LenVMProcessor.config.model_config.served_model_name))
+
+
+def extend_choices(_: Any, response: Any, results: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """Add the outcomes to the choices of a response, which have the order of the results' outputs."""
+    outputs = [output for result in results for output in result.outputs]
+    for choice, output in zip(getattr(response, "choices", ()), outputs, strict=False):
+        if "lenvm" in vars(output):
+            choice.lenvm = vars(output)["lenvm"]
+
+
+async def extend_chat(original: Callable, serving: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+    """As :func:`extend_choices`, around the response of a chat, which is made of the last of the ``results``."""
+    last = list[Any]()
+
+    async def noted() -> AsyncIterator[Any]:
+        async for result in results:
+            last[:] = [result]
+            yield result
+
+    response = await original(serving, request, noted(), *args, **kwargs)
+    _reporting(extend_choices)(serving, response, last)
+    return response
+
+
+@cache
+def _reporting(call: Callable[..., None]) -> Callable[..., None]:
+    """The function, whose failure is logged: a report must not end the engine."""
+
+    @wraps(call)
+    def reporting(*args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+        except Exception:
+            logger.exception("LenVM: a response does not state what became of its guidance")
+
+    return reporting
+
+
+def _call_after(owner: Any, name: str, call: Callable[..., Any], *, is_around: bool = False) -> None:
+    """Call ``call(self, result, ...)`` after a method, or ``call(original, self, ...)`` instead of it, once."""
     original = getattr(owner, name)
     if getattr(original, "calls", None) is call:
         return
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_around:
+            return call(original, self, *args, **kwargs)
         result = original(self, *args, **kwargs)
-        call(self, result)
+        call(self, result, *args, **kwargs)
         return result
 
     vars(wrapped)["calls"] = call

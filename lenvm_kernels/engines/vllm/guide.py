@@ -183,7 +183,7 @@ class Guide:
             guidance,
             set(sorted({*ends, *self.settings.stop_tokens(params.stop)})[:MAX_END_TOKENS]),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            span=self.step.span_state(guidance, tokens[:prompt_len], tokens[prompt_len:]),
+            span=guidance.span_state(tokens[:prompt_len], tokens[prompt_len:], self.step.text_breaks),
         )
         sampling = [params.temperature, params.top_p, params.min_p, max(params.top_k, 0)]
         self._sampling[slot] = to_device(torch.tensor(sampling), self.device)
