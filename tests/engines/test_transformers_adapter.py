@@ -320,7 +320,7 @@ def test_generate_reads_sentence_ends_from_tokenizer(tiny, monkeypatch):
     for tokenizer in (tokenizer_of(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), None):
         generate(tiny.base, **PROMPTS, tokenizer=tokenizer, **arguments)
     known, unknown = (config.text_breaks for config in seen)
-    assert known.tolist() == [0, 0, 0, 0, 0, 2, 1, *[0] * (VOCAB - 7)] and unknown is None
+    assert known.tolist() == [0, 0, 0, 0, 0, 2, 65, *[0] * (VOCAB - 7)] and unknown is None
 
 
 @pytest.mark.parametrize("has_values", [True, False])

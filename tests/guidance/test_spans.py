@@ -229,6 +229,14 @@ def test_outcomes_without_spans_or_guidance():
     assert (found["length"], found["thought"]) == (0, 1)
 
 
+def test_outcomes_in_words():
+    """The answer's words, from 4 on, after a thought and while the thought is open."""
+    params = parse_guidance({"target_words": 5, "thinking_budget": 9}, thoughts=replace(MARKS, encode=list))
+    breaks = [0, 0, 0, 0, 64, 64, 64, 64]
+    outcomes = [params.outcome([9], output, {2}, breaks) for output in ([3, 5, 1, 4, 5, 1, 6, 6, 2], [3, 5, 5])]
+    assert [(x["target"], x["unit"], x["length"]) for x in outcomes] == [(5, "words", 3), (5, "words", 0)]
+
+
 def tokenizer_of(vocab, template=None):
     """A tokenizer with one token per character, ``>`` and a line break merged, and the vocabulary's tokens."""
 
