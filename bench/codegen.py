@@ -7,7 +7,7 @@ sm_90 also compiles ``calls``: every operator with all dtypes and options.
 
 ``--check`` fails on
 
-1. spills (in ``calls`` of more than 64 bytes), or more shared memory than the GPU has;
+1. spills (in ``calls`` of more than 72 bytes), or more shared memory than the GPU has;
 2. slow code: a matmul of 16-bit numbers without tensor cores (on sm_90 without asynchronous copies, and without HGMMA
    if its tile has 64 rows or more), 16-bit global loads in an innermost loop, an innermost loop that waits for all of
    its asynchronous copies (sm_90), fp64 arithmetic;
@@ -66,7 +66,7 @@ ANGLE_STACK, ANGLE_FP64 = 32, 6
 WARP_GROUP_ROWS = 64  # rows of the smallest tile for HGMMA
 # Calls with unusual sizes spill a few scalars outside of loops. A tile larger than the registers spills hundreds of
 # bytes.
-CALLS_SPILL = 64
+CALLS_SPILL = 72
 TOLERANCE = 0.10
 SHOWN = ("registers", "spilled", "shared", "warps", "async_copies", "loop_instructions")
 COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "loop_instructions": 1, "async_copies": -1}  # sign if worse
