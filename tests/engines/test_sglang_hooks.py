@@ -286,7 +286,7 @@ def request_in(row, asked, **fields):
 
 def test_responses_state_why_guidance_was_lost():
     guide, kept = SGLangGuide(Settings(), torch.device("cpu")), dict(lenvm_lost=None, finished=lambda: True)
-    guide.step, kept["output_ids_through_stop"] = SimpleNamespace(remove_request=lambda row: None), [7, 8]
+    guide.step, kept["output_ids_through_stop"] = MagicMock(text_breaks=()), [7, 8]
     reqs = [request_in(row, NEAR, lenvm_broken=n, **kept) for row, n in enumerate((0, 2, 0))]
     reqs += [request_in(3, None, lenvm_broken=0, **kept), request_in(4, NEAR, finished=lambda: False)]
     guide.lose(reqs[2:4])
