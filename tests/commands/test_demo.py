@@ -12,8 +12,7 @@ import torch
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.evaluate import demo, report
 from lenvm_kernels.evaluate.report import plot_lengths
-from lenvm_kernels.evaluate.run import default_limit
-from lenvm_kernels.loading import MODEL_PACKAGE, held_out_prompts
+from lenvm_kernels.loading import MODEL_PACKAGE
 from lenvm_kernels.loading.models import Models, sample
 
 SETTINGS = ["none", "hard cut", "shorter", "longer", "eq", "constant", "guided"]
@@ -47,14 +46,6 @@ def test_table_numbers_and_plot(base, value, monkeypatch, tmp_path, lenvm):
         assert shown[name][1:6] == [*cells, f"{row['perplexity']:.2f}"]
     assert rows["shorter"]["mean"] < rows["longer"]["mean"]
     assert text.count("> w") == 3 and text.count("tokens  ") == 3 * len(SETTINGS)
-
-
-def test_plan_fits_the_held_out_prompts():
-    for quick, count in ((True, 8), (False, 40)):
-        plan = demo.plan_of(held_out_prompts(), quick=quick, seed=0)
-        assert len(plan.prompts) == len(set(plan.prompts)) == count
-        assert all(plan.limit(target) >= target for target in plan.targets)
-        assert plan.limit(20) == default_limit(20) < plan.max_new_tokens
 
 
 @pytest.mark.skipif(importlib.util.find_spec(MODEL_PACKAGE) is None, reason=f"{MODEL_PACKAGE} is not installed")

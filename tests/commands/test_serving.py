@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import sys
 
@@ -12,11 +13,11 @@ from starlette.testclient import TestClient
 from torch.nn.functional import softplus
 from transformers import PreTrainedTokenizerFast
 
+from bench.serve import free_port, running
 from lenvm_kernels.serving import Query, ValueEngine, create_app
 from lenvm_kernels.values import LenVMConfig
 from tests.helpers.models import VOCAB, random_pair, save_checkpoint, value_model_of
 from tests.helpers.models import value_logits as plain_values
-from tests.helpers.server import free_port, running
 
 TEMPLATE = """{% if messages[0].role == "tool" %}{{ raise_exception("no tools") }}{% endif %}{% for m in messages %}
 {{ "w30" if m.role == "user" else "w31" }} {{ m.content }} {% endfor %}{% if add_generation_prompt %} w32{% endif %}"""
@@ -188,5 +189,5 @@ def test_api_key(value_model):
 def test_command(tmp_path):
     value, port = save_checkpoint(tmp_path / "value", seed=1, value_head=True), free_port()
     command = [sys.executable, "-m", "lenvm_kernels.cli", "serve", value, "--port", str(port), "--device", "cpu"]
-    with running(command, None, tmp_path / "log", url := f"http://127.0.0.1:{port}"):
+    with running(command, dict(os.environ), port, tmp_path / "log", 300) as url:
         assert len(requests.post(f"{url}/encode", json={"text": "w1 w2 w3"}, timeout=30).json()["embedding"]) == 3

@@ -24,13 +24,13 @@ import openai
 import psutil
 
 from bench import load
+from bench.serve import free_port, running
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.guidance.sentences import ends_sentence
 from lenvm_kernels.loading import VALUE, held_out_prompts
 from lenvm_kernels.types import Status
 from tests.helpers.models import write_smollm2
 from tests.helpers.oracle import PlainStep
-from tests.helpers.server import free_port, running
 from tests.helpers.sglang_server import Server, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def served(smollm2):
     environment = os.environ | dict(variable.split("=") for variable in variables) | {"LENVM_TRACE": str(server.trace)}
     environment.pop("TRITON_INTERPRET", None)
     command += ["--port", str(port)]
-    with running(command, environment, server.log, server.url):
+    with running(command, environment, port, server.log, 300):
         yield server
 
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from bench.serve import free_port, running
 from lenvm_kernels.types import Status
 from tests.helpers import models
 from tests.helpers.models import last_value_logits, random_head, random_model
-from tests.helpers.server import free_port, running
 
 VOCAB, HIDDEN, EOS = 512, 64, 1
 TINY = models.TINY | dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=128, max_position_embeddings=512)
@@ -176,7 +176,7 @@ def running_server(folder, name, *options, plugin=True, **variables):
         command += ["--skip-tokenizer-init"]
     # The pool has 4,096 tokens for any fraction. A small fraction fails if another process allocates memory meanwhile.
     command += ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
-    with running(command, environment, server.log, server.url):
+    with running(command, environment, port, server.log, 300):
         yield server
 
 

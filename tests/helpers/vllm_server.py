@@ -9,10 +9,10 @@ from pathlib import Path
 import requests
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from bench.serve import free_port, running
 from lenvm_kernels.types import Status
 from tests.helpers import sglang_server
 from tests.helpers.models import random_model, tokenizer_of
-from tests.helpers.server import free_port, running
 from tests.helpers.sglang_server import TINY, VOCAB, write_eagle, write_value_model
 
 SITE = Path(__file__).parent.parent / "vllm_cpu" / "site"
@@ -87,5 +87,5 @@ def running_server(folder, name, *options, speculation=None, has_settings=True, 
     if speculation is not None:
         command += ["--speculative-config", json.dumps(speculation)]
     command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "48", *options]
-    with running(command, environment, server.log, server.url):
+    with running(command, environment, port, server.log, 300):
         yield server
