@@ -93,7 +93,7 @@ def site(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def models():
     """A value model for guided steps, with its expected values."""
-    from tests.helpers.step_models import StepModels  # a slow import
+    from tests.helpers.engine import StepModels  # a slow import
 
     return StepModels()
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that draw the cases of ``lenvm fuzz``, small and simple cases first."""
+"""Hypothesis strategies that draw the cases of ``lenvm fuzz``, and comparisons within the table of tolerances."""
 
 import hypothesis.strategies as st
 import torch
@@ -6,6 +6,7 @@ from hypothesis import assume
 
 from lenvm_kernels.fuzz.case import INTERPRETED_WORK, Case
 from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
 
 MOST_ROWS = 12
 WORK = INTERPRETED_WORK // 4  # keeps a test short
@@ -57,3 +58,19 @@ def changed(arguments, path, x):
     """The arguments with the tensor at ``path`` replaced by ``x``."""
     name, _, field = path.partition(".")
     return arguments | {name: arguments[name]._replace(**{field: x}) if field else x}
+
+
+def assert_same(actual, expected, operator, backend):
+    """Assert equality: bitwise, or within the table's tolerance for references that call a library's matmul, which may
+    round a row differently beside other rows or at another address."""
+    has_matmul = operator in ("ragged_linear", "value_head", "value_tree_attention")
+    if backend == "triton" or not has_matmul or not actual.is_floating_point():
+        assert torch.equal(actual, expected)
+    else:
+        assert_matches(actual, expected, operator, actual.dtype)
+
+
+def assert_matches(actual, expected, operator, dtype):
+    """Assert equality within the table's tolerance; NaN equals NaN."""
+    rtol, atol = TOLERANCE[operator][dtype]
+    torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), rtol=rtol, atol=atol, equal_nan=True)

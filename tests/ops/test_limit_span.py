@@ -195,7 +195,6 @@ def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expecte
         ({"target_words": 10}, 40, 4, -21),  # 13.5 - 6 * 45.4 / 8 = -20.6
         ({"target_sentences": 2}, 30, 1, 23),  # 48 - 126 / 5 = 22.8
         ({"target_sentences": 2}, 50, 2, 48),
-        ({"target_length": 10}, 12, 3, 12),
     ],
 )
 @pytest.mark.parametrize("place", ["thought", "after a thought", "without a budget"])
@@ -206,9 +205,8 @@ def test_generated_tokens_of_targets_in_units(device, backend, asked, tokens, un
     params, ended = parse_guidance(asked | budget, thoughts=thoughts), 7 if place == "after a thought" else None
     guidance = GuidanceTable(1, device)
     guidance.add_request(0, params, {0}, span=SpanState(7 + tokens, 7, ended, units=units))
-    table, row, length = guidance.columns, torch.tensor([0], device=device), i32(7 + tokens).to(device)
-    last = torch.tensor([[PLAIN]], device=device)
-    found = limit_span(None, table, last, row, length, backend=backend)
+    last, row = torch.tensor([[PLAIN]], device=device), torch.tensor([0], device=device)
+    found = limit_span(None, guidance.columns, last, row, i32(7 + tokens).to(device), backend=backend)
     assert found.generated.tolist() == [tokens if place == "thought" else generated]
 
 

@@ -17,8 +17,7 @@ import lenvm_kernels.ops._common as ops_common
 from bench.launches import intercept_launches
 from lenvm_kernels.fuzz.check import check, operators
 from lenvm_kernels.ops.value_head import value_head
-from tests.helpers.cases import arguments_of, cases, changed, small_case
-from tests.helpers.matches import assert_same
+from tests.helpers.cases import arguments_of, assert_same, cases, changed, small_case
 from tests.helpers.memory import GuardedMemory
 from tests.helpers.watch import Operators
 from tests.helpers.wrong_tensors import wrong_versions

@@ -15,9 +15,8 @@ from lenvm_kernels.fuzz.ops.ragged_linear import OPERATOR, exact
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import device, ragged_linear
 from lenvm_kernels.reference._common import sums_of_squares
-from tests.helpers.cases import simple_arguments
+from tests.helpers.cases import assert_matches, simple_arguments
 from tests.helpers.interpreter import needs_interpreter
-from tests.helpers.matches import assert_matches
 
 make_inputs = partial(simple_arguments, "ragged_linear")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -13,7 +13,7 @@ from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, TILE, CandidateColumns, topk_candidates
 from lenvm_kernels.types import GUIDANCE_COLUMNS, Candidates, Status
-from tests.helpers.matches import assert_matches
+from tests.helpers.cases import assert_matches
 
 SLOTS = 4
 GOLDEN = [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "candidates.jsonl").open()]

@@ -17,7 +17,7 @@ from lenvm_kernels.ops.value_tree_attention import make_plan, num_counters, plan
 from lenvm_kernels.ops.value_tree_attention import plan as plans
 from lenvm_kernels.reference.lay_out import attention_plan
 from lenvm_kernels.reference.value_tree_attention import tree_mask
-from tests.helpers.matches import assert_matches, assert_same
+from tests.helpers.cases import assert_matches, assert_same
 
 SPLIT_LEN, MAX_SPLITS, PLAN_BLOCK = plans.SPLIT_LEN.value, plans.MAX_SPLITS.value, plans.PLAN_BLOCK.value
 ONE_SPLIT = SPLIT_LEN + plans.SPLIT_SLACK.value  # largest number of cached tokens without a split

@@ -15,9 +15,8 @@ from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import ImageTokens, ValueModel, ValueModelConfig, image_positions
 from lenvm_kernels.values.images import image_sizes
-from tests.helpers.engine import GUIDANCE, TILT, Engine, make_step
+from tests.helpers.engine import ATOL, GUIDANCE, TILT, Engine, StepModels, make_step
 from tests.helpers.models import EOS, HIDDEN, IMAGE, VIDEO, VOCAB, random_head, random_model, value_logits, vl_config
-from tests.helpers.step_models import ATOL, StepModels
 from tests.helpers.value_requests import Requests
 
 MERGE = 2
