@@ -47,7 +47,8 @@ class StepConfig:
         value_stride: default for requests without one.
         score_all: also score the candidates of requests that need no values (``SINGLE``, ``SKIP``), for inspection.
         text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); sentence and line ends in the base model's vocabulary, so
-            that outputs end where sentences do. If None, ends need the same probability everywhere.
+            that outputs end where sentences do, and the words and sentences that targets count. If None, ends need the
+            same probability everywhere, and nothing is counted.
         graphs: run steps from CUDA graphs, one per power of two of requests. If None, True on a GPU. A graph is
             captured on first use, which stalls that step; :meth:`GuidedStep.warm_up` captures all in advance.
         backend: backend of the operators: ``auto``, ``triton`` or ``reference``.
