@@ -29,8 +29,8 @@ from lenvm_kernels.types import (
     TextBreak,
 )
 
-# Requests per program without drafts, and with up to three. With four drafts each, a program has half of them, so that a
-# thread of its one warp has one node.
+# Requests per program with up to three drafts each. With more drafts, a program has half of them: the states of all nodes
+# are in the registers of one warp.
 REQUESTS = 8
 
 _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
@@ -290,7 +290,7 @@ def _launch(out: SpanNodes, given):
         return
     draft_ids, draft_parents = given.drafts or (None, None)
     columns = 0 if draft_ids is None else draft_ids.shape[1]
-    block = REQUESTS if columns < 4 else REQUESTS // 2  # the states of all nodes are kept in registers
+    block = REQUESTS if columns < 4 else REQUESTS // 2
     eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
     _limit_span_kernel[(ceil_div(requests, block),)](
         *(*out, *with_row_stride(given.logits), table, row_strides(table)),
