@@ -29,8 +29,8 @@ from lenvm_kernels.types import (
     TextBreak,
 )
 
-# Requests per program with up to three drafts each. With more drafts, a program has half of them: the states of all nodes
-# are in the registers of one warp.
+# Requests per program with up to three drafts each. With more drafts, a program has half of them: the registers of one
+# warp hold the states of all nodes.
 REQUESTS = 8
 
 _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
