@@ -68,7 +68,7 @@ def test_compiled_code():
 
 
 FAULTS = [
-    ("calls", {"spilled": 68}, "68 bytes spilled"),
+    ("calls", {"spilled": 76}, "76 bytes spilled"),
     ("sm_90", dict(kernel="_embed_tokens_kernel 1", tensor_cores={}, spilled=32, fp64=7), "7 instructions in fp64"),
     ("sm_86", {"shared": 101_377}, "101377 bytes of shared memory, the GPU has 101376"),
     ("gfx942", {"shared": 73_728}, "73728 bytes of shared memory, the GPU has 65536"),
