@@ -216,10 +216,10 @@ _ALL = (
     ),
     Number(
         "target_words",
-        "target_length in words, which blanks separate; the tokens of a word are taken from the text so far",
+        "target in words separated by blanks; the text so far determines the tokens per word",
         limits=">= 0 and < 1e+06",
     ),
-    Number("target_sentences", "target_length in sentences", limits=">= 0 and < 1e+06"),
+    Number("target_sentences", "target in sentences", limits=">= 0 and < 1e+06"),
     Word(
         "target_length_mode length_mode",
         "answer, the target counts the tokens after a thought; total, all new tokens, thoughts included; remaining, at "
