@@ -336,8 +336,8 @@ def limit_span(
 
     ``count_from`` states which tokens a span counts (:class:`CountFrom`). With a ``unit``, the answer counts words or
     sentences (:class:`TextBreak`): the generated tokens are then the target's expected tokens minus the expected tokens
-    of the units to come, at the text's own number of tokens per unit. The answer is what follows the span of a request
-    with ``span_end_token_ids``, and the open span of other requests.
+    of the units to come, at the text's own number of tokens per unit. The answer follows the span of a request with
+    ``span_end_token_ids``, and is the open span of other requests.
 
     A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing in each span. From its
     ``hard_limit`` on, its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may

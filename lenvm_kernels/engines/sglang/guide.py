@@ -238,11 +238,11 @@ class SGLangGuide:
                     self._clear(int(req.kv.req_pool_idx))
 
     def add_outcomes(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
-        """Before outputs are sent: add what became of the guidance of requests that have ended, in lists."""
+        """Before outputs are sent: add the outcome of the guidance of requests that have ended, in lists."""
         try:
             outcomes = [[*self._outcome(req)] if req.finished() else [] for req in outputs.output_reqs]
         except Exception:  # a report must not end the engine
-            logger.exception("LenVM: responses do not state what became of their guidance")
+            logger.exception("LenVM: responses do not state the outcome of their guidance")
             return
         if any(outcomes):
             outputs.customized_info[OUTCOME] = outcomes

@@ -1,5 +1,5 @@
 """The front end of vLLM: it passes the settings on to all workers, rejects requests that cannot be guided, and adds to
-responses what became of the guidance.
+responses the outcome of the guidance.
 
 Its entry point, in the group ``vllm.general_plugins``, is called in every process of every server in this environment.
 Importable with any version of vLLM, and without Triton.
@@ -123,7 +123,7 @@ def note_guidance(processor: Any, _: None, request: EngineCoreRequest, *args: An
 
 
 def add_outcome(state: Any, output: Any, *args: Any, **kwargs: Any) -> None:
-    """Add to the last output of a request what became of its guidance."""
+    """Add to the last output of a request the outcome of its guidance."""
     guidance, reason = vars(state).get("lenvm"), output.finish_reason
     if guidance is None or reason is None or state.detokenizer is None:
         return
@@ -186,7 +186,7 @@ def _reporting(call: Callable[..., None]) -> Callable[..., None]:
         try:
             call(*args, **kwargs)
         except Exception:
-            logger.exception("LenVM: a response does not state what became of its guidance")
+            logger.exception("LenVM: a response does not state the outcome of its guidance")
 
     return reporting
 
