@@ -1,4 +1,4 @@
-"""Hypothesis strategies that draw the cases of ``lenvm fuzz``, and comparisons within the table of tolerances."""
+"""Strategies that draw the cases of ``lenvm fuzz``, comparisons within the table of tolerances, and drafts."""
 
 import hypothesis.strategies as st
 import torch
@@ -6,7 +6,9 @@ from hypothesis import assume
 
 from lenvm_kernels.fuzz.case import INTERPRETED_WORK, Case
 from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.fuzz.ops._inputs import apart
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.types import Drafts
 
 MOST_ROWS = 12
 WORK = INTERPRETED_WORK // 4  # keeps a test short
@@ -74,3 +76,16 @@ def assert_matches(actual, expected, operator, dtype):
     """Assert equality within the table's tolerance; NaN equals NaN."""
     rtol, atol = TOLERANCE[operator][dtype]
     torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), rtol=rtol, atol=atol, equal_nan=True)
+
+
+LARGEST = 2**31 - 1
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_drafts(token_ids, parents, *, dtype=torch.int64, device="cpu"):
+    """Drafts in strided rows; the stride of the parents is larger than the stride of the tokens."""
+    token_ids, parents = torch.as_tensor(token_ids, dtype=dtype), torch.as_tensor(parents, dtype=torch.int32)
+    return Drafts(apart(token_ids.to(device), 3), apart(parents.to(device), 4))

@@ -2,10 +2,9 @@
 
 import torch
 
-from tests.helpers.drafts import make_drafts
-from tests.helpers.engine import MOST_LIKELY, Engine, RandomModel, make_step, run_requests
+from tests.helpers.cases import make_drafts
+from tests.helpers.engine import MOST_LIKELY, Engine, PaddedStep, RandomModel, make_step, run_requests
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.padded_step import PaddedStep
 
 END = 11
 

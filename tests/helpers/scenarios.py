@@ -21,11 +21,10 @@ from lenvm_kernels.step import StepBatch
 from lenvm_kernels.step.inputs import FILTER_DTYPES, MAX_ROWS
 from lenvm_kernels.step.state import bucket_of
 from lenvm_kernels.types import Mode, Status
+from tests.helpers.cases import make_drafts
 from tests.helpers.drafted_steps import paths
-from tests.helpers.drafts import make_drafts
-from tests.helpers.engine import Engine, make_step
+from tests.helpers.engine import Engine, PaddedStep, make_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.padded_step import PaddedStep
 from tests.helpers.watch import watch_forwards
 
 STATUS = {"-": Status.UNGUIDED, "G": Status.GUIDE, "1": Status.SINGLE, "S": Status.SKIP, "N": Status.NOT_DUE}

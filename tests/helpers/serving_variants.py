@@ -23,8 +23,7 @@ from lenvm_kernels.step import EngineSlots, GuidedStep, StepBatch, StepConfig, v
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe, ValueModel
 from lenvm_kernels.values.probe import ProbeConfig
-from tests.helpers.engine import take_step
-from tests.helpers.padded_step import PaddedStep
+from tests.helpers.engine import PaddedStep, take_step
 
 MAX_ROWS = 19
 CHUNK_TOKENS = 64

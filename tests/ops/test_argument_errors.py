@@ -11,8 +11,7 @@ import torch
 from lenvm_kernels.ops.begin_step import empty_requests
 from lenvm_kernels.ops.value_tree_attention import plan_shape
 from lenvm_kernels.types import DeltaTokens
-from tests.helpers.cases import arguments_of, changed, operators, small_case
-from tests.helpers.drafts import i32
+from tests.helpers.cases import arguments_of, changed, i32, operators, small_case
 from tests.helpers.wrong_tensors import assert_refuses
 
 

@@ -8,7 +8,7 @@ import torch
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.begin_step import begin_step, empty_history, empty_requests
 from lenvm_kernels.types import Filters
-from tests.helpers.drafts import i32, make_drafts
+from tests.helpers.cases import i32, make_drafts
 
 GUIDED, LENGTHS = {"target_length": 60}, {"return_values": True}
 BOTH = {"scale": 2.0} | LENGTHS

@@ -8,8 +8,7 @@ from lenvm_kernels.fuzz.ops._inputs import fill
 from lenvm_kernels.ops.begin_step import empty_history, empty_requests
 from lenvm_kernels.ops.lay_out import lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout
-from tests.helpers.cases import arguments_of, changed, small_case
-from tests.helpers.drafts import i32
+from tests.helpers.cases import arguments_of, changed, i32, small_case
 from tests.helpers.memory import INTEGER, MARGIN, GuardedMemory
 
 

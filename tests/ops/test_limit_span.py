@@ -6,7 +6,7 @@ import torch
 from lenvm_kernels.guidance import GuidanceTable, SpanState, Thoughts, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, TextBreak
-from tests.helpers.drafts import i32, make_drafts
+from tests.helpers.cases import i32, make_drafts
 
 OUT, IN = -1e4, 2e4  # added to the logit of an excluded token, and of a forced token
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

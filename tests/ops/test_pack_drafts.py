@@ -4,7 +4,7 @@ import torch
 
 from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.types import ScoredCandidates
-from tests.helpers.drafts import LARGEST, i32, make_drafts
+from tests.helpers.cases import LARGEST, i32, make_drafts
 
 
 def test_drafts_come_before_candidates(device, backend):

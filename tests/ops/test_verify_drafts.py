@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lenvm_kernels.ops.verify_drafts import verify_drafts
-from tests.helpers.drafts import LARGEST, i32, make_drafts
+from tests.helpers.cases import LARGEST, i32, make_drafts
 
 # Draws at the nodes, the drafts and their parents; then the tokens and their nodes.
 PATHS = [

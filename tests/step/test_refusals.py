@@ -17,7 +17,7 @@ from lenvm_kernels.step import (
     StepBatch,
     StepConfig,
 )
-from tests.helpers.drafts import make_drafts
+from tests.helpers.cases import make_drafts
 from tests.helpers.engine import make_step, take_step
 from tests.helpers.models import EOS, VOCAB
 from tests.helpers.wrong_tensors import assert_refuses

@@ -18,6 +18,7 @@ from tests.helpers.engine import (
     PROMPTS,
     TILT,
     Engine,
+    PaddedStep,
     make_step,
     needs_gpu,
     random_scores,
@@ -25,7 +26,6 @@ from tests.helpers.engine import (
     take_step,
 )
 from tests.helpers.models import VOCAB, random_pair, tiny_value_model, value_model_of
-from tests.helpers.padded_step import PaddedStep
 from tests.helpers.watch import PeakMemory, no_read_back
 
 

@@ -8,8 +8,8 @@ import torch
 from lenvm_kernels.guidance import Thoughts, parse_guidance
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import TextBreak
+from tests.helpers.cases import make_drafts
 from tests.helpers.drafted_steps import END, BaseModel, run_drafted, run_plain
-from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import GUIDANCE as KINDS
 from tests.helpers.engine import PROMPTS, Engine, make_step, take_step
 from tests.helpers.models import EOS, VOCAB

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.helpers.drafts import i32
+from tests.helpers.cases import i32
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.races import LaunchChecker, check_races
 
