@@ -146,9 +146,11 @@ class GuidanceParams:
         ``text_breaks`` are needed to count words or sentences of an output (:func:`text_breaks_of`).
         """
         *_, state = self._span_states(prompt, output)
-        counted = [*prompt, *output][max(state.begin, len(prompt)) :] if self.unit else []
-        units = sum(bool(text_breaks[token] & self.unit) for token in counted if token < len(text_breaks))
-        return replace(state, units=units)
+        return replace(state, units=self._units(output[max(state.begin - len(prompt), 0) :], text_breaks))
+
+    def _units(self, tokens: Sequence[int], text_breaks: Sequence[int]) -> int:
+        counted = tokens if self.unit else ()
+        return sum(bool(text_breaks[token] & self.unit) for token in counted if token < len(text_breaks))
 
     def outcome(
         self,
@@ -181,7 +183,7 @@ class GuidanceParams:
             length = 0
         has_target, target, unit = goal.target_length is not None and goal.counts_down, goal.target_length, "tokens"
         if goal.unit:
-            length = self.span_state(prompt, output, text_breaks).units if length else 0
+            length = self._units(output[max(last.begin - len(prompt), 0) :] if length else (), text_breaks)
             target, unit = goal.target_units, "words" if goal.unit == TextBreak.WORD else "sentences"
         return dict(
             target=target if has_target else None,

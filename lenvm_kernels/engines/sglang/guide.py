@@ -27,7 +27,6 @@ from lenvm_kernels.engines.settings import MAX_END_TOKENS, NONE, Settings
 from lenvm_kernels.engines.sglang.batch import last_tokens
 from lenvm_kernels.engines.tensors import leave_only
 from lenvm_kernels.engines.tokenizers import load_text_breaks
-from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, VerifiedTokens
 from lenvm_kernels.values import LengthProbe, ValueModel
@@ -248,9 +247,10 @@ class SGLangGuide:
             outputs.customized_info[OUTCOME] = outcomes
 
     def _outcome(self, req: Req) -> Iterator[dict[str, Any]]:
-        params, lost = req.lenvm_guidance or req.lenvm_lost or GuidanceParams(), not_finite(req.lenvm_broken)
-        output, breaks = req.output_ids_through_stop, self.step.text_breaks
-        if outcome := params.outcome(req.origin_input_ids, output, end_tokens(req), breaks):
+        if (params := req.lenvm_guidance or req.lenvm_lost) is None:
+            return
+        lost, output = not_finite(req.lenvm_broken), req.output_ids_through_stop
+        if outcome := params.outcome(req.origin_input_ids, output, end_tokens(req), self.step.text_breaks):
             if self.ends is not None:
                 self.ends.count(outcome, req.finished_reason.to_json()["type"])
             yield outcome | {"lost": lost if req.lenvm_lost is None else "a guided step failed"}

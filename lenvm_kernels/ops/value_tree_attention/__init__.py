@@ -215,9 +215,9 @@ def _value_tree_attention_kernel(
             other=0.0,
         )
 
-        # A candidate's own key and value initialize its softmax, in the last split, like delta. Its score is an element
-        # of a matmul with the tile's keys, so that neighbouring candidates cannot change its bits. The branch ends the
-        # use of the keys' shared memory before the loop over key blocks, so that the loop's stages can take it.
+        # A candidate's own key and value initialize its softmax, in the last split, like delta. Its score is one
+        # element of a matmul with the tile's keys, which no neighbouring candidate can change. The branch frees the
+        # shared memory of these keys for the stages of the loop over key blocks.
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_token = tl.arange(0, BLOCK_TOKENS)
         end_token = tl.where(is_last_split, tl.minimum(tokens - first_token, TOKENS), 0)
