@@ -160,6 +160,7 @@ class SpanNodes(NamedTuple):
     """State of the spans at the nodes of ``B`` requests (see :class:`Drafts`; one node per request without drafts)."""
 
     ended: Annotated[Tensor, "bool [B * (1 + D)]", "the request uses spans and none is open"]
+    in_call: Annotated[Tensor, "bool [B * (1 + D)]", "a tool call has begun since the last span: nothing is guided"]
     generated: Annotated[
         Tensor, "int32 [B * (1 + D)]", "tokens since the output or a span began, or a span ended; 0: no node"
     ]
@@ -271,7 +272,7 @@ class GuidanceColumns(NamedTuple):
     """Guidance parameters of ``R`` requests, one tensor per parameter. A :class:`Column` declares dtype and default.
 
     :func:`limit_span` writes ``prompt_len``, ``span_seen``, ``span_match``, ``closing_from``, ``span_used``,
-    ``missing_bytes``, ``units`` and ``span_ended``.
+    ``missing_bytes``, ``units``, ``span_ended`` and ``in_call``.
     ``ending_token_ids`` is a view of ``eos_token_ids`` and ``span_end_token_ids``. ``target_logit`` is the value of
     every candidate without a value model. :func:`reweight_scatter` describes faults.
     """
@@ -286,6 +287,7 @@ class GuidanceColumns(NamedTuple):
     span_first_bits: Annotated[Tensor, _INTEGER, "span tokens that begin a sequence, as bits"]
     span_end_bits: Annotated[Tensor, _INTEGER, "last tokens of end sequences, as bits"]
     span_start_bits: Annotated[Tensor, _INTEGER, "last tokens of start sequences, as bits"]
+    span_call_bits: Annotated[Tensor, _INTEGER, "last tokens of sequences that begin a tool call, as bits"]
     span_seen: Annotated[Tensor, _INTEGER, "tokens of the sequence that :func:`limit_span` has read"]
     span_match: Annotated[Tensor, _INTEGER, "span tokens that the last token may match, as bits"]
     closing_from: Annotated[Tensor, Column(torch.int32, -1), "length of the sequence from which its end is forced"]
@@ -316,6 +318,7 @@ class GuidanceColumns(NamedTuple):
     return_values: Annotated[Tensor, _SWITCH, "whether predicted lengths are requested"]
     allows_eos: Annotated[Tensor, _SWITCH, "whether the sequence may end while its span is open"]
     span_ended: Annotated[Tensor, _SWITCH, "no span is open"]
+    in_call: Annotated[Tensor, _SWITCH, "a tool call has begun since the last span"]
     ending_token_ids: Annotated[Tensor, _TOKENS._replace(is_packed=False), "tokens whose value is 0"]
     faults: Annotated[Tensor, _INTEGER._replace(is_packed=False), "steps in which guidance was lost"]
 

@@ -71,7 +71,8 @@ def begin_step(
     if spans is not None:
         # A draft may begin the next span: the nodes after it are guided.
         ended, generated = spans.ended.view(depth.shape), spans.generated.view(depth.shape)
-        guided = (guided | (may_begin[:, None] & wants_length)) & (~ended | has_answer[:, None])
+        has_target = ~ended | (has_answer[:, None] & ~spans.in_call.view(depth.shape))
+        guided = (guided | (may_begin[:, None] & wants_length)) & has_target
     node_rows = torch.where(ended & has_answer[:, None], answer_rows[:, None], table_rows[:, None])
 
     def write(target: Tensor, values: Tensor, padding: float) -> None:

@@ -15,6 +15,7 @@ from lenvm_kernels.types import (
     CountFrom,
     Drafts,
     GuidanceColumns,
+    SpanNodes,
     TextBreak,
 )
 
@@ -34,6 +35,7 @@ class _Span(NamedTuple):
     used: Tensor
     missing_bytes: Tensor
     units: Tensor
+    in_call: Tensor
 
     def where(self, condition: Tensor, other: "_Span") -> "_Span":
         """This state where ``condition`` holds, else ``other``."""
@@ -50,12 +52,13 @@ def limit_span(
     new_lens: Tensor | None,  # int32 [B]
     drafts: Drafts | None,  # [B, D]
     text_breaks: Tensor | None,  # int8 [W]
-) -> tuple[Tensor, Tensor]:  # bool, int32 [B * (1 + D)]
+) -> SpanNodes:  # [B * (1 + D)]
     """See :func:`lenvm_kernels.ops.limit_span.limit_span`. Also writes columns of the table."""
     (requests, new), device = tokens.shape, tokens.device
     eos, ends = table.eos_token_ids[table_rows], table.span_end_token_ids[table_rows]
     patterns, first_bits = table.span_token_ids[table_rows], table.span_first_bits[table_rows]
-    end_bits, start_bits = table.span_end_bits[table_rows], table.span_start_bits[table_rows]
+    bits_of_kinds = table.span_end_bits, table.span_start_bits, table.span_call_bits
+    end_bits, start_bits, call_bits = (column[table_rows] for column in bits_of_kinds)
     limit, grace = table.hard_limit[table_rows], table.hard_limit_grace[table_rows]
     count_from, closing_ids = table.count_from[table_rows], table.closing_token_ids[table_rows]
     last = (closing_ids >= 0).sum(1) - 1
@@ -90,6 +93,7 @@ def limit_span(
             torch.where(ends_now, place - span.begin, span.used),
             missing,
             torch.where(begin == span.begin, span.units + ((text_break & unit) != 0), 0),
+            (span.in_call | (((match & call_bits) != 0) & ~closes_on)) & ~begins_now,
         )
         span = begun.where(is_new, span)
         over = place - span.begin - limit
@@ -101,7 +105,7 @@ def limit_span(
     # The fields of a _Span.
     columns = (
         *(table.span_ended, table.prompt_len, table.span_match, table.closing_from),
-        *(table.span_used, table.missing_bytes, table.units),
+        *(table.span_used, table.missing_bytes, table.units, table.in_call),
     )
     span = _Span(*(column[table_rows] for column in columns))
     seen = table.span_seen[table_rows]
@@ -127,8 +131,9 @@ def limit_span(
             reads = has_span & is_draft
             found.append(after(behind, token_ids[:, j], lengths + depth[-1], reads, reads))
     exists = torch.stack(is_there, 1)
-    ended, begin, _, closing, _, _, units = (torch.stack(x, 1) for x in zip(*found, strict=True))
-    ended, places = ended & exists & has_span[:, None], lengths[:, None] + torch.stack(depth, 1)
+    ended, begin, _, closing, _, _, units, in_call = (torch.stack(x, 1) for x in zip(*found, strict=True))
+    uses, places = exists & has_span[:, None], lengths[:, None] + torch.stack(depth, 1)
+    ended, in_call = ended & uses, in_call & uses
     if logits is not None:
         vocab = logits.shape[1]
         by_node = logits.view(*ended.shape, vocab)
@@ -140,7 +145,7 @@ def limit_span(
             x = by_node.gather(2, index)
             by_node.scatter_(2, index, torch.where((nodes & is_token)[:, :, None], x + number, x))
 
-        is_open = has_span[:, None] & exists & ~ended
+        is_open = uses & ~ended
         index = places - closing
         forced = closing_ids.gather(1, index.clamp(min=0).minimum(last[:, None]).clamp(min=0).long())
         add(FORCED, forced, is_open & (closing >= 0) & (~lands[:, None] | (index <= last[:, None])))
@@ -155,4 +160,5 @@ def limit_span(
     of_units = target_units[:, None] * unit_tokens - (target_units[:, None] - units) * tokens_per_unit
     counts_units = (unit != 0)[:, None] & (ended == (ends[:, :1] >= 0))
     of_units = of_units.clamp(-1e9, 1e9).add(0.5).floor().int()
-    return ended.flatten(), torch.where(exists, torch.where(counts_units, of_units, generated), 0).flatten()
+    generated = torch.where(exists, torch.where(counts_units, of_units, generated), 0)
+    return SpanNodes(ended.flatten(), in_call.flatten(), generated.flatten())

@@ -168,22 +168,25 @@ class GuidanceParams:
         output = output[:-1] if len(output) and output[-1] in end_tokens else output
         states, patterns, goal = [*self._span_states(prompt, output)], self.span_patterns, self.answer or self
         last, thought, length = states[-1], 0, 0
+        end = last.seen  # of the answer
         for before, after in pairwise(states):
             was_open, tokens = before.end is None, after.seen - before.seen
-            if was_open != (after.end is None):  # the last tokens begin or end a span
-                marks = patterns.end_bits if was_open else patterns.start_bits
+            if (was_open, before.in_call) != (after.end is None, after.in_call):  # by the last tokens
+                marks = patterns.end_bits if was_open else patterns.start_bits | patterns.call_bits
                 mark = min(tokens, patterns.length_of(after.match & marks))
                 tokens, length = tokens - mark, after.used - mark if was_open else length
+                end = after.seen - mark if after.in_call else last.seen
             # Either the span is a thought, or it is the answer, which thoughts interrupt and a tool call ends.
-            is_thought = was_open if self.end_token_ids else not was_open and not before.match & patterns.call_bits
+            is_thought = was_open if self.end_token_ids else not was_open and not before.in_call
             thought += tokens * is_thought
         if self.count_from == CountFrom.OUTPUT or (last.end is None) == (self.answer is None):
-            length = last.seen - last.begin
+            length = max(end - last.begin, 0)
         elif self.answer is not None:  # the thought has not ended
             length = 0
         has_target, target, unit = goal.target_length is not None and goal.counts_down, goal.target_length, "tokens"
         if goal.unit:
-            length = self._units(output[max(last.begin - len(prompt), 0) :] if length else (), text_breaks)
+            answer = output[max(last.begin - len(prompt), 0) : max(end - len(prompt), 0)]
+            length = self._units(answer if length else (), text_breaks)
             target, unit = goal.target_units, "words" if goal.unit == TextBreak.WORD else "sentences"
         return dict(
             target=target if has_target else None,
@@ -195,7 +198,8 @@ class GuidanceParams:
         )
 
     def _span_states(self, prompt: Sequence[int], output: Sequence[int]) -> Iterator[SpanState]:
-        """The states after the prompt, after each token that ends or begins a span, and after the output.
+        """The states after the prompt, after each token that ends or begins a span or begins a tool call, and after the
+        output.
 
         After the end of a span, ``closing_from`` is the place from which this end was forced.
         """
@@ -203,6 +207,7 @@ class GuidanceParams:
         opened = patterns.open_from(prompt)
         begin, end = (len(prompt), len(prompt)) if opened is None else (opened, None)
         match, first = patterns.at_end_of(prompt), begin  # place of the span's own first token
+        in_call = False
         yield SpanState(len(prompt), begin, end, match)
         for length, token in enumerate(output, len(prompt) + 1):
             match = patterns.after(match, token)
@@ -211,16 +216,19 @@ class GuidanceParams:
                 if place is not None and place < length < place + len(self.closing_token_ids):
                     continue  # within a closing that is forced
                 place = None if place is None or place >= length else place
-                end, used = length, length - begin
+                end, used, in_call = length, length - begin, bool(match & patterns.call_bits)
                 begin = begin if self.count_from == CountFrom.OUTPUT else length
-                yield SpanState(length, begin, end, match, place, used)
+                yield SpanState(length, begin, end, match, place, used, in_call=in_call)
             elif end is not None and match & patterns.start_bits:
-                end, first = None, length
+                end, first, in_call = None, length, False
                 if self.count_from != CountFrom.OUTPUT:
                     begin = length - (used if self.count_from == CountFrom.SPANS else 0)
                 yield SpanState(length, begin, end, match, None, used)
+            elif end is not None and match & patterns.call_bits and not in_call:
+                in_call = True
+                yield SpanState(length, begin, end, match, None, used, in_call=True)
         place = None if end is not None else self._closing_from(sequence, begin, first)
-        yield SpanState(len(sequence), begin, end, match, place, used)
+        yield SpanState(len(sequence), begin, end, match, place, used, in_call=in_call)
 
     def _closing_from(self, sequence: list[int], begin: int, first: int) -> int | None:
         """The place in a sequence at which the hard limit forces the closing of its span. If None, nowhere.

@@ -137,6 +137,7 @@ class SpanState:
         closing_from: place from which the end is forced. If None, it is not forced.
         used: tokens of the last span that has ended.
         units: words or sentences from ``begin`` on.
+        in_call: whether a tool call has begun since the last span.
     """
 
     seen: int
@@ -146,6 +147,7 @@ class SpanState:
     closing_from: int | None = None
     used: int = 0
     units: int = 0
+    in_call: bool = False
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,11 @@ class GuidanceTable:
             "span_end_token_ids": [*dict.fromkeys(first for first, *_ in params.end_token_ids)],
             **{
                 f"span_{name}": getattr(patterns, name)
-                for name in ("token_ids", "first_bits", "end_bits", "start_bits")
+                for name in ("token_ids", "first_bits", "end_bits", "start_bits", "call_bits")
             },
             **{f"span_{name}": getattr(span, name) for name in ("seen", "match", "used")},
             "units": span.units,
+            "in_call": span.in_call,
             "closing_from": span.closing_from,
             "missing_bytes": 0,  # a forced end may cut a character that a retracted request has begun
             "nats_per_token": -math.log(params.gamma),

@@ -53,6 +53,7 @@ def _begin_step_kernel(
     draft_parents_ptr,  # int32 [B, D] or None
     stride_parents_request,
     span_ended_ptr,  # bool [B * (1 + D)] or None
+    in_call_ptr,  # bool [B * (1 + D)] or None
     span_generated_ptr,  # int32 [B * (1 + D)] or None
     drawn_ptr,  # int32 or int64 [B * (1 + D)] or None
     top_k_ptr,  # int32 [B]
@@ -161,7 +162,9 @@ def _begin_step_kernel(
     if span_ended_ptr is not None:
         # A draft may begin the next span: the nodes after it are guided.
         is_open = tl.load(span_ended_ptr + row, mask=is_node, other=False) == 0
-        guided = (guided | (may_begin[:, None] & wants_length)) & (is_open | has_answer[:, None])
+        in_call = tl.load(in_call_ptr + row, mask=is_node, other=False)
+        has_target = is_open | (has_answer[:, None] & (in_call == 0))
+        guided = (guided | (may_begin[:, None] & wants_length)) & has_target
         generated = tl.load(span_generated_ptr + row, mask=is_node, other=0)
     drawn = tl.full([REQUESTS, NODES], -1, tl.int32)
     if drawn_ptr is not None:
@@ -225,7 +228,7 @@ def _launch(out: StepRequests, given):
         *(out, given.table, row_strides(given.table), history),
         *(tokens, tokens.stride(0), given.new_lens, given.table_rows, given.lengths, given.active),
         *(*with_row_stride(draft_ids), *with_row_stride(draft_parents)),
-        *(*(given.spans or (None, None)), given.drawn),
+        *(*(given.spans or (None, None, None)), given.drawn),
         *(x for field in given.filters for x in with_row_stride(field)),
         *(given.addresses, *address_and_stride(given.scores), *address_and_stride(given.vocab_mask)),
         *(tokens.shape[0], rows, given.padding_row),

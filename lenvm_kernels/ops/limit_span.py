@@ -46,19 +46,20 @@ _SPANS, _OUTPUT = tl.constexpr(int(CountFrom.SPANS)), tl.constexpr(int(CountFrom
 SpanColumns = namedtuple(
     "SpanColumns",
     "eos_token_ids span_end_token_ids span_token_ids closing_token_ids span_first_bits span_end_bits span_start_bits "
-    "hard_limit hard_limit_grace count_from allows_eos unit target_units prompt_len span_ended span_seen span_match "
-    "closing_from span_used missing_bytes units",
+    "span_call_bits hard_limit hard_limit_grace count_from allows_eos unit target_units prompt_len span_ended span_seen "
+    "span_match closing_from span_used missing_bytes units in_call",
 )
-LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-8:]
+LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-9:]
 
 
-NodeSpan = namedtuple("NodeSpan", "ended begin match closing_from used missing_bytes units")  # span state of requests
+# Span state of requests.
+NodeSpan = namedtuple("NodeSpan", "ended begin match closing_from used missing_bytes units in_call")
 # Parameters of the span state's transitions: patterns are int32 [REQUESTS, PATTERNS], padded with -2. closing_last is
 # the index of the last closing token.
 _Rules = namedtuple(
     "_Rules",
-    "patterns first_bits end_bits start_bits hard_limit grace count_from unit closing_ptr closing_last text_breaks_ptr "
-    "W",
+    "patterns first_bits end_bits start_bits call_bits hard_limit grace count_from unit closing_ptr closing_last "
+    "text_breaks_ptr W",
 )
 
 
@@ -84,9 +85,12 @@ def _after(
     is_within = is_new & (span.closing_from >= 0) & (index >= 0) & (index < rules.closing_last)
     forced = tl.load(rules.closing_ptr + index, mask=is_within, other=-2)
     # A closing may contain another end, and goes on to its own.
-    ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0) & ((is_within & (forced == token)) == 0)
+    closes_on = is_within & (forced == token)
+    ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0) & (closes_on == 0)
     begins = is_new & span.ended & ((match & rules.start_bits) != 0)
     ended = (span.ended | ends) & (begins == 0)
+    calls = is_new & ((match & rules.call_bits) != 0) & (closes_on == 0)
+    in_call = (span.in_call | calls) & (begins == 0)
     begin = tl.where(begins, place - tl.where(rules.count_from == _SPANS, span.used, 0), span.begin)
     begin = tl.where(rules.count_from == _OUTPUT, span.begin, tl.where(ends, place, begin))
     used = tl.where(ends, place - span.begin, span.used)
@@ -105,7 +109,7 @@ def _after(
     is_due = is_due & ((missing == 0) | (over >= rules.grace + _CHARACTER_TOKENS))
     closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
     match = tl.where(is_new, match, span.match)
-    return NodeSpan(ended, begin, match, tl.where(closes, place, closing_from), used, missing, units)
+    return NodeSpan(ended, begin, match, tl.where(closes, place, closing_from), used, missing, units, in_call)
 
 
 @triton.jit
@@ -117,9 +121,10 @@ def _generated(tokens, units, target_units, unit):
     return tl.floor(tl.minimum(tl.maximum(generated, -1e9), 1e9) + 0.5).to(tl.int32)
 
 
-@kernel(specialized="ended_ptr generated_ptr")
+@kernel(specialized="ended_ptr in_call_ptr generated_ptr")
 def _limit_span_kernel(
     ended_ptr,  # bool [B * (1 + D)], written
+    in_call_ptr,  # bool [B * (1 + D)], written
     generated_ptr,  # int32 [B * (1 + D)], written
     logits_ptr,  # [B * (1 + D), V], changed, or None
     stride_logits_row,
@@ -172,6 +177,7 @@ def _limit_span_kernel(
     patterns = tl.load(patterns_ptr, mask=has_span[:, None] & (column < P), other=-2)
     start_bits = _of(table.span_start_bits, stride.span_start_bits, table_row, has_span)
     end_bits = _of(table.span_end_bits, stride.span_end_bits, table_row, has_span)
+    call_bits = _of(table.span_call_bits, stride.span_call_bits, table_row, has_span)
     count_from = _of(table.count_from, stride.count_from, table_row, has_span)
     hard_limit = _of(table.hard_limit, stride.hard_limit, table_row, has_span)
     grace = _of(table.hard_limit_grace, stride.hard_limit_grace, table_row, has_span)
@@ -184,6 +190,7 @@ def _limit_span_kernel(
     used = _of(table.span_used, stride.span_used, table_row, has_span)
     missing = _of(table.missing_bytes, stride.missing_bytes, table_row, has_span)
     units = _of(table.units, stride.units, table_row, has_span)
+    in_call = _of(table.in_call, stride.in_call, table_row, has_span)
     target_units = _of(table.target_units, stride.target_units, table_row, has_span)
     column = tl.arange(0, CLOSING)[None, :]
     closing = tl.load(closing_ptr[:, None] + column, mask=has_span[:, None] & (column < C), other=-2)
@@ -191,10 +198,10 @@ def _limit_span_kernel(
     tl.debug_barrier()  # reads precede the overwrites, here and below
 
     rules = _Rules(
-        *(patterns, first_bits, end_bits, start_bits, hard_limit, grace, count_from, unit),
+        *(patterns, first_bits, end_bits, start_bits, call_bits, hard_limit, grace, count_from, unit),
         *(closing_ptr, last, text_breaks_ptr, W),
     )
-    span = NodeSpan(ended != 0, begin, match, closing_from, used, missing, units)
+    span = NodeSpan(ended != 0, begin, match, closing_from, used, missing, units, in_call != 0)
     for i in range(NEW):
         place = length - new_len + i + 1
         is_told = has_span & (i < new_len) & (place > 0)
@@ -208,6 +215,7 @@ def _limit_span_kernel(
     tl.store(table.span_used + table_row * stride.span_used, span.used, mask=has_span)
     tl.store(table.missing_bytes + table_row * stride.missing_bytes, span.missing_bytes, mask=has_span)
     tl.store(table.units + table_row * stride.units, span.units, mask=has_span)
+    tl.store(table.in_call + table_row * stride.in_call, span.in_call, mask=has_span)
 
     # Per node: the number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
@@ -228,7 +236,7 @@ def _limit_span_kernel(
             behind = _after(behind, token.to(tl.int64), length + new_depth, reads, reads, rules)
             is_node = (node == j + 1) & is_draft[:, None]
             depth = tl.where(is_node, new_depth[:, None], depth)
-            nodes = NodeSpan(*[tl.where(is_node, behind[k][:, None], nodes[k]) for k in (0, 1, 2, 3, 4, 5, 6)])
+            nodes = NodeSpan(*[tl.where(is_node, behind[k][:, None], nodes[k]) for k in (0, 1, 2, 3, 4, 5, 6, 7)])
 
     row = request[:, None] * (D + 1) + node
     is_row = exists[:, None] & (node <= D)
@@ -239,6 +247,7 @@ def _limit_span_kernel(
     of_units = _generated(tokens.to(tl.float32), nodes.units.to(tl.float32), target_units[:, None], unit[:, None])
     generated = tl.where(is_node, tl.where(counts_units, of_units, tokens), 0)
     tl.store(ended_ptr + row, node_ended, mask=is_row)
+    tl.store(in_call_ptr + row, nodes.in_call & has_span[:, None], mask=is_row)
     tl.store(generated_ptr + row, generated, mask=is_row)
     if logits_ptr is not None:
         is_open = has_span[:, None] & is_node & (node_ended == 0)
@@ -349,7 +358,7 @@ def limit_span(
         logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``; logits of the next token at each node (:class:`Drafts`).
             Changed in place; rows may be strided. If ``None``, only the state is updated and returned.
         table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``,
-            ``closing_from``, ``span_used``, ``missing_bytes`` and ``units`` are written.
+            ``closing_from``, ``span_used``, ``missing_bytes``, ``units`` and ``in_call`` are written.
         tokens: int64 ``[B, N]``; the new tokens of each sequence, from column 0 on.
         table_rows: int64 ``[B]``; each request's row of the table, all different.
         lengths: int32 ``[B]``; tokens of each sequence, including the new ones.
@@ -371,7 +380,7 @@ def limit_span(
         >>> table = GuidanceTable.from_params([params], [{0}], "cpu").columns
         >>> logits = torch.zeros(1, 4)
         >>> limit_span(logits, table, torch.tensor([[3]]), torch.tensor([0]), torch.tensor([4], dtype=torch.int32))
-        SpanNodes(ended=tensor([False]), generated=tensor([4], dtype=torch.int32))
+        SpanNodes(ended=tensor([False]), in_call=tensor([False]), generated=tensor([4], dtype=torch.int32))
         >>> logits  # the sequence cannot end
         tensor([[-10000.,      0.,      0.,      0.]])
     """

@@ -193,6 +193,8 @@ OUTCOMES = [
     (ANSWER, [9], [1, 3, 1, 1], (6, "near", 1, 2, False)),  # the thought was cut
     (ANSWER, [9, 3, 1], [1, 1, 4, 1, 2], (6, "near", 1, 2, False)),  # the prompt begins the thought
     (ANSWER, [9], [1, 1, 7, 1, 1, 1, 2], (6, "near", 2, 0, False)),  # a tool call
+    (ANSWER, [9], [3, 1, 1, 7, 1, 1, 2], (6, "near", 0, 2, False)),  # in the thought
+    (ANSWER | {"target_length_mode": "total"}, [9], [3, 1, 4, 1, 7, 1, 2], (6, "near", 4, 1, False)),
     (ANSWER | {"target_length_mode": "total"}, [9], [3, 1, 1, 4, 1, 2], (6, "near", 5, 2, False)),
     (ANSWER | {"target_length_mode": "remaining"}, [9], [1, 1, 2], (None, None, 2, None, False)),
     (BUDGET, [9, 3, 1], [1, 1, 4, 1, 2], (4, "le_near", 3, 2, False)),  # the budget includes the prompt's token
@@ -203,6 +205,8 @@ OUTCOMES = [
     ({"thinking_budget_total": 8}, [9], [3, 1, 1, 4, 1, 3, 1, 4, 1, 2], (8, "le_near", 4, 3, False)),
     (BOTH, [9, 3], [*[1] * 5, 4, 1, 1, 2], (6, "near", 2, 5, True)),
     (BOTH, [9], [3, 1, 1], (6, "near", 0, 2, False)),
+    (BOTH, [9], [3, 1, 1, 7, 1, 1, 1, 2], (6, "near", 0, 2, False)),
+    (BOTH, [9], [3, 1, 4, 1, 1, 7, 1, 7, 2], (6, "near", 2, 1, False)),
     (BOTH, [9, 3], [1, 4, 1, 3, 1], (6, "near", 0, 2, False)),
     (BOTH, [9], [1, 1, 2], (6, "near", 2, 0, False)),
     (BOTH | {"target_length_mode": "total"}, [9], [3, 1, 1], (6, "near", 3, 2, False)),

@@ -123,6 +123,8 @@ CLOSINGS = [
     # A tool call ends a thought or an answer, where nothing is forced.
     ({"thinking_budget": 4}, [8, CALL, 8, 4], [8, CALL, 8, *[4] * 5, 9]),
     (LATE_LANDING, [PLAIN, CALL, *[PLAIN] * 6, 0], [PLAIN, CALL, *[PLAIN] * 6, 0]),
+    ({"thinking_budget": 4, "target_length": 9}, [8, 9, CALL, CALL, 8, 4], [8, 9, CALL, CALL, 8, *[4] * 5, 9]),
+    ({"thinking_budget": 0, "end_message": [CALL, 4]}, [8, PLAIN], [8, CALL, 4, 9, PLAIN]),
     # Words and sentences count from the end of a thought.
     ({"target_words": 9}, [WORD, PLAIN, WORD], [WORD, PLAIN, WORD, WORD]),
     ({"target_sentences": 9}, [SENTENCE, 8, SENTENCE, 9, WORD, BOTH], [SENTENCE, 8, SENTENCE, 9, WORD, BOTH, BOTH]),
@@ -178,9 +180,9 @@ def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expecte
         length = i32(len(prompt) + len(text)).to(device)
         limit_span(logits, columns, last, row, length, text_breaks=breaks, backend=backend)
         state = params.span_state(prompt, text, BREAKS)
-        names = "prompt_len span_ended span_used units"
+        names = "prompt_len span_ended span_used units in_call"
         on_device = tuple(getattr(columns, name)[1].item() for name in names.split())
-        assert on_device == (state.begin, state.end is not None, state.used, state.units), text
+        assert on_device == (state.begin, state.end is not None, state.used, state.units, state.in_call), text
         text.append(logits.argmax().item())
     assert text == expected
 

@@ -1,5 +1,6 @@
 """Outputs of guided steps with drafts and with spans: ends, the suppressed end of sequence, the tokens after them."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -95,7 +96,11 @@ ANSWERS = [
 ]
 BUDGETS = [answer | {"thinking_budget": 6, "end_token_ids": [END, OTHER_END]} for answer in ANSWERS]
 BUDGETS[2] |= {"start_token_ids": [EOS], "hard_limit": 4}
-OF_THOUGHTS = [*BUDGETS, *(parse_guidance(answer, thoughts=THOUGHTS) for answer in ANSWERS[::2])]
+CALLS = tuple((token,) for token in range(30, 36))  # begin tool calls
+WITH_CALLS = [
+    parse_guidance(answer | {"thinking_budget": 6}, thoughts=replace(THOUGHTS, tool_calls=CALLS)) for answer in ANSWERS
+]
+OF_THOUGHTS = [*BUDGETS[:2], WITH_CALLS[2], *(parse_guidance(answer, thoughts=THOUGHTS) for answer in ANSWERS[::2])]
 
 
 def test_target_of_the_answer_after_a_thought(models):
@@ -123,6 +128,21 @@ def test_thoughts_are_left_alone(models):
             read, answer = sequence[: before.begin], sequence[before.begin : after.seen]
             assert answer == run_plain(models, [1], [read], ANSWERS[:1], len(answer), base)[0]
     assert answers > 1
+
+
+def test_nothing_is_guided_after_a_tool_call(models):
+    """The call is in the thought, or in the answer after it. The next thought is guided again."""
+    base, count, kinds = BaseModel(), 60, set()
+    texts = run_plain(models, [4, 0, 6], PROMPTS_OF_ALL[:3], WITH_CALLS, count, base, max_delta=6)
+    for text, prompt, params in zip(texts, PROMPTS_OF_ALL, WITH_CALLS, strict=False):
+        states = [params.span_state(prompt, text[:i]) for i in range(count + 1)]
+        for before, after, token in zip(states, states[1:], text, strict=False):
+            if before.in_call:
+                assert token == base.scores([*prompt, *text[: before.seen - len(prompt)]]).argmax()
+                kinds.add("thought" if after.end is None else "call")
+            elif after.in_call:
+                kinds.add("call in a thought" if before.end is None else "call in an answer")
+    assert kinds == {"call in a thought", "call in an answer", "call", "thought"}
 
 
 WITHOUT_SPANS = [*KINDS[:4], None]

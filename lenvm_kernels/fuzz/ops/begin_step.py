@@ -81,8 +81,9 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         per_request = {name: _inputs.slice_of_longer(x) for name, x in per_request.items()}
     if options["spans"]:
         ended = draws.chance("node ended", rows, count_nodes, of=0.4)
+        in_call = draws.chance("node in call", rows, count_nodes, of=0.2)
         generated = draws.integers("node generated", rows, count_nodes, low=0, high=3000)
-        per_request["spans"] = SpanNodes(ended.flatten(), generated.int().flatten())
+        per_request["spans"] = SpanNodes(ended.flatten(), in_call.flatten(), generated.int().flatten())
     if options["drafts"]:
         per_request["drafts"] = _inputs.draw_drafts(draws, rows, options)
     if options["filters"] != "none":

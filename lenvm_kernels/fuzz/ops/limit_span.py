@@ -111,6 +111,7 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
             f"span_{name}": torch.tensor([getattr(x, name) for x in patterns], device=device)[kind]
             for name in ("first_bits", "end_bits", "start_bits")
         },
+        "span_call_bits": draws.choose("call bits", rows, values=[0, 0, 1, 2, 4]),
         "hard_limit": draws.choose("hard_limit", rows, values=[1, 3, 6, 9, NO_LIMIT, NO_LIMIT]),
         "hard_limit_grace": draws.choose("grace", rows, values=[0, 0, 1, 3, 9]),
         "allows_eos": draws.chance("allows_eos", rows, of=0.3),
@@ -125,6 +126,7 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
         "unit": draws.choose("unit", rows, values=[0, 0, TextBreak.SENTENCE, TextBreak.WORD]),
         "target_units": draws.integers("target_units", rows, low=0, high=40),
         "units": draws.integers("units", rows, low=0, high=30),
+        "in_call": draws.chance("in_call", rows, of=0.2),
     }
     table = GuidanceTable(len(table_rows) + _inputs.SPARE_ROWS, device, max_eos=eos).columns
     _inputs.fill(table, table_rows, columns, elsewhere=3)
