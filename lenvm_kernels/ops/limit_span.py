@@ -46,8 +46,8 @@ _SPANS, _OUTPUT = tl.constexpr(int(CountFrom.SPANS)), tl.constexpr(int(CountFrom
 SpanColumns = namedtuple(
     "SpanColumns",
     "eos_token_ids span_end_token_ids span_token_ids closing_token_ids span_first_bits span_end_bits span_start_bits "
-    "span_call_bits hard_limit hard_limit_grace count_from allows_eos unit target_units prompt_len span_ended span_seen "
-    "span_match closing_from span_used missing_bytes units in_call",
+    "span_call_bits hard_limit hard_limit_grace count_from allows_eos unit target_units prompt_len span_ended "
+    "span_seen span_match closing_from span_used missing_bytes units in_call",
 )
 LISTS, WRITTEN = SpanColumns._fields[:4], SpanColumns._fields[-9:]
 
