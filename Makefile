@@ -67,7 +67,7 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard
 	touch $@
 
 test-sglang: $(SGLANG_INSTALLED)
-	$(SGLANG_VENV)/bin/python -m pytest tests/engines/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
+	$(SGLANG_VENV)/bin/python -m pytest tests/engines/test_sglang*.py tests/engines/test_reasoning.py -p no:warnings --durations=5 $(ARGS)
 
 # As for SGLang. site/ makes vLLM's Triton kernels run in the interpreter.
 $(VLLM_INSTALLED): pyproject.toml tests/vllm_cpu/requirements.txt
@@ -77,7 +77,7 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm_cpu/requirements.txt
 	touch $@
 
 test-vllm: $(VLLM_INSTALLED)
-	PYTHONPATH=tests/vllm_cpu/site $(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm*.py -p no:warnings --durations=5 $(ARGS)
+	PYTHONPATH=tests/vllm_cpu/site $(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm*.py tests/engines/test_reasoning.py -p no:warnings --durations=5 $(ARGS)
 
 races: $(INSTALLED)
 	$(BIN)/pytest -n $(WORKERS) -m "" tests/tools/test_races.py tests/tools/test_race_workloads.py tests/tools/test_interpreter.py $(ARGS)
