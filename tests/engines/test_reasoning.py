@@ -1,4 +1,4 @@
-"""A model that thinks and calls tools, whose next tokens a table defines, in the engine of this environment: a real server, or transformers.
+"""A model that thinks and calls tools, whose next tokens a table defines, in the engine of this environment.
 
 Each guided token of each engine must be the token that a guided step draws from the table in this process. So guided
 text is the same in all engines.
