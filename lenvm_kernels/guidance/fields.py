@@ -286,6 +286,11 @@ _ALL = (
         limits=">= 0 and < 1e+09",
         metavar="N",
     ),
+    Integer(
+        "answer_reserve",
+        "tokens of max_tokens that a thinking_budget or soft_max_tokens leaves for the answer; default a fifth",
+        limits=">= 0 and < 1e+09",
+    ),
     Field(
         _sequences,
         "end_token_ids",

@@ -39,8 +39,8 @@ _LIMITS = {
     "minlength": "target_length with the value_constraint ge_near, or the engine's minimum of new tokens",
 }
 _LIMIT_OF_BUDGET = 1.25
-# Share of max_tokens that a thought may take, and that a soft max_tokens aims at.
-_THOUGHT_SHARE, _SOFT_SHARE = 0.8, 0.8
+# Share of max_tokens that a thought leaves for the answer, and that a soft max_tokens aims at.
+_ANSWER_SHARE, _SOFT_SHARE = 0.2, 0.8
 # An end less probable than this would cut a sentence in two.
 _MIN_END_PROB = 1e-4
 # Values boost tokens of any probability, at the cost of text quality. Tokens below this share of the largest
@@ -267,8 +267,8 @@ def parse_guidance(
         strength: default of the field, from the same source. If None, 5.
         constraint: default of ``value_constraint``.
         has_values: whether there is a value model. If not, ``strength`` is 10, and values must not be needed.
-        max_tokens: the request's limit of new tokens, of which a thinking budget leaves a fifth. If None, there is no
-            limit, and ``soft_max_tokens`` is rejected.
+        max_tokens: the request's limit of new tokens, of which a thinking budget leaves the ``answer_reserve``. If
+            None, there is no limit, and ``soft_max_tokens`` and ``answer_reserve`` are rejected.
 
     Raises:
         TypeError: ``custom_params`` is not a mapping.
@@ -450,12 +450,18 @@ def _main_name(name: Any, names: Mapping[str, str], *, is_known: bool) -> str | 
 def _within(given: Mapping[str, Any], thoughts: Thoughts, max_tokens: int | None) -> dict[str, Any]:
     """The fields with budgets that leave room for an answer, and a target if ``max_tokens`` is soft."""
     fields = dict(given)
-    is_soft = fields.pop("soft_max_tokens", False)
+    is_soft, reserve = fields.pop("soft_max_tokens", False), fields.pop("answer_reserve", None)
+    if reserve is not None:
+        if not is_soft and fields.keys().isdisjoint(BUDGETS):
+            raise ValueError("answer_reserve needs a thinking_budget, a thinking_budget_total or soft_max_tokens")
+        if reserve >= (max_tokens or 0):
+            raise ValueError(f"answer_reserve must be less than the limit of new tokens, {max_tokens}, got {reserve}")
     if max_tokens is None:
         if is_soft:
             raise ValueError("soft_max_tokens needs a limit of new tokens, such as max_tokens")
         return fields
-    most, most_thought = _SOFT_SHARE * max_tokens, _THOUGHT_SHARE / _LIMIT_OF_BUDGET * max_tokens
+    reserve = _ANSWER_SHARE * max_tokens if reserve is None else reserve
+    most, most_thought = _SOFT_SHARE * max_tokens, (max_tokens - reserve) / _LIMIT_OF_BUDGET
     if is_soft:
         if fields.keys().isdisjoint((*TARGETS, "target_value", "end_token_ids")):
             fields |= dict(target_length=most, target_length_mode="total")

@@ -238,6 +238,10 @@ REJECTED_TOGETHER = [
     ({"thinking_budget": 5, "thinking_budget_total": 5} | ENDS,
      "give one of thinking_budget and thinking_budget_total, not both"),
     ({"soft_max_tokens": True}, "soft_max_tokens needs a limit of new tokens, such as max_tokens"),
+    ({"target_length": 9, "answer_reserve": 5},
+     "answer_reserve needs a thinking_budget, a thinking_budget_total or soft_max_tokens"),
+    ({"thinking_budget": 5, "answer_reserve": 5} | ENDS,
+     "answer_reserve must be less than the limit of new tokens, None, got 5"),
     ({"thinking_budget": 5, "target_length": 5, "landing": [3]} | ENDS, LANDING),
     ({"thinking_budget": 5, "target_length": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "target_length": 5, "op": "eq", "strength": 2} | ENDS,
@@ -342,6 +346,7 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_length": 100}, {"max_tokens": 80}, dict(target_length=100.0)),
         ({"thinking_budget": 100}, THOUGHT | {"max_tokens": 100}, dict(target_length=64.0, hard_limit=80)),
         ({"thinking_budget": 40}, THOUGHT | {"max_tokens": 100}, dict(target_length=40.0, hard_limit=50)),
+        ({"thinking_budget": 90, "answer_reserve": 50}, THOUGHT | {"max_tokens": 100}, dict(target_length=40.0)),
         # A soft limit is a target.
         ({"soft_max_tokens": True}, {"max_tokens": 100}, SOFT),
         ({"lenvm": {"soft": True, "op": "near"}}, {"max_tokens": 100}, SOFT | dict(mode=Mode.NEAR)),
