@@ -413,7 +413,9 @@ def read_names(
     names = _NAMES
     if others == "shared":
         is_ours = any(x is not None and _key(name) in _DISTINCTIVE | _LIMITS.keys() for name, x in flat.items())
-        flat, names = flat if is_ours else {}, _SHARED
+        # A misspelt field is rejected in any case.
+        flat = flat if is_ours else {name: x for name, x in flat.items() if _key(name) not in _NAMES}
+        names = _SHARED
     given: dict[str, Any] = {}
     for values, accepted in ((flat, names), (space, _NAMES)):
         for name, value in values.items():
