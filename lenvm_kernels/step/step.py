@@ -370,15 +370,16 @@ class GuidedStep:
             if count < len(output.probs):
                 verified = rows_of(output.verified, slice(requests))
                 output = rows_of(output._replace(verified=None), slice(count))._replace(verified=verified)
-            # A later step overwrites the result. Callers keep these fields.
+        if not self._value_rows:
+            output = output._replace(remaining_lengths=None)
+        if graphs is not None:  # a later step overwrites the result, and callers keep these fields
             names = "tokens", "remaining_lengths", "verified"
             output = output._replace(**{name: map_tensors(torch.clone, getattr(output, name)) for name in names})
         if call.probs is not None:
             of_batch = state.table.columns.mode, rows.requests.table_rows[:count]
             scatter_probs(state.config.backend, call.probs, output.probs, output.candidates, *of_batch)
-        if not call.sample and call.drawn is None:
-            return output._replace(tokens=None, remaining_lengths=None)
-        return output if self._value_rows else output._replace(remaining_lengths=None)
+        has_tokens = call.sample or call.drawn is not None
+        return output if has_tokens else output._replace(tokens=None, remaining_lengths=None)
 
     def _rows_for(self, requests: int, nodes: int) -> tuple[Graphs | None, StepRows]:
         """The graphs, None if the batch must be launched eagerly, and the tensors of its rows, padded for a graph."""
