@@ -53,6 +53,12 @@ def test_every_page_is_in_the_site():
     assert pages == set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
 
 
+def test_workflow_runs_the_parts_of_ci():
+    parts = set(re.findall(r"make ([a-z][\w-]*)", (ROOT / ".ci/run").read_text()))
+    (listed,) = re.findall(r"part: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text())
+    assert set(listed.split(", ")) == parts and len(parts) > 5
+
+
 OPERATORS = sorted(f"ops.{module.name}" for module in pkgutil.iter_modules(ops.__path__) if module.name[0] != "_")
 
 
