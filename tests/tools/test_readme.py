@@ -91,8 +91,14 @@ def published():
             f"| {target} tokens | {within}, {percent(h200[f'{phrase} said, {said}', None]['right'])} | "
             f"**{percent(guided['within 25 %'])}**, {percent(guided['right'])} | {cut} right |",
         )
-    chat = [half_up(100 * h200["chat none, tolerance 0", target]["within 25 %"]) for target in (40, 80, 160, 320)]
+    alone = h200["alone", None]
+    yield "README.md", f"own answers have {half_up(alone['mean'])} tokens, and {percent(alone['right'])} are right"
+    chat, said = (
+        [half_up(100 * h200[name, target]["within 25 %"]) for target in (40, 80, 160, 320)]
+        for name in ("chat none, tolerance 0", "chat, 1 times the target said")
+    )
     yield "README.md", f"{', '.join(chat[:3])} and {chat[3]} % of the answers"
+    yield "README.md", f"the prompt alone {min(said)} to {max(said)} %"
     for values in ("probe", "none"):
         for setting, words in [("landing", "landing"), ("landing, range", "landing, tolerance 0.2")]:
             row = h200[f"{values}, {setting}; brief, final, 100 said", 151]
