@@ -91,8 +91,8 @@ def published():
             f"| {target} tokens | {within}, {percent(h200[f'{phrase} said, {said}', None]['right'])} | "
             f"**{percent(guided['within 25 %'])}**, {percent(guided['right'])} | {cut} right |",
         )
-    alone = h200["alone", None]
-    yield "README.md", f"own answers have {half_up(alone['mean'])} tokens, and {percent(alone['right'])} are right"
+    own = h200["alone", None]
+    yield "README.md", f"own answers have {half_up(own['mean'])} tokens, and {percent(own['right'])} are right"
     chat, said = (
         [half_up(100 * h200[name, target]["within 25 %"]) for target in (40, 80, 160, 320)]
         for name in ("chat none, tolerance 0", "chat, 1 times the target said")
