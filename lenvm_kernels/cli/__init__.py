@@ -27,6 +27,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line; ``shtab`` writes shell completions for it (docs/install.md)."""
+    parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
+    parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (generate, params, demo, evaluate, train, export, doctor, serve, fuzz):
+        command.add(commands)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 2 for user errors, 130 when interrupted.
 
@@ -38,12 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
-    parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, params, demo, evaluate, train, export, doctor, serve, fuzz):
-        command.add(commands)
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         return args.run(args) or 0
     except UsageError as error:
