@@ -24,8 +24,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from lenvm_kernels.engines.own_slots import MAX_DELTA
-from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.settings import MAX_DELTA, Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import model_guide
 from lenvm_kernels.engines.vllm.processor import guidance_of, new_guide

@@ -23,9 +23,8 @@ from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disable
 from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.engines.report import OUTCOME, EndMetrics, Metrics, StepReport, Stopwatch, not_finite, trace_batch
-from lenvm_kernels.engines.settings import MAX_END_TOKENS, NONE, Settings
-from lenvm_kernels.engines.sglang.batch import last_tokens
-from lenvm_kernels.engines.tensors import leave_only
+from lenvm_kernels.engines.settings import MAX_DELTA, MAX_END_TOKENS, NONE, Settings
+from lenvm_kernels.engines.tensors import last_tokens, leave_only
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, VerifiedTokens
@@ -51,8 +50,6 @@ Hooks = dict[str, tuple[str, Callable]]
 # Options of the engine, each with the accepted values and the reason.
 EngineOptions = dict[str, tuple[tuple[Any, ...], str]]
 NOT_TRIED = "not tried"
-# Maximum number of tokens per request, without drafts, that one step computes.
-MAX_DELTA = 16
 # The engine's own limit of requests, if the user sets none.
 MAX_REQUESTS = 4096
 # In place of the tokens of a batch, on every rank: the step of the first rank has failed.
