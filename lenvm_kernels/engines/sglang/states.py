@@ -48,8 +48,8 @@ class ProbeGuide(SGLangGuide):
     does for EAGLE3.
 
     Raises:
-        ValueError: an option that a probe cannot be combined with, another base model than the probe's, or one that does
-            not return the inner states.
+        ValueError: an option that a probe cannot be combined with, another base model than the probe's, or a base model
+            that does not return the inner states.
     """
 
     def __init__(
