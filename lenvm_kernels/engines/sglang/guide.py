@@ -155,7 +155,7 @@ class SGLangGuide:
             self.ranks = parallel.attn_tp_group
         if options.enable_metrics and parallel.attn_tp_rank == 0:
             labels = dict(model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank)
-            self.metrics, self.ends = Metrics(**labels), EndMetrics(**labels)
+            self.metrics, self.ends = Metrics(**labels), EndMetrics(**labels) if parallel.pp_rank == 0 else None
             self.metrics.cache_bytes.set(self.cache_bytes(slots))
         rows, candidates = self.step.max_requests, self.step.config.max_candidates
         gib, graphs = self.num_bytes(engine, rows, slots) / 2**30, "with" if self.step.config.graphs else "without"
@@ -225,11 +225,13 @@ class SGLangGuide:
         self._table_rows.discard(table_row)
 
     def lose(self, reqs: Sequence[Req]) -> None:
-        """End the guidance of requests. Their tokens are not inserted into the radix cache, because the value model may
-        not have computed them."""
+        """End the guidance of requests. Tokens that a value model may not have computed are not inserted into the radix
+        cache."""
         for req in reqs:
             if req.lenvm_guidance is not None:
-                req.lenvm_lost, req.lenvm_guidance, req.skip_radix_cache_insert = req.lenvm_guidance, None, True
+                req.lenvm_lost, req.lenvm_guidance = req.lenvm_guidance, None
+                if self.settings.reads_tokens:
+                    req.skip_radix_cache_insert = True
                 if req.kv.req_pool_idx is not None:  # otherwise it has already left
                     self._clear(int(req.kv.req_pool_idx))
 
@@ -437,9 +439,10 @@ class LostGuidance:
 
 
 def append(logits_output: LogitsProcessorOutput, output: Any) -> None:
-    """Append an auxiliary output."""
-    others = logits_output.auxiliary_device_output
-    logits_output.auxiliary_device_output = append_auxiliary_output(others, output)
+    """Append an auxiliary output. The stages of a pipeline cannot pass it on, and the engine would end."""
+    if get_parallel().pp_size == 1:
+        others = logits_output.auxiliary_device_output
+        logits_output.auxiliary_device_output = append_auxiliary_output(others, output)
 
 
 def needs_step(batch: Batch) -> bool:
