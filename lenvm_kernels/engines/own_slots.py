@@ -17,8 +17,6 @@ from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.values import ImageTokens, KVCache, ValueModel
 
 PAGE_SIZE = 16
-# Maximum number of pending tokens per request in a guided step, excluding drafts.
-MAX_DELTA = 16
 
 
 class Room(NamedTuple):

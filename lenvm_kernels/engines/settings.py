@@ -25,13 +25,15 @@ from lenvm_kernels.values.probe import is_probe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG_VARIABLE = "LENVM_CONFIG"
+# Maximum number of pending tokens per request in a guided step, excluding drafts.
+MAX_DELTA = 16
 # Capacity of a request's row in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 # Fields that concern the answer after a thought alone.
 _OF_ANSWERS = {*TARGETS, "value_constraint", "tolerance", "strength", "soft_max_tokens"}
 # Fields that depend on the tokenizer's marks, and fields that may be texts.
 _NEED_MARKS, _TEXT_FIELDS = {*BUDGETS, *TARGETS, "soft_max_tokens"}, ("end_message", "landing")
-NONE, OFF = "none", "off"  # values of value_model: guidance without a value model, and no guidance
+NONE = "none"  # value_model of guidance without one
 
 
 class SettingText(NamedTuple):
@@ -56,7 +58,7 @@ class SettingText(NamedTuple):
 
 _MODEL = SettingText(
     lambda text: None if text == NONE else local_path(text),
-    f"an existing directory or .gguf file, a name on Hugging Face, {NONE} or {OFF}",
+    f"an existing directory or .gguf file, a name on Hugging Face, {NONE} or off",
     lambda path: path is None or path.exists(),
 )
 _HEAD = SettingText(local_path, "an existing .safetensors or .bin file, or a directory or name with one", Path.exists)
@@ -115,16 +117,6 @@ class Settings:
     """File to which vLLM appends a JSON line per request with ``return_values``."""
     trace: Annotated[Path | None, SettingText(Path, "a file")] = None
     """File to which every guided step appends a JSON line, for debugging: it makes a host-device sync."""
-
-    @staticmethod
-    def is_off() -> bool:
-        """Whether ``value_model`` is ``off``: the plugin must do nothing. Other settings may be invalid.
-
-        Raises:
-            ValueError: ``LENVM_CONFIG`` names an invalid file.
-        """
-        _, text = _given_texts().get("value_model", ("", NONE))
-        return text == OFF
 
     @classmethod
     @functools.cache
@@ -296,10 +288,9 @@ class Settings:
             raise ValueError(f"LENVM_DTYPE must be absent with a probe, or {embedding.dtype} as its base, got {came}")
         return LengthProbe.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
 
-    def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel | None:
-        """The value model on a device, or None without one or with a probe; ``dtype`` is the base model's."""
-        if self.value_model is None or self.has_probe:
-            return None
+    def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel:
+        """The value model on a device, for settings that :attr:`reads_tokens`; ``dtype`` is the base model's."""
+        assert self.value_model is not None
         options: dict[str, Any] = dict(gamma=self.gamma, dtype=self.dtype or dtype, device=device)
         return ValueModel.from_pretrained(self.value_model, self.value_head, **options)
 

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from lenvm_kernels.engines import signatures
-from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, OwnSlots, PromptPart, pages_for
-from lenvm_kernels.engines.settings import MAX_END_TOKENS, Settings
-from lenvm_kernels.engines.sglang.batch import last_tokens
+from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart, pages_for
+from lenvm_kernels.engines.settings import MAX_DELTA, MAX_END_TOKENS, Settings
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
-from lenvm_kernels.engines.tensors import to_device
+from lenvm_kernels.engines.tensors import last_tokens, to_device
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.params import read_names
@@ -211,7 +210,6 @@ class InprocRunner:
         free = free_bytes(runner)
         device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else runner.device
         value_model = settings.load_value_model(runner.dtype, device)
-        assert value_model is not None  # the fork's option names one
         check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.vocab_size, options.tokenizer_path)
         if engine.is_multimodal:
             value_model.vision_tower  # noqa: B018, loaded before the rest of the memory is divided

@@ -1,11 +1,18 @@
-"""Operations on tensors that the plugins of several engines share."""
+"""Operations on tensors that the plugins of several engines share. Importable without an engine."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from lenvm_kernels.step import StepBatch
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 def leave_only(logits: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -22,3 +29,36 @@ def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.
     """Copy to a device without a host-device sync."""
     tensor = torch.as_tensor(values)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def last_tokens(batch: ForwardBatch, requests: int) -> StepBatch:
+    """The sequences of a batch of SGLang or of its fork, with the last token of each, from tensors on the device.
+
+    Under the overlapping scheduler, the tokens are not available on the host.
+    """
+    last: Any = slice(0, requests)
+    if not batch.forward_mode.is_decode():
+        last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
+    return StepBatch(
+        batch.input_ids[last],
+        batch.req_pool_indices[:requests],
+        batch.seq_lens[:requests].int(),
+        # A prefill batch runs between decode steps, or is mixed with one.
+        counts=batch.forward_mode.is_decode() or batch.forward_mode.is_mixed(),
+    )
+
+
+def whole_embedding(layer: Any, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The input embedding ``[V, H]`` of an engine's layer, without padding.
+
+    ``all_gather`` concatenates the parts of the tensor-parallel ranks.
+
+    Raises:
+        ValueError: the layer has tokens added for LoRA.
+    """
+    weight = layer.weight.detach()
+    if getattr(layer, "tp_size", 1) > 1:
+        if added := layer.num_added_embeddings:
+            raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
+        weight = all_gather(weight)
+    return weight[: getattr(layer, "org_vocab_size", len(weight))]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lenvm_kernels import LenVMConfig
-from lenvm_kernels.engines import variables
+from lenvm_kernels import LenVMConfig, engines
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.tokenizers import check_vocabulary, load_text_breaks, load_with
 from lenvm_kernels.step import StepConfig
@@ -59,7 +58,7 @@ SWITCHES = [
 @pytest.mark.parametrize(("file", "given_variables", "is_off", "is_explicit", "has_model"), SWITCHES)
 def test_guidance_without_values_is_on_by_default(model, given, file, given_variables, is_off, is_explicit, has_model):
     given(file, **{name: str(text).format(model=model) for name, text in given_variables.items()})
-    assert (Settings.is_off(), bool(variables())) == (is_off, is_explicit)
+    assert (engines.is_off(), bool(engines.variables())) == (is_off, is_explicit)
     if not is_off:
         assert Settings.current() == Settings.from_environment() == Settings(model if has_model else None)
 
@@ -195,7 +194,6 @@ def test_sources_that_read_no_tokens(given, model, source, strength, of_head, re
     settings = Settings.from_environment()
     assert settings == Settings(model if source == "probe" else None, gamma=0.9)
     assert settings.has_probe == (source == "probe") and not settings.reads_tokens and not settings.reads_images
-    assert settings.load_value_model(torch.float32, "cpu") is None
     params = settings.parse_request({"target_length": 9})
     assert (params.gamma, params.scale) == (0.9, strength)
     with pytest.raises(ValueError, match=message):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -26,26 +25,29 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.settings import MAX_DELTA, Settings
 from lenvm_kernels.engines.sglang import hooks
 from lenvm_kernels.engines.sglang import value_model as value_model_module
-from lenvm_kernels.engines.sglang.drafts import apply_changes, without_changes
-from lenvm_kernels.engines.sglang.guide import MAX_DELTA, SGLangGuide, end_tokens
+from lenvm_kernels.engines.sglang.guide import SGLangGuide, end_tokens
 from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
 from lenvm_kernels.engines.sglang.plugin import plugin
 from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.engines.signatures import recorded
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import working_bytes
-from lenvm_kernels.values import KVCache, ValueModel
+from lenvm_kernels.values import KVCache
 from tests.helpers.sglang_server import GENTLE, VOCAB
 
 
 @pytest.fixture
-def guide(folder):
+def guide(folder, monkeypatch):
     """The guidance of a process that has loaded the value model."""
-    value_model = ValueModel.from_pretrained(folder / "value")
-    return ValueModelGuide(Settings(folder / "value", chunk_tokens=64), torch.device("cpu"), 0, value_model)
+    monkeypatch.setattr(value_model_module, "mambaish_config", lambda config: None)
+    engine = SimpleNamespace(is_multimodal=False, vocab_size=VOCAB)
+    runner = SimpleNamespace(is_hybrid_swa=False, model_config=engine, dtype=torch.float32)
+    options = {name: accepted[0] for name, (accepted, _) in value_model_module.VALUE_MODEL_OPTIONS.items()}
+    options, settings = SimpleNamespace(**options, tokenizer_path=""), Settings(folder / "value", chunk_tokens=64)
+    return ValueModelGuide(settings, torch.device("cpu"), 0, runner, options)
 
 
 @pytest.mark.parametrize("cap", [None, 2000])
@@ -407,19 +409,6 @@ def test_end_tokens_match_those_of_the_engine(ignore_eos, tokenizer, expected):
     params = SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=[5])
     req = SimpleNamespace(sampling_params=params, eos_token_ids={1, 2}, tokenizer=tokenizer)
     assert end_tokens(req) == expected and end_tokens(req, {9}) == expected | {9}
-
-
-def test_penalties_are_applied_once():
-    additive, scaling = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]), torch.tensor([[2.0, 1, 1], [1, 1, 4.0]])
-    bias = torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])
-    info = SimpleNamespace(acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias)
-    mask = SimpleNamespace(apply=lambda logits: logits[3].fill_(-math.inf))
-    logits = torch.tensor([[4.0, 1.0, 0.0], [-4.0, 2.0, 0.0], [0.5, 1.0, 8.0], [0.5, 1.0, 8.0]])
-    expected = [[2.0, 2.0, -math.inf], [-8.0, 3.0, -math.inf], [1.0, 1.0, 2.0], [-math.inf] * 3]
-    apply_changes(logits, info, mask, 2)
-    assert logits.tolist() == expected
-    apply_changes(logits, without_changes(info), None, 2)
-    assert logits.tolist() == expected and info.logit_bias is bias
 
 
 # --- the engine's plugin loader and lenvm doctor, in separate processes because hooks cannot be removed ---

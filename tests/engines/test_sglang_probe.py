@@ -186,14 +186,22 @@ def weight(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "base").get_input_embeddings().weight.detach()
 
 
+def load_probe(path, base, drafts=0, layers=LAYERS, **options):
+    """The guidance of a process that has loaded a base model."""
+    runner = SimpleNamespace(model=base, model_config=SimpleNamespace(num_hidden_layers=layers))
+    defaults = dict(enable_torch_compile=False, speculative_algorithm=None, pp_size=1)
+    defaults["enable_return_aux_hidden_states"] = False
+    options = SimpleNamespace(**defaults | options)
+    return ProbeGuide(Settings(path), torch.device("cpu"), drafts, runner, options)
+
+
 class Hooked:
     """The hooks of a process that has loaded the probe of several layers, and the base model's processor."""
 
     def __init__(self, folder, weight):
-        self.base = base = DeepBase(weight)
+        self.base = DeepBase(weight)
         self.tensors = load_file(folder / "deep" / "probe.safetensors")
-        probe = LengthProbe.from_pretrained(folder / "deep", LAYERS, weight)
-        self.guide = ProbeGuide(Settings(folder / "deep"), torch.device("cpu"), 2, probe, base)
+        self.guide = load_probe(folder / "deep", self.base, 2)
 
     def kept(self, rows):
         """The states that a step of ``rows`` rows reads."""
@@ -284,12 +292,8 @@ def test_input_embedding_of_base_model():
     ],
 )
 def test_options_unsupported_by_probes_are_rejected_at_start(folder, weight, probe, base, given, message):
-    layers = given.pop("layers", LAYERS)
-    runner = SimpleNamespace(model=base(weight), model_config=SimpleNamespace(num_hidden_layers=layers))
-    options = dict(enable_torch_compile=False, speculative_algorithm=None, pp_size=1, max_running_requests=None)
-    options = SimpleNamespace(**options | {"enable_return_aux_hidden_states": False} | given)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        ProbeGuide.load(Settings(folder / probe), runner, options, torch.device("cpu"), 0)
+        load_probe(folder / probe, base(weight), **given)
 
 
 def test_probe_follows_updated_weights(hooked, weight, caplog):

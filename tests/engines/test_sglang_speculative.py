@@ -114,14 +114,17 @@ def test_strides_and_predicted_lengths(engine):
 
 
 def test_without_a_value_model(folder):
-    """Targets are met by end tokens alone, with the same output on two ranks and with drafts, and with or without
-    unguided requests in the batch, whose cached prompts guided requests may reuse."""
+    """Targets are met by end tokens alone. Outputs are the same on two ranks, in two stages of a pipeline, with drafts,
+    and with unguided requests in the batch, whose cached prompts guided requests may reuse."""
     prompts, found = prompts_of(40, 9, 70, 5, 12, seed=24), []
     guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
     tokens = dict(sampling_seed=5, max_new_tokens=80, ignore_eos=False, stop_token_ids=STOPS)
     options = ("--chunked-prefill-size", "32", "--enable-metrics")
-    ranks = running_server(folder, "no values", "--tp", "2", *options, **NO_VALUES | TWO_RANKS)
-    for start in (ranks, running_speculation(folder, "no values, drafts", *options, **NO_VALUES)):
+    starts = [
+        running_server(folder, f"no values, {kind}", f"--{kind}-size", "2", *options, **NO_VALUES | TWO_RANKS)
+        for kind in ("tp", "pp")
+    ]
+    for start in (*starts, running_speculation(folder, "no values, drafts", *options, **NO_VALUES)):
         with start as server:
             server.generate(prompts[:1], [None], max_new_tokens=2)
             for others in (0, 2):
@@ -139,7 +142,8 @@ def test_without_a_value_model(folder):
             assert max(places) <= 8 and cached_tokens(results)[0] > 30
             metrics = server.metrics()
             assert metrics["fallbacks_total"] == 0 and metrics["guided_steps_total"] > 20
-    assert found[1:] == found[:1] * 3
+            assert metrics["length_error_count near"] == 2 * len(guidance)
+    assert found[1:] == found[:1] * 5
 
 
 # Texts of 17 to 41 tokens, and of 7 to 9 tokens.

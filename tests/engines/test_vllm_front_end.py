@@ -54,8 +54,8 @@ def clean(monkeypatch, clean_settings):
         (ResponsesRequest, "to_sampling_params"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    for name in ("reason", "config"):
-        monkeypatch.setattr(LenVMProcessor, name, None)
+    for name, value in (("reason", None), ("config", None), ("is_checked_later", False)):
+        monkeypatch.setattr(LenVMProcessor, name, value)
 
 
 def config(is_second=True, **changes):
@@ -103,6 +103,7 @@ def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch,
     monkeypatch.setattr(vllm, "__version__", changes.get("version", "0.32.0"))
     if source:
         monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
+    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
     engine = config(**{name: change for name, change in changes.items() if name != "version"})
     if reason is not None and source:
         with pytest.raises(ValueError, match=reason):
@@ -116,7 +117,8 @@ def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch,
         (None, None),
     ):
         with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-            LenVMProcessor.validate_params(SamplingParams(extra_args=xargs))
+            LenVMProcessor.validate_params(sampling := SamplingParams(extra_args=xargs))
+            InputProcessor.process_inputs(None, Request(sampling))
 
 
 def test_guidance_that_is_off_changes_nothing(monkeypatch):
@@ -206,7 +208,9 @@ def test_defaults_of_chats_and_responses(monkeypatch, effort, verbosity, default
     expected = TARGET["target_length"] if xargs is TARGET else default if has_defaults else None
     for sampling in (chat.to_sampling_params(100, {}), response.to_sampling_params(100, {})):
         LenVMProcessor.validate_params(sampling)
+        InputProcessor.process_inputs(None, Request(sampling))
         guidance = guidance_of(sampling, LenVMProcessor.settings())
+        assert vars(sampling).get("lenvm") == guidance
         assert (guidance and guidance.target_length) == expected
     if xargs is not TARGET:
         InputProcessor.process_inputs(None, Request(sampling := SamplingParams(extra_args=xargs, watermarking=True)))
@@ -225,6 +229,8 @@ def test_first_model_runner_without_a_front_end(monkeypatch):
     logits = torch.randn(2, 5)
     assert processor.apply(logits) is logits and processor.is_argmax_invariant()
     assert not processor.add_request(0, SamplingParams(extra_args=TARGET))
+    with pytest.raises(ValueError, match="value_mode must be one of"):
+        LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
     monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
     with pytest.raises(ValueError, match=SECOND):
         LenVMProcessor(config(is_second=False), None, False)

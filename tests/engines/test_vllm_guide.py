@@ -3,6 +3,7 @@
 import json
 from collections import ChainMap
 from dataclasses import replace
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import MagicMock
@@ -24,8 +25,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from lenvm_kernels.engines.own_slots import MAX_DELTA
-from lenvm_kernels.engines.settings import Settings
+from lenvm_kernels.engines.settings import MAX_DELTA, Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import model_guide
 from lenvm_kernels.engines.vllm.processor import guidance_of, new_guide
@@ -391,7 +391,7 @@ def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     monkeypatch.setattr(Engine, "trace", None)  # it reads back
     engine = Engine(value_model if has_model else None, drafts=3)
-    engine.guide.report = Report(torch.device("cpu"), SLOTS, Counts())
+    engine.guide.report = Report(torch.device("cpu"), Counts())
     # Numbers that have arrived on the host are read there.
     monkeypatch.setattr(engine.guide.report, "collect", lambda: None)
     monkeypatch.setattr(engine.guide, "apply", no_read_back()(engine.guide.apply))
@@ -510,45 +510,46 @@ class Counts(dict):
         return SimpleNamespace(inc=lambda number=1: self.update({name: self[name] + number}))
 
 
-# A request that enters a slot, or the rows of a step and the numbers of verifications that it counts, and their tokens.
+# Requests that enter a slot, and the rows of steps.
 NINE = {"target_length": 9}
 VERIFIED = [
     Add(4, [5, 6, 7], NINE),
     Add(1, [9, 8, 7, 6], NINE),
-    ({4: ON, 1: ON}, [0, 0]),
-    ({4: ([5], [3, 4]), 1: ([6], [8, 9])}, [0, 0]),
-    ({1: ([8], [8, 9]), 4: ([3, 4, 5], [3])}, [2, 4]),
+    Add(0, PROMPT, None),
+    {4: ON, 1: ON},
+    *({4: ([5], [8, token]), 1: ([8, token], [token, 8]), 0: ([6], [8, 8])} for token in (8, 9, 10)),
     Add(4, [5, 6, 7, 8, 9], NINE),
-    ({4: ON, 1: ([8, 7], [])}, [1, 2]),
-    Add(5, PROMPT, None),
-    ({1: ([5], [8, 9]), 5: ([], [3, 4])}, [0, 0]),
-    Add(5, [4, 4], None),
-    ({5: ([3], [3]), 1: ([8, 5], [8, 9])}, [1, 2]),
+    {4: ON, 1: ([8, 7], [8])},
     Add(5, PROMPT, NINE),  # in two chunks, beside drafts
-    ({5: 20, 1: ([5], [8])}, [1, 1]),
-    ({5: ON, 1: ([5], [8])}, [1, 1]),
+    {5: 20, 1: ([5], [9])},
+    {5: ON, 1: ([5], [8, 8])},
 ]
 
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_accepted_drafts_are_counted(value_model, has_model):
-    """Tokens since the step with drafts, without tokens of a slot's last request and of unguided requests."""
-    engine, metrics = Engine(value_model if has_model else None, drafts=2), Counts()
-    engine.guide.report = Report(torch.device("cpu"), SLOTS, metrics)
+    """Drafts that equal the drawn tokens, and the token after them; rows without drafts or guidance are not counted."""
+    engine, metrics, times, accepted = Engine(value_model if has_model else None, drafts=2), Counts(), 0, 0
+    engine.guide.report = Report(torch.device("cpu"), metrics)
     for event in VERIFIED:
         if isinstance(event, Add):
             engine.add(*event)
             continue
-        before, (rows, expected) = dict(metrics), event
-        engine.step(rows)
-        assert [metrics[name] - before[name] for name in ("verified", "tokens")] == expected
-    assert metrics["guided_steps"] == 8 and not engine.guide.fallbacks
+        rows = iter(kept(engine.step(event, likely=(8, 9))[1]))
+        for slot, row in event.items():
+            drafts = [] if isinstance(row, int) else row[1]
+            drawn = [next(rows) for _ in range(1 + len(drafts))]
+            if drafts and slot != 0:
+                pairs = zip(drafts, drawn, strict=False)
+                times, accepted = times + 1, accepted + 1 + len([*takewhile(lambda pair: [pair[0]] == pair[1], pairs)])
+    assert (metrics["verified"], metrics["tokens"]) == (times, accepted) and times < accepted < 2 * times
+    assert metrics["guided_steps"] == 7 and not engine.guide.fallbacks
 
 
 def test_rows_are_counted_by_status(value_model):
     """Rows of guided requests, and in steps without drafts of all; rows whose token the engine discards are not."""
     engine, metrics = Engine(value_model), Counts()
-    engine.guide.report = Report(torch.device("cpu"), SLOTS, metrics)
+    engine.guide.report = Report(torch.device("cpu"), metrics)
     engine.add(2, PROMPT[:9], TILT, params={"top_k": VOCAB - 1, "temperature": 2.0})
     engine.add(0, PROMPT[:12], TILT | {"value_entropy_threshold": 50.0})
     engine.add(1, PROMPT[:4], TILT, params={"top_p": 1e-6})

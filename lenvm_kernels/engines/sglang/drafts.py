@@ -9,25 +9,21 @@ draws that token. So speculation changes neither the text of a guided request wi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
 from lenvm_kernels.engines.sglang.guide import SGLangGuide
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Drafts, VerifiedTokens
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarMask
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
-
-# Changes that the engine makes to logits before verification, one row per request.
-_CHANGES = ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
 
 
 def verify(
@@ -36,7 +32,7 @@ def verify(
     verify_input: EagleVerifyInput,
     batch: ScheduleBatch,
     logits_output: LogitsProcessorOutput,
-    grammar_mask: Any = None,
+    grammar_mask: GrammarMask | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,12 +44,18 @@ def verify(
     assert guide.grown_by is not None  # there are drafts
     (grown, count), table_rows = guide.grown_by, batch.req_pool_indices
     rows = StepBatch(grown[table_rows], table_rows, batch.seq_lens.int() + 1, count[table_rows])
-    logits, info = logits_output.next_token_logits, batch.sampling_info
-    apply_changes(logits, info, grammar_mask, verify_input.draft_token_num)
-    unmasked = guide.leave_drawn(batch, logits, rows, info, drafts_of(verify_input), copies=batch.return_logprob)
-    batch.sampling_info = without_changes(info)
-    verified = predict, lens, index = original(verify_input, batch, logits_output, None, *args, **kwargs)
-    batch.sampling_info = info
+    unmasked: torch.Tensor | None = None
+
+    def apply(logits: torch.Tensor) -> None:
+        """In place of the grammar's mask, which is the engine's last change to the logits before verification."""
+        nonlocal unmasked
+        if grammar_mask is not None:
+            grammar_mask.apply(logits)
+        drafts, copies = drafts_of(verify_input), batch.return_logprob
+        unmasked = guide.leave_drawn(batch, logits, rows, batch.sampling_info, drafts, copies=copies)
+
+    mask = SimpleNamespace(apply=apply)
+    verified = predict, lens, index = original(verify_input, batch, logits_output, mask, *args, **kwargs)
     if unmasked is not None:
         logits_output.next_token_logits = unmasked  # for log-probabilities
     nodes = index.clamp(min=0).long()
@@ -88,27 +90,3 @@ def parents_of(first_children: torch.Tensor, next_siblings: torch.Tensor) -> tor
         first_one = first_one.gather(1, first_one)
     parent = sources(first_children, torch.zeros_like(node))
     return (parent.gather(1, first_one) - 1).int()
-
-
-def apply_changes(logits: torch.Tensor, info: SamplingBatchInfo, grammar_mask: Any, nodes: int) -> None:
-    """Apply the engine's changes to the logits before verification."""
-    additive, scaling, bias = (
-        None if change is None else change.repeat_interleave(nodes, dim=0)
-        for change in (getattr(info, name) for name in _CHANGES)
-    )
-    if additive is not None:
-        logits.add_(additive)
-    if scaling is not None:
-        apply_scaling_penalties(logits, scaling)
-    if bias is not None:
-        logits.add_(bias)
-    if grammar_mask is not None:
-        grammar_mask.apply(logits)
-
-
-def without_changes(info: SamplingBatchInfo) -> SamplingBatchInfo:
-    """The same filters without the changes, which are applied once."""
-    info = copy.copy(info)
-    for name in _CHANGES:
-        setattr(info, name, None)
-    return info

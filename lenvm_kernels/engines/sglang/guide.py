@@ -23,9 +23,8 @@ from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disable
 from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.engines.report import OUTCOME, EndMetrics, Metrics, StepReport, Stopwatch, not_finite, trace_batch
-from lenvm_kernels.engines.settings import MAX_END_TOKENS, NONE, Settings
-from lenvm_kernels.engines.sglang.batch import last_tokens
-from lenvm_kernels.engines.tensors import leave_only
+from lenvm_kernels.engines.settings import MAX_DELTA, MAX_END_TOKENS, NONE, Settings
+from lenvm_kernels.engines.tensors import last_tokens, leave_only
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, VerifiedTokens
@@ -51,8 +50,6 @@ Hooks = dict[str, tuple[str, Callable]]
 # Options of the engine, each with the accepted values and the reason.
 EngineOptions = dict[str, tuple[tuple[Any, ...], str]]
 NOT_TRIED = "not tried"
-# Maximum number of tokens per request, without drafts, that one step computes.
-MAX_DELTA = 16
 # The engine's own limit of requests, if the user sets none.
 MAX_REQUESTS = 4096
 # In place of the tokens of a batch, on every rank: the step of the first rank has failed.
@@ -158,7 +155,7 @@ class SGLangGuide:
             self.ranks = parallel.attn_tp_group
         if options.enable_metrics and parallel.attn_tp_rank == 0:
             labels = dict(model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank)
-            self.metrics, self.ends = Metrics(**labels), EndMetrics(**labels)
+            self.metrics, self.ends = Metrics(**labels), EndMetrics(**labels) if parallel.pp_rank == 0 else None
             self.metrics.cache_bytes.set(self.cache_bytes(slots))
         rows, candidates = self.step.max_requests, self.step.config.max_candidates
         gib, graphs = self.num_bytes(engine, rows, slots) / 2**30, "with" if self.step.config.graphs else "without"
@@ -228,11 +225,13 @@ class SGLangGuide:
         self._table_rows.discard(table_row)
 
     def lose(self, reqs: Sequence[Req]) -> None:
-        """End the guidance of requests. Their tokens are not inserted into the radix cache, because the value model may
-        not have computed them."""
+        """End the guidance of requests. Tokens that a value model may not have computed are not inserted into the radix
+        cache."""
         for req in reqs:
             if req.lenvm_guidance is not None:
-                req.lenvm_lost, req.lenvm_guidance, req.skip_radix_cache_insert = req.lenvm_guidance, None, True
+                req.lenvm_lost, req.lenvm_guidance = req.lenvm_guidance, None
+                if self.settings.reads_tokens:
+                    req.skip_radix_cache_insert = True
                 if req.kv.req_pool_idx is not None:  # otherwise it has already left
                     self._clear(int(req.kv.req_pool_idx))
 
@@ -440,9 +439,10 @@ class LostGuidance:
 
 
 def append(logits_output: LogitsProcessorOutput, output: Any) -> None:
-    """Append an auxiliary output."""
-    others = logits_output.auxiliary_device_output
-    logits_output.auxiliary_device_output = append_auxiliary_output(others, output)
+    """Append an auxiliary output. The stages of a pipeline cannot pass it on, and the engine would end."""
+    if get_parallel().pp_size == 1:
+        others = logits_output.auxiliary_device_output
+        logits_output.auxiliary_device_output = append_auxiliary_output(others, output)
 
 
 def needs_step(batch: Batch) -> bool:

@@ -18,7 +18,7 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
-from lenvm_kernels.engines import signatures, variables
+from lenvm_kernels.engines import is_off, signatures, variables
 from lenvm_kernels.engines.report import OUTCOME, OUTPUT_LENGTH, REMAINING_LENGTHS
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import NOT_TRIED, EngineOptions, SGLangGuide, check_options, seed_of
@@ -149,13 +149,15 @@ def register() -> None:
         ValueError: invalid settings.
         RuntimeError: the engine's functions are not the recorded ones.
     """
-    is_off = Settings.is_off()
-    has_choices = not is_off and Settings.from_environment().has_choices
     signatures.check("sglang")
-    plugin = SGLangPlugin(off="LENVM_VALUE_MODEL is off" if is_off else None)
-    for target, (kind, method) in (HOOKS | CHAT_HOOKS if has_choices else HOOKS).items():
-        if not is_off or method in ("check_request", "note_guidance"):
-            HookRegistry.register(target, getattr(plugin, method), HookType[kind])
+    hooks = HOOKS
+    if is_off():
+        hooks = {target: hook for target, hook in HOOKS.items() if hook[1] in ("check_request", "note_guidance")}
+    elif Settings.from_environment().has_choices:
+        hooks = HOOKS | CHAT_HOOKS
+    plugin = SGLangPlugin(off="LENVM_VALUE_MODEL is off" if is_off() else None)
+    for target, (kind, method) in hooks.items():
+        HookRegistry.register(target, getattr(plugin, method), HookType[kind])
 
 
 def load_guide(runner: ModelRunner) -> SGLangGuide:
@@ -183,11 +185,11 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
     if settings.reads_tokens:
         from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 
-        guide: SGLangGuide = ValueModelGuide.load(settings, runner, options, device, drafts)
+        guide: SGLangGuide = ValueModelGuide(settings, device, drafts, runner, options)
     elif settings.has_probe:
         from lenvm_kernels.engines.sglang.states import ProbeGuide
 
-        guide = ProbeGuide.load(settings, runner, options, device, drafts)
+        guide = ProbeGuide(settings, device, drafts, runner, options)
     else:
         guide = SGLangGuide(settings, device, drafts)
     if not settings.reads_tokens:

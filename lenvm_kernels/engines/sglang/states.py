@@ -16,8 +16,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import NOT_TRIED, EngineOptions, Hooks, SGLangGuide, check_options
+from lenvm_kernels.engines.tensors import whole_embedding
 from lenvm_kernels.ops._common import FLOAT_DTYPES
-from lenvm_kernels.values import LengthProbe
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -48,14 +48,22 @@ class ProbeGuide(SGLangGuide):
     does for EAGLE3.
 
     Raises:
-        ValueError: the base model does not return the inner states.
+        ValueError: an option that a probe cannot be combined with, another base model than the probe's, or a base model
+            that does not return the inner states.
     """
 
-    def __init__(self, settings: Settings, device: torch.device, drafts: int, probe: LengthProbe, base: Any) -> None:
+    def __init__(
+        self, settings: Settings, device: torch.device, drafts: int, runner: ModelRunner, options: Any
+    ) -> None:
+        check_options(options, PROBE_OPTIONS, "a probe")
+        base: Any = runner.model
+        self.probe = probe = settings.load_probe(runner.model_config.num_hidden_layers, input_embedding(base))
         super().__init__(settings, device, drafts, probe)
-        self.probe, layers, last = probe, probe.config.layers, probe.config.num_layers
+        layers, last = probe.config.layers, probe.config.num_layers
         inner = sorted({*layers} - {last})
         self._has_inner = bool(inner)
+        if inner:
+            check_options(options, INNER_PROBE_OPTIONS, f"a probe of layers {list(layers)}")
         if inner and hasattr(base, "set_eagle3_layers_to_capture"):
             base.set_eagle3_layers_to_capture([layer - 1 for layer in inner])  # numbered by the layer before
         # Models interpret the numbers differently, but all store the layers that read the states.
@@ -71,22 +79,6 @@ class ProbeGuide(SGLangGuide):
         self._processors = {id(module) for module in base.modules() if isinstance(module, LogitsProcessor)}
         self._inner_states: Any = None
         self._states: torch.Tensor | None = None
-
-    @classmethod
-    def load(
-        cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int
-    ) -> ProbeGuide:
-        """Load the probe of a base model that was just loaded, and check the engine's options.
-
-        Raises:
-            ValueError: an option that a probe cannot be combined with, or another base model than the probe's.
-        """
-        check_options(options, PROBE_OPTIONS, "a probe")
-        probe = settings.load_probe(runner.model_config.num_hidden_layers, input_embedding(runner.model))
-        layers = probe.config.layers
-        if set(layers) != {probe.config.num_layers}:
-            check_options(options, INNER_PROBE_OPTIONS, f"a probe of layers {list(layers)}")
-        return cls(settings, device, drafts, probe, runner.model)
 
     @property
     def hooks(self) -> Hooks:
@@ -190,9 +182,4 @@ def input_embedding(model: Any) -> torch.Tensor:
     if not isinstance(weight, torch.Tensor) or weight.dtype not in FLOAT_DTYPES:
         came = f"{type(module).__name__} in {type(model).__name__}" if weight is None else str(weight.dtype)
         raise ValueError(f"the base model must have an input embedding in float32, bfloat16 or float16, got {came}")
-    weight = weight.detach()
-    if getattr(module, "tp_size", 1) > 1:
-        if added := module.num_added_embeddings:
-            raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
-        weight = module.tp_group.all_gather(weight, dim=0)
-    return weight[: getattr(module, "org_vocab_size", len(weight))]  # the rest is padding
+    return whole_embedding(module, lambda part: module.tp_group.all_gather(part, dim=0))

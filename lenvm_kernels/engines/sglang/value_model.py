@@ -17,12 +17,12 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers import mm_schedule
 
-from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.sglang.guide import MAX_DELTA, EngineOptions, Hooks, SGLangGuide, check_options, needs_step
+from lenvm_kernels.engines.settings import MAX_DELTA, Settings
+from lenvm_kernels.engines.sglang.guide import EngineOptions, Hooks, SGLangGuide, check_options, needs_step
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.engines.tokenizers import check_vocabulary
-from lenvm_kernels.values import KVCache, ValueModel
+from lenvm_kernels.values import KVCache
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -56,30 +56,23 @@ _CACHE = "sglang.srt.mem_cache"
 
 
 class ValueModelGuide(SGLangGuide):
-    """The guidance of one scheduler process with a value model."""
+    """The guidance of one scheduler process with a value model.
 
-    def __init__(self, settings: Settings, device: torch.device, drafts: int, value_model: ValueModel) -> None:
-        super().__init__(settings, device, drafts, value_model)
-        self.value_model = value_model
+    Raises:
+        ValueError: an option or a base model that a value model cannot be combined with.
+    """
 
-    @classmethod
-    def load(
-        cls, settings: Settings, runner: ModelRunner, options: Any, device: torch.device, drafts: int
-    ) -> ValueModelGuide:
-        """Load the value model onto the base model's device, and check the engine's options.
-
-        Raises:
-            ValueError: an option or a base model that a value model cannot be combined with.
-        """
+    def __init__(
+        self, settings: Settings, device: torch.device, drafts: int, runner: ModelRunner, options: Any
+    ) -> None:
         check_options(options, VALUE_MODEL_OPTIONS, "a value model")
         check_pool(runner)
-        value_model = settings.load_value_model(runner.dtype, device)
-        assert value_model is not None and settings.value_model is not None
+        self.value_model = value_model = settings.load_value_model(runner.dtype, device)
+        super().__init__(settings, device, drafts, value_model)
         if runner.model_config.is_multimodal:
             value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
         sizes = value_model.config.vocab_size, runner.model_config.vocab_size
         check_vocabulary(settings.value_model, *sizes, options.tokenizer_path)
-        return cls(settings, device, drafts, value_model)
 
     @property
     def hooks(self) -> Hooks:

@@ -8,15 +8,16 @@ Importable with any version of vLLM, and without Triton.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.engines import variables
+from lenvm_kernels.engines import is_off, variables
 from lenvm_kernels.engines.vllm import processor
-from lenvm_kernels.engines.vllm.processor import LenVMProcessor, guidance_of, is_off, names_guidance
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor, guidance_of, names_guidance
 from lenvm_kernels.guidance.fields import NAMESPACE, with_selected
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any)
         return
     if given and isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config[processor.VARIABLES] = given
-    LenVMProcessor.config = vllm_config
+    LenVMProcessor.config, LenVMProcessor.is_checked_later = vllm_config, True
     LenVMProcessor.reason = reason = processor.reason_against(vllm_config)
     if reason is not None:
         if given:
@@ -67,29 +68,26 @@ def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any)
         ("completion.protocol", "CompletionRequest", "to_beam_search_params", refuse_beams),
         ("chat_completion.protocol", "ChatCompletionRequest", "to_sampling_params", pass_selected),
         ("responses.protocol", "ResponsesRequest", "to_sampling_params", pass_selected),
-        (
-            "completion.serving",
-            "OpenAIServingCompletion",
-            "request_output_to_completion_response",
-            _reporting(extend_choices),
-        ),
+        ("completion.serving", "OpenAIServingCompletion", "request_output_to_completion_response", extend_completion),
+        ("completion.serving", "OpenAIServingCompletion", "completion_stream_generator", extend_stream),
         ("chat_completion.serving", "OpenAIServingChat", "chat_completion_full_generator", extend_chat),
+        ("chat_completion.serving", "OpenAIServingChat", "chat_completion_stream_generator", extend_stream),
     ):
         if _OPENAI in sys.modules:
             found = getattr(importlib.import_module(f"{_OPENAI}.{module}"), owner)
-            _call_after(found, method, call, is_around=call is extend_chat)
+            _call_after(found, method, call, is_around=call in (extend_chat, extend_stream))
 
 
 def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-    """Raise ValueError if a request whose prompt or options cannot be guided contains guidance.
+    """Parse the guidance of a request, and keep it with its parameters for :func:`note_guidance`.
 
-    ``LenVMProcessor.validate_params`` has accepted its parameters. The engine answers with status 400. Requests without
-    parameters are not guided by the server's defaults either.
+    Raises ValueError, which the engine answers with status 400, if the parameters are invalid, or if the request's
+    prompt or options cannot be guided. Requests without parameters are not guided by the server's defaults instead.
     """
     params = request.sampling_params
-    if params is None:
+    if params is None or (guidance := guidance_of(params, settings := LenVMProcessor.settings())) is None:
         return
-    settings, must = LenVMProcessor.settings(), None
+    must = None
     if params.watermarking:
         must = "watermarking must be false together with guidance, got true"
     elif request.lora_request is not None and settings.value_model is not None:
@@ -98,10 +96,11 @@ def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **k
         given = "images or audio" if request.mm_features else "prompt_embeds"
         must = f"the prompt must be text together with guidance by a value model, got {given}"
     if must is None:
-        return
-    if names_guidance(params.extra_args):
+        vars(params)["lenvm"] = guidance
+    elif settings.is_asked(params.extra_args):
         raise ValueError(must)
-    params.extra_args = {**(params.extra_args or {}), NAMESPACE: {}}
+    else:
+        params.extra_args = {**(params.extra_args or {}), NAMESPACE: {}}
 
 
 def pass_selected(request: Any, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -116,10 +115,13 @@ def refuse_beams(request: Any, *args: Any, **kwargs: Any) -> None:
         raise ValueError("use_beam_search must be false together with guidance, got true")
 
 
-def note_guidance(processor: Any, _: None, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-    """Keep the guidance of a request for its last output."""
-    if request.sampling_params is not None and (state := processor.request_states.get(request.request_id)) is not None:
-        vars(state)["lenvm"] = guidance_of(request.sampling_params, LenVMProcessor.settings())
+def note_guidance(
+    processor: Any, _: None, request: EngineCoreRequest, prompt: Any, parent: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Keep the guidance of a request for its last output. A ``parent`` is a request for several outputs."""
+    params = request.sampling_params if parent is None else parent.sampling_params
+    if params is not None and (state := processor.request_states.get(request.request_id)) is not None:
+        vars(state)["lenvm"] = vars(params).get("lenvm")
 
 
 def add_outcome(state: Any, output: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,26 +157,56 @@ def end_metrics() -> EndMetrics:
     return EndMetrics(model_name=str(LenVMProcessor.config.model_config.served_model_name))
 
 
-def extend_choices(_: Any, response: Any, results: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+def extend_completion(_: Any, response: Any, results: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Add the outcomes to the choices of a response, which have the order of the results' outputs."""
     outputs = [output for result in results for output in result.outputs]
-    for choice, output in zip(getattr(response, "choices", ()), outputs, strict=False):
-        if "lenvm" in vars(output):
-            choice.lenvm = vars(output)["lenvm"]
+    _extend(response, {i: vars(output)["lenvm"] for i, output in enumerate(outputs) if "lenvm" in vars(output)})
 
 
-async def extend_chat(original: Callable, serving: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-    """As :func:`extend_choices`, around the response of a chat, which is made of the last of the ``results``."""
-    last = list[Any]()
-
-    async def noted() -> AsyncIterator[Any]:
-        async for result in results:
-            last[:] = [result]
-            yield result
-
-    response = await original(serving, request, noted(), *args, **kwargs)
-    _reporting(extend_choices)(serving, response, last)
+async def extend_chat(original: Callable, serving: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the response of a chat: add the outcomes to its choices."""
+    outcomes = dict[int, Any]()
+    response = await original(serving, *_noting(args, outcomes), **kwargs)
+    _extend(response, outcomes)
     return response
+
+
+async def extend_stream(original: Callable, serving: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+    """Around the server-sent events of a response: add the outcome to the last event of each choice."""
+    outcomes = dict[int, Any]()
+    async for event in original(serving, *_noting(args, outcomes), **kwargs):
+        if outcomes and event.startswith("data: {"):
+            content = json.loads(event.removeprefix("data: "))
+            for choice in content.get("choices", ()):
+                if choice.get("finish_reason") is not None and choice["index"] in outcomes:
+                    choice["lenvm"] = outcomes.pop(choice["index"])
+                    event = f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+        yield event
+
+
+def _noting(args: Sequence[Any], outcomes: dict[int, Any]) -> list[Any]:
+    """The arguments, of which the results of the engine store their outcomes by the index of the choice.
+
+    The first argument is the request. Results of completions are pairs of the prompt's place and a result.
+    """
+    choices = args[0].n or 1
+
+    async def noted(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for item in results:
+            place, result = item if isinstance(item, tuple) else (0, item)
+            for output in result.outputs:
+                if "lenvm" in vars(output):
+                    outcomes[output.index + place * choices] = vars(output)["lenvm"]
+            yield item
+
+    return [noted(arg) if isinstance(arg, AsyncIterator) else arg for arg in args]
+
+
+def _extend(response: Any, outcomes: Mapping[int, Any]) -> None:
+    """Add the outcomes to the choices of a response, if it is not an error."""
+    for choice in getattr(response, "choices", ()):
+        if choice.index in outcomes:
+            choice.lenvm = outcomes[choice.index]
 
 
 @cache

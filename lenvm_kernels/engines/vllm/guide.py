@@ -78,7 +78,7 @@ class Guide:
         self._prompt: tuple[int, Sequence[int]] = -1, ()
         self._keep_prompts()
         is_first_rank = self._group is None or self._group.rank_in_group == 0
-        self.report = self._new_report() if is_first_rank else Report(self.device, self.rows)
+        self.report = self._new_report() if is_first_rank else Report(self.device)
         source, slots, name = self._load()
         self._build_step(source, slots, progress=is_first_rank)
         # The engine sizes its own cache by the free memory, after this and before the first guided request.
@@ -124,10 +124,9 @@ class Guide:
         return self.settings.working_bytes(source, **sizes) + copies
 
     def _build_step(self, source: ValueModel | LengthProbe | None, slots: SlotTable, *, progress: bool = False) -> None:
-        """Create the step, and all other tensors on the device."""
+        """Create the step and the other tensors on the device, also after sleep mode has discarded them."""
         # temperature, top_p, min_p and top_k per slot
         self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(self.rows, 1)
-        self.report.allocate()
         config = self.settings.step_config(
             has_graphs=not self.config.model_config.enforce_eager,
             max_scaled_tokens=MAX_SCALED_TOKENS,
@@ -146,7 +145,7 @@ class Guide:
         request_ids = {} if file is None else calling_runner().req_states.index_to_req_id
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):  # the engine's /metrics reads this directory
             metrics = Metrics(model_name=str(self.config.model_config.served_model_name))
-        return Report(self.device, self.rows, metrics, file, request_ids)
+        return Report(self.device, metrics, file, request_ids)
 
     def _keep_prompts(self) -> None:
         """Keep the tokens of the request that the engine is adding: it passes a processor no tokens on the host."""
@@ -187,7 +186,6 @@ class Guide:
         )
         sampling = [params.temperature, params.top_p, params.min_p, max(params.top_k, 0)]
         self._sampling[slot] = to_device(torch.tensor(sampling), self.device)
-        self.report.admit(slot, True)
         return True
 
     def _admit(self, slot: int, tokens: Sequence[int]) -> None:
@@ -197,7 +195,6 @@ class Guide:
         """Forget the request of a slot."""
         self._is_known[slot] = self._needs_step[slot] = self._is_lost[slot] = self._wants_length[slot] = False
         self.step.remove_request(slot)
-        self.report.admit(slot, False)
 
     def _lose(self, slots: Sequence[int] | np.ndarray) -> None:
         """End the guidance of requests. Their spans and token temperatures, which all ranks apply, continue."""
@@ -218,7 +215,7 @@ class Guide:
             self.report.collect()
         except Exception:
             logger.exception("LenVM: steps could not be counted; neither metrics nor predicted lengths go on")
-            self.report = Report(self.device, self.rows)
+            self.report = Report(self.device)
             self._wants_length[:] = False
         return logits
 
@@ -270,9 +267,10 @@ class Guide:
             temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
             sampling = Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True, sample=True)
             self._predict_begun(prepared, sampling, part)
-            output = self.step.step(prepared, sampling)
+            faults = self.step.faults[slots]
+            output = self.step.step(prepared, sampling, verify=None if prepared.drafts is None else "same_draws")
         assert output.tokens is not None  # they are sampled
-        self.report.note(output, self.step.faults, slots, lengths, is_drawn)
+        self.report.note(output, prepared.drafts, self.step.faults[slots] > faults, is_drawn)
         if self.settings.trace is not None:
             trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, part.at)
         return part.by_row(output.tokens, -1)

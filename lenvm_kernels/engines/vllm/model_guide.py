@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lenvm_kernels.engines.own_slots import MAX_DELTA, PAGE_SIZE, OwnSlots, PromptPart, pages_for
+from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart, pages_for
+from lenvm_kernels.engines.settings import MAX_DELTA
 from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.vllm.guide import Guide, logger
@@ -34,7 +35,6 @@ class ModelGuide(Guide):
     def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
         settings, engine, rows = self.settings, self.config.model_config, self.rows
         value_model = settings.load_value_model(engine.dtype, self.device)
-        assert value_model is not None
         check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
         self.value_model = value_model
         pages = self._num_pages()

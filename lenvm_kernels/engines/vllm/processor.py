@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lenvm_kernels.engines import signatures, variables
+from lenvm_kernels.engines import is_off, signatures, variables
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
@@ -60,6 +60,7 @@ class LenVMProcessor(LogitsProcessor):
     Attributes:
         config: configuration of the engine. If None, the base model's tokenizer is not known in this process.
         reason: why the engine of this front end cannot guide requests. If None, it can.
+        is_checked_later: whether the front end checks each request again, with its prompt.
 
     Raises:
         ValueError: naming a setting or an option of the engine, what came and what is accepted. Without any
@@ -68,6 +69,7 @@ class LenVMProcessor(LogitsProcessor):
 
     config: ClassVar[VllmConfig | None] = None
     reason: ClassVar[str | None] = None
+    is_checked_later: ClassVar[bool] = False
     _guide: Guide | None = None
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, *is_first_runner: Any) -> None:
@@ -135,11 +137,11 @@ class LenVMProcessor(LogitsProcessor):
         given = sampling_params.extra_args  # requests without parameters cannot be rejected
         if not given or is_off():
             return
-        if cls.reason is None:
-            guidance_of(sampling_params, cls.settings())
-        elif names_guidance(given):
+        if cls.reason is not None and names_guidance(given):
             names = ", ".join(given)
             raise ValueError(f"guidance ({names}) must be absent from this server's requests: {cls.reason}")
+        if cls.reason is None and not cls.is_checked_later:
+            guidance_of(sampling_params, cls.settings())
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Admit a request into a slot of the engine. Returns whether its logits may change."""
@@ -186,17 +188,6 @@ def check_equal(mine: str) -> None:
         raise ValueError(f"LenVM must be set alike on all tensor-parallel ranks, got {mine} and {theirs.pop()}")
 
 
-def is_off() -> bool:
-    """Whether guidance is turned off."""
-    if os.environ.get("LENVM_VALUE_MODEL", "").strip() == "off":
-        return True
-    try:
-        from lenvm_kernels.engines.settings import Settings
-    except ImportError:
-        return False
-    return Settings.is_off()
-
-
 def reason_against(vllm_config: VllmConfig) -> str | None:
     """Why a server cannot guide requests. If None, it can.
 
@@ -228,13 +219,12 @@ def reason_against(vllm_config: VllmConfig) -> str | None:
 
 def names_guidance(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether the ``vllm_xargs`` of a request contain guidance, also if it cannot be used here."""
-    from lenvm_kernels.guidance.params import parse_guidance, read_names
+    from lenvm_kernels.guidance.params import read_names
 
     try:
-        params = parse_guidance(read_names(extra_args or {}, others="shared"))
+        return bool(read_names(extra_args or {}, others="shared"))
     except ValueError:
         return True
-    return params.needs_step or bool(params.token_temperature_scale)
 
 
 def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | None:

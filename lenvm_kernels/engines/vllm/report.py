@@ -15,7 +15,7 @@ import torch
 
 from lenvm_kernels.engines.report import Metrics, Stopwatch
 from lenvm_kernels.step import StepOutput
-from lenvm_kernels.types import Status
+from lenvm_kernels.types import Drafts, Status
 
 
 class Report:
@@ -25,7 +25,6 @@ class Report:
 
     Args:
         device: device of the steps.
-        slots: slots of the engine.
         metrics: the counters. If None, nothing is counted.
         file: file with a JSON line per request, to which predicted lengths are appended. If None, none are.
         request_ids: the engine's names of requests, by slot.
@@ -34,70 +33,41 @@ class Report:
     def __init__(
         self,
         device: torch.device,
-        slots: int,
         metrics: Metrics | None = None,
         file: Path | None = None,
         request_ids: Mapping[int, str] | None = None,
     ) -> None:
         self.metrics, self.file = metrics, file
-        self._device, self._slots = device, slots
         self._request_ids = {} if request_ids is None else request_ids  # empty while the server starts
         self._stopwatch = Stopwatch(device)
         # Tensors on their way to the host; each is passed to a function once it has arrived, in order.
         self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, Callable[[torch.Tensor], None]]] = deque()
-        self.allocate()
-
-    def allocate(self) -> None:
-        """Create the tensors on the device, also after sleep mode has discarded them."""
-        # By slot: the length of the sequence at its last step; 0 if that step had no drafts, -1 without guidance.
-        self._drafted_at = torch.full((self._slots,), -1, dtype=torch.int32, device=self._device)
-        self._faults = torch.zeros_like(self._drafted_at)  # by slot, as of the last step
-        statuses = 0 if self.metrics is None else len(self.metrics.rows)
-        self._statuses = torch.arange(statuses, dtype=torch.int8, device=self._device)
-
-    def admit(self, slot: int, is_guided: bool) -> None:
-        """Record that a request has entered a slot, or has left it."""
-        if self.metrics is not None:
-            self._drafted_at[slot] = 0 if is_guided else -1
-            self._faults[slot] = 0
 
     def timed(self) -> AbstractContextManager[None]:
         """Times the work that is launched inside."""
         return nullcontext() if self.metrics is None else self._stopwatch.running()
 
-    def note(
-        self,
-        output: StepOutput,
-        faults: torch.Tensor,
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        is_drawn: torch.Tensor,
-    ) -> None:
-        """Record a step of B requests, with N nodes each, that has been launched.
+    def note(self, output: StepOutput, drafts: Drafts | None, broken: torch.Tensor, is_drawn: torch.Tensor) -> None:
+        """Record a step of B requests that has been launched.
 
         Args:
             output: result of the step.
-            faults: int32 ``[slots]``; how often each request has lost guidance so far.
-            slots: int64 ``[B]``; slots of the requests.
-            lengths: int32 ``[B]``; lengths of the sequences.
+            drafts: its drafts, of which the engine accepts the verified ones. None without.
+            broken: bool ``[B]``; requests that lost guidance in the step.
             is_drawn: bool ``[B]``; requests for which a token is drawn.
         """
         if self.metrics is None:
             return
-        status, lost_mass = (x.view(len(slots), -1) for x in output.candidates[-2:])
-        nodes, status, lost_mass = status.shape[1], status[:, 0], lost_mass[:, 0]
-        drafted_at, faults = self._drafted_at[slots], faults[slots]
-        broken = faults > self._faults[slots]
-        new_lens = torch.where(drafted_at > 0, lengths - drafted_at, 0)
-        rows = torch.where(broken, len(self._statuses) - 1, status)[:, None] == self._statuses
-        sums = (
+        status, lost_mass = (x.view(len(broken), -1)[:, 0] for x in output.candidates[-2:])
+        statuses = torch.arange(len(self.metrics.rows), dtype=torch.int8, device=broken.device)
+        rows = torch.where(broken, len(statuses) - 1, status)[:, None] == statuses
+        sums = [
             *(rows & is_drawn[:, None]).sum(0),
             torch.where(is_drawn & (status != Status.UNGUIDED), lost_mass, 0.0).sum(),
-            (new_lens > 0).sum(),
-            new_lens.sum(),
-        )
-        self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths * is_drawn if nodes > 1 else 0)
-        self._faults[slots] = faults
+        ]
+        if drafts is not None and output.verified is not None and output.tokens is not None:
+            is_verified = is_drawn & (output.tokens.view(len(broken), -1)[:, 0] >= 0) & (drafts.token_ids[:, 0] >= 0)
+            sums += [is_verified.sum(), (output.verified.lens * is_verified).sum()]
         self._copy(torch.stack([x.float() for x in sums]), partial(self._count, self.metrics, self._stopwatch.take()))
 
     def note_predicted(self, prompts: Mapping[int, int], lengths: torch.Tensor) -> None:
@@ -124,7 +94,7 @@ class Report:
         metrics.guided_steps.inc()
         metrics.value_model_milliseconds.inc(milliseconds())
         drafts = metrics.verifications["yes"], metrics.verified_tokens["yes"]
-        for counter, number in zip((*metrics.rows.values(), metrics.lost_mass, *drafts), sums.tolist(), strict=True):
+        for counter, number in zip((*metrics.rows.values(), metrics.lost_mass, *drafts), sums.tolist(), strict=False):
             counter.inc(number)
 
     def _write(self, lines: list[dict[str, Any]], lengths: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from lenvm_kernels.engines.settings import Settings
-from lenvm_kernels.engines.tensors import to_device
+from lenvm_kernels.engines.tensors import to_device, whole_embedding
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.values import LengthProbe
 
@@ -48,18 +48,12 @@ def load_probe(settings: Settings, runner: GPUModelRunner) -> LengthProbe:
     model = runner.get_model()
     tables = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
     embedding = next((m for m in tables if not isinstance(m, ParallelLMHead)), None)
-    weight = getattr(embedding, "weight", None)  # quantized weights may have other names
-    if weight is None:
+    if getattr(embedding, "weight", None) is None:  # quantized weights may have other names
         raise ValueError(
             f"LENVM_VALUE_MODEL must not be a probe with this base model: {type(model).__name__} has no input "
             "embedding that is not quantized"
         )
-    weight = weight.detach()
-    assert embedding is not None
-    if embedding.tp_size > 1:  # each rank has a part, and padding
-        if added := embedding.num_added_embeddings:
-            raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
-        weight = get_tp_group().all_gather(weight, dim=0)[: embedding.org_vocab_size]
+    weight = whole_embedding(embedding, lambda part: get_tp_group().all_gather(part, dim=0))
     return settings.load_probe(runner.model_config.get_total_num_hidden_layers(), weight)
 
 
