@@ -197,18 +197,19 @@ class StepReport:
     """The report of one step to the host, on the device or already copied.
 
     Attributes:
-        status: int8 ``[B, N]``; a :class:`Status` for each of N tokens, several if drafts were verified.
-        lost_mass: fp32 ``[B, N]``; probability that the limit on candidates cut off.
-        broken: bool ``[B]``; rows that lost guidance in this step (``faults`` of the table).
+        status: int8 ``[B, N]``; a :class:`Status` for each of N tokens, several if drafts were verified; None without
+            metrics.
+        lost_mass: fp32 ``[B, N]``; probability that the limit on candidates cut off; None without metrics.
+        faults: int32 ``[B]``; steps in which each request has lost guidance since it was admitted.
         remaining_lengths: fp32 ``[B, N]``; predicted after each token, NaN where not requested; None if not requested.
         prompt_lengths: fp32 ``[B, 1]``; predicted for each prompt, NaN where not requested; None if not requested.
         metrics: metrics of the process, or None.
         milliseconds: gives the time of the value model's work.
     """
 
-    status: torch.Tensor
-    lost_mass: torch.Tensor
-    broken: torch.Tensor
+    status: torch.Tensor | None
+    lost_mass: torch.Tensor | None
+    faults: torch.Tensor
     remaining_lengths: torch.Tensor | None
     prompt_lengths: torch.Tensor | None
     metrics: Metrics | None
@@ -222,10 +223,14 @@ class StepReport:
     def consume(self, batch: ScheduleBatch, commits: Sequence[CommittedTokens | None]) -> None:
         """See SGLang's ``HostAuxiliaryOutput``: the tensors have arrived. Rows without a commit are not reported."""
         committed = {i: commit for i, commit in enumerate(commits) if commit is not None}
-        for i in committed.keys() & set(self.broken.nonzero().flatten().tolist()):
-            batch.reqs[i].lenvm_broken += 1
+        broken, faults = set(), self.faults.tolist()
+        for i in committed:
+            req = batch.reqs[i]
+            if (steps := req.lenvm_broken_before + faults[i]) > req.lenvm_broken:
+                req.lenvm_broken = steps
+                broken.add(i)
         if self.metrics is not None:
-            self._count(self.metrics, batch, {i: len(commit.token_ids) for i, commit in committed.items()})
+            self._count(self.metrics, batch, {i: len(commit.token_ids) for i, commit in committed.items()}, broken)
         for lengths, key in ((self.prompt_lengths, OUTPUT_LENGTH), (self.remaining_lengths, REMAINING_LENGTHS)):
             numbers = [] if lengths is None else lengths.tolist()
             for i, commit in committed.items() if numbers else ():
@@ -234,16 +239,17 @@ class StepReport:
                     if math.isfinite(number) and (key == REMAINING_LENGTHS or first == 0):
                         _append(batch.reqs[i], key, index, number)
 
-    def _count(self, metrics: Metrics, batch: ScheduleBatch, committed: dict[int, int]) -> None:
-        """Count the step; ``committed`` are numbers of tokens by row."""
-        status, lost_mass, broken = self.status.tolist(), self.lost_mass.tolist(), self.broken.tolist()
+    def _count(self, metrics: Metrics, batch: ScheduleBatch, committed: dict[int, int], broken: set[int]) -> None:
+        """Count the step; ``committed`` are numbers of tokens by row, ``broken`` the rows that lost guidance."""
+        assert self.status is not None and self.lost_mass is not None
+        status, lost_mass = self.status.tolist(), self.lost_mass.tolist()
         metrics.value_model_milliseconds.inc(self.milliseconds())
         counts, lost = Counter[str](), 0.0
         for i, count in committed.items():  # summed first: a counter of Prometheus takes microseconds
             for j in range(count):
-                counts[_BROKEN if broken[i] else Status(status[i][j]).name.lower()] += 1
+                counts[_BROKEN if i in broken else Status(status[i][j]).name.lower()] += 1
                 lost += lost_mass[i][j] if status[i][j] != Status.UNGUIDED else 0.0
-            if self.status.shape[1] > 1:
+            if len(status[i]) > 1:
                 guided = "no" if batch.reqs[i].lenvm_guidance is None else "yes"
                 metrics.verifications[guided].inc()
                 metrics.verified_tokens[guided].inc(count)

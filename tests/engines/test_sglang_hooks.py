@@ -25,6 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
+from lenvm_kernels.engines.report import StepReport
 from lenvm_kernels.engines.settings import MAX_DELTA, Settings
 from lenvm_kernels.engines.sglang import hooks
 from lenvm_kernels.engines.sglang import value_model as value_model_module
@@ -282,7 +283,9 @@ def request_in(row, asked, **fields):
     """A request in a row of the engine's table."""
     sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None, stop_strs=[])
     req = dict(kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=asked and parse_guidance(asked), lenvm_row=None)
-    req |= dict(sampling_params=sampling, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None)
+    req |= dict(
+        sampling_params=sampling, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None, lenvm_broken=0
+    )
     return SimpleNamespace(**req | fields)
 
 
@@ -290,11 +293,27 @@ def test_responses_state_why_guidance_was_lost():
     guide, kept = SGLangGuide(Settings(), torch.device("cpu")), dict(lenvm_lost=None, finished=lambda: True)
     guide.step, kept["output_ids_through_stop"] = MagicMock(text_breaks=()), [7, 8]
     reqs = [request_in(row, NEAR, lenvm_broken=n, **kept) for row, n in enumerate((0, 2, 0))]
-    reqs += [request_in(3, None, lenvm_broken=0, **kept), request_in(4, NEAR, finished=lambda: False)]
+    reqs += [request_in(3, None, **kept), request_in(4, NEAR, finished=lambda: False)]
     guide.lose(reqs[2:4])
     guide.add_outcomes(outputs := SimpleNamespace(output_reqs=reqs, customized_info={}))
     lost = [[outcome["lost"] for outcome in outcomes] for outcomes in outputs.customized_info["lenvm"]]
     assert lost == [[None], ["scores or values were not finite, number of steps: 2"], ["a guided step failed"], [], []]
+
+
+def test_steps_without_guidance_are_counted_across_admissions():
+    """Rows that commit no token are not counted. The device counts anew after a retraction."""
+    reqs, commit = [request_in(row, NEAR, lenvm_broken_before=0) for row in (0, 1)], MagicMock()
+    for faults, commits in (((0, 1), (commit, None)), ((2, 1), (commit, commit)), ((2, 1), (commit, commit))):
+        report = StepReport(None, None, torch.tensor(faults), None, None, None, lambda: 0.0)
+        report.consume(SimpleNamespace(reqs=reqs), commits)
+    assert [req.lenvm_broken for req in reqs] == [2, 1]
+    guide = SGLangGuide(Settings(), torch.device("cpu"))
+    guide.step = MagicMock(text_breaks=())
+    guide.admit(SimpleNamespace(lenvm_reqs=reqs, lenvm_failed=False), reqs, is_prefill=True)
+    for faults in ((0, 0), (1, 0)):
+        report = StepReport(None, None, torch.tensor(faults), None, None, None, lambda: 0.0)
+        report.consume(SimpleNamespace(reqs=reqs), [commit, commit])
+    assert [req.lenvm_broken for req in reqs] == [3, 1]
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])

@@ -94,6 +94,7 @@ class SGLangGuide:
         self._stopwatch = Stopwatch(device)
         self._reserved: torch.Tensor | None = None
         self._table_rows: set[int] = set()  # rows of requests in the guidance table
+        self._rows = self._ones = torch.empty(0)  # the numbers of a batch's rows and of their tokens, without drafts
         self._batch: ForwardBatch | None = None  # which the engine is sampling
         self._drawn: Drawn | None = None  # the last step; None if it has failed, or no request needed one
         self._agreed: torch.Tensor | None = None  # int32 [rows], its tokens on all ranks; None if none needed one
@@ -208,6 +209,7 @@ class SGLangGuide:
 
     def _admit(self, req: Req, table_row: int) -> None:
         params, seed = req.lenvm_guidance, req.sampling_params.sampling_seed
+        req.lenvm_broken_before = req.lenvm_broken  # the table counts anew
         self.step.add_request(
             table_row,
             params,
@@ -265,8 +267,11 @@ class SGLangGuide:
             tokens = original(runner, logits_output, batch)
         finally:
             self._batch = None
-        rows, ones = torch.arange(len(tokens), device=self.device), torch.ones_like(tokens, dtype=torch.int32)
-        self.report(batch, logits_output, VerifiedTokens(tokens[:, None], ones, rows[:, None]))
+        if len(self._rows) < len(tokens):
+            self._rows = torch.arange(len(tokens), device=self.device)
+            self._ones = torch.ones_like(self._rows, dtype=torch.int32)
+        lens, rows = self._ones[: len(tokens)], self._rows[: len(tokens)]
+        self.report(batch, logits_output, VerifiedTokens(tokens[:, None], lens, rows[:, None]))
         self.discard_read_done()
         return tokens
 
@@ -337,7 +342,6 @@ class SGLangGuide:
     def _run(self, batch: Batch, prepared: PreparedStep, info: SamplingBatchInfo, *, is_prompt: bool) -> Drawn:
         """The guided step of a batch; ``is_prompt`` if first tokens after prompts are drawn."""
         rows = prepared.batch
-        faults = self.step.faults[rows.table_rows]
         wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
         temperature, prompt_lengths = info.temperatures.flatten(), None
         sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, temperature, is_logits=True, sample=True)
@@ -347,8 +351,7 @@ class SGLangGuide:
             output = self.step.step(prepared, sampling)
         if self.metrics is not None:
             self.metrics.guided_steps.inc()
-        broken = self.step.faults[rows.table_rows] > faults
-        return Drawn(rows, output, broken, wants_values, prompt_lengths)
+        return Drawn(rows, output, wants_values, prompt_lengths)
 
     def report(self, batch: Batch, logits_output: LogitsProcessorOutput, chosen: VerifiedTokens) -> None:
         """After the engine has chosen tokens: append a report on the step to its output, which the host reads later.
@@ -373,9 +376,10 @@ class SGLangGuide:
                 lengths = output.remaining_lengths[nodes]
             if lengths is not None and not self.step.values.needs_tokens:  # the host reads it after a prompt only
                 prompt_lengths = 1 + lengths[:, :1]
-        if batch.lenvm_reqs and (drawn.wants_values or self.metrics is not None):
-            status, lost_mass = output.candidates.status[nodes], output.candidates.lost_mass[nodes]
-            numbers = status, lost_mass, drawn.broken, lengths, prompt_lengths
+        if batch.lenvm_reqs:
+            faults, candidates = self.step.faults[rows.table_rows], output.candidates
+            counted = (None, None) if self.metrics is None else (candidates.status[nodes], candidates.lost_mass[nodes])
+            numbers = *counted, faults, lengths, prompt_lengths
             append(logits_output, StepReport(*numbers, self.metrics, self._stopwatch.take()))
         if self.settings.trace is not None:
             trace_batch(self.settings.trace, batch, rows.lengths, output, agreed, chosen)
@@ -416,7 +420,6 @@ class Drawn(NamedTuple):
 
     batch: StepBatch
     output: StepOutput
-    broken: torch.Tensor  # bool [B]; requests that lost guidance in the step
     wants_values: bool  # whether any request has return_values
     prompt_lengths: torch.Tensor | None  # fp32 [B, 1]; None if not requested, or with a probe
 

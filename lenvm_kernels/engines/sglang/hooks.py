@@ -101,7 +101,7 @@ class SGLangPlugin:
     def note_guidance(self, _: None, req: Req, *args: Any, **kwargs: Any) -> None:
         """After a request was created in the scheduler: parse its guidance."""
         req.lenvm_guidance = req.lenvm_row = req.lenvm_lost = None
-        req.lenvm_broken = 0
+        req.lenvm_broken = req.lenvm_broken_before = 0
         try:
             if self.off is not None:
                 check_off(req, self.off)

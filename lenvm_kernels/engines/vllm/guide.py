@@ -125,8 +125,9 @@ class Guide:
 
     def _build_step(self, source: ValueModel | LengthProbe | None, slots: SlotTable, *, progress: bool = False) -> None:
         """Create the step and the other tensors on the device, also after sleep mode has discarded them."""
-        # temperature, top_p, min_p and top_k per slot
-        self._sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]], device=self.device).repeat(self.rows, 1)
+        self._row_numbers = torch.arange(self.rows, device=self.device)
+        # top_k, and the bits of temperature, top_p and min_p, per slot, so that a step gathers them in one launch
+        self._sampling = torch.zeros(self.rows, 4, dtype=torch.int32, device=self.device)
         config = self.settings.step_config(
             has_graphs=not self.config.model_config.enforce_eager,
             max_scaled_tokens=MAX_SCALED_TOKENS,
@@ -184,8 +185,10 @@ class Guide:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             span=guidance.span_state(tokens[:prompt_len], tokens[prompt_len:], self.step.text_breaks),
         )
-        sampling = [params.temperature, params.top_p, params.min_p, max(params.top_k, 0)]
-        self._sampling[slot] = to_device(torch.tensor(sampling), self.device)
+        numbers = torch.tensor([params.temperature, params.top_p, params.min_p]).view(torch.int32)
+        self._sampling[slot] = to_device(
+            torch.cat([torch.tensor([max(params.top_k, 0)], dtype=torch.int32), numbers]), self.device
+        )
         return True
 
     def _admit(self, slot: int, tokens: Sequence[int]) -> None:
@@ -209,7 +212,11 @@ class Guide:
         # vLLM may verify drafts for some requests at a time, in views of the step's rows.
         is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
         for first in range(0, len(places), size):
-            part = Part.of(ctx, places[first : first + size], 1 + self.drafts) if has_drafts else Part.whole(ctx)
+            part = (
+                Part.of(ctx, places[first : first + size], 1 + self.drafts)
+                if has_drafts
+                else Part.whole(ctx, self._row_numbers[: len(ctx.pos)])
+            )
             self._guide(logits, part, is_last and first + size >= len(places))
         try:
             self.report.collect()
@@ -244,9 +251,9 @@ class Guide:
 
     def _draw(self, logits: torch.Tensor, part: Part, is_last: bool) -> torch.Tensor | None:
         """int32 ``[rows]``; the tokens drawn, -1 in rows that the engine draws; None if it draws all of them."""
-        ctx, slots, scores, first_rows = part.ctx, part.slots, part.by_node(logits), part.rows[:, 0]
-        lengths = ctx.pos[first_rows].int() + 1
-        tokens, new_lens = ctx.input_ids[first_rows], None
+        ctx, slots, scores = part.ctx, part.slots, part.by_node(logits)
+        lengths = part.last(ctx.pos).int() + 1
+        tokens, new_lens = part.last(ctx.input_ids), None
         if self.drafts:  # which of these tokens are new is not known after a restart
             new_lens = lengths.clamp(max=1 + self.drafts)
             tokens = self.new_tokens(slots, lengths, new_lens)
@@ -260,17 +267,19 @@ class Guide:
         with self.report.timed():
             self._read_prompts(part, lengths)
             # In chunks of prompts that a later step continues, the engine discards the draw.
-            is_drawn = lengths >= self.req_states.prefill_len.gpu[slots]
-            is_lost = self._is_lost[part.host_slots]
-            active = is_drawn & to_device(~is_lost, self.device) if is_lost.any() else is_drawn
+            is_whole, is_lost = self._is_whole(part), self._is_lost[part.host_slots]
+            active = to_device(is_whole & ~is_lost, self.device) if is_lost.any() or not is_whole.all() else None
             prepared = prepared._replace(batch=batch._replace(active=active))
-            temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
-            sampling = Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True, sample=True)
+            sampling_bits = self._sampling[slots]
+            temperature, top_p, min_p = sampling_bits[:, 1:].view(torch.float32).unbind(1)
+            sampling = Sampling(sampling_bits[:, 0], top_p, min_p, temperature, is_logits=True, sample=True)
             self._predict_begun(prepared, sampling, part)
-            faults = self.step.faults[slots]
+            faults = self.step.faults[slots] if self.report.metrics is not None else None
             output = self.step.step(prepared, sampling, verify=None if prepared.drafts is None else "same_draws")
         assert output.tokens is not None  # they are sampled
-        self.report.note(output, prepared.drafts, self.step.faults[slots] > faults, is_drawn)
+        if faults is not None:
+            is_drawn = to_device(is_whole, self.device)
+            self.report.note(output, prepared.drafts, self.step.faults[slots] > faults, is_drawn)
         if self.settings.trace is not None:
             trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, part.at)
         return part.by_row(output.tokens, -1)
@@ -280,14 +289,17 @@ class Guide:
 
     def _predict_begun(self, prepared: PreparedStep, sampling: Sampling, part: Part) -> None:
         """Predict the output lengths of the requests whose prompt ends with this step."""
-        is_whole = part.ctx.seq_lens_upper_bound_np[part.places] >= self.req_states.prefill_len.np[part.host_slots]
-        begun = np.flatnonzero(self._wants_length[part.host_slots] & is_whole)
+        begun = np.flatnonzero(self._wants_length[part.host_slots] & self._is_whole(part))
         if not len(begun):
             return
         slots = part.host_slots[begun]
         self._wants_length[slots] = False
         lengths = self._predict(prepared, sampling)[to_device(begun, self.device)]
         self.report.note_predicted({int(slot): int(self.req_states.prompt_len.np[slot]) for slot in slots}, lengths)
+
+    def _is_whole(self, part: Part) -> np.ndarray:
+        """bool ``[B]``; False if a later step continues the request's prompt."""
+        return part.ctx.seq_lens_upper_bound_np[part.places] >= self.req_states.prefill_len.np[part.host_slots]
 
     def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
         """fp32 ``[B]``; predicted output lengths. A probe values candidates only: the most probable first token."""

@@ -160,9 +160,8 @@ class Part(NamedTuple):
     is_whole: bool
 
     @classmethod
-    def whole(cls, ctx: LogitsContext) -> Part:
-        """All requests of a step without drafts."""
-        at = torch.arange(len(ctx.pos), device=ctx.pos.device)
+    def whole(cls, ctx: LogitsContext, at: torch.Tensor) -> Part:
+        """All requests of a step without drafts; ``at`` counts its rows."""
         places, slots = np.arange(len(ctx.idx_mapping_np)), ctx.idx_mapping.long()
         return cls(ctx, places, ctx.idx_mapping_np, slots, at[:, None], at, True)
 
@@ -179,6 +178,10 @@ class Part(NamedTuple):
         at = torch.where(request < count, request * nodes + ctx.expanded_local_pos, count * nodes)
         is_whole = rows == count * nodes and count == requests
         return cls(ctx, places, ctx.idx_mapping_np[places], ctx.idx_mapping.long()[place], of_nodes, at, is_whole)
+
+    def last(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows [rows]`` at the last token of each request: ``[B]``."""
+        return rows if self.is_whole and self.rows.shape[1] == 1 else rows[self.rows[:, 0]]
 
     def by_node(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows [rows, X]`` by node: ``[B N, X]``."""
