@@ -8,18 +8,38 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
+from lenvm_kernels.ops._common import resolve_backend
+from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.step import StepBatch
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-def leave_only(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+BLOCK = 4096  # columns per program; not measured yet
+
+
+@kernel()
+def _leave_only_kernel(logits_ptr, stride_row, tokens_ptr, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens_ptr + row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.where(column == token, 0.0, -float("inf"))
+    tl.store(logits_ptr + row * stride_row + column, x, mask=(column < V) & (token >= 0))
+
+
+def leave_only(logits: torch.Tensor, tokens: torch.Tensor, backend: str = "auto") -> None:
     """Mask all tokens but ``tokens [N]`` in logits ``[N, V]``, in place, so that any sampler of an engine returns them.
 
-    Rows with a negative token are unchanged.
+    Rows with a negative token are unchanged. ``backend`` is ``auto``, ``triton`` or ``reference``.
     """
+    if resolve_backend(backend, "logits", logits) == "triton":
+        grid = len(tokens), triton.cdiv(logits.shape[1], BLOCK)
+        _leave_only_kernel[grid](logits, logits.stride(0), tokens, logits.shape[1], BLOCK=BLOCK)
+        return
     is_drawn, token = tokens[:, None] >= 0, tokens[:, None].clamp(min=0).long()
     kept = logits.gather(1, token).masked_fill(is_drawn, 0.0)
     logits.masked_fill_(is_drawn, -math.inf).scatter_(1, token, kept)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lenvm_kernels.engines.tensors import leave_only
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import draw as module
 from lenvm_kernels.ops.begin_step import empty_requests
@@ -118,3 +119,16 @@ def test_fp64_weights_keep_their_precision():
     positions = torch.tensor([AT_ZERO, AT_LARGEST])
     drawn = draw_tokens(Candidates(ids, p, None, status, None), p, torch.zeros_like(positions), positions)
     assert drawn.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_the_drawn_token_is_left_to_an_engine(device, backend, dtype):
+    """Rows that nothing is drawn in, and the padding of rows, keep every bit."""
+    rows = torch.randn(4, 5005, device=device).to(dtype)
+    rows[0, 7], rows[1] = -torch.inf, torch.nan
+    expected, tokens = rows.clone(), [4999, -1, 0, -1]
+    for row, token in ((0, 4999), (2, 0)):
+        expected[row, :5000] = -torch.inf
+        expected[row, token] = 0.0
+    leave_only(rows[:, :5000], torch.tensor(tokens, dtype=torch.int32, device=device), backend)
+    torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
