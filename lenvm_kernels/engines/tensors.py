@@ -1,7 +1,5 @@
 """Operations on tensors that the plugins of several engines share. Importable without an engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -51,7 +49,7 @@ def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def last_tokens(batch: ForwardBatch, requests: int) -> StepBatch:
+def last_tokens(batch: "ForwardBatch", requests: int) -> StepBatch:
     """The sequences of a batch of SGLang or of its fork, with the last token of each, from tensors on the device.
 
     Under the overlapping scheduler, the tokens are not available on the host.
