@@ -43,6 +43,11 @@ def leave_only(logits: torch.Tensor, tokens: torch.Tensor, backend: str = "auto"
     logits.masked_fill_(is_drawn, -math.inf).scatter_(1, token, kept)
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile the kernel of :func:`leave_only` for fp32 logits."""
+    leave_only(torch.zeros(1, 1, device=device), torch.full((1,), -1, dtype=torch.int32, device=device))
+
+
 def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to a device without a host-device sync."""
     tensor = torch.as_tensor(values)

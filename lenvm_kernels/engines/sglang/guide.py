@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.engines.report import OUTCOME, EndMetrics, Metrics, StepReport, Stopwatch, not_finite, trace_batch
 from lenvm_kernels.engines.settings import MAX_DELTA, MAX_END_TOKENS, NONE, Settings
-from lenvm_kernels.engines.tensors import last_tokens, leave_only
+from lenvm_kernels.engines.tensors import last_tokens, leave_only, warm_up
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, VerifiedTokens
@@ -148,6 +148,7 @@ class SGLangGuide:
             runner.forward_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(runner.forward_stream):  # only the stream of later steps can reuse the memory
                 self.step.warm_up()
+                warm_up(self.device)
         if self.drafts:
             grown_by = torch.zeros(len(slot_table), 2 + self.drafts, dtype=torch.int32, device=self.device)
             self.grown_by = grown_by[:, 1:], grown_by[:, 0]

@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.report import Metrics, trace_nodes
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings
-from lenvm_kernels.engines.tensors import leave_only, to_device
+from lenvm_kernels.engines.tensors import leave_only, to_device, warm_up
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.engines.vllm.report import Report
 from lenvm_kernels.engines.vllm.states import BaseStates, Part, after_reload, calling_runner, load_probe
@@ -137,6 +137,7 @@ class Guide:
         self.step = GuidedStep(value_source(source), slots, config)
         if self.device.type == "cuda":
             self.step.warm_up(progress=progress)
+            warm_up(self.device)
             if self.settings.predictions is not None:
                 self.step.warm_up(sample=False, progress=progress)
 
