@@ -30,7 +30,7 @@ help:
 	@echo "make versions       tests with the oldest and newest PyTorch, Triton, transformers and numpy; 8 GiB of disk"
 	@echo "make codegen compiles every kernel for seven GPUs that are not there, and fails on spills and slow code; 8 minutes"
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
-	@echo "make lint    ruff check and format, and mypy"
+	@echo "make lint    ruff check and format, mypy, and a count of unnatural phrases"
 	@echo "make bench   the benchmarks, a few cases each: on a GPU the Triton kernels, without one the reference"
 	@echo "make docs    the documentation, into site/; python -m http.server --directory site serves it, search included"
 	@echo "make package sdist and wheel into dist/, and a smoke test of the wheel in an environment of its own"
@@ -101,6 +101,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/phrases.py
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.step --quick $(ARGS)

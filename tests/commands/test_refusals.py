@@ -47,7 +47,7 @@ NO_CASES = GOOD[:-1], GOOD.replace("value_head", "softmax"), GOOD.replace("size"
 REJECTED = [
     ("generate --landing w7 --target-value 0.5", "landing needs a target_length"),
     ("generate --value-scale much", "--value-scale"),
-    (f"{NEAR} --constraint eq --strength 2", "strength needs a value_constraint of near, "),
+    (f"{NEAR} --constraint eq --strength 2", "strength needs value_constraint near, "),
     ("generate --token-temperature-scale 13", "must be token ids and divisors such as 13=1.5, got '13'"),
     ("generate --token-temperature-scale 13=0", "token_temperature_scale[13]"),
     ("generate --temperature -1", "temperature"),

@@ -161,7 +161,7 @@ REJECTED_ALONE = [
     ("hard_limit_grace", "be an integer >= 0 and < 1e+06", [-1]),
     ("landing_tokens", "be an integer >= 1 and < 1e+06", [2.5]),
     ("end_token_ids", "be a list of 1 to 4 token ids, or its JSON text", [5, "x", [], [1, 2, 3, 4, 5]]),
-    ("end_token_ids", "hold token ids >= 0, or lists of them", [[-1], [2**31], [1.0], [True], [[]], [[3, [4]]]]),
+    ("end_token_ids", "contain token ids >= 0, or lists of them", [[-1], [2**31], [1.0], [True], [[]], [[3, [4]]]]),
     ("start_token_ids", "be a list of 0 to 4 token ids, or its JSON text", [5]),
     ("end_message", "be a text, or a list of token ids >= 0", [[-3], 3]),
     ("landing", "be a text, or a list of token ids >= 0", [[-1]]),
@@ -179,12 +179,12 @@ def test_rejected_values_are_reported_by_the_main_name(name, must, values):
                 parse_guidance({alias: value})
 
 
-NEAR_ONLY = "needs a value_constraint of near, ge_near or le_near"
+NEAR_ONLY = "needs value_constraint near, ge_near or le_near"
 A_TARGET = "needs a target: give target_length or target_value as well"
 A_SPAN, A_LIMIT = "needs end_token_ids, or a thinking_budget", "needs a hard_limit, or a thinking_budget"
 LANDING = "landing needs a target_length of all new tokens, and neither end_token_ids nor a budget"
-OWN_TARGET = "thinking_budget is itself a target: the only other one can be a target_length of the answer"
-NO_END = "thinking_budget needs end_token_ids: no token is known that ends a thought"
+OWN_TARGET = "thinking_budget is a target; the only other target allowed is a target_length of the answer"
+NO_END = "thinking_budget needs end_token_ids: no token is known to end a thought"
 TOGETHER = "boosted_token_ids and token_temp_divisor must be given together"
 ENDS, KNOWN = {"end_token_ids": [1]}, {"thoughts": Thoughts(encode=list)}
 LIMIT = {"end_token_ids": [[7, 3]], "hard_limit": 9}
@@ -196,16 +196,16 @@ REJECTED_TOGETHER = [
     ({"target_length": 5, "op": "eq", "strength": 5}, f"strength {NEAR_ONLY}"),
     ({"tolerance": 0.1, "target_length": 9, "op": "eq"}, f"tolerance {NEAR_ONLY}"),
     ([("scale", 2)], "custom_params must be a mapping of field names to values, got list"),
-    ({"scale": 2, "value_scale": 3}, "value_scale is given twice: accepted is one of value_scale, scale"),
+    ({"scale": 2, "value_scale": 3}, "value_scale is given twice; give one of value_scale, scale"),
     ({"value_scal": 2}, r"value_scal is not a guidance parameter; did you mean value_scale\?"),
     ({"lenvm": {"loudness": 2}}, "loudness is not a guidance parameter; accepted are value_mode, value_scale, .*"),
-    ({"lenvm": {"scale": 2}, "value_scale": 3}, "value_scale is given twice: accepted is one of value_scale, scale"),
-    ({"target_tokens": 2, "target_length": 3}, "target_length is given twice: accepted is one of target_length, .*"),
+    ({"lenvm": {"scale": 2}, "value_scale": 3}, "value_scale is given twice; give one of value_scale, scale"),
+    ({"target_tokens": 2, "target_length": 3}, "target_length is given twice; give one of target_length, .*"),
     ({"lenvm": 5}, "lenvm must be an object of guidance parameters, or its JSON text, got 5"),
     ({"max_length": 9}, "max_length is not a guidance parameter: give target_length with .* le_near, .*"),
     ({"Min-Length": 9}, "Min-Length is not a guidance parameter: give target_length with .* ge_near, .*"),
-    ({"token_temperature_scale": {"x": 1}}, "token_temperature_scale must hold token ids >= 0, got 'x'"),
-    ({"token_temperature_scale": {True: 2}}, "token_temperature_scale must hold token ids >= 0, got True"),
+    ({"token_temperature_scale": {"x": 1}}, "token_temperature_scale must contain token ids >= 0, got 'x'"),
+    ({"token_temperature_scale": {True: 2}}, "token_temperature_scale must contain token ids >= 0, got True"),
     ({"token_temperature_scale": {1: 0}}, r"token_temperature_scale\[1\] must be .* > 0 and < 1e\+06, got 0"),
     ({"boosted_token_ids": [1]}, TOGETHER),
     ({"token_temp_divisor": 2}, TOGETHER),
@@ -217,22 +217,22 @@ REJECTED_TOGETHER = [
     ({"start_token_ids": [3]}, f"start_token_ids {A_SPAN}"),
     (ENDS | {"hard_limit_grace": 3}, f"hard_limit_grace {A_LIMIT}"),
     (ENDS | {"end_message": [3]}, f"end_message {A_LIMIT}"),
-    (LIMIT | {"end_message": "So."}, "end_message must be a list of token ids where no tokenizer is known, got 'So.'"),
-    (LIMIT | {"end_message": [3] * 31}, "end_message must be of at most 30 tokens, got 31"),
+    (LIMIT | {"end_message": "So."}, "end_message must be a list of token ids without a tokenizer, got 'So.'"),
+    (LIMIT | {"end_message": [3] * 31}, "end_message must have at most 30 tokens, got 31"),
     ({"end_token_ids": [[1] * 16], "start_token_ids": [[1] * 16]},
-     "end_token_ids and start_token_ids must be of at most 31 tokens together, got 32"),
-    ({"target_words": 5}, "target_words needs a tokenizer, and none is known"),
+     "end_token_ids and start_token_ids must have at most 31 tokens together, got 32"),
+    ({"target_words": 5}, "target_words needs a tokenizer, and none was given"),
     ({"target_words": 5, "target_length": 5}, "give one of .*, got target_length and target_words"),
-    ({"target_sentences": 5, "landing": [3]}, "landing must not .* together with target_sentences", KNOWN),
-    ({"target_words": 5, "end_token_ids": [3]}, "end_token_ids must not .* together with target_words", KNOWN),
-    ({"target_words": 5, "target_value": 0.5}, "target_value must not .* together with target_words", KNOWN),
+    ({"target_sentences": 5, "landing": [3]}, "landing cannot be combined with target_sentences", KNOWN),
+    ({"target_words": 5, "end_token_ids": [3]}, "end_token_ids cannot be combined with target_words", KNOWN),
+    ({"target_words": 5, "target_value": 0.5}, "target_value cannot be combined with target_words", KNOWN),
     ({"target_words": 5, "length_mode": "total"}, "target_length_mode must be answer .*, got 'total'", KNOWN),
     ({"landing": [3]}, LANDING),
     ({"landing": [3], "target_length": 9} | ENDS, LANDING),
     ({"landing": [3], "target_length": 9, "target_value": 0.5}, LANDING),
     ({"landing": [3], "target_length": 9, "length_mode": "remaining"}, LANDING),
-    ({"landing": [3] * 33, "target_length": 99}, "landing must be of at most 32 tokens, got 33"),
-    ({"landing": "A", "target_length": 9}, "landing must be a list of token ids where no tokenizer is known, got 'A'"),
+    ({"landing": [3] * 33, "target_length": 99}, "landing must have at most 32 tokens, got 33"),
+    ({"landing": "A", "target_length": 9}, "landing must be a list of token ids without a tokenizer, got 'A'"),
     ({"landing_tokens": 9, "target_length": 9}, "landing_tokens needs a landing"),
     ({"thinking_budget": 5}, NO_END),
     ({"thinking_budget": 5, "thinking_budget_total": 5} | ENDS,
@@ -241,7 +241,7 @@ REJECTED_TOGETHER = [
     ({"thinking_budget": 5, "target_length": 5, "landing": [3]} | ENDS, LANDING),
     ({"thinking_budget": 5, "target_length": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "target_length": 5, "op": "eq", "strength": 2} | ENDS,
-     "strength needs a value_constraint of near, ge_near or le_near"),
+     "strength needs value_constraint near, ge_near or le_near"),
     ({"thinking_budget": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "length_mode": "remaining"} | ENDS, OWN_TARGET),
     ({"target_length": 5, "flavour": 1}, f"flavour is not a guidance parameter; accepted are {', '.join(FIELDS)}"),

@@ -169,5 +169,5 @@ def test_pending_writes_are_rejected_during_graph_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     table.flush()
     table.add_request(1, None, set())
-    with pytest.raises(RuntimeError, match=r"flush\(\) it before a graph is captured"):
+    with pytest.raises(RuntimeError, match=r"call flush\(\) before a graph is captured"):
         table.flush()

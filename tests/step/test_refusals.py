@@ -175,8 +175,8 @@ def test_a_source_of_values_belongs_to_one_step(models):
     [
         (-1, None, 1, "table_row must be in [0, 3), got -1"),
         (3, None, 1, "table_row must be in [0, 3), got 3"),
-        (2, None, 9, "eos_token_ids must be at most 8 ids, got 9"),
-        (2, {"token_temperature_scale": {1: 2.0, 2: 2.0}}, 1, "token_temperature_scale must be of at most 1 tokens"),
+        (2, None, 9, "eos_token_ids must have at most 8 ids, got 9"),
+        (2, {"token_temperature_scale": {1: 2.0, 2: 2.0}}, 1, "token_temperature_scale must have at most 1 tokens"),
         (2, {"value_scale": 0.5}, 1, "value_mode mul needs a value model; without one, give a target_length"),
         # The fault is in the answer after a thought.
         (2, {"thinking_budget": 5, "end_token_ids": [1], "target_length": 9, "op": "eq"}, 1,
