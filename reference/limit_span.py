@@ -64,7 +64,7 @@ def limit_span(
     has_span = (first_bits != 0) | lands | (unit != 0)
     bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
 
-    def after(span: _Span, token: Tensor, place: Tensor, is_told: Tensor, is_new: Tensor) -> _Span:
+    def after(span: _Span, token: Tensor, place: Tensor, is_passed: Tensor, is_new: Tensor) -> _Span:
         """State after the token that ends at length ``place``. If not ``is_new``, only a line break has an effect."""
         is_pattern = (patterns == token[:, None]) & (patterns >= 0)
         match = ((span.match << 1) | first_bits) & torch.where(is_pattern, bits, 0).sum(1, dtype=torch.int32)
@@ -95,7 +95,7 @@ def limit_span(
         over = place - span.begin - limit
         is_due = (over >= grace) | ((text_break & TextBreak.LINE) != 0)
         is_due &= (span.missing_bytes == 0) | (over >= grace + CHARACTER_TOKENS)
-        closes = is_told & ~span.ended & (span.closing_from < 0) & (over >= 0) & is_due
+        closes = is_passed & ~span.ended & (span.closing_from < 0) & (over >= 0) & is_due
         return span._replace(closing_from=torch.where(closes, place, span.closing_from))
 
     # The fields of a _Span.
@@ -108,8 +108,8 @@ def limit_span(
     new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, new)
     for i in range(new):
         place = lengths - new_lens + i + 1
-        is_told = has_span & (i < new_lens) & (place > 0)
-        span = after(span, tokens[:, i], place, is_told, is_told & (place > seen))
+        is_passed = has_span & (i < new_lens) & (place > 0)
+        span = after(span, tokens[:, i], place, is_passed, is_passed & (place > seen))
     for column, now in zip((*columns, table.span_seen), (*span, torch.maximum(seen, lengths)), strict=True):
         column[table_rows] = torch.where(has_span, now, column[table_rows])
 

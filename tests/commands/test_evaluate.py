@@ -197,7 +197,7 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     without = [re.sub(', "predicted": .*}', "}", line.decode()) for line in lines[:6]]
     answers.write_text("".join(without) + b"".join(lines[6:]).decode())
     evaluate()
-    assert "of 4 answers of the base model (6 more have no prediction)" in (folder / "table.md").read_text()
+    assert "of 4 answers of the base model (6 others have no prediction)" in (folder / "table.md").read_text()
     for argv, message in (
         (["--min-p", 0.1, "--targets", 30], "differs in max_new_tokens, sampling, targets"),
         (["--say-it"], "differs in say_it, settings"),
@@ -207,7 +207,7 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     answers.write_bytes(b'{"setting": "none"}\n' + whole)
     assert "answers.jsonl, line 1 must be an answer of lenvm evaluate" in evaluate(code=2)[1]
     (folder / "plan.json").unlink()
-    assert "must hold plan.json beside answers.jsonl" in evaluate(code=2)[1]
+    assert "must have plan.json next to answers.jsonl" in evaluate(code=2)[1]
 
 
 # Prompts solved with seeds 3 and 0, by setting and target. "hard cut": the base model's answers cut at 4 tokens.

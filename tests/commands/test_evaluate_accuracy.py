@@ -70,6 +70,6 @@ def test_answers_of_the_example_problems():
 
 @pytest.mark.parametrize("answer", [None, "", "#### ", "3\n4", True, [3]])
 def test_invalid_reference_is_named(answer):
-    with pytest.raises(ValueError, match='these, line 2 must have an "answer" as other lines have') as error:
+    with pytest.raises(ValueError, match='these, line 2 must have an "answer", as other lines do') as error:
         accuracy.references([Prompt("a", answer=0), Prompt("b", answer=answer)], "these")
     assert repr(str(answer)) in str(error.value)

@@ -47,7 +47,7 @@ HEADS = "q must have a multiple of the heads of k_new, got"
 LINEAR_OPTIONS = [
     *each("expected_rows", "an int of at least 0", (-1,), (2.0, True, "9")),
     *each("norm_eps", POSITIVE, (0.0, math.inf, math.nan), (True, "1e-6")),
-    ({"norm_eps": None}, "square_sums belong to the norm: norm_eps must be passed as well"),
+    ({"norm_eps": None}, "square_sums needs norm_eps, got None"),
 ]
 # Three requests with every optional tensor; the changed arguments, and the message.
 ERRORS = {
@@ -82,7 +82,7 @@ ERRORS = {
     ],
     "begin_step": [
         ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),
-        ({"new_lens": None}, r"new_lens must say how many of the tokens \[B, N\] are new, got None"),
+        ({"new_lens": None}, r"new_lens must be given with tokens \[B, N\], got None"),
         ({"history.tokens": size(1, 0)}, "history.tokens must have at least one column, got none"),
         (
             {"out": lambda x: empty_requests(2, x.due.device, 2)},
@@ -104,7 +104,7 @@ ERRORS = {
             for name in ("page_size", "max_new", "num_heads", "num_kv_heads")
             for line in each(name, LEAST_1, (0, -4), (2.0, True, "4"))
         ),
-        *each("num_heads", "a multiple of num_kv_heads, 2, up to 64 times as many", (3, 130)),
+        *each("num_heads", "a multiple of num_kv_heads, 2, up to 64 times this number", (3, 130)),
         ({"requests": None}, "delta must be passed, or requests and history, got history"),
         ({"history": None}, "delta must be passed, or requests and history, got requests"),
         ({"requests": None, "history": None}, "delta must be passed, or requests and history, got neither"),
@@ -114,7 +114,7 @@ ERRORS = {
     "pack_drafts": [
         *(({"scored.token_ids": size(1, n)}, f"scored.{COLUMNS} {n}") for n in (0, 3, 6, 128)),
         *(
-            ({"scored": rows(n)}, rf"scored must have 1 \+ 2 rows a request for at least the 3 .*, got {n}")
+            ({"scored": rows(n)}, rf"scored must have 1 \+ 2 rows per request for at least 3 .*, got {n}")
             for n in (6, 10)
         ),
     ],

@@ -155,7 +155,7 @@ def narrowed(end, columns):
         (narrowed("lora_B.weight", 2), r"lora_A.weight \[r, in\] and .*, got \[3, 80\] and \[48, 2\]"),
         (narrowed("q_proj.lora_A.weight", 40), r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.* one \[48, 48\]"),
         (lambda x: x | {f"{PREFIX}.extra.weight": torch.zeros(2)}, "unexpected .*extra.weight"),
-        (lambda x: x | {f"{PREFIX}.up_proj.lora_magnitude": torch.zeros(2)}, "magnitude in .* be of a pair"),
+        (lambda x: x | {f"{PREFIX}.up_proj.lora_magnitude": torch.zeros(2)}, "magnitude in .* form a pair"),
         ("adapter_config.json", "adapter_config.json is missing"),
         ("adapter_model.safetensors", "adapter_model.safetensors is missing"),
     ],

@@ -144,7 +144,7 @@ def test_every_node_of_drafts_has_states(probe):
 
 
 FLOAT32 = r"batch.states must be (a tensor )?float32 \[2, \d+\] on cpu, got "
-NO_STATES = "batch.states must be None unless values are made of the base model's states"
+NO_STATES = "batch.states must be None without a probe"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_hooks_are_removed_with_their_states():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": [4]}, r"probe_config.json: layers must be of 1 to num_layers = 3, got \[4\]"),
+        ({"layers": [4]}, r"probe_config.json: layers must be in 1 to num_layers = 3, got \[4\]"),
         ({"bin_edges": [1, 1]}, r"bin_edges must be 2 to 65 ascending integers of at least 1, got \[1, 1\]"),
         ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
         ({"more": 1}, "more in .*probe_config.json is not a field"),
