@@ -18,7 +18,7 @@ from lenvm_kernels.types import (
     TextBreak,
 )
 
-# A forced end waits at most this many tokens for the end of a character, which has at most four bytes.
+# A forced end waits at most this number of tokens for the end of a character, which has at most four bytes.
 CHARACTER_TOKENS = 4
 # Subtracted from the logit of an excluded token, and added to the logit of a forced one. Both are exact in fp16.
 EXCLUDED, FORCED = 1e4, 2e4
@@ -36,7 +36,7 @@ class _Span(NamedTuple):
     units: Tensor
 
     def where(self, condition: Tensor, other: "_Span") -> "_Span":
-        """This state where ``condition`` holds, else ``other``."""
+        """This state where ``condition`` is True, else ``other``."""
         return _Span(*(torch.where(condition, mine, others) for mine, others in zip(self, other, strict=True)))
 
 
@@ -70,7 +70,7 @@ def limit_span(
         match = ((span.match << 1) | first_bits) & torch.where(is_pattern, bits, 0).sum(1, dtype=torch.int32)
         index = place - 1 - span.closing_from
         within = (span.closing_from >= 0) & (index >= 0) & (index < last)
-        # A closing may contain another end, and goes on to its own.
+        # An end inside a closing does not end the span.
         closes_on = within & (closing_ids.gather(1, index.where(within, 0).long()[:, None])[:, 0] == token)
         ends_now = ~span.ended & ((match & end_bits) != 0) & ~closes_on
         begins_now = span.ended & ((match & start_bits) != 0)
@@ -149,7 +149,7 @@ def limit_span(
         for ids, excluded in zip(eos.unbind(1), is_excluded.unbind(1), strict=True):
             add(-EXCLUDED, ids[:, None].expand_as(ended), is_open & excluded[:, None])
     generated = places - begin
-    # In the answer, tokens that stand for its units: the rest of the target is the expected tokens of the other units.
+    # In the answer, convert units to tokens: the rest of the target is the expected tokens of the missing units.
     unit_tokens = torch.where(unit == TextBreak.SENTENCE, SENTENCE_TOKENS, WORD_TOKENS)[:, None]
     tokens_per_unit = (generated + GUESSED_UNITS * unit_tokens) / (units + GUESSED_UNITS)
     of_units = target_units[:, None] * unit_tokens - (target_units[:, None] - units) * tokens_per_unit

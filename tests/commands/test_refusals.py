@@ -124,7 +124,7 @@ REJECTED = [
     ("fuzz --against value_head", "--against must be MODULE:FUNCTION, but No module named 'value_head'"),
     ("fuzz --against no.such:value_head", "No module named 'no'"),
     (f"fuzz --against {FAULTS}:none", "--against must be MODULE:FUNCTION, but"),
-    (f"fuzz --against {FAULTS}:fails", "a function of an operator's name, or --ops must name one"),
+    (f"fuzz --against {FAULTS}:fails", "a function with an operator's name, or --ops must name one"),
     ("fuzz --json no/such.json", "--json must be a file in an existing directory, got 'no/such.json'"),
     *((["fuzz", "--replay", line], "a case must be a line of JSON") for line in NO_CASES),
     (["fuzz", "--replay", GOOD.replace("float32", "int8")], "dtype of value_head must be of ['float32', "),
