@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--quick", action="store_true", help=quick_help)
     plot_help = "PNG file of the plot (default: %(default)s)"
     parser.add_argument("--plot", type=Path, default=Path("lenvm-demo.png"), metavar="FILE", help=plot_help)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers (default: not written)")
     arguments.add_device(parser)
     arguments.add_seed(parser)
 

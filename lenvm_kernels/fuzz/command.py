@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "fuzz",
         help="compare the operators, or your own function, with the fp64 reference on random inputs",
         description="Draw random inputs and compare the operators' results with the fp64 reference and with the same "
-        "rows in other batches. On a CPU, the kernels run in Triton's interpreter. The exit code is 1 if a case failed.",
+        "rows in other batches. On a CPU, the kernels run in Triton's interpreter. Exit code 1 if a case failed.",
         epilog="example: lenvm fuzz --seconds 300 --against mykernels:reweight_scatter --json fuzz.json",
     )
     parser.set_defaults(run=run_command)
@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
     add("--against", metavar="MODULE:FUNCTION", help=f"{against}; the module may be in the working directory")
     reference = "omit the bitwise comparison with other batches, which functions with PyTorch's matmuls cannot pass"
     add("--reference-only", action="store_true", help=reference)
-    add("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
+    add("--json", type=Path, metavar="FILE", help="also write all numbers to FILE (default: not written)")
 
 
 def run_command(args: argparse.Namespace) -> int:

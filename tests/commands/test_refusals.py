@@ -69,7 +69,7 @@ REJECTED = [
     ("generate --value-model FILES/half", "v_head.summary.weight"),
     ("generate --value-model FILES/renamed", "2 tokens differ, 'other' among them"),
     ("generate --value-model FILES/shorter", "share the base model's vocabulary"),
-    ("generate --value-model FILES/wordless", "--value-model must hold a tokenizer"),
+    ("generate --value-model FILES/wordless", "--value-model must have a tokenizer"),
     ("generate --value-model FILES/braces", "lenvm_config.json must be a JSON file"),
     ("evaluate --guidance near", "--guidance: must be JSON objects such as {\"strength\": 8}, got 'near'"),
     ("evaluate --guidance [1]", "--guidance: must be JSON objects"),

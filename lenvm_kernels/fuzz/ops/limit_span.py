@@ -1,4 +1,4 @@
-"""``limit_span``: spans that begin, end or are ended with one or several tokens; no spans; EOS tokens that end spans."""
+"""``limit_span``: spans that begin, end or are ended by one or more tokens; no spans; EOS tokens that end spans."""
 
 import math
 from collections.abc import Sequence
