@@ -35,8 +35,8 @@ def test_step_of_five_requests(device, backend):
     """The third is guided, the fourth is past its span, the last is inactive and has more new tokens than columns."""
     table = guidance_table(7, {1: GUIDED, 4: LENGTHS, 6: BOTH}, device)
     table.span_ended[6] = table.span_ended[4] = True
-    told, cached = [10, 98, 30, 40, 42, 60, 69], [9, 97, 29, 39, 41, 59, 67]
-    history = make_history(7, 3, device, step=6, uncounted=2, told_lens=told, cached_lens=cached)
+    passed, cached = [10, 98, 30, 40, 42, 60, 69], [9, 97, 29, 39, 41, 59, 67]
+    history = make_history(7, 3, device, step=6, uncounted=2, told_lens=passed, cached_lens=cached)
     table.value_stride.copy_(i32(1, 2, 3, 1, 1, 4, 0))
     requests = begin_step(
         table,
@@ -86,10 +86,10 @@ def test_missing_tokens_disable_guidance(device, backend):
     """Table rows are in reverse order. Cached lengths are returned, and updated by lay_out only."""
     requested, numbers, expected = zip(*HISTORIES, strict=True)
     asked, ended, active = zip(*requested, strict=True)
-    told, cached, lengths, new_lens = zip(*numbers, strict=True)
+    passed, cached, lengths, new_lens = zip(*numbers, strict=True)
     table = guidance_table(len(HISTORIES), dict(enumerate(asked)), device)
     table.span_ended.copy_(torch.tensor(ended))
-    history = make_history(len(HISTORIES), 3, device, told_lens=told, cached_lens=cached)
+    history = make_history(len(HISTORIES), 3, device, told_lens=passed, cached_lens=cached)
     rows = torch.arange(len(HISTORIES) - 1, -1, -1, device=device)
     requests = begin_step(
         table,

@@ -99,7 +99,7 @@ SCENARIOS = [
     Scenario(
         "a token that extend adds between steps",
         requests(TILT, TILT),
-        [Start("ab"), Step("ab", takes={"a": 40}), Extend("a", 4, 5), Grow("a", (41,), told=1)],
+        [Start("ab"), Step("ab", takes={"a": 40}), Extend("a", 4, 5), Grow("a", (41,), passed=1)],
         [Step("ab", "GG", deltas=(1, 1))],
     ),
     Scenario(
@@ -180,7 +180,7 @@ SCENARIOS = [
     Scenario(
         "a token that was not passed ends guidance until extend passes it, as do too many tokens",
         requests(TILT, TILT),
-        [Start("ab"), Step("ab", "GG"), Grow("a", (20,), told=1), Step("ab", "-G"), Step("ab", "-G")],
+        [Start("ab"), Step("ab", "GG"), Grow("a", (20,), passed=1), Step("ab", "-G"), Step("ab", "-G")],
         [Grow("b", (23, 24, 25)), Step("ab", "--"), Extend("a"), Extend("b"), Step("ab", "GG")],
         max_delta=3,
     ),
