@@ -161,7 +161,7 @@ def test_refused_constructions(models, change, message):
         GuidedStep(values, slots, StepConfig(**given) if config is None else config)
 
 
-def test_a_source_of_values_belongs_to_one_step(models):
+def test_value_source_belongs_to_one_step(models):
     values = ModelValues(models.value)
     GuidedStep(values, SLOTS, StepConfig(**CONFIG))
     with pytest.raises(ValueError, match="values belongs to another step; create a source for each GuidedStep"):
