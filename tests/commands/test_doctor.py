@@ -1,4 +1,4 @@
-"""``lenvm doctor`` with each fault planted that it reports. ``test_sglang_hooks.py`` runs it with SGLang."""
+"""``lenvm doctor`` with each fault that it reports. ``test_sglang_hooks.py`` runs it with SGLang."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def off_by(error):
     return {"lenvm_kernels.value_head": lambda *x, backend="": x[0][:, 0] * 0 + error * (not backend)}
 
 
-# Section, subject, mark, text of the check, and planted values: files by path, variables in capitals, else attributes.
+# Section, subject, mark, text of the check, and planted values: files by path, variables in capitals, or attributes.
 CASES = [
     ("installed", "lenvm-kernels", "ok", lenvm_kernels.__version__, {}),
     ("installed", "lenvm-kernels", "wrong", "reinstall", {"lenvm_kernels.__version__": "9.9"}),

@@ -1,4 +1,4 @@
-"""Every input that a command rejects: one line on stderr that names it, exit code 2, and nothing is written."""
+"""Rejected input of the commands: one line on stderr that names it, exit code 2, and no output."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ COMMANDS = {
     "fit": "fit BASE --output OUT --device cpu --answers FILES/short",
     "serve": "serve VALUE --device cpu",
 }
-# Engines of servers, and the status and content that they answer with.
+# Engines of servers, and the status and content of their answers.
 SERVERS = {
     "another": ("another", None),
     "refusing": ("sglang", (400, {"error": "strength must be less"})),
@@ -31,7 +31,7 @@ SERVERS = {
     "aborting": ("sglang", (200, {"output_ids": [3], "meta_info": {"finish_reason": {"type": "abort"}}})),
 }
 PROMPT, FAULTS = '{"prompt": "w1"}\n', "tests.helpers.planted_faults"
-# A command, lines of its --prompts, and a part of the message.
+# A command, lines of its --prompts, and part of the message.
 BROKEN = ("{", '{"prompt": 3}', '{"text": "w1"}', '"w1"', "", '{"prompt": " "}')
 OBJECT = 'line 2 must be an object {"prompt": "..."} (or question, problem), got '
 PROMPTS = [
@@ -41,7 +41,7 @@ PROMPTS = [
     ("train", '{"prompt": "a", "split": "test"}\n{"prompt": "b"}', 'line 2 must have a "split", as other lines do'),
     ("train", PROMPT + '{"prompt"', ".jsonl, line 2 must be an object"),
 ]
-# Arguments, and a part of the message. Words in capitals are replaced.
+# Arguments, and part of the message. Words in capitals are replaced.
 NEAR, GOOD = "generate --target-length 9", str(simplest("value_head", (3, 1), seed=7))
 NO_CASES = GOOD[:-1], GOOD.replace("value_head", "softmax"), GOOD.replace("size", "width")
 REJECTED = [
@@ -127,7 +127,7 @@ REJECTED = [
     (f"fuzz --against {FAULTS}:fails", "a function with an operator's name, or --ops must name one"),
     ("fuzz --json no/such.json", "--json must be a file in an existing directory, got 'no/such.json'"),
     *((["fuzz", "--replay", line], "a case must be a line of JSON") for line in NO_CASES),
-    (["fuzz", "--replay", GOOD.replace("float32", "int8")], "dtype of value_head must be of ['float32', "),
+    (["fuzz", "--replay", GOOD.replace("float32", "int8")], "dtype of value_head must be one of ['float32', "),
     *((f"{command} --prompts FILES/{i}.jsonl", message) for i, (command, _, message) in enumerate(PROMPTS)),
 ]
 

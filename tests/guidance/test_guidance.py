@@ -1,4 +1,4 @@
-"""A request's parameters: every spelling is accepted, everything else is rejected with its name."""
+"""A request's parameters: all spellings are accepted, other input is rejected by name."""
 
 import math
 import re
@@ -29,7 +29,7 @@ def lands(target, **changed):
     return near(target, allow_eos=True, end_message=(5, 6)) | changed
 
 
-# Requests, and their parameters that differ from an empty request's.
+# Requests, and the parameters that differ from an empty request.
 ACCEPTED = [
     ({}, {}),
     ({"value_scale": None, "lenvm": None}, {}),  # absent
@@ -293,14 +293,14 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_length": 9}, {"has_values": False}, dict(scale=10.0, least_share=0.0, min_end_prob=1e-4)),
         ({"target_length": 9}, {"has_values": False, "strength": 7}, dict(scale=10.0)),  # unused without values
         ({}, {"has_values": False}, dict(mode=Mode.UNGUIDED)),
-        # A budget takes the marks of thoughts from the tokenizer, whose start belongs to its end.
+        # A budget uses the tokenizer's marks of thoughts, with a start for each end.
         ({"thinking_budget": 100}, {"thoughts": Thoughts(ends=((9,), (4,)))},
          dict(end_token_ids=((9,), (4,)), start_token_ids=(), target_length=100.0, hard_limit=125)),
         ({"thinking_budget": 100}, THOUGHT, dict(end_token_ids=((9, 4),), start_token_ids=((8,),))),
         ({"thinking_budget": 100, "start_token_ids": []}, THOUGHT, dict(end_token_ids=((9, 4),), start_token_ids=())),
         ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, dict(start_token_ids=((3,),))),
         ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, dict(end_token_ids=((3,),), start_token_ids=())),
-        # Beside a target, the budget is the thought's, and the target the answer's.
+        # With both a budget and a target, the budget applies to the thought and the target to the answer.
         ({"thinking_budget": 100, "target_length": 40, "op": "eq_soft", "hard_limit": 90, "gamma": 0.9}, THOUGHT,
          budget(100.0, hard_limit=90, answer_length=40.0, gamma=0.9, end_token_ids=((9, 4),), start_token_ids=((8,),),
                 answer=parse_guidance({"target_length": 40, "op": "eq_soft", "gamma": 0.9}))),
@@ -308,7 +308,7 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
          {"has_values": False},
          dict(tolerance=0.0, scale=10.0, answer_length=3.0, end_token_ids=((7,),),
               answer=parse_guidance({"target_length": 40, "tolerance": 0.5}, has_values=False))),
-        # A target counts from the end of a thought, unless it is a target of another kind.
+        # A target in tokens counts from the end of a thought, other targets do not.
         ({"target_length": 100}, THOUGHT, PAUSES | dict(hard_limit=None, counts_down=True)),
         ({"target_length": 100, "op": "eq", "length_mode": "answer"}, THOUGHT, PAUSES),
         ({"target_length": 100, "landing": [3]}, THOUGHT, PAUSES | dict(end_message=(3,), hard_limit=76)),
@@ -318,15 +318,15 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_value": 0.5}, THOUGHT, NO_PAUSES),
         ({"target_length": 100, "end_token_ids": [3]}, THOUGHT, NO_PAUSES | dict(end_token_ids=((3,),))),
         ({"scale": 2}, THOUGHT, NO_PAUSES),
-        ({"target_length": 100}, {"thoughts": Thoughts(ends=((9,),))}, NO_PAUSES),  # its start is not known
-        # Words and sentences of an answer, also beside a budget.
+        ({"target_length": 100}, {"thoughts": Thoughts(ends=((9,),))}, NO_PAUSES),  # its start is unknown
+        # Words and sentences of an answer, also with a budget.
         ({"target_words": 100}, KNOWN,
          dict(mode=Mode.NEAR, target_length=135.0, unit=TextBreak.WORD, target_units=100.0, allow_eos=True)),
         ({"target_sentences": 5, "op": "le_near", "thinking_budget": 30, "end_token_ids": [7]}, KNOWN,
          dict(target_length=30.0, answer_length=120.0, unit=TextBreak.SENTENCE, target_units=5.0, allow_eos=False,
               answer=parse_guidance({"target_sentences": 5, "op": "le_near"}, **KNOWN))),
         ({"target_words": 100, "soft_max_tokens": True}, KNOWN | {"max_tokens": 27}, dict(target_length=21.6)),
-        # Budgets of several thoughts, of none, and no budget.
+        # Budgets for several thoughts and for no thought, and no budget.
         ({"thinking_budget_total": 100}, THOUGHT, budget(100.0, end_token_ids=((9, 4),), start_token_ids=((8,),),
                                                          count_from=CountFrom.SPANS)),
         ({"thinking_budget": 0}, THOUGHT, dict(target_length=0.0, hard_limit=0, mode=Mode.LE_NEAR)),
@@ -338,7 +338,7 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_length": 100}, CALLS, NO_PAUSES | dict(call_token_ids=((6, 5),), allow_eos=True)),
         ({"thinking_budget": 100, "end_token_ids": [3]}, CALLS, dict(call_token_ids=())),
         ({"scale": 2}, CALLS, dict(call_token_ids=())),
-        # A limit of new tokens lowers a budget, and only a soft one lowers a target: an output may be continued.
+        # A limit of new tokens lowers a budget. Only a soft limit lowers a target, because an output may be continued.
         ({"target_length": 100}, {"max_tokens": 80}, dict(target_length=100.0)),
         ({"thinking_budget": 100}, THOUGHT | {"max_tokens": 100}, dict(target_length=64.0, hard_limit=80)),
         ({"thinking_budget": 40}, THOUGHT | {"max_tokens": 100}, dict(target_length=40.0, hard_limit=50)),
@@ -359,7 +359,7 @@ def test_defaults_of_a_server(request_, defaults, expected):
     assert {name: getattr(params, name) for name in expected} == expected
 
 
-# Parameters that a server's other components share, and the fields among them.
+# Parameters shared with other components of a server, and the fields among them.
 SHARED = [
     *((other, {}) for other in ({"scale": 2}, {"mode": "x"}, {"op": 1}, {"cmp": 1}, {"constraint": "y"})),
     *((other, {}) for other in ({"gamma": 5}, {"strength": "high"}, {"tolerance": 7}, {"entropy_threshold": 1})),
@@ -393,7 +393,7 @@ ANYTHING = (
     st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), ANYTHING, max_size=5),
     st.sampled_from(["rejected", "ignored", "shared"]),
 )
-def test_anything_is_parsed_or_rejected(params, others):
+def test_any_input_is_parsed_or_rejected(params, others):
     """Any input gives usable parameters or a ValueError, and accepted parameters fit the device table."""
     try:
         parsed = parse_guidance(read_names(params, others=others))
@@ -406,4 +406,4 @@ def test_anything_is_parsed_or_rejected(params, others):
 
 def test_docs_contain_the_table_of_fields():
     page = Path(__file__).parents[2] / "docs" / "modes-and-parameters.md"
-    assert markdown() in page.read_text(), f"put lenvm_kernels.guidance.fields.markdown() into {page}"
+    assert markdown() in page.read_text(), f"paste lenvm_kernels.guidance.fields.markdown() into {page}"

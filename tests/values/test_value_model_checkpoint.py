@@ -69,7 +69,7 @@ def test_variants_of_architectures(tmp_path, model_class, config):
         assert value_model.config.rope_inv_freq != plain.rope_inv_freq
 
 
-# Heads in a checkpoint (seeds by file), the argument ``head``, and the seed of the head in use, or an error.
+# Heads in a checkpoint (seeds by file), the argument ``head``, and the seed of the expected head, or an error.
 HEADS = [
     ({"value_head.safetensors": 1}, None, 1),
     ({"value_head.bin": 1}, None, 1),
@@ -112,7 +112,7 @@ def test_heads(tmp_path, files, given, used):
 
 
 def test_shards_that_include_the_head(tmp_path):
-    """Several shards with an index, one of which holds the head."""
+    """Several shards with an index; one contains the head."""
     model, head = random_pair("qwen2")
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -152,7 +152,7 @@ def test_hugging_face_names_are_downloaded(tmp_path, monkeypatch):
 
 
 def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_cache):
-    """A model, its adapter and its head in separate repositories; an existing path takes precedence over a name."""
+    """Model, adapter and head are in separate repositories. An existing path takes precedence over a name."""
     (model, head), adapted = random_pair("qwen2"), tmp_path / "adapted"
     (tmp_path / "head").mkdir()
     model.save_pretrained(tmp_path / "model")
@@ -196,7 +196,7 @@ def test_from_causal_lm_shares_memory():
 
 
 def test_weights_are_rounded_once():
-    """From fp32 to bf16: norms are folded in before rounding, and vectors of the head stay fp32."""
+    """From fp32 to bf16: norms are folded before rounding, and vectors of the head stay fp32."""
     model, head = random_pair("qwen3")
     value_model = value_model_of(model, head, dtype=torch.bfloat16)
     attention, mlp, layer = model.model.layers[1].self_attn, model.model.layers[1].mlp, value_model.layers[1]

@@ -76,13 +76,13 @@ def images_of(value_model):
 
 
 def of_prefill(images, prompt):
-    """The images of a prompt for ``Engine.prefill``: one unused token, then all tokens but the last."""
+    """The images of a prompt for ``Engine.prefill``: one unused token, then all tokens except the last."""
     which = [0, *range(STARTS[prompt], STARTS[prompt] + len(PROMPTS[prompt]) - 1)]
     return images._replace(positions=images.positions[:, which], rows=images.rows[which])
 
 
 def expected_values(models, prompt, more):
-    """Value logits at the tokens ``more`` that follow prompt number ``prompt``."""
+    """Value logits at the tokens ``more`` after prompt number ``prompt``."""
     tokens = torch.tensor([[*PROMPTS[prompt], *more]])
     options = {}
     if IMAGES_OF[prompt]:
@@ -148,7 +148,7 @@ def test_checkpoint_with_broken_vision_tower_reads_text_only(models, without, mo
 
 @pytest.mark.parametrize("outside", [-3, VOCAB])
 def test_token_outside_vocabulary_beside_images(models, outside):
-    """The values of its request are NaN; the other requests are not affected."""
+    """The values of its request are NaN. Other requests are not affected."""
     prompts = [PROMPTS[0], [outside, 14], *PROMPTS[2:]]
     requests = Requests(models.value, rows=4, page_size=4)
     z = models.value.forward(requests.batch(prompts, [[31]] * 4, images=models.images), requests.cache)
@@ -172,7 +172,7 @@ def check_step(models, engine, rows, prompts, more, **options):
 
 @pytest.mark.parametrize(("backend", "chunk_tokens"), [("reference", 7), ("triton", 7), ("triton", 4096)])
 def test_values_of_steps_after_image_prompts(models, backend, chunk_tokens):
-    """Prompts out of order, in chunks that split images; then steps after candidates and after other tokens.
+    """Unordered prompts in chunks that split images, then steps after candidates and after other tokens.
 
     Image tokens may have any id, as in SGLang.
     """
@@ -191,7 +191,7 @@ def test_values_of_steps_after_image_prompts(models, backend, chunk_tokens):
     more = [[] for _ in order]
     for number in range(4):
         tokens = check_step(models, engine, rows, order, more)
-        tokens[number] = 50 + number  # may be no candidate
+        tokens[number] = 50 + number  # need not be a candidate
         more = [[*m, t] for m, t in zip(more, tokens, strict=True)]
     assert not step.table.columns.faults.any()
 
