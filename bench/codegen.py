@@ -11,8 +11,8 @@ every operator with all dtypes and options.
 2. slow code: a matmul of 16-bit numbers without tensor cores (on sm_90 without asynchronous copies, and without HGMMA
    if its tile has 64 rows or more), 16-bit global loads in an innermost loop, an innermost loop that waits for all of
    its asynchronous copies (sm_90), fp64 arithmetic;
-3. bits that depend on the batch: a sum whose layout along the summed axis, or a matmul whose number of products per
-   instruction, depends on the number of requests;
+3. bits that depend on the batch: a sum with a layout along the summed axis, or a matmul with a number of products per
+   instruction, that depends on the number of requests;
 4. races that no other test detects: global memory accessed before the wait for earlier launches (sm_90); a product
    fused with an addition across threads where a branch depends on the sum (NVIDIA), so that threads leave a loop at
    different times and hang at its next barrier;

@@ -104,7 +104,7 @@ class ValueEngine:
                 raise ValueError(f"{name} must be token ids in [0, {vocab_size}), got {wrong[0]}")
 
     def compute(self, queries: Sequence[Query]) -> list[QueryValues]:
-        """Values of checked queries. As many as fit into the cache are computed together."""
+        """Values of checked queries, computed in groups that fit into the cache."""
         answers: list[QueryValues] = []
         while len(answers) < len(queries):
             ahead = queries[len(answers) : len(answers) + QUERIES]

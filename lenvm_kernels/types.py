@@ -316,7 +316,7 @@ class GuidanceColumns(NamedTuple):
     return_values: Annotated[Tensor, _SWITCH, "whether predicted lengths are requested"]
     allows_eos: Annotated[Tensor, _SWITCH, "whether the sequence may end while its span is open"]
     span_ended: Annotated[Tensor, _SWITCH, "no span is open"]
-    ending_token_ids: Annotated[Tensor, _TOKENS._replace(is_packed=False), "tokens whose value is 0"]
+    ending_token_ids: Annotated[Tensor, _TOKENS._replace(is_packed=False), "tokens with value 0"]
     faults: Annotated[Tensor, _INTEGER._replace(is_packed=False), "steps in which guidance was lost"]
 
 

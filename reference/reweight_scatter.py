@@ -176,8 +176,8 @@ def tilted(w: torch.Tensor, top_w: torch.Tensor, tilt: torch.Tensor) -> torch.Te
 def solve_tilt(q: torch.Tensor, w: torch.Tensor, top_w: torch.Tensor, target_w: torch.Tensor) -> torch.Tensor:
     """The ``tilt`` for which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[B, 1]``.
 
-    The mean grows with the tilt, so bisection cannot fail. It bisects asinh(tilt), so that tilts up to 1e12 (q of 1e-30
-    with values that differ by 1e-10 of the range) take as many steps to full precision as tilts of 1.
+    The mean grows with the tilt, so bisection cannot fail. It bisects asinh(tilt), so that the number of steps to full
+    precision is the same for tilts of 1 and 1e12 (q of 1e-30 with values that differ by 1e-10 of the range).
     """
     low = torch.full_like(target_w, -28.0)
     high = -low

@@ -16,7 +16,7 @@ START = r'(?:[.:;!?|#] |"|\n\n)'  # the end of a sentence or the start of a comm
 # A blank in a pattern matches blanks, line ends and comment signs.
 PATTERNS = {
     "person": r"\b(?:[Nn]obody|[Ss]omebody|[Ww]hoever|whom|whose)\b",
-    "None:": r"\bNone: (?:the|an?|it|they|that|nothing|no|none|as|there|every|all|one)\b",
+    "None:": r"\bNone:\x20(?:the|an?|it|they|that|nothing|no|none|as|there|every|all|one)\b",
     "own": r"\b(?:of|on) (?:its|their) own\b",
     "so many": r"\b(?:[Ss]o|[Tt]hat|[Aa]s) (?:many|much|often)\b(?! [\w`]+ as)|\bas (?:many|much) [\w`]+s? as\b",
     "all else": r"\ball else\b|\b(?:and|or) nothing else\b",

@@ -130,7 +130,7 @@ def _version_check(requirement: Any, version: str | None, absent: str = WRONG) -
 
 
 def version_of(name: str) -> str | None:
-    """The installed version of a distribution, or of its CPU build; None if neither is installed."""
+    """The installed version of a distribution, or of its CPU build; None without both."""
     for distribution in (name, f"{name}-cpu"):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="answer prompts, guided by a value model",
-        description="Answer prompts with a base model whose output length is guided by a value model. Without guidance "
+        description="Answer prompts with a base model. A value model guides the output length. Without guidance "
         "flags the text is the base model's own.",
         epilog='example: lenvm generate --model demo --value-model demo --prompt "How do whales breathe?" '
         "--value-mode centered_exp --value-scale -20 --show-values",

@@ -44,7 +44,7 @@ class StoredAnswers:
             os.truncate(self._file, len(complete))
 
     def add(self, answers: Sequence[Any]) -> list[Any]:
-        """Append the answers whose keys are not stored yet, and return them."""
+        """Append the answers with new keys, and return them."""
         new = [answer for answer in answers if answer.key not in self.answers]
         if new and not self._plan_file.exists():
             self._plan_file.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ TOLERANCE = {
     "candidate_values": {FP32: (1e-4, 1e-4), BF16: (1e-3, 2e-3), FP16: (1e-4, 3e-4)},
     # guided probabilities; fp32 values and a root found to 1e-6 of the value range
     "reweight_scatter": {FP32: (0.0, 2e-5)},
-    # predicted lengths: an exponential, whose error is relative to the exponent, and a logarithm
+    # predicted lengths: an exponential, with an error relative to the exponent, and a logarithm
     "draw": {FP32: (1e-5, 1e-30)},
     # rotated pairs, relative to their length; bf16 and fp16 against the reference in the same dtype, where each of
     # three roundings (two of the norm, one of the rotation) may go the other way: one ulp for both numbers of a pair

@@ -328,10 +328,10 @@ _ALL = (
         metavar="TEXT",
     ),
     Integer("landing_tokens", "tokens of target_length left at the landing", 24, ">= 1 and < 1e+06", _A_LANDING),
-    Number("value_min", "do not reweight steps whose expected value is below this"),
+    Number("value_min", "minimum expected value of a step; steps below it are not reweighted"),
     Number(
         "value_entropy_threshold entropy_threshold",
-        "do not reweight steps whose candidates have at most this entropy, in nats",
+        "entropy of the candidates in nats up to which steps are not reweighted",
         limits=">= 0",
     ),
     Field(

@@ -49,7 +49,7 @@ class _Rule(NamedTuple):
     field: str  # field of the argument, or empty
     is_optional: bool
     dtypes: tuple[torch.dtype, ...]
-    like: int  # index of the argument whose dtype is accepted, or -1; for 16 bits, ``dtypes`` are accepted as well
+    like: int  # index of an argument with the accepted dtype, or -1; for 16 bits, ``dtypes`` are also accepted
     dims: tuple[str, ...]  # name or expression of each size
     expressions: tuple[tuple[str, Size], ...]  # the dims that are expressions
     limits: tuple[tuple[int, str, Callable[[int], bool]], ...]  # dimension, accepted sizes in words, and as a function

@@ -25,7 +25,7 @@ class StepCall(NamedTuple):
 
     Attributes:
         scores: ``[rows, V]``. With ``addresses``, only the dtype and width are used.
-        vocab_mask: int32 ``[rows, ceil(V / 32)]``. With ``addresses``, only the width is used. None: no mask.
+        vocab_mask: int32 ``[rows, ceil(V / 32)]``. With ``addresses``, only the width is used. If None, no mask.
         drawn, probs: arguments of :meth:`GuidedStep.step`; not part of the CUDA graph.
         is_logits: whether the scores are logits.
         sample: whether tokens are drawn from the candidates.

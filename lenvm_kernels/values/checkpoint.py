@@ -251,7 +251,7 @@ def _read_config(path: Path) -> ValueModelConfig:
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} must be a directory with config.json, or a .gguf file")
-    # Checked before transformers, whose error message does not list the architectures accepted here.
+    # Checked before transformers, because its error message does not list the architectures accepted here.
     architecture = json.loads(file.read_text()).get("model_type")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"model_type in {file} must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")

@@ -282,7 +282,7 @@ class ValueModel:
         return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
 
     def sizes_of_every_tile(self, most: int) -> list[int]:
-        """Numbers of token rows, up to ``most``, whose forwards compile every kernel variant if all rows are in use."""
+        """Numbers of token rows, up to ``most``. Forwards with these rows in use compile all variants."""
         layer = self.layers[0]
         weights = [(w, False) for w in (layer.qkv, layer.o, layer.down, self.head[0])] + [(layer.gate_up, True)]
         return rows_of_every_tile(most, [(*w.shape, swiglu, w.dtype) for w, swiglu in weights])
@@ -315,7 +315,7 @@ class ValueModel:
         embedded = embed_tokens(token_ids, layout.positions, embedding, self._inv_freq, **options)
         if images is None:
             return embedded
-        # Tokens whose positions are not moved stay bitwise identical to a batch without images.
+        # Tokens at unmoved positions stay bitwise identical to a batch without images.
         is_moved = (images.positions != layout.positions).any(dim=0)[:, None]
         angles = images.positions[self._rope_axis].T.contiguous() * self._inv_freq
         return embedded._replace(

@@ -29,7 +29,7 @@ from lenvm_kernels.values.config import LenVMConfig, read_fields
 CONFIG_FILE, TENSORS_FILE = "probe_config.json", "probe.safetensors"
 # Default strength. On SmolLM2 and Qwen2.5, 40 brings more answers near their targets than 10, at the same perplexity.
 STRENGTH = 40.0
-# Number of embedding elements whose signs identify an embedding, and maximum number of differing signs. Quantization to
+# An embedding is identified by the signs of this number of elements, of which this number may differ. Quantization to
 # int4 flips 8 % of the signs of normal values, more with outliers. Half of another embedding's signs differ.
 SIGNS, MOST_DIFFERENT = 1024, 256
 # Embeddings projected at a time.
@@ -82,7 +82,7 @@ class ProbeConfig:
     def check_base(self, num_layers: int, embedding: torch.Tensor) -> None:
         """Raise ValueError unless the probe was trained for a base model with these layers and this input embedding.
 
-        Quantized copies, other dtypes, and fine-tuned models whose embedding has hardly changed are accepted.
+        Quantized copies, other dtypes, and fine-tuned models with almost the same embedding are accepted.
         """
         tokens = min(len(embedding), self.vocab_size)  # the embedding may be padded
         for name, wanted, came in (

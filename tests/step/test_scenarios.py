@@ -416,7 +416,7 @@ SCENARIOS = [
         parts_of=4,
     ),
     Scenario(
-        "drafts and masks of each part, whose steps count once",
+        "drafts and masks of each part; a step in parts counts once",
         requests(TILT | {"value_stride": 2}, LENGTHS | TILT, None, LENGTHS, TILT | {"value_stride": 3}),
         [Start("abcde")],
         [

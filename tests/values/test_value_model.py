@@ -71,7 +71,7 @@ def test_token_outside_vocabulary_only_affects_its_request(loaded, outside):
     seed=st.integers(0, 999),
 )
 def test_candidate_trees_equal_transformers(qwen2, rows, seed):
-    """The value of a candidate is that of the sequence of prefix, delta, its ancestors from the root, and itself."""
+    """A candidate has the value of the sequence of prefix, delta, ancestors from the root, and itself."""
     model, head, value_model = qwen2
     generator = torch.Generator().manual_seed(seed)
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731

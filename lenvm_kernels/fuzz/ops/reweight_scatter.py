@@ -21,7 +21,7 @@ from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
 
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT)
-# Modes whose probabilities are compared if an answer is subtracted from the lengths, which costs precision. The other
+# Modes that are compared if an answer is subtracted from the lengths, which costs precision. The other
 # modes are covered by cases computed by hand.
 ANSWERED = (Mode.UNGUIDED, Mode.VALUE_BIAS, Mode.EQ, Mode.GE, Mode.LE)
 # Error of a root as a share of the range of values. It changes the probabilities in proportion to their sensitivity,

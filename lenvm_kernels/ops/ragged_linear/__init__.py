@@ -1,4 +1,4 @@
-"""Ragged linear: ``y = act(W norm(x) + b) + r`` over the first rows of x, whose number is read from device memory.
+"""Ragged linear: ``y = act(W norm(x) + b) + r`` over the first rows of x; their number is read from device memory.
 
 The matmul of the value model's layers (projections of a Qwen2 or Llama decoder layer) with fused prologue and epilogue:
 
