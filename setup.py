@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: all packages there are, and reference/ under the name it has once installed."""
+"""Settings that pyproject.toml cannot express: the list of packages, and the installed name of reference/."""
 
 from setuptools import find_packages, setup
 

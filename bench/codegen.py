@@ -1,9 +1,9 @@
-"""Compiled code of every kernel, for GPUs that need not be present: ``python -m bench.codegen [--check]``.
+"""Compiled code of all kernels, for GPUs that need not be present: ``python -m bench.codegen [--check]``.
 
-The calls run through the real launchers, on CPU tensors under a driver that compiles for
-another GPU and launches nothing. Specialisation, constants and code equal a launch on that GPU. Each GPU compiles a
-prompt and guided steps of each value model. GPUs with the tiles of sm_80 and less shared memory compile one model.
-sm_90 also compiles ``calls``: every operator with all dtypes and options.
+The calls run through the real launchers, on CPU tensors under a driver that compiles for another GPU and launches no
+kernel. Specialisation, constants and code are the same as on that GPU. Each GPU compiles a prompt and guided steps of
+each value model. GPUs with the tiles of sm_80 and less shared memory compile one model. sm_90 also compiles ``calls``:
+every operator with all dtypes and options.
 
 ``--check`` fails on
 
@@ -11,11 +11,11 @@ sm_90 also compiles ``calls``: every operator with all dtypes and options.
 2. slow code: a matmul of 16-bit numbers without tensor cores (on sm_90 without asynchronous copies, and without HGMMA
    if its tile has 64 rows or more), 16-bit global loads in an innermost loop, an innermost loop that waits for all of
    its asynchronous copies (sm_90), fp64 arithmetic;
-3. bits that depend on the batch: a sum whose layout along the summed axis, or a matmul whose number of products per
-   instruction, depends on the number of requests;
-4. races that no other test sees: global memory accessed before the wait for earlier launches (sm_90); a product fused
-   with an addition across threads where a branch depends on the sum (NVIDIA), so that threads leave a loop at different
-   times and hang at its next barrier;
+3. bits that depend on the batch: a sum with a layout along the summed axis, or a matmul with a number of products per
+   instruction, that depends on the number of requests;
+4. races that no other test detects: global memory accessed before the wait for earlier launches (sm_90); a product
+   fused with an addition across threads where a branch depends on the sum (NVIDIA), so that threads leave a loop at
+   different times and hang at its next barrier;
 5. a figure of a step more than 10 % worse than the one committed for this Triton version in
    ``bench/results/codegen.json`` (``--update`` writes it), or a kernel that no call launches.
 """
@@ -51,21 +51,20 @@ from bench.ops import operator_calls
 from lenvm_kernels.ops import ragged_linear, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
-BATCHES = (1, 3, 6, 17, 64, 256)  # requests, each with 6 rows in use: every tile, and numbers that fill none
+BATCHES = (1, 3, 6, 17, 64, 256)  # requests, each with 6 rows in use: all tiles, full and partial
 # Matmul kernels, and the rows of their tiles.
 MATMULS = {
     "_ragged_linear_kernel": ragged_linear.TILES_SM_90[-1].block_m,
     "_value_tree_attention_kernel": value_tree_attention.BLOCK_M.value,
 }
-# Kernels that never branch on a sum across threads. Such a sum may differ in its last bits between threads.
+# Kernels that never branch on a sum across threads, which may differ in its last bits between threads.
 BRANCH_ON_NO_SUM = {"_value_tree_attention_kernel"}
 # Kernels that compute cosines and sines. Angles beyond 105,615 are reduced with bits of 2/pi in 32 bytes of the stack,
 # with three fp64 instructions in each of the two functions.
 TAKES_ANGLES = {"_embed_tokens_kernel"}
 ANGLE_STACK, ANGLE_FP64 = 32, 6
 WARP_GROUP_ROWS = 64  # rows of the smallest tile for HGMMA
-# Calls with unusual sizes spill a few scalars outside of loops. A tile larger than the registers spills hundreds of
-# bytes.
+# Calls with unusual sizes spill a few scalars outside loops. A tile larger than the registers spills hundreds of bytes.
 CALLS_SPILL = 72
 TOLERANCE = 0.10
 SHOWN = ("registers", "spilled", "shared", "warps", "async_copies", "loop_instructions")
@@ -95,10 +94,10 @@ SUBJECTS = {CALLS: GPUS["sm_90"]} | GPUS  # the longest first, for two processes
 class Figures:
     """A compiled kernel; numbers of instructions, unless noted."""
 
-    model: str  # value model whose step launches the kernel, or call of an operator
-    kernel: str  # name, and number among the kernels of this name there
+    model: str  # value model of the step, or call of an operator, that launches the kernel
+    kernel: str  # name, and number among the kernels of this name
     registers: int  # per thread
-    spilled: int  # bytes per thread (on NVIDIA the stack, which has no other use here)
+    spilled: int  # bytes per thread (on NVIDIA the stack, which is only used for spills)
     shared: int  # bytes of shared memory per block
     warps: int  # per block
     is_half: bool = False  # whether the kernel reads or writes 16-bit floats
@@ -118,7 +117,7 @@ class Figures:
 
 
 def compile_steps(gpu: Gpu) -> list[Figures]:
-    """The figures of every kernel in the steps of every value model."""
+    """The figures of all kernels in the steps of all value models."""
     figures, described = [], {}
     for model in gpu.models:
         batches = []
@@ -137,7 +136,7 @@ def compile_steps(gpu: Gpu) -> list[Figures]:
 
 
 def compile_calls(gpu: Gpu, once: bool) -> list[Figures]:
-    """The figures of every kernel of the operators' calls, with ``once`` only of the first call that launches it."""
+    """The figures of all kernels in the operators' calls; with ``once``, only of the first call with a kernel."""
     figures, seen = [], set()
     with compiling_for(gpu.target, once) as compiled:
         for call_name, call in operator_calls():
@@ -150,7 +149,7 @@ def compile_calls(gpu: Gpu, once: bool) -> list[Figures]:
 
 
 def sums_that_differ(batches: list[list[tuple[str, object]]]) -> set[str]:
-    """Hashes of the kernels whose floating-point sums are divided differently in different batches."""
+    """Hashes of the kernels with floating-point sums that are divided differently in different batches."""
     found = set()
     for launches in zip(*batches, strict=True):  # the order of launches is the same in all batches
         ttgirs = {kernel.hash: kernel.asm["ttgir"] for _, kernel in launches}
@@ -172,7 +171,7 @@ def sum_layouts(ttgir: str) -> list[str]:
 
 
 def matmul_steps(ttgir: str) -> list[str]:
-    """Products that a matmul instruction adds at once, of each kind whose layout contains the number."""
+    """Products that a matmul instruction adds at once, for each kind with the number in its layout."""
     return sorted(set(re.findall(r"instrShape = \[\d+, \d+, (\d+)\]", ttgir)))
 
 
@@ -181,7 +180,7 @@ def _shape(tensor: str) -> list[str]:
 
 
 def _along(axis: int, tensor: str) -> str:
-    """The type of a tensor reduced to one axis, because the number of rows changes no sum along that axis."""
+    """The type of a tensor reduced to one axis, because the number of rows does not change sums along that axis."""
     shape = _shape(tensor)
 
     def of_axis(match: re.Match) -> str:
@@ -200,12 +199,12 @@ TENSOR_CORES = r"\b(?:(HMMA|HGMMA|UTC\w*MMA)\b|v_(mfma)_)"
 COPIES = r"\b(?:LDGSTS|UTMALDG)\b|load_lds"
 LOADS_16 = r"\bLDG\.[\w.]*\b[US]16\b|\b(?:global|buffer)_load_(?:u|s)?short"
 FP64 = r"\b(?:D(?:ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w*64H|[FI]2[FI][\w.]*\.F64|v_\w+_f64)"
-ACCESSES = r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|REDG)\b"  # of global memory, without prefetches
+ACCESSES = r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|REDG)\b"  # accesses of global memory without prefetches
 Line = tuple[int, str]  # an instruction's address and text
 
 
 def describe(kernel: Any, gpu: Gpu) -> dict[str, object]:
-    """The fields of :class:`Figures` that follow from a compiled kernel."""
+    """The fields of :class:`Figures` that are read from a compiled kernel."""
     if gpu.target.backend == "hip":
         code = kernel.asm["amdgcn"]
         counts = (re.search(rf"\.vgpr_{key}:\s+(\d+)", code)[1] for key in ("count", "spill_count"))
@@ -247,7 +246,7 @@ def loops_of(instructions: list[Line]) -> list[tuple[int, int]]:
 
 
 def count_instructions(instructions: list[Line]) -> dict[str, Any]:
-    """Counts of instructions. Code of a loop around another loop runs once per pass of the inner one: not counted."""
+    """Counts of instructions. Code of outer loops is not counted."""
     loops = loops_of(instructions)
     text = "\n".join(line for _, line in instructions)
     innermost = [
@@ -270,13 +269,13 @@ def count_instructions(instructions: list[Line]) -> dict[str, Any]:
 
 
 def accesses_before_wait(lines: list[str]) -> int:
-    """Accesses of global memory before the wait for earlier launches; all, if there is no wait (sm_90)."""
+    """Accesses of global memory before the wait for earlier launches (sm_90); all accesses without a wait."""
     wait = next((i for i, line in enumerate(lines) if "ACQBULK" in line), len(lines))
     return sum(bool(re.search(ACCESSES, line)) for line in lines[:wait])
 
 
 def fused_into_shuffles(lines: list[str]) -> int:
-    """Fused multiply-adds whose addend a shuffle brought from another thread (NVIDIA).
+    """Fused multiply-adds with an addend that a shuffle moved from another thread (NVIDIA).
 
     Two threads that exchange their products ``a b`` and ``c d`` get ``a b + round(c d)`` and ``c d + round(a b)``.
     """
@@ -294,7 +293,7 @@ def fused_into_shuffles(lines: list[str]) -> int:
 
 
 def faults(subject: str, figures: list[Figures]) -> list[str]:
-    """Faults 1 to 4 of the module, and kernels that no call launches."""
+    """Faults 1 to 4 in the module's docstring, and kernels that no call launches."""
     gpu, found = SUBJECTS[subject], []
     on_sm_90 = gpu is GPUS["sm_90"]
     for f in figures:
@@ -323,12 +322,12 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
 
 
 def compared(figures: list[Figures]) -> dict[str, dict[str, int]]:
-    """Kernel -> the figures that are committed."""
+    """The committed figures by kernel."""
     return {f"{f.model} {f.kernel}": {name: getattr(f, name) for name in COMPARED} for f in figures}
 
 
 def regressions(subject: str, now: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) -> list[str]:
-    """Figures more than 10 % worse than the committed ones, and kernels on one side only."""
+    """Figures more than 10 % worse than the committed ones, and kernels that only one of both has."""
     found = [
         f"{subject} {kernel} is {'compiled' if kernel in now else 'committed'} only: --update writes the figures"
         for kernel in sorted(now.keys() ^ before.keys())
@@ -359,7 +358,7 @@ def main() -> int:
     arguments.add_argument("--update", action="store_true", help=f"write {RESULTS.name} for this version of Triton")
     arguments.add_argument("--parts", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="default: all")
     arguments.add_argument("--once", action="store_true", help="compile only the first call of each kernel in calls")
-    arguments.add_argument("--compile", choices=SUBJECTS, help=SUPPRESS)  # this process compiles and prints JSON
+    arguments.add_argument("--compile", choices=SUBJECTS, help=SUPPRESS)  # compiles in this process and prints JSON
     args = arguments.parse_args()
     if args.compile:
         gpu = SUBJECTS[args.compile]
@@ -380,10 +379,10 @@ def main() -> int:
         steps = {subject: compared(figures) for subject, figures in done.items() if subject != CALLS}
         about = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
         text = json.dumps(results | {triton.__version__: about | {"parts": known | steps}}, indent=1)
-        text = re.sub(r"\{[^{}]*\}", lambda kernel: json.dumps(json.loads(kernel[0])), text)  # a line for each kernel
+        text = re.sub(r"\{[^{}]*\}", lambda kernel: json.dumps(json.loads(kernel[0])), text)  # a line per kernel
         RESULTS.write_text(text + "\n")
     elif not known:
-        print(f"no figures of Triton {triton.__version__} are committed: nothing to compare")
+        print(f"no figures of Triton {triton.__version__} are committed")
     print("\n".join(found) or "no faults")
     return int(args.check and bool(found))
 

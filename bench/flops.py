@@ -1,20 +1,20 @@
-"""Operations of length-guided decoding by component, counted from the dimensions of the models.
+"""Operations of length-guided decoding by component, computed from the dimensions of the models.
 
     python -m bench.flops --check
     python -m bench.flops --base Qwen3-30B-A3B --value-model path/to/config.json --k 5
 
-The components follow the authors' estimator (eric-ai-lab/Length-Value-Model, ``inference/timing``): matmuls of
-the projections and of SwiGLU, attention, and the head. Norms, activations, softmax, rotary embedding and the sampler
-are not counted. A multiply-add is two operations.
+The components follow the authors' estimator (eric-ai-lab/Length-Value-Model, ``inference/timing``): matmuls of the
+projections and SwiGLU, attention, and the head. Norms, activations, softmax, rotary embedding and the sampler are not
+counted. A multiply-add is two operations.
 
 - A token costs ``2 N (H D (2 Hq + 2 Hkv) + 3 H I)`` in its linear layers, and ``4 N Hq D c`` in attention over ``c``
-  tokens, itself included. The output token ``t = 1 .. O`` after a prompt of ``P`` tokens attends to ``P + t`` tokens.
-- In a layer that is a mixture of ``E`` experts of size ``Ie``, ``k`` of them per token, ``H E + 3 H Ie k`` replaces
+  tokens, including itself. Output token ``t = 1 .. O`` after a prompt of ``P`` tokens attends to ``P + t`` tokens.
+- In a mixture layer of ``E`` experts of size ``Ie``, with ``k`` experts per token, ``H E + 3 H Ie k`` replaces
   ``3 H I``: the router and the active experts. A shared expert of size ``Is`` adds ``3 H Is``, and ``H`` for its gate.
-  The authors' estimator has no mixtures.
+  The authors' estimator does not support mixtures.
 - The head costs ``2 H V`` in a language model and ``2 (H^2 + H)`` in a value model.
-- A prompt is computed once for all its samples, with a head per token as published; engines compute only the last one.
-- The value model computes each prompt once, and per output token that token and ``k`` candidates, each with a head.
+- A prompt is computed once for all its samples, with a head per token as published; engines compute only the last head.
+- The value model computes each prompt once, and each output token with ``k`` candidates, with a head for each.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from bench.models import DIMENSIONS
 
 VOCABULARY = {"SmolLM2-135M": 49_152, "Qwen2.5-7B": 152_064}
 OTHER_VOCABULARY = 151_936  # the smaller Qwen2.5 and Qwen3
-# Names of the number of experts in configurations, and the architectures whose mixtures are counted.
+# Names of the number of experts in configurations, and architectures with supported mixtures.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Dimensions of a Qwen2, Qwen3 or Llama model. The last five are 0 unless it is one of :data:`MIXTURES`."""
+    """Dimensions of a Qwen2, Qwen3 or Llama model. The last five are 0 except for :data:`MIXTURES`."""
 
     hidden_size: int  # H
     intermediate_size: int  # I
@@ -46,19 +46,19 @@ class Architecture:
     num_kv_heads: int  # Hkv
     head_dim: int  # D
     vocab_size: int  # V
-    expert_layers: int = 0  # layers with experts in place of an MLP of size I
+    expert_layers: int = 0  # layers with experts instead of an MLP of size I
     num_experts: int = 0  # E, per layer
     experts_per_token: int = 0  # k
     expert_size: int = 0  # Ie
-    shared_size: int = 0  # Is; 0 if no expert is shared
+    shared_size: int = 0  # Is; 0 without a shared expert
 
     @classmethod
     def load(cls, source: str) -> Architecture:
         """Read a ``config.json``, a folder that contains one, or a known name.
 
         Raises:
-            FileNotFoundError: ``source`` is none of these.
-            ValueError: a mixture that is none of :data:`MIXTURES`.
+            FileNotFoundError: ``source`` is not one of the three.
+            ValueError: a mixture that is not in :data:`MIXTURES`.
         """
         if source in KNOWN_MIXTURES:
             return KNOWN_MIXTURES[source]
@@ -95,7 +95,7 @@ class Architecture:
 
     @property
     def active_weights(self) -> int:
-        """Elements of the matrices of all layers that a token is multiplied with."""
+        """Number of weights of all layers that a token is multiplied with."""
         attention = self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         shared = 3 * self.shared_size + 1 if self.shared_size else 0
         mixture = self.num_experts + 3 * self.expert_size * self.experts_per_token + shared
@@ -118,7 +118,7 @@ KNOWN_MIXTURES = {"Qwen3-30B-A3B": Architecture(2048, 6144, 48, 32, 4, 128, OTHE
 
 @dataclass(frozen=True)
 class Workload:
-    """A decoding run. Where lengths differ, the numbers of tokens are means."""
+    """A decoding run. Numbers of tokens are means if lengths differ."""
 
     prompts: int
     samples: int  # per prompt
@@ -173,7 +173,7 @@ PUBLISHED_WORK = Workload(prompts=50, samples=16, prompt_tokens=105, output_toke
 
 
 def published_figures() -> list[tuple[str, float, float, float]]:
-    """Name, published number, number of this module and accepted relative difference of each published figure."""
+    """Name, published number, computed number and accepted relative difference of each published figure."""
     base, value, work = Architecture.load(PUBLISHED_BASE), Architecture.load(PUBLISHED_VALUE), PUBLISHED_WORK
     peta = {name: count / 1e15 for name, count in operations(base, work, value, 5).items()}
     heads = value.value_head * work.outputs / 1e15  # the published figures of extend and candidates include their heads
@@ -190,7 +190,7 @@ def published_figures() -> list[tuple[str, float, float, float]]:
         ("value head, MFLOP per token", 4.7, value.value_head / 1e6, 0.01),
         ("ratio of the run, k = 5", 2.10, ratio(base, work, value, 5), 0.005),
     ]
-    # Each run of the sweep had its own output length, which is not published. The run at k = 1 decodes greedily: an
+    # Each run of the sweep had its own output length, which is not published. The run at k = 1 decodes greedily; an
     # output 5 % shorter than the baseline's output would give its ratio.
     for k, published, accepted in zip(range(1, 6), (1.30, 1.55, 1.74, 1.91, 2.08), (6, 1, 1, 1, 1.5), strict=True):
         figures.append((f"ratio in the sweep, k = {k}", published, ratio(base, work, value, k), accepted / 100))
@@ -199,7 +199,7 @@ def published_figures() -> list[tuple[str, float, float, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with the published figures; fails if they differ")
+    parser.add_argument("--check", action="store_true", help="compare with the published figures; fail if they differ")
     model = "a config.json, a folder with one, or a known name (default: %(default)s)"
     parser.add_argument("--base", default=PUBLISHED_BASE, help=f"base model: {model}")
     parser.add_argument("--value-model", default=PUBLISHED_VALUE, help=f"value model: {model}")

@@ -7,7 +7,7 @@ bandwidth and operations / matmul rate, both measured in the same run on the sam
 - cold: ``do_bench`` of a CUDA graph of one call. The L2 cache is overwritten before each call.
 - a run in :class:`Eager` is launched from Python (``do_bench``) and includes exposed host time.
 
-On a CPU ``torch.utils.benchmark`` times the reference on the quick shapes.
+On a CPU, ``torch.utils.benchmark`` times the reference on the quick shapes.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CPU_SECONDS = 0.1  # per measurement
 
 @dataclass(frozen=True)
 class Eager:
-    """A run that waits for the host, or that includes host time, so it is not captured in a CUDA graph."""
+    """A run that includes host time or waits for the host, so it is not captured in a CUDA graph."""
 
     run: Run
 
@@ -49,9 +49,9 @@ class TimedCase:
 
     Attributes:
         run: one call of this package's implementation.
-        bytes, operations: minimum that any implementation must move and do.
+        bytes, operations: minimum of any implementation.
         peers: label -> function that prepares a peer on the same inputs and returns its run. Preparation is not timed.
-            A label in parentheses marks a peer that computes a part only.
+            A label in parentheses marks a peer that only computes a part.
     """
 
     run: Run | Eager
@@ -67,9 +67,9 @@ class Benchmark:
     Attributes:
         operator: name of the results.
         make_case: makes a case from the axes of a shape, on the default device.
-        production: the shape that matters most.
+        production: the most important shape.
         axes: axis -> values that replace the value of ``production``, one at a time.
-        others: further shapes, as changes of ``production``.
+        others: other shapes, as changes of ``production``.
         quick: shapes for ``--quick`` and for a CPU, as changes of ``production``.
     """
 
@@ -87,9 +87,9 @@ class Benchmark:
         return [point for i, point in enumerate(points) if point not in points[:i]]
 
     def main(self, description: str | None, argv: Sequence[str] | None = None) -> None:
-        """The command with the arguments ``argv``. Exits with 1 if a case of this package failed."""
+        """Run the command with arguments ``argv``. Exits with 1 if a case of this package failed."""
         arguments = parser(description)
-        arguments.add_argument("--quick", action="store_true", help="a few small shapes; always so on a CPU")
+        arguments.add_argument("--quick", action="store_true", help="only a few small shapes, as on a CPU")
         arguments.add_argument("--json", type=Path, help="also write the results to this file, after each case")
         args = arguments.parse_args(argv)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,7 +109,7 @@ class Benchmark:
         return sum("error" in entry for entry in results["cases"])
 
     def measure(self, device: str, shape: Shape, ceilings: Mapping[str, float]) -> dict[str, Any]:
-        """A case and its peers. An exception is recorded in place of the times."""
+        """Measure a case and its peers. An exception is recorded instead of the times."""
         torch.manual_seed(0)
         entry: dict[str, Any] = {"shape": dict(shape), "peers": {}}
         try:
@@ -139,7 +139,7 @@ def described(error: Exception) -> str:
 
 
 def measure(run: Run | Eager, device: str) -> dict[str, float]:
-    """``warm`` (not of an :class:`Eager` run), ``cold`` (not on a CPU), and ``spread``, (80th - 20th) / median."""
+    """``warm`` (not for an :class:`Eager` run), ``cold`` (not on a CPU), and ``spread``, (80th - 20th) / median."""
     call = run.run if isinstance(run, Eager) else run
     if device == "cpu":
         found = Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=CPU_SECONDS)
@@ -163,7 +163,7 @@ def captured(run: Run) -> torch.cuda.CUDAGraph:
 
 
 def measure_ceilings(device: str) -> dict[str, float]:
-    """``bandwidth``, bytes/s read and written by a kernel far larger than any cache; ``matmul_rate``, bf16 ops/s."""
+    """``bandwidth``, bytes/s of a copy far larger than any cache; ``matmul_rate``, bf16 ops/s."""
     n, m = (2**28, 8192) if device == "cuda" else (2**22, 256)
     x, a = torch.randn(n, device=device), torch.randn(m, m, dtype=torch.bfloat16, device=device)
     y = torch.empty_like(x)
@@ -175,7 +175,7 @@ COLUMNS = ("case", "warm us", "cold us", "spread", "floor us", "of floor", "peer
 
 
 def best(times: Mapping[str, float]) -> float:
-    """The cold time, or else the warm one."""
+    """The cold time, or the warm time without one."""
     return times.get("cold") or times["warm"]
 
 
@@ -194,7 +194,7 @@ def row(entry: Mapping[str, Any]) -> list[str]:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a Markdown table. None is an empty cell; floats get four significant digits."""
+    """The lines of a Markdown table. None is an empty cell; floats have four significant digits."""
 
     def cell(value: object) -> str:
         return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -217,7 +217,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Replace the file in one operation, so that a reader finds a complete one."""
+    """Replace the file atomically, so that readers find a complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -225,5 +225,5 @@ def write_json(path: Path, data: object) -> None:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A command's parser, with the module's text as its help."""
+    """A command's parser, with the module's docstring as its help."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

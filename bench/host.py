@@ -1,7 +1,7 @@
 """Host cost of a guided step by batch size: ``python -m bench.host [--rows 1 8 64 512]``.
 
 Runs on a CPU without kernels: launches are intercepted, so the step computes almost nothing. As on a GPU, everything
-after the first launch is replayed from a CUDA graph, whose replay costs nothing here. The command counts
+after the first launch is replayed from a CUDA graph, which costs nothing here. The command counts
 
 - trace events of Python (``sys.settrace``: calls, lines and returns), which a loop over requests multiplies;
 - torch operators, except views and including allocations, and launches of Triton kernels from Python;
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 
 class _ReplayedGraphs(Graphs):
-    """Runs a function once per key. Later runs return its first result, as the replay of a graph does."""
+    """Runs a function once per key. Later runs return the first result, as replays of a graph do."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -66,7 +66,7 @@ class _ReplayedGraphs(Graphs):
 
 
 class ReplayedStep(GuidedStep):
-    """A step whose launches after the first are not made again."""
+    """A step with launches after the first replayed."""
 
     graphs_class = _ReplayedGraphs
 
@@ -83,7 +83,7 @@ class _Operators(TorchDispatchMode):
 
 
 def make_step(kind: str, rows: int, layers: int = 1) -> Callable[[], object]:
-    """A step of kind ``STEPS`` for a batch of ``rows``. Make and call it within :func:`without_kernels`."""
+    """A step of kind ``STEPS`` for a batch of ``rows``. Create and call it within :func:`without_kernels`."""
     options = dict(cached=CACHED, vocab_size=VOCAB, step_class=ReplayedStep)
     if kind == "none":
         return Decode(None, rows, backend="triton", **options).take_step

@@ -30,12 +30,12 @@ def kernels() -> dict[str, object]:
 
 @contextmanager
 def intercept_launches(handle: Callable[[str, partial], object]) -> Iterator[None]:
-    """Context in which ``handle(name, launch)`` replaces every launch of a kernel, compiled or interpreted.
+    """Context in which ``handle(name, launch)`` replaces all launches of kernels, compiled or interpreted.
 
     Args:
-        handle: called with the kernel's name and a ``partial`` that launches it. The ``args`` of ``launch`` are the
-            kernel and its arguments (tensors, numbers, None, or tuples of these); its ``keywords`` are keyword
-            arguments, the grid and the options. The launch returns the result of ``handle``.
+        handle: called with the kernel's name and a ``partial`` that launches it. ``launch.args`` are the kernel and its
+            arguments (tensors, numbers, None, or tuples thereof); ``launch.keywords`` are keyword arguments, the grid
+            and the options. The launch returns the result of ``handle``.
     """
 
     def replacement(run: Callable) -> Callable:
@@ -55,7 +55,7 @@ def kernels_on_cpu(architecture: str = "") -> Iterator[None]:
     """Context in which operators with the backend ``triton`` accept CPU tensors up to the launches of their kernels.
 
     Args:
-        architecture: GPU for which launch configurations are chosen, see :mod:`lenvm_kernels.ops._common`.
+        architecture: GPU of the launch configurations, see :mod:`lenvm_kernels.ops._common`.
     """
     with (
         mock.patch.object(ops_common, "INTERPRETED", True),
@@ -68,7 +68,7 @@ def kernels_on_cpu(architecture: str = "") -> Iterator[None]:
 def empty_is_zero(random: bool = False) -> Iterator[None]:
     """Context in which ``torch.empty`` returns zeros, because outputs of skipped kernels may be used as indices.
 
-    With ``random``, ``torch.rand`` and ``torch.randn`` do too, because their values are unused and zeros are faster."""
+    With ``random``, so do ``torch.rand`` and ``torch.randn``, because their values are unused and zeros are faster."""
     with ExitStack() as patches:
         for name in ("empty", *(("rand", "randn") if random else ())):
             patches.enter_context(mock.patch.object(torch, name, torch.zeros))
@@ -78,7 +78,7 @@ def empty_is_zero(random: bool = False) -> Iterator[None]:
 
 @contextmanager
 def without_kernels() -> Iterator[list[str]]:
-    """Context in which operators on CPU tensors launch nothing; yields the names of skipped kernels."""
+    """Context in which operators on CPU tensors skip launches; yields the names of skipped kernels."""
     launches: list[str] = []
     with kernels_on_cpu(), empty_is_zero(), intercept_launches(lambda name, launch: launches.append(name)):
         yield launches
@@ -87,7 +87,7 @@ def without_kernels() -> Iterator[list[str]]:
 @contextmanager
 def targeting(target: GPUTarget) -> Iterator[None]:
     """Context in which operators on CPU tensors act as on ``target`` up to the launches. Not with TRITON_INTERPRET."""
-    driver = SimpleNamespace(  # the part of a Triton driver that compilation needs
+    driver = SimpleNamespace(  # the part of a Triton driver needed for compilation
         get_current_target=lambda: target,
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,

@@ -1,12 +1,12 @@
-"""Mixed traffic against a running server of SGLang or vLLM: each answer must be the answer of the quiet server.
+"""Mixed traffic against a running server of SGLang or vLLM: each answer must equal the answer of the idle server.
 
     python -m bench.load URL [--engine vllm] [--minutes 10] [--workers 6] [--pid PID] [--output FILE]
 
-First, requests are sent one at a time: guided, unguided, and second turns that share a prefix with first turns; if
-requested by ``--also`` and ``--span-end``, also with a JSON schema, with predicted lengths, and with a span. Then the
-same requests are sent several at once in an order drawn by a seed, among requests whose client hangs up and requests
-that are wrong. An answer must not change, a wrong request must get status 400, and afterwards the server must hold what
-it held before: memory of its processes (``--pid``), tokens of its cache, and failures of guidance.
+First, requests are sent one at a time: guided, unguided, and second turns that share a prefix with first turns; with
+``--also`` and ``--span-end``, also with a JSON schema, with predicted lengths, and with a span. Then the same requests
+are sent concurrently in a random order, among aborted and invalid requests. Answers must not change, invalid requests
+must get status 400, and afterwards memory of the server's processes (``--pid``), cached tokens and failures of guidance
+must be as before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import psutil
 from bench.serve import ERRORS, FAILURES, GUIDANCE, QUESTIONS, exchange, metrics, sent
 
 PATH = "/v1/chat/completions"
-IDLE_SECONDS = 30  # limit until the server reports that nothing runs
+IDLE_SECONDS = 30  # time limit for the server to become idle
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 HELD = ("sglang:num_used_tokens", "vllm:kv_cache_usage_perc", *RUNNING, *FAILURES)
 OTHERS = ("schema", "values")
@@ -39,7 +39,7 @@ SCHEMA = {
     "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}, "kind": {"enum": ["long", "short"]}},
 } | {"required": ["n", "kind"], "additionalProperties": False}
 Body = dict[str, Any]
-Request = tuple[str, Body, str]  # kind, body of a chat completion, and the answer of the quiet server
+Request = tuple[str, Body, str]  # kind, body of a chat completion, and the answer of the idle server
 
 
 @dataclass
@@ -49,7 +49,7 @@ class LoadReport:
     before: dict[str, float]  # result of :func:`held`
     after: dict[str, float] = field(default_factory=dict)
     answers: Counter[str] = field(default_factory=Counter)
-    different: Counter[str] = field(default_factory=Counter)  # not the answer of the quiet server
+    different: Counter[str] = field(default_factory=Counter)  # differs from the answer of the idle server
     wrong: list[str] = field(default_factory=list)  # other failures
 
     def markdown(self) -> str:
@@ -73,7 +73,7 @@ def bodies_of(engine: str, model: str, max_tokens: int, also: Collection[str], s
         "schema": {"target_length": 20},
     }
     schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-    # SGLang draws without a seed where nothing is guided, and so after a span.
+    # SGLang ignores the seed of unguided draws, also after a span.
     changes = {"unguided": {"temperature": 0.0}, "span": {"stop_token_ids": [span_end]}}
     changes |= {"schema": {"response_format": schema, "max_tokens": 64}}
     found = []
@@ -86,7 +86,7 @@ def bodies_of(engine: str, model: str, max_tokens: int, also: Collection[str], s
 
 
 def quiet(url: str, requests: Sequence[Request]) -> list[Request]:
-    """The same requests with answers, sent one at a time, and a second turn for each guided one."""
+    """Send requests one at a time; returns them with answers, and a second turn for each guided request."""
     found = [(kind, body, answer(url, body)) for kind, body, _ in requests]
     for _, body, text in [request for request in found if request[0] == "guided"]:
         turns = [{"role": "assistant", "content": text or "."}, {"role": "user", "content": "Go on."}]
@@ -96,7 +96,7 @@ def quiet(url: str, requests: Sequence[Request]) -> list[Request]:
 
 
 def run(url: str, requests: Sequence[Request], seconds: float, workers: int, pid: int | None = None) -> LoadReport:
-    """Send the ``requests`` of :func:`quiet` in random order by ``workers`` threads, among aborted and wrong ones."""
+    """Send ``requests`` of :func:`quiet` in random order from ``workers`` threads, with aborted and invalid ones."""
     report, lock, end = LoadReport(held(url, pid)), threading.Lock(), time.monotonic() + seconds
 
     def work(number: int) -> None:
@@ -160,9 +160,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--workers", type=int, default=6, help="concurrent requests")
     parser.add_argument("--max-tokens", type=int, default=60, help="limit of an answer")
-    parser.add_argument("--also", nargs="+", choices=OTHERS, default=(), help="kinds that not every server can answer")
-    parser.add_argument("--span-end", type=int, help="token that ends a span; if given, spans are requested, too")
-    parser.add_argument("--pid", type=int, help="process of the server whose memory is read")
+    parser.add_argument("--also", nargs="+", choices=OTHERS, default=(), help="kinds that not all servers support")
+    parser.add_argument("--span-end", type=int, help="token that ends a span; enables requests with a span")
+    parser.add_argument("--pid", type=int, help="server process to read the memory of")
     parser.add_argument("--output", type=Path, help="Markdown file for the report")
     args = parser.parse_args()
     requests = quiet(args.url, bodies_of(args.engine, args.model, args.max_tokens, args.also, args.span_end))

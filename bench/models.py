@@ -22,7 +22,7 @@ DIMENSIONS = {
     "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, False),
     "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, True),
 }
-# A probe: layers of a base model of 28 layers whose states are read, sizes, and bins of lengths.
+# A probe: layers to read in a base model of 28 layers, sizes, and bins of lengths.
 PROBE_LAYERS, PROBE_SIZE, PROBE_OUTPUTS, PROBE_BINS = (14, 21, 28), 128, 128, 33
 
 
@@ -79,13 +79,13 @@ def random_probe(
 def forward_floor(
     config: ValueModelConfig, dtype: torch.dtype, tokens: int, candidates: int, requests: int, cached: int
 ) -> tuple[int, int]:
-    """(bytes, operations) that a forward must move and do at least.
+    """Minimum (bytes, operations) of a forward.
 
     Args:
         config: the architecture.
         dtype: dtype of weights and cache.
         tokens: rows of the forward, delta tokens and candidates.
-        candidates: rows whose values are requested.
+        candidates: number of requested values.
         requests: number of requests, with ``cached`` tokens each.
         cached: tokens in the cache per request.
     """
@@ -100,7 +100,7 @@ def forward_floor(
 
 
 def value_model_step(name: str, rows: int) -> None:
-    """A prompt and two steps of one layer of a value model in bf16. All layers of a model launch the same kernels."""
+    """Run a prompt and two steps of one layer of a value model in bf16. All layers launch the same kernels."""
     bf16, i32, i64 = (partial(torch.zeros, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
     config = make_config(name, vocab_size=VOCAB, num_layers=1)
     step = GuidedStep(

@@ -1,7 +1,7 @@
 """Other implementations of the operators, measured in the same run.
 
 A function takes the tensors of an operator, prepares what the peer requires, and returns ``run``, one call of the peer.
-Preparation is not timed. A peer's package is imported in its function; the harness records an exception as its result.
+Preparation is not timed. A peer's package is imported in its function; the harness records exceptions as results.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def flashinfer_sample(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Run:
     """FlashInfer's top-k, top-p sampler. Returns token ids int32 ``[B]``. The generator is not this package's."""
     from flashinfer.sampling import top_k_top_p_sampling_from_logits as sample
 
-    # Tensors, because a CUDA graph cannot hold the host's generator. Each call draws with the same numbers.
+    # Tensors, because a CUDA graph cannot contain the host's generator. Each call uses the same random numbers.
     seed, offset = torch.zeros(2, 1, dtype=torch.int64, device=logits.device)
     return lambda: sample(logits, top_k, top_p, seed=seed, offset=offset)
 
@@ -90,7 +90,7 @@ class Tree(NamedTuple):
 def flashinfer_attention(*tensors: Tensor) -> Run:
     """FlashInfer's paged prefill with the tree as a custom mask. Returns ``[T, Hq, D]``.
 
-    Not timed: the mask, the plan, and the copy of new keys and values into the cache, where FlashInfer requires them.
+    Not timed: the mask, the plan, and the copy of new keys and values into the cache, which FlashInfer requires.
     """
     import flashinfer
 
@@ -134,7 +134,7 @@ def sglang_attention(*tensors: Tensor) -> Run:
     mask_offsets = F.pad((new * (tree.cached_lens + new)).cumsum(0), (1, 0))
     cached_offsets = F.pad(tree.cached_lens.cumsum(0), (1, 0)).int()
     slots = torch.cat([request[0] for request in tree.requests()])
-    # is_causal: the mask is a part of the causal one, so tiles above the diagonal are skipped.
+    # is_causal: the mask is a part of the causal mask, so tiles above the diagonal are skipped.
     options = tree.masks(), True, mask_offsets, int(new.max()), 1.0, 1.0
     offsets = tree.q_offsets, cached_offsets, slots
 

@@ -1,11 +1,11 @@
-"""Time of the whole guided step and of the published algorithm: ``python -m bench.step [--profile]``.
+"""Time of the guided step and of the published algorithm: ``python -m bench.step [--profile]``.
 
-Value models and probes have real dimensions and random weights. Every request has L cached tokens, one more with each
-step up to L + 31, when the lengths start again, and five candidates. The floor counts weights and cached prefixes read
+Value models and probes have real dimensions and random weights. Each request has five candidates and L cached tokens,
+one more with each step up to L + 31, when the lengths start again. The floor counts weights and cached prefixes read
 once, the operations of live tokens, and the scores. Axes:
 
 - ``values``: a value model, ``probe 7B`` (states of a 7B base model) or ``none``;
-- ``launch graph``: the whole step in one CUDA graph. ``launch python``: called as in an engine, with host time.
+- ``launch graph``: the whole step in one CUDA graph. ``launch python``: launched as in an engine, with host time.
 
 ``--profile`` lists every kernel's launches and time; :mod:`bench.codegen` has registers and shared memory.
 """
@@ -33,10 +33,10 @@ class Decode:
     Args:
         values: value model, probe, or None.
         rows: number of requests.
-        cached: tokens in each request's cache at first.
+        cached: initial tokens in each request's cache.
         vocab_size: size of the vocabulary.
-        two_forwards: take the step with :class:`TwoForwardStep`.
-        step_class: class of the step otherwise.
+        two_forwards: use :class:`TwoForwardStep`.
+        step_class: class of other steps.
         options: fields of :class:`StepConfig`.
     """
 
@@ -63,7 +63,7 @@ class Decode:
             self.step.add_request(row, parse_guidance(guidance), {0})
         self.cached, self.rows = cached, torch.arange(rows)
         self.lengths = torch.full((rows,), cached + 1, dtype=torch.int32)
-        # A row's candidates are its first tokens, equally likely; the next token is always the first one.
+        # A row's candidates are its first tokens, equally likely; the next token is always the first.
         self.tokens = 1 + 1000 * self.rows % (vocab_size - TOP_K - 1)
         self.scores = torch.randn(rows, vocab_size)
         self.scores.scatter_(1, self.tokens[:, None] + torch.arange(TOP_K), 30.0)
@@ -80,7 +80,7 @@ class Decode:
             self.step.extend(none, self.rows, zeros, zeros, zeros + cached)
 
     def take_step(self, **options: object) -> StepOutput:
-        """A step of the sequences as they are."""
+        """Take a step without extending the sequences."""
         batch = StepBatch(self.tokens, self.rows, self.lengths, states=self.states)
         return self.step.step(self.step.prepare(self.scores, batch), self.sampling, **options)
 
@@ -90,7 +90,7 @@ class Decode:
         return output
 
     def check(self) -> None:
-        """Take a step. Raises ValueError if it has other candidates than intended, or faults."""
+        """Take a step. Raises ValueError for faults or unintended candidates."""
         counts = self().candidates.counts
         if not (counts == TOP_K).all() or self.step.table.columns.faults.any():
             raise ValueError(f"every request must have {TOP_K} candidates and no fault, got {counts.tolist()}")

@@ -1,8 +1,8 @@
 """The published guided step, the baseline of speed comparisons: two forwards with host work in between.
 
 The algorithm of the authors' fork of SGLang (eric-ai-lab/Length-Value-Model, ``sglang-LenVM``, in-process value model)
-in eager PyTorch on the weights of a :class:`ValueModel`, with its host reads. Every row has a top-k, and every guided
-row a scale (``mul``). A step, in the fork's order:
+in eager PyTorch on the weights of a :class:`ValueModel`, with its host reads. Each row has a top-k, and each guided row
+a scale (``mul``). A step, in the fork's order:
 
 1. Candidates by ``torch.topk``, then top-p and min-p.
 2. Extend forward over the tokens that the value model lacks; its head is computed and dropped.
@@ -36,7 +36,7 @@ from lenvm_kernels.step.inputs import CANDIDATES_OF_MODEL
 from lenvm_kernels.types import Mode
 from lenvm_kernels.values import KVCache, ValueModel
 
-NO_TOP_K, NEWTON_STEPS = 1 << 30, 20  # top_k of the fork without a limit, and iterations
+NO_TOP_K, NEWTON_STEPS = 1 << 30, 20  # the fork's top_k without a limit, and iterations
 
 
 @dataclass
@@ -51,7 +51,7 @@ class HostRequest:
 
 
 class HostCandidates(NamedTuple):
-    """Rows with several candidates: ids on the host, and padded ``[rows, K]``, where a probability of 0 pads."""
+    """Rows with several candidates: ids on the host, and ``[rows, K]``, padded with probability 0."""
 
     single: list[list[int]]  # row and only token of the other guided rows
     rows: list[int]
@@ -61,9 +61,9 @@ class HostCandidates(NamedTuple):
 
 
 class TwoForwardOutput(NamedTuple):
-    """Result of a step: ``probs`` fp32 ``[B, V]``; ``tokens`` int32 ``[B]``, None without a draw or a changed row.
+    """Result of a step: ``probs`` fp32 ``[B, V]``; ``tokens`` int32 ``[B]``, or None without a draw or a changed row.
 
-    ``rows`` have values: their candidates' ids, and value logits ``[n]`` each.
+    ``rows`` have values: candidate ids, and value logits ``[n]`` each.
     """
 
     probs: Tensor
@@ -77,7 +77,7 @@ def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], samplin
     """Candidates of the guided rows of ``probs [B, V]``, at least one."""
     index = torch.tensor([i for i, request in enumerate(requests) if request is not None], device=probs.device)
     top_k, top_p, min_p = (x.index_select(0, index) for x in (sampling.top_k, sampling.top_p, sampling.min_p))
-    assert not bool(((top_k <= 0) | (top_k >= NO_TOP_K)).any()), "every row must have a top_k"  # the fork reads it, too
+    assert not bool(((top_k <= 0) | (top_k >= NO_TOP_K)).any()), "every row must have a top_k"  # also read by the fork
     top_k = top_k.clamp(max=probs.shape[1])
     most, ids = probs.index_select(0, index).topk(int(top_k.max()), dim=-1)
     p = torch.where(torch.arange(most.shape[1], device=probs.device) < top_k[:, None], most, 0.0)
@@ -98,7 +98,7 @@ def candidates_of(probs: Tensor, requests: Sequence[HostRequest | None], samplin
 def reweighted(p: Tensor, v: Tensor, valid: Tensor, scale: Tensor) -> Tensor:
     """The fork's guided probabilities of all rows, fp32 ``[B, K]``: the expected value is scaled by ``scale [B]``.
 
-    ``p``, ``v`` are ``[B, K]`` probabilities and values; ``valid`` is False where a row is padded.
+    ``p``, ``v`` are ``[B, K]`` probabilities and values; ``valid`` is False in padding.
     """
     q = p / p.sum(-1, keepdim=True).clamp(min=1e-20)
     low, high = v.masked_fill(~valid, 1e9).amin(-1, True), v.masked_fill(~valid, -1e9).amax(-1, True)
@@ -124,11 +124,11 @@ def reweighted(p: Tensor, v: Tensor, valid: Tensor, scale: Tensor) -> Tensor:
 
 
 class TwoForwardStep:
-    """Has the methods of a :class:`GuidedStep` that benchmarks call; reads their tensors on the host.
+    """Has the methods of :class:`GuidedStep` used in benchmarks; reads their tensors on the host.
 
     Args:
-        value_model: the value model whose weights run.
-        slots: the engine's slots. The value model has a separate pool for the same number of tokens, and candidates.
+        value_model: the value model.
+        slots: the engine's slots. The value model has a separate pool for this number of tokens, and for candidates.
         config: only ``max_requests``, ``max_candidates`` (a limit per row, not a filter) and ``chunk_tokens`` are used.
 
     Attributes:
@@ -150,7 +150,7 @@ class TwoForwardStep:
         self._head = [x.to(value_model.dtype) for x in value_model.head]
 
     def add_request(self, table_row, params, eos_token_ids, *, prompt_len=0, seed=0) -> None:
-        """Admit a request without guidance, or guided by a scale (``mul``). If ``params`` is None, remove the row's."""
+        """Add a request, unguided or guided with a scale (``mul``). If ``params`` is None, remove the row's request."""
         if table_row in self.requests:
             self._append(table_row, 0, [])
             del self.requests[table_row]
@@ -158,9 +158,9 @@ class TwoForwardStep:
             self.requests[table_row] = HostRequest(table_row, params, eos_token_ids)
 
     def _append(self, row: int, length: int, tokens: list[int]) -> HostRequest:
-        """Replace the tokens of a request after the first ``length``, and return the slots of the replaced ones."""
+        """Replace the tokens of a request after the first ``length``, and release the replaced slots."""
         request = self.requests[row]
-        assert len(request.tokens) >= length, "extend() comes before"
+        assert len(request.tokens) >= length, "extend() must be called first"
         request.tokens[length:] = tokens
         if request.cached > length:
             self.free = torch.cat([self.free, self.table[row, length : request.cached]])
@@ -186,7 +186,7 @@ class TwoForwardStep:
     def step(self, prepared: PreparedStep, sampling: Sampling, *, scores: Tensor | None = None) -> TwoForwardOutput:
         """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, filters as tensors."""
         batch, scores = prepared.batch, prepared.logits if scores is None else scores
-        # The engine's own read of the drawn tokens, from which the fork takes its requests' tokens.
+        # The engine's read of the drawn tokens, which the fork uses.
         numbers = torch.stack([x.long() for x in (batch.table_rows, batch.tokens, batch.lengths)], 1).tolist()
         requests = [
             self._append(row, length - 1, [token]) if row in self.requests else None for row, token, length in numbers
@@ -226,7 +226,7 @@ class TwoForwardStep:
     # --- the two forwards ---
 
     def _extend(self, pieces: Sequence[tuple[HostRequest, int]]) -> None:
-        """Extend forward: the tokens of each request that are not cached, up to a length."""
+        """Extend forward: the uncached tokens of each request, up to a length."""
         pieces = [(request, length) for request, length in pieces if length > request.cached]
         if not pieces:
             return
@@ -242,7 +242,8 @@ class TwoForwardStep:
             request.cached = length
 
     def _score(self, requests: Sequence[HostRequest], found: HostCandidates) -> list[Tensor]:
-        """Candidate forward: the value logits of each request's candidates, which see the cached prefix and themselves.
+        """Candidate forward: value logits of each request's candidates, which attend to the cached prefix and
+        themselves.
 
         The mask is built per candidate on the host, as in the fork.
         """
@@ -257,7 +258,7 @@ class TwoForwardStep:
         positions = np.repeat(np.array(prefixes, dtype=np.int64), counts)
         logits, slots = self._forward(requests, counts, token_ids, positions, seen)
         self.free = torch.cat([self.free, slots])
-        return list(logits.split(torch.tensor(counts, device=self.device).tolist()))  # the fork reads them back
+        return list(logits.split(torch.tensor(counts, device=self.device).tolist()))  # a host read, as in the fork
 
     def _forward(self, requests, counts, token_ids, positions, seen) -> tuple[Tensor, Tensor]:
         """Value logits ``[T]`` of ``counts`` new tokens per request under ``seen``, bool ``[B, Q, L]``; their slots."""
@@ -265,8 +266,8 @@ class TwoForwardStep:
         for request, part in zip(requests, slots.split(counts), strict=True):
             self.table[request.row, request.cached : request.cached + len(part)] = part
         model, config, (b, longest, attended) = self.value_model, self.value_model.config, seen.shape
-        # The attention's kernels require rows of the mask that begin at multiples of 8 elements. Query heads that share
-        # a key head are further queries of it, so that every kernel of the attention applies.
+        # The attention kernels require mask rows at multiples of 8 elements. Query heads that share a key head become
+        # queries of it, so that all attention kernels apply.
         padded, kv_heads = -(-attended // 8) * 8, config.num_kv_heads
         mask = torch.full((b, longest, padded), -math.inf, dtype=model.dtype, device=self.device)
         mask[:, :, :attended].masked_fill_(seen, 0.0)

@@ -36,7 +36,7 @@ eos_token_ids, int32 = set(models.eos_token_ids), partial(torch.tensor, dtype=to
 
 
 def draft(tokens):
-    """Tokens after the last earlier occurrence of the last two tokens; empty if there is none."""
+    """Tokens after the last earlier occurrence of the last two tokens; an empty list without one."""
     places = [] if args.no_drafts else range(2, len(tokens))
     last = max((i for i in places if tokens[i - 2 : i] == tokens[-2:]), default=len(tokens))
     return tokens[last : last + MAX_DRAFTS]
@@ -51,7 +51,7 @@ def node_logits(request, drafted):
 
 
 def decode(batch):
-    """Draw one to ``1 + MAX_DRAFTS`` tokens for every request of the batch."""
+    """Draw one to ``1 + MAX_DRAFTS`` tokens for each request of the batch."""
     drafted = [draft(request.tokens) for request in batch]
     logits = torch.cat([node_logits(request, tokens) for request, tokens in zip(batch, drafted, strict=True)])
     table_rows = int32([request.table_row for request in batch])

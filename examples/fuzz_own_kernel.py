@@ -1,9 +1,9 @@
-"""A custom Triton kernel in place of an operator's, tested by ``lenvm fuzz``. In this directory:
+"""A custom Triton kernel for an operator, tested with ``lenvm fuzz``. In this directory:
 
     lenvm fuzz --against fuzz_own_kernel:value_head
 
-Without a GPU the kernel runs in Triton's interpreter. The kernel is simple: it is correct, and bitwise identical in any
-batch, but it reads W1 once per token.
+Without a GPU, the kernel runs in Triton's interpreter. The kernel is correct and bitwise identical in any batch, but
+slow: it reads W1 once per token.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _value_head_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One program per token, so no sum depends on other tokens."""
+    """One program per token, so sums do not depend on other tokens."""
     token_row = tl.load(token_rows_ptr + tl.program_id(0)).to(tl.int64)
     is_token = (token_row >= 0) & (token_row < T)
     column, n = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)

@@ -11,7 +11,7 @@ import argparse
 
 import openai
 
-GUIDANCE = {"sglang": "custom_params", "vllm": "vllm_xargs"}  # the engines' names of the field
+GUIDANCE = {"sglang": "custom_params", "vllm": "vllm_xargs"}  # name of the field in each engine
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--engine", choices=GUIDANCE, default="sglang")

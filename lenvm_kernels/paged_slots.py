@@ -1,4 +1,4 @@
-"""Cache slots for requests where no engine assigns them: in the transformers adapter and the tests."""
+"""Cache slots for requests in the transformers adapter and the tests, where the engine assigns none."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 
 class OutOfSlots(RuntimeError):
-    """Too few pages are free: call :meth:`PagedSlots.free` for a request first."""
+    """Too few pages are free; release a request with :meth:`PagedSlots.free`."""
 
 
 class PagedSlots:

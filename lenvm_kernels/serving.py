@@ -1,4 +1,4 @@
-"""Values of a value model over HTTP, in the forms of the LenVM authors' fork of SGLang (``lenvm serve``)."""
+"""HTTP server for the values of a value model, with the API of the LenVM authors' SGLang fork (``lenvm serve``)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ except ImportError as error:
     raise ImportError(f'{error.name} must be installed: pip install "lenvm-kernels[serve]"') from error
 
 ROWS = 1024  # sequences in the cache
-QUERIES = 256  # computed together
-COLUMNS = 64  # candidates of a query per forward
-# Fields with sequences, by path.
+QUERIES = 256  # maximum number of queries per computation
+COLUMNS = 64  # maximum number of candidates of a query per forward
+# Input fields of each path.
 FORMS = {
     "/encode": ("input_ids", "text"),
     "/tree_value": ("input_ids",),
@@ -44,9 +44,9 @@ FORMS = {
 
 
 class Query(NamedTuple):
-    """A sequence, and candidates that are valued as if each came after it; without candidates, its tokens are valued.
+    """A sequence, and candidates for its next token. If there are no candidates, the sequence's tokens are valued.
 
-    With ``bypass_cache`` every token is computed and none is kept, as always without candidates.
+    ``bypass_cache`` neither reads nor fills the cache, as is always the case without candidates.
     """
 
     token_ids: Sequence[int]
@@ -55,25 +55,25 @@ class Query(NamedTuple):
 
 
 class QueryValues(NamedTuple):
-    """Value logits of a query, and how many of its tokens were in the cache."""
+    """Value logits of a query, and its number of cached tokens."""
 
     values: list[float]
     cached_tokens: int
 
 
 class _Piece(NamedTuple):
-    """Tokens ``part`` of a query that one forward computes, or candidates after all of its tokens."""
+    """Tokens ``part`` of a query, or candidates after all of its tokens, that one forward computes."""
 
     part: PromptPart
     token_ids: Sequence[int]
     candidate_ids: Sequence[int]
-    values: list[float] | None  # to which the values are appended
+    values: list[float] | None  # the values are appended to it
 
 
 class ValueEngine:
-    """Computes queries by forwards of at most ``chunk_tokens``, and keeps prefixes until their room is needed.
+    """Computes queries in forwards of at most ``chunk_tokens`` tokens, and caches prefixes until space is needed.
 
-    The cache has room for ``max_tokens``, the maximum length of a sequence. ``backend`` is the operators' backend.
+    The cache has ``max_tokens`` slots, which is also the maximum length of a sequence.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class ValueEngine:
         self.flush_cache()
 
     def flush_cache(self) -> None:
-        """Forget all sequences."""
+        """Drop all cached sequences."""
         max_len = self._pages * PAGE_SIZE
         self._own = OwnSlots(ROWS, max_len, num_pages=self._pages, device=self.value_model.device)
         self._next_rows = itertools.cycle(range(ROWS))
 
     def check(self, query: Query) -> None:
-        """Raise ValueError for a query that cannot be computed; the message names the field."""
+        """Raise ValueError, naming the field, if a query cannot be computed."""
         length, max_len = len(query.token_ids) + bool(query.candidate_ids), self._pages * PAGE_SIZE
         if not 1 <= length <= max_len:
             raise ValueError(f"input_ids must have 1 to {max_len} tokens, a candidate included, got {length}")
@@ -104,7 +104,7 @@ class ValueEngine:
                 raise ValueError(f"{name} must be token ids in [0, {vocab_size}), got {wrong[0]}")
 
     def compute(self, queries: Sequence[Query]) -> list[QueryValues]:
-        """Values of checked queries, computed together as far as the cache has room."""
+        """Values of checked queries, computed in groups that fit into the cache."""
         answers: list[QueryValues] = []
         while len(answers) < len(queries):
             ahead = queries[len(answers) : len(answers) + QUERIES]
@@ -112,13 +112,13 @@ class ValueEngine:
             try:
                 answers += self._compute([q for q, total in zip(ahead, pages, strict=True) if total <= self._pages])
             except Exception as error:
-                self.flush_cache()  # some pages are marked as computed that are not
+                self.flush_cache()  # pages may be marked as computed that are not
                 raise RuntimeError("the value model failed") from error
         return answers
 
     @torch.no_grad()
     def _compute(self, queries: Sequence[Query]) -> list[QueryValues]:
-        """Values of queries that the cache has room for together."""
+        """Values of queries that fit into the cache together."""
         answers, batches, passing, room = [], list[list[_Piece]](), [], 0
         for query in queries:
             row, length, candidates = next(self._next_rows), len(query.token_ids), query.candidate_ids
@@ -152,7 +152,7 @@ class ValueEngine:
     def _forward(self, pieces: Sequence[_Piece]) -> None:
         """Compute the value logits of the tokens and candidates of each piece."""
         own, device, counts = self._own, self.value_model.device, [len(piece.candidate_ids) for piece in pieces]
-        columns = next_power_of_2(max(counts)) if any(counts) else 0  # a kernel is compiled for each
+        columns = next_power_of_2(max(counts)) if any(counts) else 0  # each width compiles a kernel
         candidates = [[*piece.candidate_ids, *[-1] * (columns - len(piece.candidate_ids))] for piece in pieces]
         at = own.places([piece.part for piece in pieces])
         token_ids = torch.tensor([t for piece in pieces for t in piece.token_ids], dtype=torch.int64)
@@ -165,7 +165,7 @@ class ValueEngine:
             page_size=PAGE_SIZE,
             backend=self._backend,
         )
-        # The head computes all rows, not only candidates; it is small beside the layers.
+        # The head computes every row, not only candidates; its cost is small next to the layers.
         every = torch.arange(len(batch.layout.token_ids), device=device)
         layout = batch.layout._replace(candidate_rows=every[None])
         self.forwards += 1
@@ -178,7 +178,7 @@ class ValueEngine:
 
 
 class _Body(BaseModel):
-    """Fields of requests; the fork's fields of type Any are ignored."""
+    """Fields of a request. The fields of type Any are ignored; clients of the fork send them."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     input_ids: list[list[int]] | list[int] | None = None
@@ -193,16 +193,16 @@ class _Body(BaseModel):
     sampling_params: Any = None
 
     def queries(self, forms: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[Query], bool]:
-        """The queries of a request in one of these forms, and whether it has one sequence instead of a list."""
+        """The queries of a request, and whether it holds one sequence instead of a list."""
         given = [name for name in ("input_ids", "text", "messages") if getattr(self, name) is not None]
         if len(given) != 1 or given[0] not in forms:
-            raise ValueError(f"one of {', '.join(forms)} must be given, got {' and '.join(given) or 'none'}")
+            raise ValueError(f"one of {', '.join(forms)} is required, got {' and '.join(given) or 'none'}")
         value: Any = getattr(self, given[0])
         is_single = isinstance(value, str) or not any(isinstance(part, list | str) for part in value)
         sequences = [value] if is_single else value
         if given[0] != "input_ids":
             if tokenizer is None:
-                raise ValueError(f"{given[0]} needs a tokenizer beside the value model's weights: send input_ids")
+                raise ValueError(f"{given[0]} needs a tokenizer in the value model's folder; send input_ids instead")
             try:
                 of_text = given[0] == "text"
                 sequences = [tokenizer(s)["input_ids"] if of_text else chat_tokens(tokenizer, s) for s in sequences]
@@ -212,31 +212,31 @@ class _Body(BaseModel):
         candidates = [()] * len(sequences) if self.candidate_ids is None else self.candidate_ids
         for name, values in (("bypass_cache", bypass), ("candidate_ids", candidates), ("rid", self.rid)):
             if isinstance(values, list) and len(values) != len(sequences):
-                raise ValueError(f"{name} must have one per sequence, {len(sequences)}, got {len(values)}")
+                raise ValueError(f"{name} must have one entry per sequence ({len(sequences)}), got {len(values)}")
         return [Query(s, c, bool(b)) for s, c, b in zip(sequences, candidates, bypass, strict=True)], is_single
 
 
 def create_app(
     engine: ValueEngine, *, tokenizer: PreTrainedTokenizerBase | None = None, api_key: str | None = None
 ) -> Starlette:
-    """The ASGI application, which computes the queries of a call together.
+    """The ASGI application. The queries of a call are computed together.
 
-    If ``tokenizer`` is None, requests must have token ids. Unless ``api_key`` is None, requests must contain it as
-    ``Authorization: Bearer KEY``, except for ``/health``.
+    If ``tokenizer`` is None, requests must contain token ids. If ``api_key`` is not None, every path except ``/health``
+    requires the header ``Authorization: Bearer KEY``.
     """
     lock = asyncio.Lock()
 
     async def body_of(request: Request) -> bytes:
         sent = request.headers.get("authorization", "")
         if api_key is not None and not hmac.compare_digest(sent.encode(), f"Bearer {api_key}".encode()):
-            raise HTTPException(401, "the header Authorization must be Bearer and the server's API key")
+            raise HTTPException(401, "the Authorization header must be Bearer and the server's API key")
         return await request.body()
 
     async def values(request: Request) -> Response:
         body, path = _Body.model_validate_json(await body_of(request)), request.url.path
         queries, is_single = body.queries(FORMS[path], tokenizer)
         if any(bool(query.candidate_ids) != (path == "/tree_value") for query in queries):
-            raise ValueError("candidate_ids must have tokens for each sequence in /tree_value, and be absent elsewhere")
+            raise ValueError("candidate_ids must have tokens for each sequence of /tree_value, and be absent elsewhere")
         for query in queries:
             engine.check(query)
         async with lock:
@@ -264,7 +264,7 @@ def create_app(
         if isinstance(error, HTTPException):
             status, message = error.status_code, error.detail
         elif isinstance(error, ValidationError):
-            first = error.errors()[0]  # a field that may have several types has an error per type
+            first = error.errors()[0]  # a field with several types has an error per type
             name = ".".join(map(str, first["loc"])) or "the body"
             message = f"{name}: {first['msg']}, got {first['input']!r:.40}"
         return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)

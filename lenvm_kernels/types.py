@@ -1,7 +1,7 @@
-"""Named tuples of tensors that operators exchange. Kernels take them as arguments unchanged.
+"""Named tuples of tensors that operators exchange. Kernels accept them as arguments.
 
-An annotation declares a field's dtype and shape, by which operators check and allocate it
-(:mod:`lenvm_kernels.ops._spec`), and describes the field.
+The annotation of a field describes it and declares its dtype and shape, which operators use to check and allocate it
+(:mod:`lenvm_kernels.ops._spec`).
 """
 
 from enum import IntEnum, IntFlag
@@ -24,11 +24,11 @@ class Status(IntEnum):
     SKIP = 3
     """The candidates' entropy is at or below the threshold: the request keeps its probabilities and filters."""
     NOT_DUE = 4
-    """``value_stride`` leaves out this step: the request keeps its probabilities and filters."""
+    """``value_stride`` skips this step: the request keeps its probabilities and filters."""
 
 
 class Mode(IntEnum):
-    """How a request's candidates are reweighted. Requests with a target have a mode from ``EQ`` on."""
+    """How a request's candidates are reweighted. The modes from ``EQ`` on have a target."""
 
     UNGUIDED = 0
     MUL = 1
@@ -49,9 +49,9 @@ class Mode(IntEnum):
 
 
 class TextBreak(IntFlag):
-    """Lines and sentences that a token ends, and words that it begins, see :func:`lenvm_kernels.text_breaks_of`.
+    """Lines and sentences that end with a token, and words that begin with it (:func:`lenvm_kernels.text_breaks_of`).
 
-    The end of a line begins a word, because the next token has no blank before it.
+    The end of a line begins a word, because the next token has no leading blank.
     """
 
     NONE = 0
@@ -60,28 +60,28 @@ class TextBreak(IntFlag):
     WORD = 64
 
 
-# Places of two numbers beside the bits of a :class:`TextBreak`, 0 to 3 each: bytes that the last character of a token
-# lacks, and bytes that a token without a first byte of a character adds to the character before it.
+# Bit offsets of two numbers from 0 to 3 beside the flags of a :class:`TextBreak`: bytes missing from the token's last
+# character, and leading bytes of the token that continue the previous token's last character.
 MISSING_BYTES, ADDED_BYTES = 2, 4
-# Tokens of a unit before a text shows how many it takes, and the number of units in which this guess is weighted.
+# Expected tokens per unit before the text has any, and the number of units as which this guess is weighted.
 WORD_TOKENS, SENTENCE_TOKENS, GUESSED_UNITS = 1.35, 24.0, 4.0
 
 
 class CountFrom(IntEnum):
-    """Place from which a span counts its tokens."""
+    """Where the token count of a span begins."""
 
     SPAN = 0
-    """Its own start."""
+    """At the start of the span."""
     SPANS = 1
-    """Its own start, and the tokens of earlier spans are added."""
+    """At the start of the span, plus the tokens of earlier spans."""
     OUTPUT = 2
-    """The start of the output."""
+    """At the start of the output."""
 
 
 class Candidates(NamedTuple):
     """Candidate tokens of ``B`` requests, ``K`` columns each, in descending order of probability.
 
-    Scores are broken if they contain NaN, +inf or no token to choose, or if the temperature is not finite. Mass that
+    Scores are broken if they contain NaN, +inf or no selectable token, or if the temperature is not finite. Mass that
     the request's own filters cut off is not part of ``lost_mass``.
     """
 
@@ -89,7 +89,7 @@ class Candidates(NamedTuple):
     probs: Annotated[Tensor, "float32 [B, K]", "probabilities of the request's softmax, not renormalised; 0 in padding"]
     counts: Annotated[Tensor, "int32 [B]", "number of candidates, 0 without guidance"]
     status: Annotated[Tensor, "int8 [B]", "a :class:`Status`"]
-    lost_mass: Annotated[Tensor, "float32 [B]", "mass outside the candidates if ``K`` cut the list; NaN: broken scores"]
+    lost_mass: Annotated[Tensor, "float32 [B]", "mass lost because ``K`` is too small; NaN: broken scores"]
 
     @property
     def broken(self) -> Tensor:
@@ -123,7 +123,7 @@ class RaggedLayout(NamedTuple):
     cached_lens: Annotated[Tensor, "int32 [B]", "number of cached tokens before each request's delta"]
     candidate_rows: Annotated[Tensor, "int64 [B, K]", "row of each candidate, -1 in padding columns"]
     plan: Annotated[Tensor, "int32 [P, 8]", "work list of :func:`value_tree_attention`"]
-    counters: Annotated[Tensor, "int32 [C]", "zeros, which each launch of the forward restores"]
+    counters: Annotated[Tensor, "int32 [C]", "zeros; each launch of the forward restores them"]
     parents: Annotated[Tensor | None, "int32 [T]", "row of a candidate's parent, else -1; None without parents"] = None
 
 
@@ -139,16 +139,16 @@ class EmbeddedTokens(NamedTuple):
 class Drafts(NamedTuple):
     """Draft tokens for the sequences of ``B`` requests, ``D`` columns each: a chain or a tree per request.
 
-    A *node* of a request is a place where a token is drawn: node 0 after the last token of the sequence, node
+    A *node* of a request is a position at which a token is drawn: node 0 after the last token of the sequence, node
     ``1 + j`` after draft ``j``.
     """
 
     token_ids: Annotated[Tensor, "int [B, D+]", "the list ends at the first negative id"]
-    parents: Annotated[Tensor, "int32 [B, D]", "earlier column that each draft follows; any other value: the sequence"]
+    parents: Annotated[Tensor, "int32 [B, D]", "earlier column that each draft follows; otherwise the sequence"]
 
 
 class Filters(NamedTuple):
-    """Sampling filters of ``B`` requests, as in :func:`topk_candidates`. Expanded numbers are accepted."""
+    """Sampling filters of ``B`` requests, as in :func:`topk_candidates`. Expanded scalars are accepted."""
 
     top_k: Annotated[Tensor, "int32 [B]", "tokens to keep, no limit if not positive"]
     top_p: Annotated[Tensor, "float32 [B]", "in (0, 1]"]
@@ -178,7 +178,7 @@ class StepRequests(NamedTuple):
     needs_values: Annotated[Tensor, "bool [N]", "the value model reads the sequence: it is guided or ``wants_length``"]
     cached_lens: Annotated[Tensor, "int32 [N]", "tokens of the sequence in the value model's cache; 0 in padding"]
     draft_ids: Annotated[Tensor, "int32 [N, D]", "the drafts, -1 from the first missing one on"]
-    draft_parents: Annotated[Tensor, "int32 [N, D]", "the earlier column that each draft follows, or -1"]
+    draft_parents: Annotated[Tensor, "int32 [N, D]", "earlier column that each draft follows, -1: the sequence"]
     positions: Annotated[Tensor, "int32 [N * (1 + D)]", "position of the token before the node; -1 in padding"]
     table_rows: Annotated[Tensor, "int64 [N * (1 + D)]", "row of the node's parameters in the guidance table"]
     guided: Annotated[Tensor, "bool [N * (1 + D)]", "the node is guided"]
@@ -263,18 +263,18 @@ class Column(NamedTuple):
     is_packed: bool = True
 
 
-# -2, because candidates are padded with -1.
+# Not -1, which pads candidates.
 _TOKENS = Column(torch.int32, -2, is_list=True)
 _INTEGER, _NUMBER, _SWITCH = Column(torch.int32), Column(torch.float32), Column(torch.bool)
 
 
 class GuidanceColumns(NamedTuple):
-    """Guidance parameters of ``R`` requests, one tensor per parameter. A :class:`Column` declares dtype and default.
+    """Guidance parameters of ``R`` requests, one tensor per parameter (see :class:`Column`).
 
     :func:`limit_span` writes ``prompt_len``, ``span_seen``, ``span_match``, ``closing_from``, ``span_used``,
     ``missing_bytes``, ``units``, ``span_ended`` and ``in_call``.
     ``ending_token_ids`` is a view of ``eos_token_ids`` and ``span_end_token_ids``. ``target_logit`` is the value of
-    every candidate without a value model. :func:`reweight_scatter` describes faults.
+    every candidate without a value model. ``faults`` is described in :func:`reweight_scatter`.
     """
 
     seed: Annotated[Tensor, Column(torch.int64), "seed of the request's draws"]
@@ -291,18 +291,18 @@ class GuidanceColumns(NamedTuple):
     span_seen: Annotated[Tensor, _INTEGER, "tokens of the sequence that :func:`limit_span` has read"]
     span_match: Annotated[Tensor, _INTEGER, "span tokens that the last token may match, as bits"]
     closing_from: Annotated[Tensor, Column(torch.int32, -1), "length of the sequence from which its end is forced"]
-    span_used: Annotated[Tensor, _INTEGER, "tokens of the spans before"]
-    missing_bytes: Annotated[Tensor, _INTEGER, "bytes that the last character of the sequence lacks"]
+    span_used: Annotated[Tensor, _INTEGER, "tokens of earlier spans"]
+    missing_bytes: Annotated[Tensor, _INTEGER, "bytes missing from the sequence's last character"]
     count_from: Annotated[Tensor, _INTEGER, "a :class:`CountFrom`"]
     unit: Annotated[Tensor, _INTEGER, "the :class:`TextBreak` that the target of the answer counts; 0: tokens"]
     target_units: Annotated[Tensor, _NUMBER, "target of the answer in this unit"]
-    units: Annotated[Tensor, _INTEGER, "units since the place from which the span counts"]
+    units: Annotated[Tensor, _INTEGER, "units since the start of the count"]
     mode: Annotated[Tensor, _INTEGER, "a :class:`Mode`"]
     scale: Annotated[Tensor, _NUMBER, "scale of the mode, or strength of a near constraint"]
     nats_per_token: Annotated[Tensor, _NUMBER, "``-ln(gamma)``"]
     value_min: Annotated[Tensor, Column(torch.float32, -inf), "minimum expected value"]
     target_length: Annotated[Tensor, _NUMBER, "tokens"]
-    tolerance: Annotated[Tensor, _NUMBER, "tokens around the target that near constraints treat alike"]
+    tolerance: Annotated[Tensor, _NUMBER, "half-width in tokens of the flat top of near constraints"]
     min_end_prob: Annotated[Tensor, Column(torch.float32, inf), "minimum probability at which ends are candidates"]
     least_share: Annotated[Tensor, _NUMBER, "minimum probability of a candidate as a share of the largest probability"]
     due_length: Annotated[Tensor, Column(torch.float32, inf), "tokens beyond which ``min_end_prob`` falls"]
@@ -319,7 +319,7 @@ class GuidanceColumns(NamedTuple):
     allows_eos: Annotated[Tensor, _SWITCH, "whether the sequence may end while its span is open"]
     span_ended: Annotated[Tensor, _SWITCH, "no span is open"]
     in_call: Annotated[Tensor, _SWITCH, "a tool call has begun since the last span"]
-    ending_token_ids: Annotated[Tensor, _TOKENS._replace(is_packed=False), "tokens whose value is 0"]
+    ending_token_ids: Annotated[Tensor, _TOKENS._replace(is_packed=False), "tokens with value 0"]
     faults: Annotated[Tensor, _INTEGER._replace(is_packed=False), "steps in which guidance was lost"]
 
 

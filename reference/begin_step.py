@@ -1,4 +1,4 @@
-"""State of the requests of a step and of their drafts, in plain PyTorch."""
+"""Inputs of a step per request and draft, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from lenvm_kernels.types import Drafts, Filters, GuidanceColumns, Mode, SpanNode
 
 
 def begin_step(
-    table: GuidanceColumns,  # R requests; only the columns that are read need exist
+    table: GuidanceColumns,  # R requests; columns that are not read may be missing
     tokens: Tensor,  # int32|int64 [B, N]
     table_rows: Tensor,  # int32|int64 [B]
     lengths: Tensor,  # int32 [B]
@@ -38,7 +38,7 @@ def begin_step(
     answer_rows = table.answer_row[table_rows].long()
     has_answer = has_mode & (answer_rows >= 0)
     guided = active & has_mode & (~ended | has_answer)
-    # Between two spans the history must stay complete for the next one.
+    # Between two spans, the history must stay complete for the next span.
     wants_length = active & (table.return_values[table_rows] | (may_begin & ended))
     due = torch.ones_like(active)
     if history is not None:
@@ -69,7 +69,7 @@ def begin_step(
     guided, wants_length = guided[:, None] & is_there, wants_length[:, None] & is_there
     generated, ended = (lengths - table.prompt_len[table_rows])[:, None] + depth, ended[:, None].expand(depth.shape)
     if spans is not None:
-        # A draft may begin the next span: the nodes after it are guided.
+        # A draft may begin the next span; the nodes after it are guided.
         ended, generated = spans.ended.view(depth.shape), spans.generated.view(depth.shape)
         has_target = ~ended | (has_answer[:, None] & ~spans.in_call.view(depth.shape))
         guided = (guided | (may_begin[:, None] & wants_length)) & has_target

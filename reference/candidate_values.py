@@ -8,15 +8,15 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import remaining_of_target
 from lenvm_kernels.types import GuidanceColumns, Mode
 
-# Beyond every ln(l + 2): the bound on the side that a one-sided mode does not constrain.
+# Larger than any ln(l + 2): the bound on a side without constraint.
 BEYOND = 1e3
-# A bin narrower than this, because the answer's length covers it, is treated as a point.
+# A narrower bin, because the answer's length covers it, is treated as a point.
 SMALLEST_WIDTH = 1e-6
 # Bounds of the remaining tokens of a target, and of nats: fp32 overflows beyond them.
 LARGEST_REMAINING, LARGEST_NATS = 2.0**100, 2.0**120
-# Smallest length in tokens. Anything below is rounding error, and 0 is the length of a token that ends the output.
+# Smallest length in tokens. Shorter lengths are rounding errors, and 0 is the length of a token that ends the output.
 SHORTEST = 2.0**-6
-# A larger strength changes no result but overflows.
+# A larger strength would overflow without changing results.
 LARGEST_STRENGTH = 1e6
 
 
@@ -40,7 +40,7 @@ def candidate_values(
     dtype = compute_dtype(scale, shift, embedding, *weights)
     fc_weight, fc_bias, bins_weight, bins_bias = (w.to(dtype) for w in weights)
     is_candidate = (token_ids >= 0) & (token_ids < len(embedding))
-    e = embedding[token_ids.where(is_candidate, 0).long()].to(dtype)  # padding reads row 0, and is masked below
+    e = embedding[token_ids.where(is_candidate, 0).long()].to(dtype)  # padding reads row 0 and is masked below
     x = F.silu(shift.to(dtype)[:, None] + scale.to(dtype)[:, None] * e)
     hidden = F.silu(F.linear(x, fc_weight, fc_bias))
     log_probs = F.log_softmax(F.linear(hidden, bins_weight, bins_bias), dim=-1)
@@ -56,8 +56,8 @@ def standing_for(
     table_rows: Tensor,  # [B]
     generated: Tensor,  # [B]
 ) -> tuple[Tensor, Tensor]:  # [B, K] twice
-    """Two value logits per distribution of lengths: the one of the length that the request's rule treats like the
-    distribution, and the one of the mean value."""
+    """Two value logits per distribution of lengths: of the length with the same effect under the request's rule as the
+    distribution, and of the mean value."""
     dtype = log_probs.dtype
 
     def column(name: str) -> Tensor:
@@ -68,7 +68,7 @@ def standing_for(
     middles = (edges[:-1] + edges[1:] - 1) / 2
     of_bins = nats_per_token[..., None] * middles
     mean_value = (log_probs.exp() * -torch.expm1(-of_bins)).sum(-1)
-    # As ln(v / (1 - v)), so that values near 0 and near 1 keep their digits.
+    # As ln(v / (1 - v)), to be precise for values near 0 and near 1.
     mean_logits = mean_value.log() - torch.logsumexp(log_probs - of_bins, dim=-1)
 
     target, tolerance = column("target_length").to(dtype), column("tolerance").to(dtype)

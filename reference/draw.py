@@ -1,7 +1,7 @@
 """The end of a step in plain PyTorch: guided probabilities, next tokens, and predicted lengths.
 
-Sums have the dtype of the probabilities and follow the order of the columns, and the generator computes with integers:
-the kernel draws the same token from the same fp32 probabilities.
+Sums have the dtype of the probabilities and follow the order of the columns, and the generator computes with integers,
+so the kernel draws the same token from the same fp32 probabilities.
 """
 
 import torch

@@ -19,7 +19,7 @@ from lenvm_kernels.types import (
     TextBreak,
 )
 
-# A forced end waits at most this many tokens for the end of a character, which has at most four bytes.
+# A forced end waits at most this number of tokens for the end of a character, which has at most four bytes.
 CHARACTER_TOKENS = 4
 # Subtracted from the logit of an excluded token, and added to the logit of a forced one. Both are exact in fp16.
 EXCLUDED, FORCED = 1e4, 2e4
@@ -38,7 +38,7 @@ class _Span(NamedTuple):
     in_call: Tensor
 
     def where(self, condition: Tensor, other: "_Span") -> "_Span":
-        """This state where ``condition`` holds, else ``other``."""
+        """This state where ``condition`` is True, else ``other``."""
         return _Span(*(torch.where(condition, mine, others) for mine, others in zip(self, other, strict=True)))
 
 
@@ -67,13 +67,13 @@ def limit_span(
     has_span = (first_bits != 0) | lands | (unit != 0)
     bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
 
-    def after(span: _Span, token: Tensor, place: Tensor, is_told: Tensor, is_new: Tensor) -> _Span:
+    def after(span: _Span, token: Tensor, place: Tensor, is_passed: Tensor, is_new: Tensor) -> _Span:
         """State after the token that ends at length ``place``. If not ``is_new``, only a line break has an effect."""
         is_pattern = (patterns == token[:, None]) & (patterns >= 0)
         match = ((span.match << 1) | first_bits) & torch.where(is_pattern, bits, 0).sum(1, dtype=torch.int32)
         index = place - 1 - span.closing_from
         within = (span.closing_from >= 0) & (index >= 0) & (index < last)
-        # A closing may contain another end, and goes on to its own.
+        # An end inside a closing does not end the span.
         closes_on = within & (closing_ids.gather(1, index.where(within, 0).long()[:, None])[:, 0] == token)
         ends_now = ~span.ended & ((match & end_bits) != 0) & ~closes_on
         begins_now = span.ended & ((match & start_bits) != 0)
@@ -99,7 +99,7 @@ def limit_span(
         over = place - span.begin - limit
         is_due = (over >= grace) | ((text_break & TextBreak.LINE) != 0)
         is_due &= (span.missing_bytes == 0) | (over >= grace + CHARACTER_TOKENS)
-        closes = is_told & ~span.ended & (span.closing_from < 0) & (over >= 0) & is_due
+        closes = is_passed & ~span.ended & (span.closing_from < 0) & (over >= 0) & is_due
         return span._replace(closing_from=torch.where(closes, place, span.closing_from))
 
     # The fields of a _Span.
@@ -112,8 +112,8 @@ def limit_span(
     new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, new)
     for i in range(new):
         place = lengths - new_lens + i + 1
-        is_told = has_span & (i < new_lens) & (place > 0)
-        span = after(span, tokens[:, i], place, is_told, is_told & (place > seen))
+        is_passed = has_span & (i < new_lens) & (place > 0)
+        span = after(span, tokens[:, i], place, is_passed, is_passed & (place > seen))
     for column, now in zip((*columns, table.span_seen), (*span, torch.maximum(seen, lengths)), strict=True):
         column[table_rows] = torch.where(has_span, now, column[table_rows])
 
@@ -154,7 +154,7 @@ def limit_span(
         for ids, excluded in zip(eos.unbind(1), is_excluded.unbind(1), strict=True):
             add(-EXCLUDED, ids[:, None].expand_as(ended), is_open & excluded[:, None])
     generated = places - begin
-    # In the answer, tokens that stand for its units: the rest of the target is the expected tokens of the other units.
+    # In the answer, convert units to tokens: the rest of the target is the expected tokens of the missing units.
     unit_tokens = torch.where(unit == TextBreak.SENTENCE, SENTENCE_TOKENS, WORD_TOKENS)[:, None]
     tokens_per_unit = (generated + GUESSED_UNITS * unit_tokens) / (units + GUESSED_UNITS)
     of_units = target_units[:, None] * unit_tokens - (target_units[:, None] - units) * tokens_per_unit

@@ -1,6 +1,6 @@
 """Guided probabilities of each row's candidates, and their scatter into the rows of ``[B, V]``, in plain PyTorch.
 
-All computations are in fp64, whatever the inputs' dtype.
+All computations are in fp64, regardless of the inputs' dtype.
 """
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from lenvm_kernels.reference._common import breaks_of, compute_dtype
 from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextBreak
 
-# A row is unchanged if its values differ by less, or if its target is this close to its expected value.
+# A row is unchanged if its values, or its target and its expected value, differ by less.
 SMALLEST_SHIFT = 1e-8
 # Minimum probability, relative to the best candidate's, of a sentence end after which the output is expected to end.
 LIKELY = 0.02
@@ -102,7 +102,7 @@ def reweight_scatter(
     equally_near = is_near & (exponent == 0).all(dim=1, keepdim=True)
     result = torch.where((tilts_to_target & unmoved) | equally_near, q, result)
 
-    # Hard constraints choose the candidate of least cost.
+    # Hard constraints choose the candidate with the lowest cost.
     cost = torch.where(mode == Mode.EQ, (lengths - nats).abs(), z)
     largest = ((mode == Mode.GE) & (remaining > 0)) | (is_soft & above_range)
     cost = torch.where(largest, -z, cost)
@@ -160,7 +160,7 @@ def relative_distance(
 ) -> torch.Tensor:
     """``|ln((l + 2) / (r + 2))|`` of lengths ``l`` in nats and the nearer ``r`` of ``least`` and ``most`` in tokens.
 
-    It is 0 between the two, and on the side that a one-sided mode does not constrain.
+    It is 0 between the two, and on a side without constraint.
     """
     in_nats = lengths, least * nats_per_token, most * nats_per_token
     at, least, most = (torch.log(x + 2 * nats_per_token) for x in in_nats)
@@ -169,15 +169,15 @@ def relative_distance(
 
 
 def tilted(w: torch.Tensor, top_w: torch.Tensor, tilt: torch.Tensor) -> torch.Tensor:
-    """``tilt * w`` up to a constant per row, at most 0, so that differences at the favoured end keep their digits."""
+    """``tilt * w`` up to a constant per row, at most 0, so that differences at the favoured end are precise."""
     return torch.where(tilt > 0, -tilt * top_w, tilt * w)
 
 
 def solve_tilt(q: torch.Tensor, w: torch.Tensor, top_w: torch.Tensor, target_w: torch.Tensor) -> torch.Tensor:
     """The ``tilt`` for which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[B, 1]``.
 
-    The mean grows with the tilt, so bisection cannot fail. It bisects asinh(tilt), so that tilts up to 1e12 (q of
-    1e-30 with values that differ by 1e-10 of the range) reach full precision in the same number of steps as tilts of 1.
+    The mean grows with the tilt, so bisection cannot fail. It bisects asinh(tilt), so that the number of steps to full
+    precision is the same for tilts of 1 and 1e12 (q of 1e-30 with values that differ by 1e-10 of the range).
     """
     low = torch.full_like(target_w, -28.0)
     high = -low
@@ -190,7 +190,7 @@ def solve_tilt(q: torch.Tensor, w: torch.Tensor, top_w: torch.Tensor, target_w: 
 
 
 def choose(cost: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-    """One-hot rows on the candidate of least cost. Ties go to the most probable candidate, then to the first."""
+    """One-hot rows on the candidate with the lowest cost, then the most probable, then the first."""
     tied = active & (cost == cost.amin(dim=1, keepdim=True))
     index = torch.where(tied, q, -1.0).argmax(dim=1)  # argmax returns the first maximum
     return torch.nn.functional.one_hot(index, cost.shape[1]).double()

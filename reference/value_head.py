@@ -30,5 +30,5 @@ def value_head(
     if token_rows is None:
         token_rows = torch.arange(tokens, device=hidden.device)
     is_token = (token_rows >= 0) & (token_rows < (tokens if num_rows is None else num_rows.clamp(max=tokens)))
-    # Padding reads a zero appended to the logits, which also covers a hidden without rows.
+    # Padding reads a zero appended to the logits, which also works without rows in hidden.
     return F.pad(logits, (0, 1))[torch.where(is_token, token_rows, tokens)]

@@ -31,7 +31,7 @@ def value_tree_attention(
 
     for (table_row, cached, candidates), start, end in zip(requests, offsets, offsets[1:], strict=False):
         if start == end:
-            continue  # padding of the batch, whose table row may not exist
+            continue  # padding of the batch; its table row may not exist
         position = torch.arange(cached, device=q.device)
         slots = slot_table[table_row, position // page_size].long() * page_size + position % page_size
         keys = torch.cat([k_cache[slots].to(dtype), k_new[start:end].to(dtype)])  # [cached + tokens, Hkv, D]
@@ -47,13 +47,13 @@ def value_tree_attention(
 
 
 def tree_mask(cached: int, delta: int, candidates: int, parents: list[int], device: torch.device) -> torch.Tensor:
-    """Mask of the cached and new tokens that each new token attends to: bool [new, cached + new].
+    """Mask of the cached and new tokens to which each new token attends: bool [new, cached + new].
 
     ``parents`` is the index of each new token's parent among the new tokens, or empty if no candidate has a parent."""
     row = torch.arange(delta + candidates, device=device)[:, None]
     column = row.T
     new = ((column < delta) & (column <= row)) | (column == row)
     for child, parent in enumerate(parents):
-        if delta <= parent < child:  # an earlier candidate; so the child is one
+        if delta <= parent < child:  # an earlier candidate, so the child is also one
             new[child] |= new[parent]
     return torch.cat([new.new_ones(delta + candidates, cached), new], dim=1)

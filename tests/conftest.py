@@ -1,4 +1,4 @@
-"""Test set-up: where kernels run, the Hypothesis profiles, and how Triton's interpreter rounds.
+"""Test set-up: device of the kernels, Hypothesis profiles, and rounding in Triton's interpreter.
 
 With a GPU, kernels are compiled and run there. Without one, they run in Triton's interpreter, which must be enabled
 before Triton is imported (pytest imports this file first).
@@ -54,7 +54,7 @@ def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise pytest.UsageError("--rounding-seed changes Triton's interpreter; here the kernels are compiled")
+        raise pytest.UsageError("--rounding-seed applies to Triton's interpreter, but kernels are compiled here")
     with gpu_rounding(seed):
         yield
 
@@ -67,7 +67,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session", params=["triton", "reference"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Both backends of every operator. Session-scoped, because Hypothesis sets up no fixture per example."""
+    """Both backends of every operator. Session-scoped, because Hypothesis does not set up fixtures per example."""
     return request.param
 
 

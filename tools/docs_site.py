@@ -1,13 +1,13 @@
-"""Hooks of ``mkdocs.yml``: links out of ``docs/`` become text, and docstrings get the form that griffe parses."""
+"""Hooks of ``mkdocs.yml``: links out of ``docs/`` become text, and docstrings get a form that griffe parses."""
 
 import re
 from typing import Any
 
 import griffe
 
-# A link to a file outside of docs/ is valid in the repository, but not in the site.
+# A link to a file outside docs/ is valid in the repository but not on the site.
 _LINK_OUT = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[^)]*\)")
-# Annotated[type, form, description], see lenvm_kernels/types.py. griffe takes the quotes off a description of one name.
+# Annotated[type, form, description], see lenvm_kernels/types.py. griffe removes the quotes of a one-word description.
 _DESCRIBED = re.compile(r"""^Annotated\[.*, (?:["'](?P<text>.+)["']|(?P<name>[^,"']+))\]$""")
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?\.?([^`]+)`")
 

@@ -3,7 +3,7 @@
     python -m tools.engine_signatures vllm 0.33.0 FOLDER
 
 FOLDER contains the package: an unpacked wheel, or ``site-packages``. The package is not imported. The version is added
-to ``lenvm_kernels/engines/signatures.json``, or replaced there.
+or replaced in ``lenvm_kernels/engines/signatures.json``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 #
 #     tools/smoke_test.sh PYTHON DIST
 #
-# PYTHON must have the package `build` and the dependencies of the wheel; the two files are written to DIST.
+# PYTHON must have the package `build` and the dependencies of the wheel; both files are written to DIST.
 set -euo pipefail
 python=$(realpath -s "$1")
 root=$(realpath "$(dirname "$0")/..")
@@ -12,7 +12,7 @@ dist=$(realpath "$2")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# Only tracked and untracked files that git does not ignore, so that leftovers of earlier builds are in no wheel.
+# Only files that git does not ignore, so that the wheel excludes leftovers of earlier builds.
 mkdir "$scratch/tree"
 cd "$root"
 git ls-files -z --cached --others --exclude-standard |
@@ -50,7 +50,7 @@ assert any(name.endswith("/LICENSE") for name in wheel)
 print(f"the wheel has {len(got)} files, as the sdist's")
 PY
 
-# Packages of the other environment are visible, except editable installations: the .pth files of a path are not read.
+# Packages of the other environment are visible, except editable installations, because .pth files are not read.
 "$python" -m venv "$scratch/venv"
 "$scratch/venv/bin/pip" --disable-pip-version-check install --quiet --no-deps --no-index "$dist"/*.whl
 "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \

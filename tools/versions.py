@@ -1,8 +1,8 @@
 """Run tests with the oldest and newest versions that pyproject.toml admits: ``make versions``.
 
-Each environment is made in ``.venv-versions`` and removed when its tests have ended. Two run side by side. A CPU build
-of torch, which PyPI does not have for Linux on x86-64, comes from the index that pip is configured with. For Python
-versions without such a build, no test runs: the summary says so, and the sources are compiled and type-checked.
+Each environment is created in ``.venv-versions`` and removed after its tests. Two run side by side. A CPU build of
+torch, which PyPI lacks for Linux on x86-64, comes from the index that pip is configured with. For Python versions
+without such a build, the sources are only compiled and type-checked.
 """
 
 import re
@@ -17,10 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".venv-versions"
-# The oldest CPU build. Older versions that are admitted were tested on a GPU (bench/results).
+# The oldest CPU build. Older admitted versions were tested on a GPU (bench/results).
 CPU_TORCH = "torch==2.13.0"
 NEWEST_TORCH = "torch>=2.14,<2.15"
-LARGEST = 8 * 2**30  # bytes of the environments together: the newest torch is a build for CUDA
+LARGEST = 8 * 2**30  # total bytes of the environments; the newest torch is a CUDA build
 OTHER_PYTHONS = ("3.10", "3.13")
 
 TESTS = [
@@ -28,18 +28,18 @@ TESTS = [
     *("values/test_value_model", "values/test_value_model_checkpoint", "guidance/test_guidance"),
     "engines/test_transformers_adapter",
 ]
-# Long tests, 32-bit offsets and other batches depend on no library's version; CUDA graphs need a GPU.
+# Long tests, 32-bit offsets and other batches do not depend on library versions; CUDA graphs need a GPU.
 LEFT_OUT = "not (random_arrivals or offsets_past or in_every_batch or replays_in_a_cuda_graph)"
 
 DEPENDENCIES = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
 NEWEST = [requirement for requirement in re.findall(r'"(.*?)"', DEPENDENCIES) if not requirement.startswith("torch")]
 OLDEST = [re.sub(r">=([\d.]+).*", r"==\1", requirement) for requirement in NEWEST]
 ENVIRONMENTS = {
-    "newest torch": [NEWEST_TORCH, *NEWEST],  # the largest begins first
+    "newest torch": [NEWEST_TORCH, *NEWEST],  # the largest starts first
     "newest Triton": [CPU_TORCH, *NEWEST],
     "oldest": [CPU_TORCH, *OLDEST],
 }
-_installing = threading.Lock()  # an editable installation writes into the tree
+_installing = threading.Lock()  # an editable installation writes to the tree
 
 
 def run(*command: object, **options) -> subprocess.CompletedProcess:
@@ -47,7 +47,7 @@ def run(*command: object, **options) -> subprocess.CompletedProcess:
 
 
 def python_of(version: str) -> str | None:
-    """A Python of this version, in PATH or in pyenv's folder, if there is one."""
+    """A Python of this version in PATH or in pyenv's folder, or None."""
     candidates = [f"python{version}", *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
     return next(
         (str(python) for python in candidates if shutil.which(python) and not run(python, "-V").returncode), None
@@ -55,7 +55,7 @@ def python_of(version: str) -> str | None:
 
 
 def test(name: str, requirements: list[str], python: str = sys.executable) -> str:
-    """Make the environment and run the tests there; returns a line for the summary, empty if a command failed."""
+    """Create the environment and run the tests; returns a line of the summary, empty if a command failed."""
     folder, start = FOLDER / name.replace(" ", "-"), time.monotonic()
     pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check"]
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", LEFT_OUT]
@@ -79,15 +79,15 @@ def test(name: str, requirements: list[str], python: str = sys.executable) -> st
 
 
 def test_python(version: str) -> str:
-    """As :func:`test`, with another Python, or what can be done without a torch for it."""
+    """As :func:`test`, with another Python. Without a torch for it, compile and type-check the sources."""
     python = python_of(version)
     types = run(sys.executable, "-m", "mypy", "--python-version", version)
     if types.returncode:
         print(f"Python {version}: {types.stdout}")
         return ""
     if python is None:
-        return "not installed here: NO TEST RUN, only type-checked for it"
-    # Only a CPU build has this version; on an index without any, pip would take a build for CUDA.
+        return "not installed: NO TEST RUN, only type-checked"
+    # Only CPU builds have this version; without one in the index, pip would install a CUDA build.
     cpu_build = f"{CPU_TORCH}+cpu"
     if not run(python, "-m", "pip", "download", "--no-deps", "--dest", FOLDER / "wheels", cpu_build).returncode:
         return test(f"Python {version}", [cpu_build, *ENVIRONMENTS["newest Triton"][1:]], python)
@@ -96,7 +96,7 @@ def test_python(version: str) -> str:
     if compiled.returncode:
         print(f"Python {version}: {compiled.stderr}")
         return ""
-    return f"no {cpu_build} to be had for it: NO TEST RUN, {len(sources)} files compiled and type-checked for it"
+    return f"no {cpu_build} for it: NO TEST RUN, {len(sources)} files compiled and type-checked"
 
 
 def main() -> int:

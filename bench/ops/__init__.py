@@ -1,4 +1,4 @@
-"""Benchmarks and forms of the operators, a module each."""
+"""Benchmarks and forms of the operators, one module each."""
 
 import importlib
 import pkgutil
@@ -16,7 +16,7 @@ def operators() -> dict[str, ModuleType]:
 
 
 def operator_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each operator with every dtype, option and kind of size, and with every size 1: (name, function of the call).
+    """Calls (name, function) of each operator with all dtypes, options and kinds of sizes, and with all sizes 1.
 
     Random numbers are zeros, because compilation depends on dtypes, sizes and alignments only.
     """

@@ -1,7 +1,7 @@
 """Time of ``begin_step`` at decode steps. Two dependent loads.
 
 The requests are rows of a table of ``R`` in random order. Each has grown by ``new`` tokens, of which the last 16 are
-held, and a chain of ``D`` drafts. ``N`` rows are written, as for a graph of N requests.
+stored, and a chain of ``D`` drafts. ``N`` rows are written, as for a graph of N requests.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from lenvm_kernels.ops.begin_step import begin_step, empty_history, empty_reques
 from lenvm_kernels.types import Drafts
 
 LENGTH = 1000
-# Table row, length, activity; columns of the table; numbers of tokens; and per new token its id, read and held.
+# Table row, length, activity; columns of the table; numbers of tokens; and per new token its id, read and stored.
 REQUEST_BYTES, TABLE_BYTES, HISTORY_BYTES, TOKEN_BYTES = 8 + 4 + 1 + 16, 18, 12, 8 + 4
 EVERY = ("active", "history", "out")
 

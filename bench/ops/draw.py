@@ -1,6 +1,6 @@
-"""Time of ``draw``, without ``[B, V]`` the latency of the root search, then of the draw.
+"""Time of ``draw``: the latency of the root search and of the draw, without ``[B, V]``.
 
-The peer is the draw from rows of ``[B, V]``, which the operator replaces.
+The peer is the draw from rows of ``[B, V]`` that the operator replaces.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ EVERY = ("value_logits", "predicted", "drawn", "text_breaks")
 
 
 def make_call(*, B=64, K, V=256, modes=MODES, given=("value_logits", "predicted", "drawn")):
-    """A call with the optional tensors ``given``, whose requests use ``modes`` in turn."""
+    """A call with the optional tensors ``given``; the requests use ``modes`` in turn."""
     device = torch.get_default_device()
     params = [parse_guidance(modes[row % len(modes)] | {"return_values": True}) for row in range(B)]
     table = GuidanceTable.from_params(params, [{2}] * B, device).columns

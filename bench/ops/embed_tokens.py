@@ -1,7 +1,7 @@
 """Time of ``embed_tokens``.
 
 T token rows of which ``live`` percent exist; the rest is padding. The tokens are distinct, so that no row of the
-embedding is cached. The peer computes the padding too, and no sums of squares.
+embedding is cached. The peer also computes padding, but no sums of squares.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from lenvm_kernels.ops.embed_tokens import embed_tokens
 
 
 def make_call(*, size, half, T, V=VOCAB, dtype="float32", live=None, **options):
-    """A call with ``half`` frequencies and ``live`` rows. If None, all rows exist and their number is not passed."""
+    """A call with ``half`` frequencies and ``live`` rows. If None, all rows are live and their number is not passed."""
     token_ids, positions = torch.randperm(V)[:T], torch.randint(4096, (T,))
     if live is not None:
         options["num_rows"] = torch.tensor([live], dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Time of ``lay_out``: a few dependent loads at decode steps, and prompts.
 
-At a decode step, every request is guided, has K candidates and lacks ``missing`` of the ``M`` tokens that the history
-holds. Pages of 16 slots are in random order. With ``delta``, each request has a prompt of that many tokens instead.
+At a decode step, each request is guided, has K candidates and lacks ``missing`` of the ``M`` tokens in the history.
+Pages of 16 slots are in random order. With ``delta``, each request has a prompt of ``delta`` tokens instead.
 """
 
 from functools import partial
@@ -35,9 +35,9 @@ def make_call(
     """A call for ``B`` requests of ``length`` tokens in ``R`` table rows.
 
     Args:
-        delta: tokens of each request that are passed, with ids of dtype ``index``. If None, ``missing`` of the ``M``
-            held tokens are not cached.
-        is_tree: the parent of a candidate is the one before.
+        delta: passed tokens per request, with ids of dtype ``index``. If None, ``missing`` of the ``M`` tokens in the
+            history are not cached.
+        is_tree: whether the parent of a candidate is the previous one.
     """
     device, full = torch.get_default_device(), partial(torch.full, (B,), dtype=torch.int32)
     rows, pages = torch.randperm(R)[:B], -(-length // page_size)

@@ -1,7 +1,7 @@
 """Time of ``limit_span``. One launch and a few dependent loads.
 
-Every request has an open span at its limit, a chain of ``D`` drafts (0: none), and two tokens that end the sequence: at
-each node one logit is raised and two are lowered, the most work there can be.
+Each request has an open span at its limit, a chain of ``D`` drafts (0: none), and two tokens that end the sequence: one
+logit is raised and two are lowered at each node, the maximum work.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ REQUEST_BYTES = 8 + 8 + 4 + 1 + 4 * (EOS + 1 + MAX_SPAN_TOKENS + MAX_CLOSING_TOK
 def make_call(*, B=64, D=0, V=VOCAB, dtype="float32", new=None, index=torch.int64, breaks=True, room=None):
     """A call with logits of ``dtype``, and ``new`` tokens per request. If None, no logits; one token and no lengths.
 
-    ``room``: numbers of end tokens and of token temperatures of an engine's table, which has no requests.
+    ``room``: numbers of end tokens and token temperatures in an engine's table without requests.
     """
     device = torch.get_default_device()
     if room is not None:

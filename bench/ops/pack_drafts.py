@@ -1,6 +1,6 @@
 """Time of ``pack_drafts``. One launch, one round of loads and a prefix sum.
 
-Each request has a chain of ``D`` drafts and ``K`` scored candidates at each node, of which the first is the draft.
+Each request has a chain of ``D`` drafts and ``K`` scored candidates at each node; the first is the draft.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """Time of ``ragged_linear``, the projections of a layer.
 
-``room`` times the live rows, as in a graph with rows for all candidates that a step can have: 1.5 where five of eight
-slots are filled, 4 in a batch of few candidates. The peers receive the live rows: "(cuBLAS, bare)" computes the matmul
-alone, "cuBLAS and operators" norm, SwiGLU and residual too.
+``room`` times the live rows, as in a graph with rows for all possible candidates of a step: 1.5 if five of eight slots
+are filled, 4 in a batch of few candidates. The peers receive the live rows: "(cuBLAS, bare)" computes only the matmul,
+"cuBLAS and operators" also norm, SwiGLU and residual.
 """
 
 import math
@@ -32,7 +32,7 @@ def shape_of(layer, model):
 
 
 def make_call(*, outputs, size, tokens, dtype="float32", live=None, swiglu=False, given=()):
-    """A call with room for ``tokens`` rows, of which ``live`` exist, and the options ``given``."""
+    """A call with ``tokens`` rows, of which ``live`` are live, and the options ``given``."""
     columns, random = outputs * (1 + swiglu), partial(torch.randn, dtype=getattr(torch, dtype))
     x = random(tokens, size)
     options = dict(
@@ -69,7 +69,7 @@ def make_case(*, model, layer, rows, room, dtype="bfloat16"):
 
 
 def _forms():
-    """Each layer, and one with every option; all tiles of 16-bit numbers, which follow from the room for rows."""
+    """Each layer, and one with all options; all 16-bit tiles, by the number of rows."""
     layers = {layer: shape_of(layer, "Qwen2.5-1.5B") for layer in ("qkv", "o", "gate_up", "down")}
     every = ["bias", "norm_eps", "square_sums", "residual", "square_sums_out"]
     layers["everything"] = layers["gate_up"] | dict(given=every)

@@ -1,7 +1,7 @@
 """Time of ``reweight_scatter``. The floor writes ``[B, V]`` once.
 
 Bandwidth counts bytes read and written, so a kernel that only writes can exceed 100 %. Without ``[B, V]`` (scatter
-False) the time is the latency of the root search.
+False), the time is the latency of the root search.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ MODES += [{"target_length": 60}, {"target_length": 60, "op": "soft"}]
 
 
 def make_call(*, B=64, K, V=256, dtype="float32", modes=MODES, given=()):
-    """A call with the options ``given``, whose requests use ``modes`` in turn. If a mode is None, no guidance."""
+    """A call with the options ``given``. The requests use ``modes`` in turn; None is unguided."""
     device = torch.get_default_device()
     params = [parse_guidance(modes[row % len(modes)]) if modes else None for row in range(B)]
     table = GuidanceTable.from_params(params, [{2}] * B, device).columns

@@ -1,6 +1,6 @@
 """Time of ``rope_cache``: one layer of a value model for T tokens.
 
-A decode step keeps one row in six (a delta token and five candidates per request), a prompt keeps all. The peer
+A decode step keeps one row in six (a delta token and five candidates per request), a prompt keeps all rows. The peer
 receives the kept rows.
 """
 
@@ -15,7 +15,7 @@ from lenvm_kernels.reference.rope_cache import rms_norm, rotate
 
 
 def make_call(*, heads, T=48, slots=4096, dtype="float32", index=torch.int64, given=()):
-    """A call with ``heads`` of queries, of keys and values, and their dimension; and the options ``given``."""
+    """A call with the options ``given``; ``heads`` are query heads, key/value heads and their dimension."""
     num_heads, kv_heads, head_dim = heads
     random = partial(torch.randn, dtype=getattr(torch, dtype))
     norm = random(num_heads + kv_heads, head_dim)

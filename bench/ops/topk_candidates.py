@@ -1,7 +1,7 @@
 """Time of ``topk_candidates``. The floor reads the scores once.
 
-The 39 MB of B = 64 in fp32 fit the L2 cache of an H200: the cold time is the one to compare with the floor.
-FlashInfer's sampler and vLLM's filter do another part of an engine's work on the same scores.
+The 39 MB of B = 64 in fp32 fit the L2 cache of an H200, so compare the cold time with the floor. FlashInfer's sampler
+and vLLM's filter do another part of an engine's work on the same scores.
 """
 
 from functools import partial

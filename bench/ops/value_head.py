@@ -1,7 +1,7 @@
 """Time of ``value_head`` for M candidates.
 
-The peer has no gather and no norm. ``in_step`` is the call of a step: with a gather, and a norm whose factor comes from
-the sums of squares that the last layer has stored. In a step the weights are cold and the hidden states warm.
+The peer has no gather and no norm. ``in_step`` is the call in a step: with a gather, and a norm with the sums of
+squares stored by the last layer. In a step, the weights are cold and the hidden states warm.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
 """Time of ``value_tree_attention``, one layer.
 
-B requests with L cached tokens in scattered slots, ``delta`` new ones and a ``tree`` of candidates: branches, or
+B requests with L cached tokens in scattered slots, ``delta`` new tokens and a ``tree`` of candidates: branches, or
 branches x levels. Plan and counters are prepared, as in the layers of a step. The floor reads cached keys and values
 once per key/value head, and moves queries, new keys and values, slots, parents and output.
 """
@@ -27,9 +27,9 @@ PRODUCTION = dict(model="Qwen2.5-1.5B", B=64, L=2048, delta=1, tree="5")
 def make_call(
     *, heads, B=8, L=512, delta=1, tree=(5, 1), is_tree=False, page_size=1, dtype="float32", index=torch.int64
 ):
-    """A call with ``heads`` of queries, of keys and values, and their dimension; ``tree`` is (branches, levels).
+    """A call; ``heads`` are query heads, key/value heads and their dimension, ``tree`` is (branches, levels).
 
-    ``is_tree``: parents are given, level after level. A parent before a request's first candidate stands for none.
+    ``is_tree``: parents are passed, level after level. A parent before a request's first candidate means none.
     """
     num_heads, kv_heads, head_dim = heads
     candidates = tree[0] * tree[1]
@@ -65,7 +65,7 @@ def make_case(*, model, B, L, delta, tree, dtype="bfloat16"):
     pairs = (delta + candidates) * L + delta * (delta + 1) // 2
     pairs += candidates * delta + branches * levels * (levels + 1) // 2
     moved = nbytes(q, arguments[:5], out, call.keywords.get("parents"))
-    # No peer takes parents. FlexAttention compiles for each shape, which takes long: production and a CPU only.
+    # No peer supports parents. FlexAttention compiles slowly for each shape, so only for production and on a CPU.
     is_production = q.device.type == "cpu" or dict(model=model, B=B, L=L, delta=delta, tree=tree) == PRODUCTION
     rivals = {
         label: partial(prepare, *call.args)

@@ -1,4 +1,4 @@
-"""Time of ``verify_drafts``. As many dependent loads as nodes.
+"""Time of ``verify_drafts``. One dependent load per node.
 
 Each request has a chain of ``D`` drafts, all of which were drawn: the longest path.
 """

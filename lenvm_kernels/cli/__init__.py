@@ -1,6 +1,6 @@
-"""The ``lenvm`` command: generate text of a controlled length, show that it works, measure it, serve values, fuzz it.
+"""The ``lenvm`` command: text generation with length control, demo, evaluation, training, value server, fuzzing.
 
-Nothing here imports torch before a command runs, so that ``--help`` and ``--version`` respond at once. User errors (a
+torch is imported only when a command runs, so that ``--help`` and ``--version`` respond at once. User errors (a
 flag, a path, a missing package) end in one line on stderr and exit code 2.
 """
 
@@ -23,7 +23,7 @@ from lenvm_kernels.train import command as train
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """As argparse, but without the usage, whose many flags would hide the error."""
+        """As argparse, without the usage, because its many flags would hide the error."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -40,11 +40,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 2 for user errors, 130 when interrupted.
 
-    ``lenvm doctor`` and ``lenvm fuzz`` return 1 if they find a fault.
+    ``lenvm doctor`` and ``lenvm fuzz`` return 1 if they find an error.
     """
-    # Set before torch is imported: a thread spins for some 20 us before it sleeps, and no command waits for a network.
-    # Without spinning, `lenvm demo` takes half as long again. With long spinning, a second process on the same cores
-    # takes seven times as long.
+    # Must be set before torch is imported: a thread spins for some 20 us before it sleeps. Without spinning, `lenvm
+    # demo` takes 1.5 times as long. With long spinning, a second process on the same cores takes seven times as long.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["HF_HUB_OFFLINE"] = "1"

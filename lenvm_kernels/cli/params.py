@@ -30,4 +30,4 @@ def run_command(args: argparse.Namespace) -> None:
             text += f"; also {', '.join(field.elsewhere.split())}"
         lines.append(f"{field.name} (default: {default})")
         lines.append(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
-    print("\n".join(lines))  # one write, so that `| head` does not break it
+    print("\n".join(lines))  # one write, because `| head` closes the pipe

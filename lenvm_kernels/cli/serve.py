@@ -1,4 +1,4 @@
-"""``lenvm serve``: its flags, and the server of :mod:`lenvm_kernels.serving`."""
+"""``lenvm serve``: flags of the server in :mod:`lenvm_kernels.serving`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ def add(commands: Any) -> None:
     """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "serve",
-        help="answer with values over HTTP",
-        description="Answer /encode and /tree_value with value logits, in the forms of the fork of SGLang of LenVM's "
-        "authors, and /predict with the predicted lengths of prompts' outputs. SIGTERM ends it.",
+        help="serve values over HTTP",
+        description="Serve value logits at /encode and /tree_value, with the API of the LenVM authors' SGLang fork, "
+        "and predicted lengths of prompts' outputs at /predict. SIGTERM ends it.",
     )
     parser.set_defaults(run=run_command)
     parser.add_argument("value_model", metavar="VALUE", help=arguments.A_MODEL)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=30010, metavar="N", help="port to listen at (default: %(default)s)")
-    key_help = "refuse requests without it (default: the variable LENVM_API_KEY, which other users do not see)"
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=30010, metavar="N", help="port to listen on (default: %(default)s)")
+    key_help = "key that requests must contain (default: the variable LENVM_API_KEY, which other users cannot see)"
     parser.add_argument("--api-key", default=os.environ.get("LENVM_API_KEY"), metavar="KEY", help=key_help)
-    arguments.add_numbers(parser, max_tokens_in_cache=(32_768, "tokens whose keys and values are kept, in all"))
+    arguments.add_numbers(parser, max_tokens_in_cache=(32_768, "number of tokens in the cache of keys and values"))
     parser.add_argument("--gamma", type=float, help="gamma of the value model (default: from its lenvm_config.json)")
     arguments.add_device(parser)
     arguments.add_dtype(parser, "the value model")
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Load the value model and answer until a signal ends the server."""
+    """Load the value model and serve until a signal."""
     with arguments.usage_errors():
         if args.api_key == "":
             raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to accept every request")

@@ -1,4 +1,4 @@
-"""Whether answers are right: the final answer of a text, compared with a reference by the package ``math-verify``."""
+"""Correctness of answers: the final answer of a text is compared with a reference by the package ``math-verify``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lenvm_kernels.loading import Prompt
 # A number in a text: a sign that does not belong to a range, money, thousands, decimals or a fraction, a percent sign.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?")
 BRACED = r"[^{}]*"
-for _ in range(8):  # nested braces; TeX needs none around a single word
+for _ in range(8):  # nested braces; a single word needs no braces in TeX
     BRACED = rf"(?:[^{{}}]|\{{{BRACED}\}})*"
 BOXED = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{({BRACED})\}}|([^\s${{}}\\]+))")
-# Words after a number. math-verify parses few units and would multiply by the others.
+# Words after a number. math-verify parses few units and treats others as factors.
 UNIT = r"(?<=\d)\s+[A-Za-z]{2,}[A-Za-z/. ]*$"
-# Timeout of a comparison. math-verify's own timeouts do not interrupt C code, where towers of powers take forever.
+# Timeout of a comparison. math-verify's own timeouts do not interrupt C code, e.g. for towers of powers.
 SECONDS = 10.0
 
 
 def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
-    """``--answer-regex``, or :data:`NUMBER`; raises ValueError if it is invalid or there are no reference answers."""
+    """``--answer-regex``, or :data:`NUMBER`; raises ValueError if it is invalid or no prompt has a reference answer."""
     if pattern is not None and not has_answers:
-        raise ValueError('--answer-regex must come with --prompts whose lines have an "answer", got none')
+        raise ValueError('--answer-regex needs --prompts with an "answer" in each line, got none')
     try:
         return NUMBER if pattern is None else re.compile(pattern)
     except re.error as error:
@@ -34,9 +34,9 @@ def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
 
 
 def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
-    r"""The reference answers: the text after GSM8K's ``####``, else in the last ``\boxed{}``, else all of it.
+    r"""The reference answers: the text after GSM8K's ``####``, else in the last ``\boxed{}``, else the whole text.
 
-    Returns None if no prompt has an answer. If only some have one, or one has another form, ValueError names ``where``.
+    Returns None if no prompt has an answer. If only some have one, or one is invalid, ValueError names ``where``.
     """
     if all(prompt.answer is None for prompt in prompts):
         return None
@@ -46,20 +46,20 @@ def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
         text = (text.rpartition("####")[2] if "####" in text else boxed(text) or text).strip()
         if not text or "\n" in text:
             raise ValueError(
-                f'{where}, line {number} must have an "answer" as other lines have: a number or one line, behind #### '
-                f"or in \\boxed{{}} if there is more, got {str(answer)[:100]!r}"
+                f'{where}, line {number} must have an "answer", as other lines do: a number or one line of text, after '
+                f"#### or in \\boxed{{}} if the text is longer, got {str(answer)[:100]!r}"
             )
         texts.append(text)
     return texts
 
 
 def boxed(text: str) -> str:
-    r"""The content of the last ``\boxed{}`` that is closed and not blank; empty if there is none."""
+    r"""The content of the last ``\boxed{}`` that is closed and not blank, or an empty string."""
     return ["", *filter(None, ((match[1] or match[2] or "").strip() for match in BOXED.finditer(text)))][-1]
 
 
 def extract(text: str, pattern: re.Pattern[str] = NUMBER) -> str:
-    r"""The last ``\boxed{}``, else the last match's first group or the last match; empty if there is none."""
+    r"""The last ``\boxed{}``, else the first group of the last match or the match, or an empty string."""
     matches = list(pattern.finditer(text))
     return boxed(text) or ((matches[-1][1 if pattern.groups else 0] or "").strip() if matches else "")
 
@@ -77,12 +77,12 @@ def is_right(pair: tuple[str, str]) -> bool:
 
 
 def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-    """:func:`is_right` of each pair, in a process that is ended when a pair times out. That pair counts as wrong."""
+    """:func:`is_right` of each pair, in a process that is killed when a pair times out. Such a pair counts as wrong."""
     left, results = list(dict.fromkeys(pairs)), {}
     while left:
-        # math-verify would warn that its timeouts are off.
+        # Otherwise math-verify warns that its timeouts are off.
         with get_context("spawn").Pool(1, logging.getLogger("math_verify").setLevel, [logging.ERROR]) as pool:
-            pool.apply(is_right, [("1", "1")])  # so that no comparison's time includes the imports
+            pool.apply(is_right, [("1", "1")])  # so that the imports do not count as comparison time
             checked = pool.imap(is_right, left)
             for pair in left:
                 try:
@@ -97,7 +97,7 @@ def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
 def judge(
     answers: Iterable[Answer], expected: Sequence[str], tokenizer: Any, pattern: re.Pattern[str]
 ) -> dict[tuple[int, ...], bool]:
-    """Whether answers are right, by their prompt and tokens. ``expected`` has the reference answer of every prompt.
+    """Whether answers are right, by prompt and tokens. ``expected`` has the reference answer of each prompt.
 
     Tokens are decoded again, because the text of a cut answer is the whole text.
     """

@@ -1,4 +1,4 @@
-"""``lenvm evaluate`` as a command: its flags, their checks, and the files that it writes."""
+"""``lenvm evaluate``: flags, their checks, and output files."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def add(commands: Any) -> None:
     """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "evaluate",
-        help="measure how well target lengths are met, and at what price",
-        description="Answer prompts to target lengths, guided and by three baselines: the base model alone, the same "
-        "cut at the target, and guidance without a value model. Prints tables of lengths, perplexity and how answers "
-        "end, with 95 % intervals, and of predicted lengths. The same command resumes an interrupted run.",
+        help="measure how well target lengths are met, and the cost in quality",
+        description="Answer prompts to target lengths, guided and with three baselines: the base model alone, the base "
+        "model cut at the target, and guidance without a value model. Prints tables of lengths, perplexity and ends of "
+        "answers, with 95 % intervals, and of predicted lengths. The same command resumes an interrupted run.",
         epilog="example: lenvm evaluate demo demo --targets 40 80 --output evaluation",
     )
     parser.set_defaults(run=run_command)
     parser.add_argument("base", metavar="BASE", help=arguments.A_MODEL)
-    value_help = "value model, as BASE, or a probe, or none; with --url it is the server's, and is not loaded"
+    value_help = "value model, as BASE, or a probe, or none; with --url, the server's, which is not loaded here"
     parser.add_argument("value", metavar="VALUE", help=value_help)
     output_help = "directory of the answers, numbers, tables and the plot; required"
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=output_help)
 
-    what = parser.add_argument_group("what is answered")
+    what = parser.add_argument_group("prompts and settings")
     prompts_help = (
         'lines of {"prompt": "..."}, each a user\'s message; with "answer", accuracies are measured; GSM8K and MATH '
-        "are read as they are (default: the held-out prompts of the demo)"
+        "are accepted unchanged (default: the held-out prompts of the demo)"
     )
     what.add_argument("--prompts", type=Path, metavar="FILE", help=prompts_help)
     regex_help = "finds answers without \\boxed{}: the last match or its first group (default: the last number)"
@@ -45,17 +45,17 @@ def add(commands: Any) -> None:
     for flag, kind, default, metavar, meaning in (
         ("--targets", positive(int), [20, 40, 80, 160], "T", "target lengths in tokens (default: 20 40 80 160)"),
         ("--seeds", arguments.seed_of, [0, 1, 2], "N", "each seed answers every prompt (default: 0 1 2)"),
-        ("--guidance", _params, [], "JSON", "request parameters, one setting per object (default: {}, the package's)"),
+        ("--guidance", _params, [], "JSON", "request parameters, one setting per object (default: {})"),
     ):
         what.add_argument(flag, type=kind, nargs="+", default=default, metavar=metavar, help=meaning)
-    limit_help = "limit of an answer (default: 2.5 times the largest target); at most 2.5 times its target is used"
+    limit_help = "maximum answer length, at most 2.5 times the answer's target (default: 2.5 times the largest target)"
     of_prompts = "number of prompts, evenly spaced (default: all)"
     arguments.add_numbers(what, num_prompts=(None, of_prompts), max_new_tokens=(None, limit_help))
-    arguments.add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
+    arguments.add_say_it(what, "also answer every setting with TEXT appended to each prompt, after an empty line")
 
     arguments.add_sampling(parser.add_argument_group("sampling"))
 
-    where = parser.add_argument_group("where answers are made")
+    where = parser.add_argument_group("where answers are generated")
     url_help = "SGLang or vLLM with LENVM_VALUE_MODEL=VALUE (default: in process)"
     where.add_argument("--url", metavar="SERVER", help=url_help)
     constant_help = "the same with LENVM_VALUE_MODEL=none (default: in process; --url if VALUE is none)"
@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Check the flags, load the models, make the answers, write and print the tables."""
+    """Check the flags, load the models, generate the answers, write and print the tables."""
     start = time.monotonic()
     with arguments.usage_errors():
         import torch
@@ -84,14 +84,14 @@ def run_command(args: argparse.Namespace) -> None:
         prompts = read_prompts(args.prompts) if args.prompts else [Prompt(text) for text in held_out_prompts()]
         count = args.num_prompts or len(prompts)
         if count > len(prompts):
-            raise ValueError(f"--num-prompts must be at most the {len(prompts)} prompts that there are, got {count}")
+            raise ValueError(f"--num-prompts must be at most the number of prompts, {len(prompts)}, got {count}")
         answers = references(prompts, f"--prompts {args.prompts}")
         answer_regex = compiled(args.answer_regex, answers is not None)
         require_extras("matplotlib", *([] if answers is None else ["math_verify"]))
         if args.say_it is not None:
             say("", args.say_it, args.targets[0])  # rejects other placeholders
         settings = settings_of(args.guidance, with_values=args.value != NONE, said=args.say_it is not None)
-        for setting in settings:  # wrong parameters are rejected before anything is loaded
+        for setting in settings:  # rejects wrong parameters before models are loaded
             if setting.guidance is not None:
                 fields = {"target_length": args.targets[0], **setting.guidance}
                 parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=setting.with_values)
@@ -135,5 +135,5 @@ def _params(text: str) -> dict[str, Any]:
     if not isinstance(guidance, dict):
         raise argparse.ArgumentTypeError(f'must be JSON objects such as {{"strength": 8}}, got {text!r}')
     if own := [name for name in OWN_FIELDS if name in guidance]:
-        raise argparse.ArgumentTypeError(f"must leave the target to --targets, got {own[0]} in {text!r}")
+        raise argparse.ArgumentTypeError(f"must not contain a target (use --targets), got {own[0]} in {text!r}")
     return guidance

@@ -16,7 +16,7 @@ from lenvm_kernels.loading import arguments, held_out_prompts, spread
 if TYPE_CHECKING:
     from lenvm_kernels.evaluate.run import Plan
 
-TARGET = 80  # of the table; the plot has further targets
+TARGET = 80  # target of the table; the plot has more targets
 
 
 def add(commands: Any) -> None:
@@ -25,14 +25,14 @@ def add(commands: Any) -> None:
         "demo",
         help="measure length control on SmolLM2-135M-Instruct",
         description="Answer held-out prompts with SmolLM2-135M-Instruct: alone, guided shorter, guided longer, and to "
-        "target lengths. Prints lengths, how answers end and perplexities, and plots lengths against targets.",
+        "target lengths. Prints lengths, ends of answers and perplexities, and plots lengths against targets.",
     )
     parser.set_defaults(run=run_command)
     quick_help = "fewer prompts and tokens: 4 minutes on 2 cores (default: all prompts, about a quarter of an hour)"
     parser.add_argument("--quick", action="store_true", help=quick_help)
-    plot_help = "where to write the plot, a PNG (default: %(default)s)"
+    plot_help = "PNG file of the plot (default: %(default)s)"
     parser.add_argument("--plot", type=Path, default=Path("lenvm-demo.png"), metavar="FILE", help=plot_help)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: not written)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers (default: not written)")
     arguments.add_device(parser)
     arguments.add_seed(parser)
 
@@ -56,14 +56,14 @@ def plan_of(prompts: list[str], *, quick: bool, seed: int) -> Plan:
             Setting(GUIDED, {}, True),
         ],
         max_new_tokens=128 if quick else 256,
-        sampling=dict(temperature=0.8, top_k=8, top_p=1.0, min_p=0.02),  # as for the value model's training
+        sampling=dict(temperature=0.8, top_k=8, top_p=1.0, min_p=0.02),  # as in the value model's training
         rows=16,
         dtype="float32",
     )
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Make the answers, print some of them and a table, write the plot and the numbers."""
+    """Generate the answers, print some of them and a table, write the plot and the numbers."""
     start = time.monotonic()
     with arguments.usage_errors():
         arguments.check_output_files(plot=args.plot, json=args.json)
@@ -115,8 +115,8 @@ def _print_table(plan: Plan, rows: list[dict[str, Any]]) -> None:
         print(f"{row['setting']:10} " + " ".join(f"{cell:>13}" for cell in cells))
     print(
         f"{len(plan.prompts)} held-out prompts. Lengths in tokens, end-of-sequence included, at most "
-        f"{plan.max_new_tokens}.\n|length - {TARGET}|: mean distance. sentence ends: of the answers that ended by "
-        "themselves, the share that ends a sentence.\nperplexity: of the output under the base model alone, fp32, "
+        f"{plan.max_new_tokens}.\n|length - {TARGET}|: mean distance. sentence ends: share of answers that ended by "
+        "themselves with a complete sentence.\nperplexity: of the output under the base model alone, fp32, "
         f"temperature 1. hard cut: answers of none, cut at {TARGET}.\neq, constant, guided: to {TARGET} tokens; eq is "
         "the fork's constraint, constant has no value model.\nshorter, longer: centered_exp with scales -60 and 20."
     )

@@ -1,4 +1,4 @@
-"""Numbers of answers: how well they meet a target, and how well predicted lengths match actual ones.
+"""Measures of answers: how well they meet a target, and how well predicted lengths match actual lengths.
 
 Every measure of :func:`measure` except the quartiles is a sum over answers divided by another sum, so a bootstrap over
 prompts needs only the two sums of each prompt.
@@ -16,7 +16,7 @@ import torch
 from lenvm_kernels.guidance.sentences import ends_sentence
 
 RESAMPLES = 1000
-# Decay of LIFEBench's score: answers that are too short lose more than answers that are too long.
+# Decay of LIFEBench's score, steeper for answers that are too short.
 SHORT_DECAY, LONG_DECAY = 5.0, 2.0
 WITH_INTERVALS = ("distance", "within_10", "within_25", "perplexity", "sentence_ends", "acc_first", "acc_any")
 # Setting, target, seed and prompt identify an answer.
@@ -33,7 +33,7 @@ class Answer:
         ids: tokens, including the end-of-sequence token if the answer ended by itself.
         ended: True if the answer ended by itself, False if the limit of new tokens cut it.
         nll: negative log-likelihood of each token under the base model alone, in nats.
-        predicted: length in tokens, predicted before the first one; None if it was not requested or is not known.
+        predicted: length in tokens, predicted before the first one; None if it was not requested or is unknown.
     """
 
     setting: str
@@ -63,7 +63,7 @@ def measure(
     """Score the answers of one setting against one target.
 
     Args:
-        answers: at least one, as many to every prompt; the seeds of a prompt share its index.
+        answers: at least one; each prompt has the same number. The seeds of a prompt share its index.
         target: tokens, at least 1.
         right: see :func:`.judge`. If None, accuracies are left out.
 
@@ -72,10 +72,10 @@ def measure(
         ``distance`` (mean of ``|length - target|``), ``within_10`` and ``within_25`` (per cent of the target),
         ``too_short`` (below a quarter of it), ``cut`` (at the limit), ``length_score`` (LIFEBench's LS, 0 to 100),
         ``length_deviation`` (its LD, signed), ``relative_error`` (mean of ``|length - target| / target``),
-        ``perplexity``, ``repetition``, ``sentence_ends`` (of the answers that ended by themselves), ``distinct`` (texts
-        of a prompt that differ), and shares of prompts with a right answer for ``first_seed`` (``acc_first``) and for
-        any seed (``acc_any``). ``intervals`` has ``[low, high]`` for :data:`WITH_INTERVALS`. None replaces a number
-        whose denominator is 0. Source of LS and LD: arXiv 2505.16234; arXiv 2604.27039, equations 17 and 18.
+        ``perplexity``, ``repetition``, ``sentence_ends`` (share of the answers that ended by themselves), ``distinct``
+        (share of different texts per prompt), and shares of prompts with a right answer for ``first_seed``
+        (``acc_first``) and for any seed (``acc_any``). ``intervals`` has ``[low, high]`` for :data:`WITH_INTERVALS`.
+        A denominator of 0 gives None. Source of LS and LD: arXiv 2505.16234; arXiv 2604.27039, equations 17 and 18.
     """
     prompts, rows = np.unique([answer.prompt for answer in answers], return_inverse=True)
     lengths = np.array([len(answer.ids) for answer in answers])
@@ -85,7 +85,7 @@ def measure(
     keys = [(answer.prompt, *answer.ids) for answer in answers]
     last_of_each = {key: i for i, key in enumerate(keys)}
     each = np.ones(len(answers))
-    # Numerators and denominators, by answer.
+    # Numerators and denominators per answer.
     parts: dict[str, tuple[np.ndarray, np.ndarray]] = {
         "mean": (lengths, each),
         "distance": (distance, each),
@@ -126,12 +126,12 @@ def repeated_4grams(ids: Sequence[int]) -> tuple[int, int]:
 def calibrate(answers: Sequence[Answer]) -> dict[str, Any] | None:
     """Compare predicted with actual lengths of the base model's answers, in tokens with the end-of-sequence token.
 
-    A cut answer counts with the tokens that it has, a lower bound. Answers without a prediction are left out.
+    A cut answer counts with its tokens, a lower bound. Answers without a prediction are left out.
 
     Returns:
         ``answers`` (their number), ``left_out``, ``cut`` (share), ``rank_correlation`` (Spearman's; None if a length is
-        constant), ``mae_tokens`` (mean of ``|predicted - actual|``), ``mean_relative_error`` (mean of the same over the
-        actual length, arXiv 2604.27039, equation 15), and at most ten ``bins`` by predicted length, the shortest first:
+        constant), ``mae_tokens`` (mean of ``|predicted - actual|``), ``mean_relative_error`` (mean of that difference
+        over the actual length, arXiv 2604.27039, equation 15), and at most ten ``bins`` by ascending predicted length:
         ``answers``, the means ``predicted`` and ``actual``, their ``ratio``, and ``cut``. Equal predictions share a
         bin, and no bin is empty. None if no answer has a prediction.
     """
@@ -161,10 +161,10 @@ def calibrate(answers: Sequence[Answer]) -> dict[str, Any] | None:
 def bootstrap(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
     """The 95 % interval of ``above.sum() / below.sum()``: percentiles over prompts drawn with replacement.
 
-    Every call draws the same prompts, so that settings are compared on the same resamples.
+    Each call draws the same prompts, so that settings are compared on equal resamples.
 
     Args:
-        above, below: fp64 ``[P]``, one number per prompt; ``below`` has an entry that is not 0.
+        above, below: fp64 ``[P]``, one number per prompt; ``below`` is not all 0.
     """
     count = len(above)
     draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
@@ -175,7 +175,7 @@ def bootstrap(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
 
 
 def ranks(x: torch.Tensor) -> torch.Tensor:
-    """The ranks of a vector, fp64, from 1 on. Equal values share their mean rank."""
+    """The ranks of a vector, fp64, starting at 1. Equal values share their mean rank."""
     _, place, count = torch.unique(x, return_inverse=True, return_counts=True)
     return (count.cumsum(0) - (count - 1) / 2).double()[place]
 
@@ -184,5 +184,5 @@ def pearson(a: torch.Tensor, b: torch.Tensor) -> float | None:
     """The correlation of two vectors; None if one of them is constant."""
     a, b = a - a.mean(), b - b.mean()
     norms = float((a.square().sum() * b.square().sum()).sqrt())
-    # A constant leaves rounding errors, which are no variation.
+    # Rounding errors of a constant are not variation.
     return float((a * b).sum()) / norms if norms > 1e-12 * len(a) else None

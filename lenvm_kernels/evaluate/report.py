@@ -1,4 +1,4 @@
-"""The files of results of ``lenvm evaluate``: numbers, Markdown tables and plots."""
+"""Result files of ``lenvm evaluate``: numbers, Markdown tables and plots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lenvm_kernels.evaluate.accuracy import judge
 from lenvm_kernels.evaluate.measures import Answer, calibrate, measure
 from lenvm_kernels.evaluate.run import BASE, Plan
 
-# Measure, title of its column, and digits after the point. Titles with a percent sign show shares as percentages.
+# Measure, column title, and digits after the point. A percent sign in the title shows shares as percentages.
 COLUMNS = (
     ("mean", "mean", 1),
     ("distance", "distance", 1),
@@ -84,7 +84,7 @@ def tables(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def calibration_table(plan: Plan, calibration: dict[str, Any] | None) -> str:
-    """Markdown: a row per bin and the measures below, or the reason why there is none; empty without a value model."""
+    """Markdown: a row per bin and the measures below, or why they are missing; empty without a value model."""
     if plan.value == NONE:
         return ""
     if calibration is None:
@@ -92,7 +92,7 @@ def calibration_table(plan: Plan, calibration: dict[str, Any] | None) -> str:
         return f"No calibration: no answer of the base model has a predicted length{reason}.\n"
     lines = [
         f"Calibration: predicted against actual lengths of {calibration['answers']} answers of the base model "
-        f"({calibration['left_out']} more have no prediction), at most {plan.max_new_tokens} tokens",
+        f"({calibration['left_out']} others have no prediction), at most {plan.max_new_tokens} tokens",
         "",
         "| tenth | answers | mean predicted | mean actual | predicted / actual | cut % |",
         "| --- " * 6 + "|",
@@ -104,7 +104,7 @@ def calibration_table(plan: Plan, calibration: dict[str, Any] | None) -> str:
     below = (
         f"Spearman's rank correlation {correlation}, mean absolute error {calibration['mae_tokens']:.1f} tokens, mean "
         f"relative error {100 * calibration['mean_relative_error']:.0f} %. {100 * calibration['cut']:.0f} % of the "
-        "answers were cut at the limit, and count with the tokens that they have."
+        "answers were cut at the limit, and count with their tokens."
     )
     return "\n".join([*lines, "", below, ""])
 

@@ -1,7 +1,7 @@
-"""The plan of a run, and the answers of a plan, made in process or by a server.
+"""The plan of a run, and the generation of its answers, in process or on a server.
 
-A unit of work is a batch of prompts under one setting, target and seed. The unit alone determines its random seed, so a
-resumed run makes the same answers as an uninterrupted one.
+A unit of work is a batch of prompts under one setting, target and seed. Its random seed depends only on the unit, so a
+resumed run gives the same answers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Setting:
     Attributes:
         name: the name in tables.
         guidance: request parameters without the target. If None, answers are unguided.
-        with_values: whether a value model guides the answers, or predicts the lengths of the base model's.
+        with_values: whether a value model guides the answers, or predicts the lengths of the base model's answers.
         said: whether the prompt names the target.
-        targets: the targets that are answered, ``(None,)`` for a setting without a target. If None, the plan's targets.
+        targets: the setting's targets, ``(None,)`` for a setting without a target. If None, the plan's targets.
     """
 
     name: str
@@ -50,17 +50,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that determines the answers; a directory holds the answers of one plan.
+    """Everything that determines the answers. A directory has the answers of one plan.
 
     Attributes:
         targets: tokens.
         seeds: each seed answers every prompt.
-        settings: the sampled settings; the hard cut is computed from the base model's answers.
+        settings: the sampled settings; the hard cut is derived from the base model's answers.
         sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
         rows: prompts per batch, or concurrent requests to a server.
-        engine, constant_engine: engines of the servers. If None, answers are made in process.
+        engine, constant_engine: engines of the servers. If None, answers are generated in process.
         answers: reference answer of each prompt. If None, accuracy is not measured.
-        say_it: text that is appended to the prompts of settings with ``said``.
+        say_it: text appended to the prompts of settings with ``said``.
     """
 
     base: str
@@ -83,7 +83,7 @@ class Plan:
         return self.max_new_tokens if target is None else min(self.max_new_tokens, default_limit(target))
 
     def units(self) -> list[Unit]:
-        """All units, in the order in which they are made."""
+        """All units, in the order of generation."""
         count = len(self.prompts)
         batches = [range(start, min(start + self.rows, count)) for start in range(0, count, self.rows)]
         return [
@@ -97,7 +97,7 @@ class Plan:
     def views(self, answers: Sequence[Answer]) -> dict[str, dict[str, list[Answer]]]:
         """Answers by target (a string, for JSON) and setting.
 
-        Answers without a target are cut at the target's limit; for ``hard cut``, the base model's are at the target.
+        Answers without a target are cut at the target's limit; for ``hard cut``, base-model answers at the target.
         """
         views: dict[str, dict[str, list[Answer]]] = {}
         for target in self.targets:
@@ -112,7 +112,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Unit:
-    """A batch of prompts, by their indices, under one setting, target and seed."""
+    """A batch of prompt indices under one setting, target and seed."""
 
     setting: Setting
     target: int | None
@@ -127,7 +127,7 @@ class Unit:
 
 
 def seed_from(*content: Any) -> int:
-    """A seed below 2**31, derived from content that JSON can represent."""
+    """A seed below 2**31, derived from JSON-serializable content."""
     return int.from_bytes(hashlib.sha256(json.dumps(content).encode()).digest()[:4], "little") >> 1
 
 
@@ -142,7 +142,7 @@ def settings_of(guidances: Sequence[dict[str, Any]], *, with_values: bool, said:
     Args:
         guidances: parameters of the guided settings. If empty, the default parameters.
         with_values: whether there is a value model.
-        said: repeat each setting with prompts that name the target.
+        said: whether to repeat each setting with prompts that name the target.
     """
     settings = [Setting(BASE, None, with_values, targets=(None,)), Setting(CONSTANT, {}, False)]
     for guidance in guidances or [{}]:
@@ -160,14 +160,14 @@ def run(
     server: Server | None = None,
     constant_server: Server | None = None,
 ) -> None:
-    """Add the answers of the plan that are not stored yet, with progress on stderr.
+    """Generate the missing answers of the plan, with progress on stderr.
 
-    A unit that a kill has left incomplete is answered again, and its missing answers are added.
+    A unit that was interrupted is answered again, and its missing answers are added.
 
     Args:
-        models: the base model, and the value model unless there is none or a server has it.
-        server: answers settings with a value model, and unguided ones. If None, answers are made in process.
-        constant_server: answers guided settings without a value model. If None, answers are made in process.
+        models: the base model, and the value model if it runs in process.
+        server: generates answers with a value model, and unguided answers. If None, they are generated in process.
+        constant_server: generates guided answers without a value model. If None, they are generated in process.
     """
     units = plan.units()
     with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), models) as bar:
@@ -180,7 +180,7 @@ def run(
 
 
 def answer(plan: Plan, unit: Unit, models: Models, server: Server | None, bar: AnswerBar) -> list[Answer]:
-    """Answer the prompts of a unit, by a server if there is one."""
+    """Answer the prompts of a unit, on ``server`` unless it is None."""
     setting, target, limit, eos = unit.setting, unit.target, plan.limit(unit.target), models.eos_token_ids
     texts = [plan.prompts[index] for index in unit.prompts]
     if setting.said:
@@ -214,7 +214,7 @@ def answer(plan: Plan, unit: Unit, models: Models, server: Server | None, bar: A
 
 @torch.no_grad()
 def likelihoods(models: Models, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float]]:
-    """Negative log-likelihoods of answers' tokens under the base model alone, unfiltered, at temperature 1, in nats."""
+    """Negative log-likelihoods in nats of answers' tokens under the base model alone, unfiltered, at temperature 1."""
     nlls = []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([[*prompt, *answer]], device=models.model.device)

@@ -1,4 +1,4 @@
-"""Answers from a running SGLang or vLLM server, over the standard library's HTTP client."""
+"""Answers from a running SGLang or vLLM server, with the standard library's HTTP client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SECONDS = 600  # timeout of an answer
-# The user names a server by its own address, so proxies of the environment are ignored.
+# The user names the server's own address, so the environment's proxies are ignored.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Tokens of an answer with the end-of-sequence token, whether it ended by itself, and its predicted length.
 Generated = tuple[list[int], bool, float | None]
@@ -59,17 +59,17 @@ class Server:
         """Answer one prompt, given as tokens. Only SGLang predicts the length, for requests with ``return_values``.
 
         Args:
-            guidance: parameters of the request. If None, it has none.
+            guidance: parameters of the request. If None, it is unguided.
             sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
             seed: below 2**31.
             eos: end-of-sequence tokens, see :func:`with_end`.
 
         Raises:
-            ValueError: no answer, a rejected request, or a response of another form, which the message quotes.
+            ValueError: no answer, a rejected request, or an unexpected response; the message quotes it.
         """
         if self.engine == "sglang":
             params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
-            params["top_k"] = sampling["top_k"] or -1  # SGLang's value for all tokens
+            params["top_k"] = sampling["top_k"] or -1  # -1 means all tokens
             if guidance is not None:
                 params["custom_params"] = dict(guidance)
             response = self._post("/generate", {"input_ids": list(prompt), "sampling_params": params})
@@ -85,7 +85,7 @@ class Server:
             ids, reason, predicted = choice.get("token_ids"), choice.get("finish_reason"), None
         if not isinstance(ids, list) or reason not in ("stop", "length"):
             raise ValueError(
-                f"{self.flag} must answer with token ids and with stop or length for a reason to end, {self.url} gave "
+                f"{self.flag} must answer with token ids and with finish reason stop or length, {self.url} gave "
                 f"{type(ids).__name__} and {reason!r}"
             )
         return *with_end(ids, reason == "stop", eos), predicted
@@ -107,10 +107,10 @@ class Server:
 
 
 def with_end(ids: Sequence[int], stopped: bool, eos: Sequence[int]) -> tuple[list[int], bool]:
-    """The tokens of an answer up to and including the end-of-sequence token, and whether it ended by itself.
+    """Cut an answer after its end-of-sequence token; returns the tokens, and whether the answer ended by itself.
 
-    Engines differ in whether they return that token. The first of ``eos`` replaces one that was not returned.
-    ``stopped`` states whether the engine reports that the answer ended by itself.
+    Some engines do not return that token; the first of ``eos`` is then added. ``stopped`` is whether the engine reports
+    that the answer ended by itself.
     """
     ends = [i for i, token in enumerate(ids) if token in eos]
     if ends:
@@ -119,6 +119,6 @@ def with_end(ids: Sequence[int], stopped: bool, eos: Sequence[int]) -> tuple[lis
 
 
 def _vllm_value(value: Any) -> Any:
-    """vLLM rejects objects and nested lists, but accepts them as JSON text."""
+    """Encode objects and nested lists as JSON text, because vLLM rejects them."""
     is_nested = isinstance(value, list) and any(isinstance(x, list) for x in value)
     return json.dumps(value) if is_nested or isinstance(value, dict) else value

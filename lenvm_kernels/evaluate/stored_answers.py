@@ -1,4 +1,4 @@
-"""Directories of answers, which a run appends to, so that an interrupted run can be resumed."""
+"""Directories of answers. A run appends to them, so that it can be resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class StoredAnswers:
-    """``answers.jsonl`` of a directory, beside ``plan.json`` with everything that determines its lines.
+    """``answers.jsonl`` of a directory, with everything that determines its lines in ``plan.json``.
 
-    ``answers`` has them by key. An incomplete last line, left by a kill, is removed from the file.
+    ``answers`` has them by key. An incomplete last line, left by an interruption, is removed from the file.
 
     Args:
-        folder: the directory. The first answer creates it: a run that fails earlier leaves nothing behind.
+        folder: the directory, created with the first answer, so that a run that fails earlier leaves no files.
         plan: serialisable as JSON.
-        kind: a dataclass with a property ``key``, unique in the plan. A line holds the fields of one instance.
+        kind: a dataclass with a property ``key``, unique in the plan. A line has the fields of one instance.
         command: the command that writes the lines, for error messages.
 
     Raises:
@@ -31,7 +31,7 @@ class StoredAnswers:
         if self._plan_file.exists():
             check_plan(plan, json.loads(self._plan_file.read_text(encoding="utf-8")), folder)
         elif self._file.exists():
-            raise ValueError(f"--output must hold plan.json beside answers.jsonl, {str(folder)!r} does not")
+            raise ValueError(f"--output must have plan.json next to answers.jsonl, {str(folder)!r} does not")
         content = self._file.read_bytes() if self._file.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
         for number, line in enumerate(complete.splitlines(), start=1):
@@ -44,13 +44,13 @@ class StoredAnswers:
             os.truncate(self._file, len(complete))
 
     def add(self, answers: Sequence[Any]) -> list[Any]:
-        """Append the answers whose keys are not stored yet, and return them."""
+        """Append the answers with new keys, and return them."""
         new = [answer for answer in answers if answer.key not in self.answers]
         if new and not self._plan_file.exists():
             self._plan_file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self._plan_file.with_suffix(".new")
             unfinished.write_text(json.dumps(self.plan, indent=1) + "\n", encoding="utf-8")
-            os.replace(unfinished, self._plan_file)  # a kill leaves a whole plan or none
+            os.replace(unfinished, self._plan_file)  # atomic, so an interruption leaves no partial plan
         if new:
             with self._file.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in new)
@@ -59,7 +59,7 @@ class StoredAnswers:
 
 
 def check_plan(plan: Mapping[str, Any], other: Mapping[str, Any], where: Path) -> None:
-    """Raise ValueError with the names of the fields in which a plan differs from one that was read from JSON."""
+    """Raise ValueError, naming the fields, if a plan differs from one read from JSON."""
     plan = json.loads(json.dumps(plan))
     if different := [key for key in sorted({*plan, *other}) if plan.get(key) != other.get(key)]:
         raise ValueError(

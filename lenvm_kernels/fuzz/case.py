@@ -1,7 +1,7 @@
 """Cases, descriptions of operators under test, and comparisons of their results.
 
 A description names the returned and written tensors, and the row that owns each item; the call is derived from it. Most
-operators compute with integers, or in a defined order. Their comparison is derived too.
+operators compute with integers or in a defined order, so their comparison is derived as well.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ class Case:
         return Draws(self.seed, device)
 
     def __str__(self) -> str:
-        """A line of JSON that reproduces the case. A whole batch is written as its number of rows."""
+        """A line of JSON that reproduces the case. A complete batch is written as its number of rows."""
         whole = self.rows == tuple(range(len(self.rows)))
         return json.dumps({**vars(self), "rows": len(self.rows) if whole else self.rows})
 
     @classmethod
     def from_line(cls, line: str, operators: Mapping[str, Operator]) -> Case:
-        """Parse a line written by ``str``; raises ValueError if it is no case, or an option has an unknown value."""
+        """Parse a line written by ``str``; raises ValueError for an invalid line or an unknown value of an option."""
         try:
             fields = json.loads(line)
             rows = range(fields["rows"]) if isinstance(fields["rows"], int) else map(int, fields["rows"])
             case = cls(fields["op"], int(fields["seed"]), tuple(rows), fields["options"])
             wrong = [(name, x) for name, x in operators[case.op].options.items() if case.options[name] not in x]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"a case must be a line of JSON that a failure has printed, got {line!r}") from error
+            raise ValueError(f"a case must be a line of JSON printed by a failure, got {line!r}") from error
         for name, accepted in wrong:
-            raise ValueError(f"{name} of {case.op} must be of {accepted}, got {case.options[name]!r}")
+            raise ValueError(f"{name} of {case.op} must be one of {accepted}, got {case.options[name]!r}")
         return case
 
 
 @dataclass(frozen=True)
 class CallInputs:
-    """Arguments by name, and the number of rows. Items of a tensor beyond that number belong to no row."""
+    """Arguments by name, and the number of rows. Items of a tensor from this number on belong to no row."""
 
     arguments: dict[str, Any]
     rows: int
@@ -87,11 +87,11 @@ class Difference(NamedTuple):
     wrong: Tensor  # bool [items]
     actual: Tensor  # [items, ...], as is ``expected``
     expected: Tensor
-    owners: Tensor | None = None  # int64 [items]: batch index of each item's row, or -1. If None, item i is row i's.
+    owners: Tensor | None = None  # int64 [items]: batch index of each item's row, or -1. If None, item i has row i.
 
 
 class WrongResult(Exception):
-    """The function under test returned a wrong type, shape or dtype, or wrote memory that is not its own."""
+    """The function under test returned a wrong type, shape or dtype, or wrote memory outside its results."""
 
 
 def differs(what: str, actual: Tensor, expected: Tensor, owners: Tensor | None = None) -> Difference:
@@ -103,7 +103,7 @@ def differs(what: str, actual: Tensor, expected: Tensor, owners: Tensor | None =
 def beyond(
     what: str, actual: Tensor, expected: Tensor, tolerance: tuple[float, float | Tensor], owners: Tensor | None = None
 ) -> Difference:
-    """Find items outside the relative and absolute tolerance; NaN equals NaN, and an infinity equals only itself."""
+    """Find items outside the relative and absolute tolerance; NaN equals NaN, and infinities equal only themselves."""
     relative, absolute = tolerance
     actual, expected = actual.double(), expected.double()
     is_near = expected.isfinite() & ((actual - expected).abs() <= absolute + relative * expected.abs())
@@ -111,7 +111,7 @@ def beyond(
 
 
 def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments with copies of what is written, and these copies by name; ``argument.field`` has the field's."""
+    """The arguments with copies of written tensors, and the copies by name (``argument`` or ``argument.field``)."""
     arguments, copies = dict(arguments), {}
     for path in writes:
         argument, _, field = path.partition(".")
@@ -126,7 +126,7 @@ def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[di
 
 
 def owners_at(places: Tensor, size: int) -> Tensor:
-    """Owners of ``size`` items, of which the one at ``places[i]`` belongs to row i, and the others to no row."""
+    """Owners of ``size`` items: the item at ``places[i]`` belongs to row i, all others to no row."""
     owners = torch.full((size,), -1, device=places.device)
     owners[places] = torch.arange(len(places), device=owners.device)
     return owners
@@ -137,26 +137,26 @@ class Operator:
     """An operator under test.
 
     Attributes:
-        function: the public function, whose modules have the same name.
+        function: the public function, named as its modules.
         options: accepted values of each option, the simplest first. Sizes are options; the number of rows is not.
         inputs: returns the inputs of a case on a device.
-        row_work: approximate operations of Triton's interpreter per row, which bounds batches on a CPU.
+        row_work: approximate operations of Triton's interpreter per row, which limits batches on a CPU.
         most_rows: maximum rows of a batch on a GPU. The inputs should have no more than 2**26 numbers; the reference
             needs ten times that number in fp64, about 5 GB.
         returns: names of the returned tensors, if the result is no named tuple.
         writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
-        owners: from inputs and result tensors, the index in the batch of the row that each item of a tensor belongs
-            to, or -1 for no row. By default, item i belongs to row i, and a row of the table to the row that uses it.
+        owners: from inputs and result tensors, the batch index of the row to which each item of a tensor belongs, or
+            -1. By default, item i belongs to row i, and a row of the table to the row that uses it.
         moved: tensors that differ if the same rows are in another batch, because they contain batch indices or belong
             to no row.
-        by_row: changes result tensors to ones with the items first, and without batch indices. Tensors that it leaves
-            out are not compared.
-        compare: compares a result with the fp64 reference's. If None, both must be bitwise identical.
+        by_row: converts result tensors to tensors with the items first and without batch indices. Tensors that it omits
+            are not compared.
+        compare: compares a result with the fp64 reference. If None, both must be bitwise identical.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
         free: other accepted forms of a tensor argument or field: ``rows`` or ``columns``, any size of the first or last
-            dimension; ``apart``, strided rows; ``strided``, strided elements; names of other dtypes, of which only the
-            reference accepts ``float64``.
-        reads: fields of named-tuple arguments that are read or written, if not all are.
+            dimension; ``apart``, strided rows; ``strided``, strided elements; names of other dtypes (``float64`` is
+            only accepted by the reference).
+        reads: the fields of named-tuple arguments that are read or written, unless all are.
     """
 
     function: Callable
@@ -175,7 +175,7 @@ class Operator:
     reads: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def run(self, given: CallInputs, function: Callable) -> Result:
-        """Call a function on copies of what it writes.
+        """Call a function on copies of the tensors that it writes.
 
         Raises:
             WrongResult: memory around a written tensor has changed.
@@ -201,10 +201,10 @@ class Operator:
         return {name: (x, owners.get(name, owners_at(rows[: len(x)].to(x.device), len(x)))) for name, x in parts}
 
     def differences(self, given: CallInputs, result: Result) -> list[Difference]:
-        """Comparisons of a result with the reference's.
+        """Compare a result with the reference.
 
         Raises:
-            WrongResult: a tensor has another type, dtype or shape than the reference's.
+            WrongResult: the type, dtype or shape of a tensor differs from the reference.
         """
         expected = self.run(given, partial(self.function, backend="reference"))
         for name, x in expected.items():
@@ -222,7 +222,7 @@ class Operator:
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
         """Draw a case with random options. The logarithm of the number of rows is uniformly distributed.
 
-        In the interpreter, options with which one row exceeds ``INTERPRETED_WORK`` are drawn again, up to 100 times.
+        In the interpreter, options are drawn again, up to 100 times, while one row exceeds ``INTERPRETED_WORK``.
         """
         for _ in range(100):
             options = {name: rng.choice(values) for name, values in self.options.items()}

@@ -26,11 +26,11 @@ def operators() -> dict[str, Operator]:
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that fails. After the problem :data:`LOST`, this process cannot check further cases."""
+    """A failed case. After the problem :data:`LOST`, the process cannot check more cases."""
 
     case: Case
-    problem: str  # the same for all failures with one recognizable cause
-    rows: tuple[int, ...]  # id of the first wrong row, or of the first row if the problem concerns no row
+    problem: str  # equal for failures with the same recognizable cause
+    rows: tuple[int, ...]  # id of the first wrong row, or of the first row if no row is wrong
     details: str  # actual and expected result of the row
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ def check(
     Args:
         function: the function under test. If None, the operator's Triton kernels.
         device: the device of the inputs.
-        other_batches: whether to also compare bitwise with other batches: the rows among more rows, and one alone.
+        other_batches: whether to also compare bitwise with other batches: with more rows, and with one row.
     """
     operator, device = operators()[case.op], torch.device(device)
     function = function or functools.partial(operator.function, backend="triton")
@@ -64,7 +64,7 @@ def check(
 
 
 def _differences(case, operator, function, device, other_batches) -> Iterator[tuple[Difference, str]]:
-    """Comparisons with the reference, then with other batches, and what was compared with."""
+    """Comparisons with the reference, then with other batches, each with the name of its counterpart."""
     given = operator.inputs(case, device)
     result = operator.run(given, function)
     yield from ((difference, "from the reference") for difference in operator.differences(given, result))

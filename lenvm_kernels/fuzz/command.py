@@ -26,17 +26,17 @@ def add(commands: Any) -> None:
     """Add the subcommand to ``lenvm``."""
     parser = commands.add_parser(
         "fuzz",
-        help="compare the operators, or one of your own, with the fp64 reference on random inputs",
-        description="Draw inputs at random, compare the operators' results with the fp64 reference and with the same "
-        "rows in other batches. On a CPU the kernels run in Triton's interpreter. Exit code 1 if something failed.",
+        help="compare the operators, or your own function, with the fp64 reference on random inputs",
+        description="Draw random inputs and compare the operators' results with the fp64 reference and with the same "
+        "rows in other batches. On a CPU, the kernels run in Triton's interpreter. Exit code 1 if a case failed.",
         epilog="example: lenvm fuzz --seconds 300 --against mykernels:reweight_scatter --json fuzz.json",
     )
     parser.set_defaults(run=run_command)
     add, length = parser.add_argument, parser.add_mutually_exclusive_group()
-    add("--ops", nargs="+", choices=OPERATORS, metavar="OP", help=f"of {', '.join(OPERATORS)} (default: all)")
-    length.add_argument("--seconds", type=positive(float), metavar="S", help="how long to draw cases (default: 60)")
-    length.add_argument("--cases", type=positive(int), metavar="N", help="how many cases to draw")
-    length.add_argument("--replay", metavar="LINE", help="run one case: the line of JSON that a failure ends with")
+    add("--ops", nargs="+", choices=OPERATORS, metavar="OP", help=f"operators: {', '.join(OPERATORS)} (default: all)")
+    length.add_argument("--seconds", type=positive(float), metavar="S", help="duration (default: 60)")
+    length.add_argument("--cases", type=positive(int), metavar="N", help="number of cases")
+    length.add_argument("--replay", metavar="LINE", help="run one case, given as the last line of a failure")
     add(
         "--seed",
         type=seed_of,
@@ -44,12 +44,12 @@ def add(commands: Any) -> None:
         metavar="N",
         help="equal seeds and --cases draw equal cases (default: 0)",
     )
-    add("--device", choices=("cuda", "cpu"), help="(default: cuda where there is one)")
-    against = "a function to test in place of the kernels of the operator of its name, or of the one in --ops"
+    add("--device", choices=("cuda", "cpu"), help="(default: cuda if there is a GPU)")
+    against = "function to test instead of the kernels of the operator with its name, or of the operator in --ops"
     add("--against", metavar="MODULE:FUNCTION", help=f"{against}; the module may be in the working directory")
-    reference = "omit the bitwise comparison with other batches, which a function made of PyTorch's matmuls cannot pass"
+    reference = "omit the bitwise comparison with other batches, which functions with PyTorch's matmuls cannot pass"
     add("--reference-only", action="store_true", help=reference)
-    add("--json", type=Path, metavar="FILE", help="also write all numbers here (default: not written)")
+    add("--json", type=Path, metavar="FILE", help="also write all numbers to FILE (default: not written)")
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -122,6 +122,6 @@ def _function_of(name: str, ops: list[str]) -> tuple[Callable, list[str]]:
         raise ValueError(f"--against must be MODULE:FUNCTION, but {error}") from error
     ops = ops if len(ops) == 1 else [name.replace(":", ".").rpartition(".")[2]]
     if ops[0] not in OPERATORS or not callable(function):
-        what = "a function of an operator's name, or --ops must name one operator"
+        what = "a function with an operator's name, or --ops must name one operator"
         raise ValueError(f"--against must be {what}, got {name!r}")
     return function, ops

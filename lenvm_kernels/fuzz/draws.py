@@ -35,7 +35,7 @@ class Draws:
         self.seed, self.device = seed, torch.device(device)
 
     def rows(self, rows: int | Sequence[int] | Tensor) -> Tensor:
-        """int64 ids of rows on the device; an int ``rows`` means ids 0 .. ``rows`` - 1."""
+        """int64 ids of rows on the device. An int ``rows`` means the ids 0 .. ``rows`` - 1."""
         return torch.as_tensor(range(rows) if isinstance(rows, int) else rows, dtype=torch.int64, device=self.device)
 
     def bits(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int) -> Tensor:
@@ -51,7 +51,7 @@ class Draws:
         return low + (high - low) * share
 
     def normal(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int) -> Tensor:
-        """fp64 of mean 0 and variance 1, between -3 and 3: the sum of three uniform numbers, exact on all devices."""
+        """fp64 with mean 0 and variance 1, between -3 and 3: the sum of three uniform numbers, exact on all devices."""
         bits = self.bits(name, rows, *shape)
         part = 2**21 - 1
         return ((bits & part) + ((bits >> 21) & part) + ((bits >> 42) & part)).double() * 2.0**-20 - 3

@@ -1,4 +1,4 @@
-"""The guidance of requests: the fields, their parsed form, and the table of all requests on the device."""
+"""Guidance of requests: the fields, their parsed form, and the device table of all requests."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.guidance.spans import Thoughts as Thoughts
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
 
-# Imported on first use, so that the command line reads the fields without waiting for torch.
+# Imported on first use, so that the command line reads the fields without importing torch.
 _MODULES = {"params": "GuidanceParams parse_guidance", "spans": "SpanState Thoughts"}
 _MODULES |= {"sentences": "text_breaks_of", "table": "GuidanceTable"}
 __getattr__ = imported_on_use(__name__, _MODULES)

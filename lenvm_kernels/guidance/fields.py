@@ -1,7 +1,7 @@
-"""The fields of a request's ``custom_params``: how each is parsed, its flag on the command line, its row in the docs.
+"""The fields of a request's ``custom_params``: parser, command-line flag and row in the docs.
 
-Names and defaults follow the LenVM fork of SGLang (section Parameters of the specification). This module imports
-no torch, so that the command line can read it without waiting.
+Names and defaults follow the LenVM fork of SGLang (section Parameters of the specification). This module does not
+import torch, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lenvm_kernels.guidance.spans import TokenSequences
 
 DEFAULT_GAMMA = 0.997  # as in the fork
 MAX_DIVISOR = 1e6  # so that no logit becomes infinite
-MAX_SPAN_ENDS = 4  # sequences that end a span, and also that begin one
+MAX_SPAN_ENDS = 4  # maximum number of end sequences, and of start sequences
 FP32_MAX = (2 - 2**-23) * 2.0**127
 _COMPARISONS = {">": gt, ">=": ge, "<": lt}
 # Other accepted spellings of words.
@@ -42,15 +42,15 @@ class Field:
     """A field of a request.
 
     Attributes:
-        parser: computes the value of a field from what came.
+        parser: computes the field's value from the given one.
         spellings: its name, and short names in the fork. Servers accept short names in the namespace only.
-        meaning: a sentence without its first capital and full stop.
+        meaning: a sentence without capital letter and full stop.
         default: the value of requests without the field, or None.
-        limits: the accepted values, in the fewest words; empty if the meaning states them.
-        needs: if not empty, what the field needs, for the error, and then the fields of which one must be given.
+        limits: the accepted values, briefly; empty if the meaning states them.
+        needs: if not empty, the requirement for the error message, then the fields of which one is required.
         metavar: metavariable of the command-line flag. If None, the command line has no flag for the field.
-        elsewhere: names of the same parameter in other engines and APIs.
-        is_common: the name may be another component's; servers read it outside the namespace only beside other fields.
+        elsewhere: names of the parameter in other engines and APIs.
+        is_common: other components may use the name; servers read it outside the namespace only next to other fields.
     """
 
     parser: Callable[[Field, Any], Any]
@@ -74,10 +74,10 @@ class Field:
         return self.names[0]
 
     def parse(self, given: Any) -> Any:
-        """The value of the field, without regard to other fields.
+        """The value of the field, independent of other fields.
 
         Raises:
-            ValueError: naming the field, what came and what is accepted.
+            ValueError: invalid value; the message names the field, the value and the accepted values.
         """
         return self.parser(self, given)
 
@@ -87,7 +87,7 @@ class Field:
 
 
 def _number(field: Field, given: Any, kind: str = "a finite number") -> float:
-    """A finite number within the limits: comparisons joined by "and"."""
+    """A finite number within the field's limits, which are comparisons joined by "and"."""
     try:
         number = float("nan") if isinstance(given, bool) else float(given)
     except (TypeError, ValueError, OverflowError):
@@ -109,7 +109,7 @@ def _integer(field: Field, given: Any) -> int:
 
 
 def _budget(field: Field, given: Any) -> float | None:
-    """A number within the limits. -1 stands for no budget."""
+    """A number within the limits. -1 means no budget."""
     return None if given in (-1, "-1") else _number(field, given, "-1, or a finite number")
 
 
@@ -123,20 +123,20 @@ def _word(field: Field, given: Any) -> str:
 
 
 def _switch(field: Field, given: Any) -> bool:
-    """True or false, or 1 or 0, to which vLLM converts them."""
+    """True, false, 1 or 0; vLLM converts booleans to integers."""
     if given not in (0, 1):
         raise field.rejected(given, "be true or false")
     return bool(given)
 
 
 def _sequences(field: Field, given: Any, least: int = 1) -> TokenSequences:
-    """A list of token ids and of lists of token ids, or its JSON text. A token id stands for a list of that token."""
+    """A list of token ids and of lists of token ids, or its JSON text. A bare id is a sequence of one token."""
     given = read_json(given)
     if not _is_list(given) or not least <= len(given) <= MAX_SPAN_ENDS:
         raise field.rejected(given, f"be a list of {least} to {MAX_SPAN_ENDS} token ids, or its JSON text")
     lists = [each if _is_list(each) else [each] for each in given]
     if not all(tokens and all(map(_is_token_id, tokens)) for tokens in lists):
-        raise field.rejected(given, "hold token ids >= 0, or lists of them")
+        raise field.rejected(given, "contain token ids >= 0, or lists of them")
     return tuple(dict.fromkeys(map(tuple, lists)))
 
 
@@ -150,7 +150,7 @@ def _text(field: Field, given: Any) -> str | tuple[int, ...]:
 
 
 def _divisors(field: Field, given: Any) -> dict[int, float]:
-    """Token ids, each with the divisor of its temperature, or their JSON text."""
+    """A mapping of token ids to divisors of their temperature, or its JSON text."""
     given = read_json(given)
     if not isinstance(given, Mapping):
         raise field.rejected(given, "be a mapping of token id to divisor, or its JSON text")
@@ -164,7 +164,7 @@ def _token_ids(field: Field, given: Any) -> tuple[int, ...]:
 
 
 def read_json(given: Any) -> Any:
-    """The content of a JSON text: engines restrict the types of values. Anything else is returned unchanged."""
+    """Parse a JSON text, because some engines accept only scalars. Other values are returned unchanged."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except ValueError:
@@ -172,9 +172,9 @@ def read_json(given: Any) -> Any:
 
 
 def _digits(field: Field, given: Any) -> int:
-    """A token id, or its digits: the keys of a JSON object are texts."""
+    """A token id, or its digits, because the keys of a JSON object are strings."""
     if isinstance(given, bool) or not str(given).isdecimal():
-        raise field.rejected(given, "hold token ids >= 0")
+        raise field.rejected(given, "contain token ids >= 0")
     return int(given)
 
 
@@ -216,14 +216,14 @@ _ALL = (
     ),
     Number(
         "target_words",
-        "target in words separated by blanks; the text so far determines the tokens per word",
+        "target in words separated by blanks; tokens per word are estimated from the text so far",
         limits=">= 0 and < 1e+06",
     ),
     Number("target_sentences", "target in sentences", limits=">= 0 and < 1e+06"),
     Word(
         "target_length_mode length_mode",
-        "answer, the target counts the tokens after a thought; total, all new tokens, thoughts included; remaining, at "
-        "every step the tokens still to come",
+        "answer, target_length counts the tokens after a thought; total, all new tokens, thoughts included; "
+        "remaining, the tokens that remain at every step",
         "answer",
         "one of answer, total, remaining",
     ),
@@ -232,14 +232,14 @@ _ALL = (
         "value_constraint constraint cmp op",
         "how a target binds: eq, nearest candidate; ge, le, longest or shortest candidate; eq_soft, on average; "
         "ge_soft, le_soft, as eq_soft where the average is shorter or longer; near, candidates weighted by "
-        "their distance; ge_near, le_near, as near for shorter or longer candidates only",
+        "their distance; ge_near, le_near, as near, only for shorter or longer candidates",
         "near",
         "one of eq, ge, le, eq_soft, ge_soft, le_soft, near, ge_near, le_near",
         _A_TARGET,
     ),
     Number(
         "strength",
-        "how fast probability falls with the distance that near, ge_near and le_near measure; 0, not at all; default "
+        "how fast near, ge_near and le_near lower probability with distance; 0, not at all; default "
         "without a value model 10; a value model may have its own default",
         5.0,
         ">= 0",
@@ -247,7 +247,7 @@ _ALL = (
     ),
     Number(
         "min_end_prob",
-        "probability that makes tokens that end the output candidates, whatever top_k, top_p and min_p are; default "
+        "probability from which tokens that end the output are candidates in spite of top_k, top_p and min_p; default "
         "with near, ge_near and le_near 0.0001; lower after sentences and lines and past a total target, higher "
         "elsewhere",
         None,
@@ -256,7 +256,7 @@ _ALL = (
     ),
     Number(
         "tolerance",
-        "share of the target within which near, ge_near and le_near treat all lengths alike",
+        "share of the target within which near, ge_near and le_near treat all lengths as equal",
         0.0,
         ">= 0 and < 1",
         is_common=True,
@@ -264,16 +264,16 @@ _ALL = (
     Field(
         _switch,
         "soft_max_tokens soft",
-        "end with a sentence instead of being cut at max_tokens: a target of four fifths of it, with le_near unless "
-        "there is a target; a thought takes at most the same number of tokens",
+        "end with a sentence instead of a cut at max_tokens: the target is four fifths of it, with le_near, unless "
+        "another is given; a thought takes at most the same number of tokens",
         False,
     ),
     # The bound makes its hard_limit an int32.
     Field(
         _budget,
         "thinking_budget",
-        "tokens that a thought may take on average: a target with le_near that holds until the thought ends; "
-        "a target_length then counts from there; 0, no thought; -1, no budget",
+        "average tokens of a thought: a target with le_near that holds until the thought ends; target_length then "
+        "counts from the end of the thought; 0, no thought; -1, no budget",
         limits=">= 0 and < 1e+09",
         elsewhere="thinking_token_budget thinking_budget_tokens max_thinking_tokens reasoning_budget "
         "reasoning_max_tokens budget_tokens",
@@ -282,7 +282,7 @@ _ALL = (
     Field(
         _budget,
         "thinking_budget_total",
-        "the same for all thoughts of an output together",
+        "thinking_budget of all thoughts of an output together",
         limits=">= 0 and < 1e+09",
         metavar="N",
     ),
@@ -294,8 +294,8 @@ _ALL = (
     Field(
         _sequences,
         "end_token_ids",
-        "up to 4 tokens that end the guided span, such as a thought, and have value 0; a sequence of tokens is a list "
-        "of its own, whose first token has value 0",
+        "up to 4 tokens that end the guided span, such as a thought, and have value 0; each may be a list of tokens, "
+        "of which the first has value 0",
         (),
     ),
     Field(
@@ -320,49 +320,49 @@ _ALL = (
     Field(
         _text,
         "end_message",
-        "words or token ids that are forced before the end that the hard_limit forces; up to 32 tokens with that end",
+        "words or token ids forced at the hard_limit before the end token; up to 32 tokens including it",
         (),
         needs=_A_LIMIT,
     ),
     Field(
         _text,
         "landing",
-        "words or up to 32 token ids that are forced once when target_length leaves just enough for the answer, if "
-        "possible at the end of a line; the output then goes on and ends by itself",
+        "words or up to 32 token ids that are forced once when target_length leaves just enough tokens for the answer, "
+        "if possible at the end of a line; the output then continues and ends by itself",
         (),
         metavar="TEXT",
     ),
-    Integer("landing_tokens", "tokens of target_length from the landing on", 24, ">= 1 and < 1e+06", _A_LANDING),
-    Number("value_min", "do not reweight steps whose expected value is below this"),
+    Integer("landing_tokens", "tokens of target_length left at the landing", 24, ">= 1 and < 1e+06", _A_LANDING),
+    Number("value_min", "minimum expected value of a step; steps below it are not reweighted"),
     Number(
         "value_entropy_threshold entropy_threshold",
-        "do not reweight steps whose candidates have at most this entropy, in nats",
+        "entropy of the candidates in nats up to which steps are not reweighted",
         limits=">= 0",
     ),
     Field(
         _divisors,
         "token_temperature_scale",
-        "divide the temperature of single tokens: each token id with the factor of its logit, > 0 and < 1e+06",
+        "divisors of the temperature of single tokens, by token id; > 0 and < 1e+06",
         metavar="ID=D",
     ),
-    Field(_token_ids, "boosted_token_ids", "the same with one divisor: a list of the token ids"),
+    Field(_token_ids, "boosted_token_ids", "token ids of a token_temperature_scale with one divisor for all"),
     _DIVISOR,
     Integer(
         "value_stride",
-        "guide every n-th step of the engine, and any that may end the output",
+        "guide every n-th step of the engine, and every step that may end the output",
         limits=">= 1 and < 1e+06",
     ),
     Field(_switch, "return_values", "predict lengths of the prompt and of each token, guided or not", False),
 )
 FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
 NAMESPACE = "lenvm"  # a dictionary of fields among parameters of other components
-# Fields of chat requests by whose values the defaults of a server may differ, and the name under which a front end adds
-# them to the parameters of a request.
+# Fields of chat requests that select the defaults of a server, and the name under which a front end adds them to the
+# parameters of a request.
 SELECTORS, SELECTED = ("reasoning_effort", "verbosity"), "lenvm_selected"
 
 
 def with_selected(custom_params: Mapping[str, Any] | None, request: Any) -> dict[str, Any]:
-    """The parameters of a chat request or of a response, with its values of :data:`SELECTORS`."""
+    """The parameters of a chat request or a response, with its :data:`SELECTORS`."""
     places = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("text", "verbosity")}  # in a response
     selected = {}
     for name, (part, key) in places.items():
@@ -373,7 +373,7 @@ def with_selected(custom_params: Mapping[str, Any] | None, request: Any) -> dict
 
 
 def markdown() -> str:
-    """The table of the docs (``docs/modes-and-parameters.md``)."""
+    """The table in ``docs/modes-and-parameters.md``."""
     lines = ["| parameter | other names | meaning | default |", "| --- | --- | --- | --- |"]
     for field in FIELDS.values():
         short = [f"`{name}` in `{NAMESPACE}`" for name in field.names[1:]]

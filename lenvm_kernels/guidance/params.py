@@ -1,4 +1,4 @@
-"""A request's guidance parameters, parsed and validated once, when it arrives."""
+"""A request's guidance parameters, parsed and validated once, on arrival."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ def _key(name: Any) -> str:
     return str(name).replace("-", "").replace("_", "").lower()
 
 
-# Main names by key: of all fields, without short names, and without common words.
+# Main names by key. Short names and common words are not in it.
 _NAMES = {_key(name): each.name for each in FIELDS.values() for name in (*each.names, *each.elsewhere.split())}
 _SHORT = {_key(name) for each in FIELDS.values() for name in each.names[1:]}
 _SHARED = {key: name for key, name in _NAMES.items() if key not in _SHORT}
 _DISTINCTIVE = {key for key, name in _SHARED.items() if not FIELDS[name].is_common}
-# Limits of other engines, which guidance does not have.
+# Limits that other engines have and guidance does not, with what to give instead.
 _LIMITS = {
     "maxlength": "target_length with the value_constraint le_near, or the engine's limit of new tokens",
     "minlength": "target_length with the value_constraint ge_near, or the engine's minimum of new tokens",
 }
 _LIMIT_OF_BUDGET = 1.25
-# Share of max_tokens that a thought leaves for the answer, and that a soft max_tokens aims at.
+# Share of max_tokens that a thought leaves for the answer, and the share that is the target of a soft max_tokens.
 _ANSWER_SHARE, _SOFT_SHARE = 0.2, 0.8
-# An end less probable than this would cut a sentence in two.
+# A less probable end would cut a sentence.
 _MIN_END_PROB = 1e-4
-# Values boost tokens of any probability, at the cost of text quality. Tokens below this share of the largest
-# probability bring a length no closer to its target (docs/modes-and-parameters.md), and need not be scored.
+# Values boost tokens of any probability, at the cost of text quality. Boosting tokens below this share of the largest
+# probability brings lengths no closer to the target (docs/modes-and-parameters.md), so they are not scored.
 _LEAST_SHARE = 0.05
-# Tokens reserved for the answer after the latest landing, such as "$18.50." and the end.
+# Tokens reserved for the answer after the landing, such as "$18.50." and the end.
 _ANSWER_AFTER_LANDING = 8
-# Without values the strength moves only ends and the tokens before them.
+# Without values, the strength changes only the probability of ends and of the tokens before them.
 _STRENGTH_WITHOUT_VALUES = 10.0
-# If a request has a budget and a target, the answer has none of the first fields, and the thought none of the second.
+# If a request has a budget and a target, the answer drops the first fields and the thought drops the second.
 _OF_THOUGHTS = {
     *("thinking_budget", "thinking_budget_total", "end_token_ids", "start_token_ids", "allow_eos", "answer_length"),
     *("hard_limit", "hard_limit_grace", "end_message", "landing", "landing_tokens"),
 }
 _OF_TARGETS = {*TARGETS, "target_length_mode", "value_constraint", "tolerance"}
-# What a target counts, and the expected tokens of a unit.
+# The unit of each target, and the expected tokens per unit.
 _UNITS = {
     "target_length": (TextBreak.NONE, 1.0),
     "target_words": (TextBreak.WORD, WORD_TOKENS),
@@ -67,27 +67,27 @@ NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 @dataclass(frozen=True)
 class GuidanceParams:
-    """A request's validated parameters, made by :func:`parse_guidance`.
+    """A request's validated parameters, as :func:`parse_guidance` returns them.
 
-    They are the request's fields (:data:`FIELDS`), except:
+    The attributes are the request's fields (:data:`FIELDS`), except:
 
     Attributes:
         mode: how candidates are reweighted; ``Mode.UNGUIDED`` for neutral parameters, a constraint for a target.
         scale: ``value_scale``, or the ``strength`` of a near constraint.
-        target_length: tokens, also for a ``target_value`` or a ``thinking_budget``. If None, there is no target.
+        target_length: tokens, also from a ``target_value`` or a ``thinking_budget``; None without a target.
         counts_down: the generated tokens of the span are subtracted from ``target_length``.
-        tolerance: tokens; the near constraints treat all lengths within it of the target alike.
-        least_share: share of the largest probability below which tokens are no candidates.
+        tolerance: distance in tokens from the target below which near constraints treat lengths as equal.
+        least_share: minimum probability of a candidate, as a share of the largest probability.
         entropy_threshold: ``value_entropy_threshold``.
-        count_from: place from which a span counts its tokens.
-        unit: the ends or starts that the target of the answer counts; ``TextBreak.NONE`` for tokens.
+        count_from: where the token count of a span begins.
+        unit: the unit in which the answer's target is counted; ``TextBreak.NONE`` for tokens.
         target_units: the target in this unit.
-        pause_token_ids: sequences that end a span without being its aim: starts of thoughts, whose ends are
+        pause_token_ids: starts of thoughts, which interrupt a span without completing it; the ends of the thoughts are
             ``start_token_ids``. Without ``end_token_ids``, the first span begins with the output.
-        call_token_ids: further ones that are ignored in the prompt: starts of tool calls.
+        call_token_ids: starts of tool calls, which end a span, and are ignored in the prompt.
         end_message: tokens forced before the end; without ``end_token_ids``, a landing, which is forced once.
-        answer: parameters after the span: the target of a request that also has a ``thinking_budget``. If None, the
-            request is unguided there.
+        answer: parameters after the span, from the target of a request that also has a ``thinking_budget``. If None,
+            the request is unguided after the span.
     """
 
     mode: Mode = Mode.UNGUIDED
@@ -119,12 +119,12 @@ class GuidanceParams:
 
     @property
     def needs_step(self) -> bool:
-        """Whether the request takes part in guided steps, which also find the end of a span."""
+        """Whether the request takes part in guided steps; a request with only a span does."""
         return self.mode != Mode.UNGUIDED or self.return_values or self.has_span
 
     @property
     def has_span(self) -> bool:
-        """Whether :func:`limit_span` must read the request: it has a span or a landing, or does not count tokens."""
+        """Whether :func:`limit_span` must read the request: for a span, a landing, a target in words or sentences."""
         return bool(self.end_token_ids or self.pause_token_ids or self.call_token_ids or self.end_message or self.unit)
 
     @cached_property
@@ -135,13 +135,13 @@ class GuidanceParams:
 
     @property
     def closing_token_ids(self) -> tuple[int, ...]:
-        """The tokens that a hard limit forces, in order: ``end_message``, and the first end."""
+        """The tokens that a hard limit forces, in order: ``end_message`` and the first end."""
         return self.end_message + (self.end_token_ids[0] if self.end_token_ids else ())
 
     def span_state(
         self, prompt: Sequence[int], output: Sequence[int] = (), text_breaks: Sequence[int] = ()
     ) -> SpanState:
-        """The state of the request's span, after ``output``. Without an end sequence, the whole output is one span.
+        """The state of the request's span after ``output``. Without an end sequence, the whole output is one span.
 
         ``text_breaks`` are needed to count words or sentences of an output (:func:`text_breaks_of`).
         """
@@ -159,9 +159,9 @@ class GuidanceParams:
         end_tokens: Container[int] = (),
         text_breaks: Sequence[int] = (),
     ) -> dict[str, Any] | None:
-        """The ``lenvm`` of a response (see Responses in docs/modes-and-parameters.md). If None, there was no guidance.
+        """The ``lenvm`` of a response (docs/modes-and-parameters.md, Responses); None if unguided.
 
-        If the last token of ``output`` is one of the ``end_tokens`` of outputs, it is not counted.
+        The last token of ``output`` is not counted if it is one of the ``end_tokens``.
         """
         if self.mode == Mode.UNGUIDED and not self.has_span:
             return None
@@ -171,12 +171,12 @@ class GuidanceParams:
         end = last.seen  # of the answer
         for before, after in pairwise(states):
             was_open, tokens = before.end is None, after.seen - before.seen
-            if (was_open, before.in_call) != (after.end is None, after.in_call):  # by the last tokens
+            if (was_open, before.in_call) != (after.end is None, after.in_call):  # changed by the last tokens
                 marks = patterns.end_bits if was_open else patterns.start_bits | patterns.call_bits
                 mark = min(tokens, patterns.length_of(after.match & marks))
                 tokens, length = tokens - mark, after.used - mark if was_open else length
                 end = after.seen - mark if after.in_call else last.seen
-            # Either the span is a thought, or it is the answer, which thoughts interrupt and a tool call ends.
+            # The span is either a thought, or the answer, which thoughts interrupt and a tool call ends.
             is_thought = was_open if self.end_token_ids else not was_open and not before.in_call
             thought += tokens * is_thought
         if self.count_from == CountFrom.OUTPUT or (last.end is None) == (self.answer is None):
@@ -198,15 +198,15 @@ class GuidanceParams:
         )
 
     def _span_states(self, prompt: Sequence[int], output: Sequence[int]) -> Iterator[SpanState]:
-        """The states after the prompt, after each token that ends or begins a span or begins a tool call, and after the
+        """States after the prompt, after each token at which a span begins or ends or a tool call begins, and after the
         output.
 
-        After the end of a span, ``closing_from`` is the place from which this end was forced.
+        After the end of a span, ``closing_from`` is the place from which its end was forced.
         """
         patterns, sequence, used = self.span_patterns, [*prompt, *output], 0
         opened = patterns.open_from(prompt)
         begin, end = (len(prompt), len(prompt)) if opened is None else (opened, None)
-        match, first = patterns.at_end_of(prompt), begin  # place of the span's own first token
+        match, first = patterns.at_end_of(prompt), begin  # where the span's own tokens begin
         in_call = False
         yield SpanState(len(prompt), begin, end, match)
         for length, token in enumerate(output, len(prompt) + 1):
@@ -231,9 +231,9 @@ class GuidanceParams:
         yield SpanState(len(sequence), begin, end, match, place, used, in_call=in_call)
 
     def _closing_from(self, sequence: list[int], begin: int, first: int) -> int | None:
-        """The place in a sequence at which the hard limit forces the closing of its span. If None, nowhere.
+        """The place in a sequence at which the hard limit forces the closing of its span, or None.
 
-        The span has its own tokens from place ``first`` on, and counts from ``begin``. The closing begins at the limit,
+        The span's own tokens begin at place ``first``; its count begins at ``begin``. The closing begins at the limit
         or at most ``hard_limit_grace`` and ``CHARACTER_TOKENS`` later.
         """
         if self.hard_limit is None:
@@ -260,19 +260,20 @@ def parse_guidance(
 
     Args:
         custom_params: values by name (:func:`read_names`).
-        thoughts: the tokenizer's marks of thoughts (:meth:`Thoughts.of`): a ``target_length`` counts from the end of a
-            thought. If None, it counts all new tokens, and a ``thinking_budget`` without ``end_token_ids`` and texts
-            that are forced are rejected.
-        gamma: default of the field; a server takes it from the value model (:class:`LenVMConfig`). If None, 0.997.
+        thoughts: the tokenizer's marks of thoughts (:meth:`Thoughts.of`); a ``target_length`` counts from the end of a
+            thought. If None, it counts all new tokens; forced texts, and a ``thinking_budget`` without
+            ``end_token_ids``, are rejected.
+        gamma: default of the field; servers use the value model's (:class:`LenVMConfig`). If None, 0.997.
         strength: default of the field, from the same source. If None, 5.
         constraint: default of ``value_constraint``.
-        has_values: whether there is a value model. If not, ``strength`` is 10, and values must not be needed.
+        has_values: whether there is a value model. If False, ``strength`` is 10, and parameters that need values are
+            rejected.
         max_tokens: the request's limit of new tokens, of which a thinking budget leaves the ``answer_reserve``. If
             None, there is no limit, and ``soft_max_tokens`` and ``answer_reserve`` are rejected.
 
     Raises:
         TypeError: ``custom_params`` is not a mapping.
-        ValueError: naming the field, what came and what is accepted.
+        ValueError: invalid parameters; the message names the field, the value and the accepted values.
 
     Example:
         >>> parse_guidance({"target_length": 60}).mode.name
@@ -305,7 +306,7 @@ def parse_guidance(
     for name in ("end_message", "landing"):
         if isinstance(text := values[name], str):
             if thoughts.encode is None:
-                raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {text!r}")
+                raise ValueError(f"{name} must be a list of token ids without a tokenizer, got {text!r}")
             values[name] = tuple(thoughts.encode(text))
     # A target of all new tokens, or of the tokens after a thought.
     has_total = values["target_value"] is None and values["target_length_mode"] != "remaining"
@@ -320,14 +321,14 @@ def parse_guidance(
     elif has_budget:
         values["call_token_ids"] = () if "end_token_ids" in given else thoughts.tool_calls
         values["count_from"] = CountFrom.SPANS if "thinking_budget_total" in given else CountFrom.SPAN
-    # A row of the device table has MAX_SPAN_TOKENS columns for ends and starts, and MAX_CLOSING_TOKENS for a closing.
+    # The device table has MAX_SPAN_TOKENS columns for ends and starts, and MAX_CLOSING_TOKENS for a closing.
     ends, starts, message = values["end_token_ids"], values["start_token_ids"], values["end_message"]
     others = values.get("pause_token_ids", ()) + values.get("call_token_ids", ())
     if (total := sum(map(len, ends + starts))) > (most := MAX_SPAN_TOKENS - sum(map(len, others))):
-        accepted = f"of at most {most} tokens together"
-        raise ValueError(f"end_token_ids and start_token_ids must be {accepted}, got {total}")
+        accepted = f"at most {most} tokens together"
+        raise ValueError(f"end_token_ids and start_token_ids must have {accepted}, got {total}")
     if message and len(message) > (most := MAX_CLOSING_TOKENS - len(ends[0])):
-        raise ValueError(f"end_message must be of at most {most} tokens, got {len(message)}")
+        raise ValueError(f"end_message must have at most {most} tokens, got {len(message)}")
 
     target_length, counts_down = values["target_length"], values["target_length_mode"] != "remaining"
     if values["target_value"] is not None:  # takes precedence, as in the fork
@@ -341,7 +342,7 @@ def parse_guidance(
     is_near = mode in NEAR_CONSTRAINTS
     for name in ("strength", "tolerance"):
         if name in given and not is_near:
-            raise ValueError(f"{name} needs a value_constraint of near, ge_near or le_near")
+            raise ValueError(f"{name} needs value_constraint near, ge_near or le_near")
     if is_near and values["min_end_prob"] is None:
         values["min_end_prob"] = _MIN_END_PROB
     scale = values["strength" if is_near else "value_scale"]
@@ -363,7 +364,7 @@ def parse_guidance(
 
 
 def check_without_values(params: GuidanceParams) -> None:
-    """Raise ValueError, naming the field, unless a request can be guided by its end tokens alone."""
+    """Raise ValueError, naming the field, if guidance of a request needs a value model."""
     if params.answer is not None:
         check_without_values(params.answer)
     name = params.mode.name.lower()
@@ -379,9 +380,9 @@ def check_without_values(params: GuidanceParams) -> None:
 
 
 def check_with_probe(params: GuidanceParams) -> None:
-    """Raise ValueError, naming the field, unless a request can be guided by a probe's values."""
+    """Raise ValueError, naming the field, if a probe cannot guide a request."""
     if params.mode in NEAR_CONSTRAINTS and params.value_min is not None:
-        # There the values that guide are not the values that predict.
+        # In this mode, the values that guide are not the values that predict lengths.
         name = params.mode.name.lower()
         raise ValueError(f"value_min must be absent with {name} and a probe, got {params.value_min}")
 
@@ -389,20 +390,20 @@ def check_with_probe(params: GuidanceParams) -> None:
 def read_names(
     custom_params: Mapping[str, Any], *, others: Literal["rejected", "ignored", "shared"] = "rejected"
 ) -> dict[str, Any]:
-    """The given fields of ``custom_params`` and its :data:`NAMESPACE` by their main names, with values as given.
+    """The fields in ``custom_params`` and in its :data:`NAMESPACE`, by main name, with values as given.
 
-    Case, hyphens and underscores of names are ignored, and so is a field that is None.
+    Names are compared without case, hyphens and underscores. A field that is None is ignored.
 
     Args:
         custom_params: values by name.
-        others: names outside the namespace that are no fields. ``ignored``: names of other components are ignored,
-            except names that look like a misspelt field and names that other engines give to limits. ``shared``: in
-            addition, short names of fields and common words (``Field.is_common``) are no fields if no other field is
-            there.
+        others: handling of names outside the namespace that are no fields. ``ignored``: ignores the names of other
+            components, but rejects names that resemble a field and the limits of other engines. ``shared``: also
+            ignores short names of fields and common words (``Field.is_common``) if there is no other field outside the
+            namespace.
 
     Raises:
         TypeError: ``custom_params`` is not a mapping.
-        ValueError: a name or the namespace is not accepted, or a field is given twice.
+        ValueError: a name or the namespace is invalid, or a field is given twice.
     """
     if not isinstance(custom_params, Mapping):
         raise TypeError(f"custom_params must be a mapping of field names to values, got {type(custom_params).__name__}")
@@ -424,16 +425,16 @@ def read_names(
             main = _main_name(name, accepted, is_known=values is space or others == "rejected")
             if main in given:
                 every = ", ".join([*FIELDS[main].names, *FIELDS[main].elsewhere.split()])
-                raise ValueError(f"{main} is given twice: accepted is one of {every}")
+                raise ValueError(f"{main} is given twice; give one of {every}")
             if main is not None:
                 given[main] = value
     return given
 
 
 def _main_name(name: Any, names: Mapping[str, str], *, is_known: bool) -> str | None:
-    """The main name of a field, by ``names`` that are accepted. If None, another component's name.
+    """The main name of a field, looked up in ``names``. None if it is another component's name.
 
-    With ``is_known``, there are no other components.
+    With ``is_known``, the name cannot be another component's.
     """
     key = _key(name)
     if key in names:
@@ -450,7 +451,7 @@ def _main_name(name: Any, names: Mapping[str, str], *, is_known: bool) -> str | 
 
 
 def _within(given: Mapping[str, Any], thoughts: Thoughts, max_tokens: int | None) -> dict[str, Any]:
-    """The fields with budgets that leave room for an answer, and a target if ``max_tokens`` is soft."""
+    """Reduce budgets so that an answer fits into ``max_tokens``, and add the target of a soft ``max_tokens``."""
     fields = dict(given)
     is_soft, reserve = fields.pop("soft_max_tokens", False), fields.pop("answer_reserve", None)
     if reserve is not None:
@@ -475,7 +476,7 @@ def _within(given: Mapping[str, Any], thoughts: Thoughts, max_tokens: int | None
 
 
 def _target_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, Any]:
-    """The target in tokens, and what it counts."""
+    """The target in tokens, and its unit."""
     names = [name for name in TARGETS if name in given]
     if len(names) > 1:
         raise ValueError(f"give one of {', '.join(TARGETS)}, got {' and '.join(names)}")
@@ -483,12 +484,12 @@ def _target_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, An
         return {name: given[name] for name in names}
     (name,) = names
     if thoughts.encode is None:
-        raise ValueError(f"{name} needs a tokenizer, and none is known")
+        raise ValueError(f"{name} needs a tokenizer, and none was given")
     others = {"target_value", "landing"} | (set() if given.keys() & set(BUDGETS) else {"end_token_ids"})
     if refused := sorted(others & given.keys()):
-        raise ValueError(f"{refused[0]} must not be given together with {name}")
+        raise ValueError(f"{refused[0]} cannot be combined with {name}")
     if (mode := given.get("target_length_mode", "answer")) != "answer":
-        raise ValueError(f"target_length_mode must be answer together with {name}, got {mode!r}")
+        raise ValueError(f"target_length_mode must be answer with {name}, got {mode!r}")
     unit, tokens = _UNITS[name]
     return dict(target_length=given[name] * tokens, unit=unit, target_units=given[name], allow_eos=True)
 
@@ -500,13 +501,13 @@ def _budget_fields(given: Mapping[str, Any], thoughts: Thoughts) -> dict[str, An
     if len(budgets) > 1:
         raise ValueError(f"give one of {' and '.join(BUDGETS)}, not both")
     if "target_value" in given or given.get("target_length_mode") == "remaining":
-        raise ValueError("thinking_budget is itself a target: the only other one can be a target_length of the answer")
+        raise ValueError("thinking_budget is a target; the only other target allowed is a target_length of the answer")
     (budget,) = budgets
     implied = dict(target_length=budget, value_constraint="le_near", hard_limit=math.ceil(_LIMIT_OF_BUDGET * budget))
     if "end_token_ids" in given:
         return implied
     if not thoughts.ends:
-        raise ValueError("thinking_budget needs end_token_ids: no token is known that ends a thought")
+        raise ValueError("thinking_budget needs end_token_ids: no token is known to end a thought")
     return implied | dict(end_token_ids=thoughts.ends, start_token_ids=thoughts.starts)
 
 
@@ -517,7 +518,7 @@ def _landing_fields(values: Mapping[str, Any], *, has_total: bool) -> dict[str, 
     if not has_total:
         raise ValueError("landing needs a target_length of all new tokens, and neither end_token_ids nor a budget")
     if len(landing) > MAX_CLOSING_TOKENS:
-        raise ValueError(f"landing must be of at most {MAX_CLOSING_TOKENS} tokens, got {len(landing)}")
+        raise ValueError(f"landing must have at most {MAX_CLOSING_TOKENS} tokens, got {len(landing)}")
     longest = math.ceil(values["target_length"] * (1 + values["tolerance"]))
     return dict(
         allow_eos=True,
@@ -527,7 +528,7 @@ def _landing_fields(values: Mapping[str, Any], *, has_total: bool) -> dict[str, 
 
 
 def _token_divisors(given: Mapping[str, Any]) -> dict[int, float]:
-    """``token_temperature_scale``, or the short form ``boosted_token_ids`` with ``token_temp_divisor``."""
+    """``token_temperature_scale``, also from ``boosted_token_ids`` and ``token_temp_divisor``."""
     ids, divisor = given.get("boosted_token_ids"), given.get("token_temp_divisor")
     if (ids is None) != (divisor is None):
         raise ValueError("boosted_token_ids and token_temp_divisor must be given together")

@@ -1,4 +1,4 @@
-"""Ends of sentences, lines and characters, and starts of words, by text."""
+"""Text breaks of tokens: ends of sentences, lines and characters, and starts of words."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def ends_sentence(text: str) -> bool:
 
 
 def open_character(text: bytes) -> tuple[int, int]:
-    """Bytes that the last character of a UTF-8 text lacks, and bytes that it adds to a character before the text.
+    """Bytes missing from the last character of a UTF-8 text, and continuation bytes before its first character.
 
-    The second number is 0 unless the text has no first byte of a character.
+    The second number is 0 if the text contains the first byte of a character.
     """
     for back, byte in enumerate(reversed(text)):
-        if byte & 0xC0 != 0x80:  # the first byte of a character, which states how many bytes follow
+        if byte & 0xC0 != 0x80:  # the first byte of a character encodes how many bytes follow
             follow = sum(byte >= first for first in (0xC0, 0xE0, 0xF0))
             return max(follow - back, 0), 0
     return 0, min(len(text), 3)
 
 
 def _bytes_of(token: str) -> bytes:
-    """The bytes of a token in a vocabulary of bytes: ``<0xE2>``, or characters that stand for bytes each."""
+    """The bytes of a token in a vocabulary of bytes: ``<0xE2>``, or one character per byte."""
     if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
         return bytes.fromhex(byte[1])
     return bytes(_byte_of_character()[character] for character in token if character in _byte_of_character())
@@ -55,14 +55,14 @@ def _byte_of_character() -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4)
 def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> torch.Tensor | None:
-    """The ends of sentences, lines and characters and the starts of words in a vocabulary, by the text of each token.
+    """Ends of sentences, lines and characters, and starts of words, for each token of a vocabulary.
 
-    A full stop of an abbreviation counts as an end: there, the end of the text has next to no probability. A word
-    begins after a blank or a line break.
+    The full stop of an abbreviation counts as an end; the model gives the end of the text next to no probability there.
+    A word begins after a blank or a line break.
 
     Args:
         tokenizer: the base model's.
-        vocab_size: size of the result. If None, all tokens. Ids without a token end nothing.
+        vocab_size: size of the result. If None, all tokens. Ids without a token have no breaks.
 
     Returns:
         int8 ``[vocab_size]`` on the CPU; per token a :class:`TextBreak` and the numbers of :func:`open_character`. None

@@ -1,8 +1,8 @@
-"""Spans, such as thoughts: the sequences that begin and end them, and the state of a request's span.
+"""Spans, such as thoughts: their start and end sequences, and the state of a request's span.
 
 A span begins with the answer, or after a start sequence if the request has any. It ends after one of its end sequences.
-The sequences that the last tokens may be part of are stored as bits, one per token of a sequence (the Shift-And
-algorithm). So tokens can be read one at a time, on the host and on a device.
+Partial matches at the last token are stored as bits, one per token of a sequence (the Shift-And algorithm), so that
+host and device can read tokens one at a time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-MAX_SPAN_TOKENS = 31  # tokens of all start and end sequences: bits of an int32
-MAX_CLOSING_TOKENS = 32  # tokens that a hard limit forces
-# A prompt leaves no span open if an end is among this many last tokens. Ends of earlier turns are further away.
+MAX_SPAN_TOKENS = 31  # total length of start and end sequences: bits of an int32
+MAX_CLOSING_TOKENS = 32  # maximum number of tokens that a hard limit forces
+# A prompt with an end among this many last tokens has no open span. Ends of earlier turns are further away.
 CLOSED_WITHIN = 4
-# The marks of thoughts in the vocabularies of models that think. The first pair is also looked up in chat templates.
+# Marks of thoughts in the vocabularies of reasoning models. The first pair is also looked up in chat templates.
 _THOUGHT_MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),  # Magistral
@@ -26,12 +26,12 @@ _THOUGHT_MARKS = (
     ("◁think▷", "◁/think▷"),  # Kimi-VL
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
-# gpt-oss writes its thought and its answer into channels. The first end is also the one that is forced.
+# gpt-oss writes its thought and its answer into channels. The first end is the one that is forced.
 _CHANNEL, _CHANNEL_STARTS = "<|channel|>", ("<|channel|>analysis<|message|>",)
 _CHANNEL_ENDS = ("<|end|><|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>")
-# A tokenizer may merge the last character of an end and a line break after it into one token.
+# A tokenizer may merge the last character of an end with a following line break.
 _AFTER_END = ("", "\n", "\n\n")
-# The tokens that begin tool calls.
+# Tokens that begin tool calls.
 _TOOL_CALL_MARKS = (
     "<tool_call>",  # Qwen, GLM, Hermes
     "[TOOL_CALLS]",  # Mistral
@@ -51,15 +51,15 @@ TokenSequences = tuple[tuple[int, ...], ...]
 
 
 class SpanPatterns(NamedTuple):
-    """The end sequences of a request, its start sequences, and the starts of tool calls, concatenated.
+    """The end sequences, the start sequences, and the starts of tool calls of a request, concatenated.
 
     Attributes:
         token_ids: their tokens.
-        begins_open: a span is open after a prompt without any of the sequences.
-        first_bits, end_bits, start_bits, call_bits: bit ``i`` states whether token ``i`` is the first of a sequence,
-            the last of an end sequence, the last of a start sequence, the last of a start of a tool call. A tool call
-            also ends a span: its bits are in ``end_bits``.
-        bits_of: the places of a token in ``token_ids``, as bits.
+        begins_open: whether a span is open after a prompt without any of the sequences.
+        first_bits, end_bits, start_bits, call_bits: bit ``i`` is set if token ``i`` is the first of a sequence, the
+            last of an end sequence, of a start sequence, of a start of a tool call. A tool call ends a span, so its
+            bits are also in ``end_bits``.
+        bits_of: the indices of a token in ``token_ids``, as bits.
     """
 
     token_ids: tuple[int, ...]
@@ -74,7 +74,7 @@ class SpanPatterns(NamedTuple):
     def of(
         cls, ends: TokenSequences, starts: TokenSequences, calls: TokenSequences = (), *, begins_open: bool = False
     ) -> SpanPatterns:
-        """The patterns of these sequences, none of which is empty. Without ``starts``, a span always begins open."""
+        """The patterns of these non-empty sequences. Without ``starts``, a span always begins open."""
         token_ids: list[int] = []
         first_bits, last_bits, bits_of = 0, [0, 0, 0], dict[int, int]()
         for kind, sequences in enumerate((ends, starts, calls)):
@@ -89,28 +89,28 @@ class SpanPatterns(NamedTuple):
         return cls(tuple(token_ids), opens, first_bits, end_bits | call_bits, start_bits, call_bits, bits_of)
 
     def after(self, match: int, token: int) -> int:
-        """The bits of the tokens that may have been matched last, after another ``token``."""
+        """The match bits after one more ``token``."""
         return (match << 1 | self.first_bits) & self.bits_of.get(token, 0)
 
     def at_end_of(self, tokens: Sequence[int]) -> int:
-        """The bits after some tokens."""
+        """The match bits after ``tokens``."""
         match = 0
         for token in tokens[-MAX_SPAN_TOKENS:]:
             match = self.after(match, token)
         return match
 
     def length_of(self, last_bits: int) -> int:
-        """The number of tokens of the longest sequence whose last token is among these bits."""
+        """Length of the longest sequence with its last token among these bits."""
         ends = [i for i in range(len(self.token_ids)) if last_bits >> i & 1]
         return max((i + 2 - (self.first_bits & (2 << i) - 1).bit_length() for i in ends), default=0)
 
     def open_from(self, prompt: Sequence[int]) -> int | None:
-        """The place from which the span that is open after a prompt counts. None if no span is open.
+        """The place from which a span that is open after a prompt counts. None if no span is open.
 
-        Without start sequences, a span is open unless an end is among the last :data:`CLOSED_WITHIN` tokens: a chat
-        template without thinking ends with ``<think></think>`` and line breaks. With start sequences, the last start or
-        end of the prompt decides. A thought that the prompt begins counts from its start, other spans from the output.
-        Tool calls of the prompt are ignored: they belong to earlier turns, or describe the form of a call.
+        Without start sequences, a span is open unless an end is among the last :data:`CLOSED_WITHIN` tokens: chat
+        templates without thinking end with ``<think></think>`` and line breaks. With start sequences, the last start or
+        end of the prompt decides. A thought that the prompt begins counts from its start, any other span from the
+        output. Tool calls in the prompt are ignored: they belong to earlier turns or describe the format of a call.
         """
         end_bits = self.end_bits & ~self.call_bits
         lasts = {token for token, bits in self.bits_of.items() if bits & (end_bits | self.start_bits)}
@@ -131,11 +131,11 @@ class SpanState:
 
     Attributes:
         seen: tokens of the sequence that have been read.
-        begin: place from which limits and targets count: of the span's first token, or after the last span.
+        begin: place from which limits and targets count: the open span's first token, or the end of the last span.
         end: place after the last span. If None, a span is open.
-        match: bits of the tokens of :class:`SpanPatterns` that may have been matched last.
+        match: match bits of the last token (:class:`SpanPatterns`).
         closing_from: place from which the end is forced. If None, it is not forced.
-        used: tokens of the last span that has ended.
+        used: tokens of the last ended span.
         units: words or sentences from ``begin`` on.
         in_call: whether a tool call has begun since the last span.
     """
@@ -167,7 +167,7 @@ class Thoughts:
 
     @classmethod
     def unknown(cls) -> Thoughts:
-        """Stand in for a tokenizer that is not loaded yet, to check the fields of a request."""
+        """A stand-in that checks the fields of a request before the tokenizer is loaded."""
         return cls(ends=((0,),), encode=lambda text: [0])
 
     @classmethod
@@ -175,12 +175,12 @@ class Thoughts:
         """The marks of a tokenizer of ``transformers``.
 
         The marks are tokens of the vocabulary. ``</think>``, or the end in ``marks``, may also be a sequence of tokens;
-        ``</think>`` then must be in the chat template. A start of several tokens is not looked up: its last token may
-        differ with the text after it.
+        ``</think>`` must then be in the chat template. Starts of several tokens are not looked up, because their last
+        token may depend on the text after it.
 
         Args:
             tokenizer: the base model's.
-            marks: start and end of a thought in an engine's reasoning parser. If None, a table has them.
+            marks: start and end of a thought in an engine's reasoning parser. If None, a built-in table is used.
         """
 
         def encode(text: str) -> list[int]:

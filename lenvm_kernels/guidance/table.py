@@ -1,4 +1,4 @@
-"""The guidance of all requests of an engine, as tensors that a step's kernels read."""
+"""The guidance table: the parameters of an engine's requests as device tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS, SpanState
 from lenvm_kernels.types import GUIDANCE_COLUMNS, GuidanceColumns, Mode
 
-# The largest share of a total by which `near` and `le_near` aim early.
+# `near` and `le_near` aim early by at most this share of a total.
 _EARLY_SHARE = 0.1
-# Least remaining length that stands for every candidate without a value model. If it were as short as a target of two
-# tokens, an end would be hardly more probable than a text that goes on.
+# Minimum remaining length of every candidate without a value model. With a length as short as a target of two tokens,
+# an end would be hardly more probable than other tokens.
 LEAST_TO_COME = 8.0
-# With `le_near`, the share of the target that stands for every candidate. SmolLM2 at a limit of 60 tokens, 32 prompts:
+# With `le_near`, the share of the target that is every candidate's length. SmolLM2 at a limit of 60 tokens, 32 prompts:
 # 54 tokens on average and 9 % above 75 with 0.3; 38 tokens and 9 % with 1.
 _LIMIT_TO_COME = 0.3
 _PACKED = {name: column for name, column in GUIDANCE_COLUMNS.items() if column.is_packed}
@@ -27,9 +27,9 @@ _STRUCT_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.b
 
 
 def _target_logit(params: GuidanceParams) -> float:
-    """The value logit of the target length plus the answer, or of ``LEAST_TO_COME`` tokens if that is more.
+    """The value logit of all candidates without a value model: target plus answer, at least ``LEAST_TO_COME`` tokens.
 
-    With ``le_near``, a part of the target: where candidates count as longer than the rest of it, only ends are left.
+    With ``le_near``, a part of the target is used: only ends would remain if candidates were longer than the rest.
     """
     share = _LIMIT_TO_COME if params.mode == Mode.LE_NEAR else 1.0
     to_come = share * (params.target_length or 0.0) + params.answer_length
@@ -38,18 +38,18 @@ def _target_logit(params: GuidanceParams) -> float:
 
 
 class GuidanceTable:
-    """Guidance parameters of ``R`` requests as tensors on one device, indexed by table row.
+    """Guidance parameters of ``R`` requests as tensors on a device, indexed by table row.
 
-    Make it from a list of requests (:meth:`from_params`), or empty where requests come and go (:meth:`add_request`).
-    Added requests stay on the host until :attr:`columns` is read. Then all of them are copied to the device at once, in
-    the order of the current stream and without a host-device sync.
+    Create it from a list of requests (:meth:`from_params`), or empty for requests that come and go
+    (:meth:`add_request`). Added requests stay on the host until :attr:`columns` is read. They are then copied to the
+    device in one copy, in stream order and without a host-device sync.
 
     Args:
         rows: R.
         device: device of the table.
-        max_eos: the most end-of-sequence ids of a request.
-        max_scaled_tokens: the most tokens of a request with a separate temperature.
-        early: tokens, at most a tenth, by which ``near`` and ``le_near`` aim below a total without ``tolerance``.
+        max_eos: maximum number of end-of-sequence ids per request.
+        max_scaled_tokens: maximum number of tokens per request with a separate temperature.
+        early: tokens by which ``near`` and ``le_near`` aim below a total without ``tolerance``; at most a tenth of it.
 
     Example:
         >>> from lenvm_kernels import parse_guidance
@@ -102,7 +102,7 @@ class GuidanceTable:
 
     @property
     def columns(self) -> GuidanceColumns:
-        """The tensors, with every request that was added. They may be written in place."""
+        """The tensors, including all added requests. They may be written in place."""
         self.flush()
         return self._columns
 
@@ -120,21 +120,21 @@ class GuidanceTable:
         span: SpanState | None = None,
         answer_row: int | None = None,
     ) -> None:
-        """Write a request into a row when it arrives.
+        """Add a request in a row.
 
         Args:
             table_row: the row.
             params: the request's parameters. If None, the request is unguided.
-            eos_token_ids: the ids that end its output.
-            prompt_len: tokens of its sequence that do not count as generated, for targets that are totals.
-            seed: seed of its draws (:func:`draw`), any int64.
-            span: state of its span (:meth:`GuidanceParams.span_state`). If None, a span is open that begins after
+            eos_token_ids: the ids that end the output.
+            prompt_len: tokens of the sequence that are not generated, for targets that are totals.
+            seed: seed of the draws (:func:`draw`), any int64.
+            span: state of the span (:meth:`GuidanceParams.span_state`). If None, an open span begins after
                 ``prompt_len`` tokens, and nothing has been generated.
-            answer_row: row with the parameters that apply after a span. If None, the request is then unguided.
+            answer_row: row with the parameters that apply after a span. If None, the request is unguided after a span.
 
         Raises:
             IndexError: there is no such row.
-            ValueError: too many end-of-sequence ids or token temperatures, or a number that a column cannot store. The
+            ValueError: too many end-of-sequence ids or token temperatures, or a column cannot store a number. The
                 row is unchanged.
         """
         if not 0 <= table_row < len(self):
@@ -145,11 +145,11 @@ class GuidanceTable:
     def _packed(
         self, params: GuidanceParams, eos_token_ids: Collection[int], seed: int, span: SpanState, answer_row: int | None
     ) -> torch.Tensor:
-        """A row on the host, as int64 words."""
+        """A row as int64 words, on the host."""
         patterns, target = params.span_patterns, params.target_length or 0.0
         waits = params.counts_down and params.mode in (Mode.NEAR, Mode.LE_NEAR) and params.tolerance == 0
         scales = sorted(params.token_temperature_scale.items())
-        # The columns that differ from the parameter of their name.
+        # Columns that differ from the parameter of the same name.
         computed: dict[str, Any] = {
             "seed": seed,
             "scaled_token_ids": [token for token, _ in scales],
@@ -164,7 +164,7 @@ class GuidanceTable:
             "units": span.units,
             "in_call": span.in_call,
             "closing_from": span.closing_from,
-            "missing_bytes": 0,  # a forced end may cut a character that a retracted request has begun
+            "missing_bytes": 0,  # a forced end may cut a character after a retraction
             "nats_per_token": -math.log(params.gamma),
             "target_length": target - min(self._early, _EARLY_SHARE * target) if waits else target,
             "due_length": target + params.tolerance if params.counts_down else None,
@@ -175,9 +175,9 @@ class GuidanceTable:
             "span_ended": span.end is not None,
         }
         if len(eos_token_ids) > (most := self._sizes["eos_token_ids"]):
-            raise ValueError(f"eos_token_ids must be at most {most} ids, got {len(eos_token_ids)}")
+            raise ValueError(f"eos_token_ids must have at most {most} ids, got {len(eos_token_ids)}")
         if len(scales) > (most := self._sizes["token_scales"]):
-            raise ValueError(f"token_temperature_scale must be of at most {most} tokens, got {len(scales)}")
+            raise ValueError(f"token_temperature_scale must have at most {most} tokens, got {len(scales)}")
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must be an int64, got {seed}")
         numbers: list[Any] = []
@@ -208,19 +208,19 @@ class GuidanceTable:
         return GuidanceColumns(**columns, faults=faults)
 
     def flush(self) -> None:
-        """Copy the added requests to the device, as reading :attr:`columns` does.
+        """Copy the added requests to the device. Reading :attr:`columns` does the same.
 
-        A CUDA graph that reads the table needs this before each replay.
+        Call it before each replay of a CUDA graph that reads the table.
 
         Raises:
-            RuntimeError: requests were added and a graph is being captured: each of its replays would add them again.
+            RuntimeError: requests were added and a graph is being captured: each replay would add them again.
         """
         if not self._staged:
             return
         on_gpu = self._rows.is_cuda
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("requests were added to the table: flush() it before a graph is captured")
-        # Each row is stored with its index, so that there is one asynchronous copy from pinned memory.
+            raise RuntimeError("requests were added to the table; call flush() before a graph is captured")
+        # Each row is stored with its index, so that one asynchronous copy from pinned memory is enough.
         staged = torch.stack(list(self._staged.values()))
         staged = torch.cat([torch.tensor(list(self._staged))[:, None], staged], dim=1)
         staged = (staged.pin_memory() if on_gpu else staged).to(self._rows.device, non_blocking=True)
@@ -232,7 +232,7 @@ class GuidanceTable:
     def remaining_lengths(
         self, table_rows: torch.Tensor, value_logits: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """fp32, in the shape of ``tokens``: tokens predicted after them by their value logits; 0 after an end token.
+        """fp32, in the shape of ``tokens``: predicted number of tokens after each token; 0 after an end token.
 
         Args:
             table_rows: int64 ``[B]``.

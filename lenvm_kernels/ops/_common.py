@@ -44,24 +44,24 @@ def resolve_backend(backend: str, name: str, tensor: object) -> str:
     return backend
 
 
-# Triton's versions can also be called in kernels, and are twenty times as slow on the host.
+# Triton's versions also work in kernels, but are twenty times as slow on the host.
 def ceil_div(x: int, y: int) -> int:
     """``x / y``, rounded up."""
     return -(-x // y)
 
 
 def next_power_of_2(x: int) -> int:
-    """The smallest power of two that is at least ``x``, and at least 1."""
+    """The smallest power of two that is at least ``x`` and at least 1."""
     return 1 << (max(x, 1) - 1).bit_length()
 
 
 def with_row_stride(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    """A tensor and its row stride (0 for None), which follow each other in the parameters of kernels."""
+    """A tensor and its row stride (0 for None), adjacent parameters of kernels."""
     return tensor, 0 if tensor is None else tensor.stride(0)
 
 
 def row_strides(columns: Any) -> Any:
-    """The row stride of each tensor of a named tuple, as a tuple of the same type, so that kernels share the names."""
+    """The row strides of a named tuple's tensors, as a tuple of the same type, so that kernels use the same names."""
     return type(columns)(*(x.stride(0) for x in columns))
 
 
@@ -105,11 +105,11 @@ def check_tensor(
     device: torch.device | None = None,
     unit_stride: bool = True,
 ) -> Tensor:
-    """Check one tensor argument and return it. ``None`` accepts any size of a dimension, or any device.
+    """Check a tensor argument and return it. ``None`` accepts any size of a dimension, or any device.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: wrong dtype, shape, device or strides. The message contains the accepted and the actual values.
+        ValueError: wrong dtype, shape, device or strides; the message has the accepted and the actual values.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor {_wanted(dtypes, shape, device)}, got {type(tensor).__name__}")
@@ -143,9 +143,9 @@ def check_number(name: str, value: object, accepted: str = "a finite number", ab
 
 
 def per_request(name: str, value: Tensor | float, dtype: torch.dtype, requests: int, device: torch.device) -> Tensor:
-    """The contiguous ``[requests]`` tensor of an argument that is a tensor, or one number for all requests.
+    """The contiguous ``[requests]`` tensor of an argument that is a tensor, or a number for all requests.
 
-    Raises TypeError or ValueError unless it is one of these."""
+    Raises TypeError or ValueError for other arguments."""
     if isinstance(value, Tensor):
         # A column of a GuidanceTable is strided.
         return check_tensor(name, value, dtypes=dtype, shape=(requests,), device=device, unit_stride=False).contiguous()

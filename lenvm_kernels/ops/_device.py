@@ -12,7 +12,7 @@ def kernel(specialized: str = "") -> Callable:
     """:func:`triton.jit` for kernels that :func:`operator` functions launch.
 
     Callers pass slices, and batches of any size. Addresses, strides and sizes must not trigger a recompilation, so
-    Triton may specialize on the parameters named in ``specialized`` only, and on constants and members of tuples.
+    Triton may only specialize on the parameters named in ``specialized``, on constants and on members of tuples.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -27,13 +27,13 @@ def kernel(specialized: str = "") -> Callable:
 
 @triton.jit
 def wait_for_inputs(OVERLAPS: tl.constexpr):
-    """Wait until the previous launches have ended. Without ``OVERLAPS``, they have ended already.
+    """Wait until the previous launches have ended. Without ``OVERLAPS``, they have already ended.
 
-    Every program of a kernel launched with :func:`lenvm_kernels.ops._common.overlapping` must call this before it reads
-    or writes memory, even if it then exits. A launch therefore ends after the previous ones, and waiting for the last
+    Every program of a kernel launched with :func:`lenvm_kernels.ops._common.overlapping` must call this before it
+    accesses memory, even if it then exits. A launch therefore ends after the previous launches, so waiting for the last
     launch waits for all."""
     if OVERLAPS:
-        gdc_launch_dependents()  # programs of the next launch may start on free resources, and wait there
+        gdc_launch_dependents()  # lets programs of the next launch start on free resources and wait
         gdc_wait()
 
 
@@ -60,10 +60,10 @@ def prefetch(pointers, mask):
 
 @triton.jit
 def arrives_last(counter_ptr, arrivals):
-    """Whether this is the last of ``arrivals`` programs to call this; it may then read the stores of all others.
+    """Whether this is the last of ``arrivals`` programs to call this; it may then read all stores of the others.
 
     The counter must be 0 before the first arrival, and is 0 again after the last."""
-    # One thread makes the update. The barrier orders the stores of the other threads before it.
+    # The barrier orders the stores of all threads before the update, which one thread makes.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
     if is_last:

@@ -1,20 +1,19 @@
-"""Repairs of Triton's interpreter (3.6 to 3.9), applied when the operators are imported in interpreter mode.
+"""Fixes for Triton's interpreter (3.6 to 3.9), applied when the operators are imported in interpreter mode.
 
-``tl.dot`` calls a BLAS library, so that a row's last bits depend on the CPU, on the other rows and on the matrix's
-address. The repaired one adds fp32 products, one after the other, to the accumulator. A GPU does the same for fp32,
-except that it does not round products. The error is large enough to expose a kernel that needs higher precision, which
-sums in fp64 would hide.
+``tl.dot`` calls a BLAS library, so the last bits of a row depend on the CPU, on the other rows and on the matrix's
+address. The replacement adds fp32 products to the accumulator one after the other. A GPU does the same for fp32, except
+that it does not round products. This error is large enough to expose a kernel that needs higher precision, which sums
+in fp64 would hide.
 
 bf16 is stored as raw ``uint16`` bits: ``tl.dot`` multiplies the bits, casts to and from types other than fp32
-reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even. The kernels here cast to fp32 before
-any arithmetic, so only casts and ``tl.dot`` need this repair.
+reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even. The kernels cast to fp32 before any
+arithmetic, so only casts and ``tl.dot`` need a fix.
 
 A comparison has the type of its operands. A broadcast scalar comparison becomes an integer tensor, which Triton 3.9
-rejects as a mask. The repaired comparison returns ``int1``, as on a GPU.
+rejects as a mask. The fixed comparison returns ``int1``, as on a GPU.
 
 A launch patches the ``triton.language`` functions visible to its kernel, and each call of a device function patches
-them again, which takes a millisecond. The repair patches each module once. For Triton's own modules, the patch is never
-undone.
+them again, which takes a millisecond. The fix patches each module once, and leaves the patch in Triton's own modules.
 """
 
 import functools
@@ -26,7 +25,7 @@ from triton.runtime import interpreter
 
 
 def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
-    """Encode fp32 as bf16 bits (uint16), rounding to nearest even; NaN stays NaN."""
+    """Encode fp32 as bf16 bits (uint16), rounded to nearest even; NaN stays NaN."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -34,13 +33,13 @@ def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def decoded(handle: interpreter.TensorHandle) -> np.ndarray:
-    """The values of a tensor. bf16, which the interpreter stores as bits (uint16), is decoded to fp32, exactly."""
+    """The values of a tensor. bf16, stored as bits (uint16), is decoded to fp32."""
     is_bf16 = handle.dtype.scalar == tl.bfloat16
     return (handle.data.astype(np.uint32) << 16).view(np.float32) if is_bf16 else handle.data
 
 
 def dot_in_order(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """``total + a @ b``, where products are rounded and added to ``total`` one after the other in the order of K.
+    """``total + a @ b``, with products rounded and added to ``total`` one after the other in the order of K.
 
     Args:
         a: ``[..., M, K]``.

@@ -1,4 +1,4 @@
-"""Dispatch from an operator's public function to its kernels or its reference."""
+"""Dispatches an operator's public function to its kernels or its reference."""
 
 import functools
 import inspect
@@ -42,10 +42,10 @@ def operator(
 ) -> Callable[[Launch], Launch]:
     """Turn a function that launches kernels into an operator.
 
-    The function takes its output, whose type is annotated, and a named tuple of operands: first the operands of
-    ``specs`` (tensors, named tuples of tensors, and ``None`` for optional operands), then the operands of ``takes``.
-    The decorated function takes the backend, ``triton`` or ``reference``, the output, and the operands one by one in
-    the same order, and returns the output. It
+    The function takes its output, with an annotated type, and a named tuple of operands: first the operands of
+    ``specs`` (tensors, named tuples of tensors, ``None`` for optional operands), then the operands of ``takes``. The
+    decorated function takes the backend, ``triton`` or ``reference``, the output, and the operands one by one in the
+    same order, and returns the output. It
 
     - reduces a :class:`GuidanceColumns` to the columns of the named tuple in ``takes``;
     - makes the GPU of the output current, because Triton launches on the current GPU;
@@ -56,10 +56,10 @@ def operator(
     Args:
         specs: declarations of the operands.
         reference: function of the reference backend. It takes operands by name; operands that are not among its
-            parameters matter to kernels only. The values that it returns are copied into the output. If it has a
-            parameter ``out``, it writes the output itself.
-        mutates: operands that are written as well: ``"name"``, or ``"name.field"`` for one field of a named tuple.
-        takes: types of numbers and other operands that are not in ``specs``, and narrower types of operands that are.
+            parameters only matter to kernels. Its return values are copied into the output, unless it has a parameter
+            ``out`` and writes the output itself.
+        mutates: operands that are also written: ``"name"``, or ``"name.field"`` for one field of a named tuple.
+        takes: types of operands that are not in ``specs``, such as numbers, and narrower types of others.
         name: name of the operator. If None, the name of the function's module.
     """
     declared = {label: kind for spec in specs for label, kind in spec.types.items() if label != "out"}
@@ -70,7 +70,7 @@ def operator(
     def decorate(launch: Launch) -> Launch:
         kinds = {"out": get_type_hints(launch)["out"]} | declared
         arguments = [_argument(label, kind) for label, kind in kinds.items()]
-        # Positions of the arguments that are some columns of a guidance table.
+        # Positions of the arguments that are columns of a guidance table.
         tables = [i for i, x in enumerate(arguments) if x.kind and {*x.kind._fields} < {*GuidanceColumns._fields}]
 
         def run_reference(out: Any, operands: Any) -> None:

@@ -1,23 +1,23 @@
-"""Specifications of an operator's tensor arguments: one line per argument, parsed once, checked in each call.
+"""Specifications of an operator's tensor arguments, one line per argument: parsed once, checked in each call.
 
     q: float [T, Hq, D]           any floating-point dtype. T, Hq and D are the sizes of the first tensor with them
     k_new: =q [T, Hkv, D]         dtype of q
     bias?: =q|float32 [2 * D]     dtype of q or, if that has 16 bits, fp32; may be None
-    sums: single [*, T]           fp32 (fp64 too on the reference); any number of rows
+    sums: single [*, T]           fp32 (also fp64 on the reference); any number of rows
     ends: int32 [R, E+]           at least one column
     probs: float32 [B, K=2**n]    a power of two up to 64
     bins: float32 [N=1..64]       1 to 64
     slots: int [T]                int32 or int64
     token_ids: int32 [T] contiguous
 
-The last dimension must be contiguous, unless the line ends with ``contiguous`` (all must be) or ``strided`` (none must
-be). An argument may be a named tuple of :mod:`lenvm_kernels.types`, where its fields' dtypes and shapes are declared:
+The last dimension must be contiguous, unless the line ends with ``contiguous`` (all dimensions) or ``strided`` (none).
+An argument may be a named tuple of :mod:`lenvm_kernels.types`, which declares dtypes and shapes of its fields:
 
     candidates: Candidates of topk_candidates (token_ids, status) contiguous
     table: GuidanceColumns (mode, scale) strided single
 
-Parentheses list the fields that are read, if not all are. A shape applies to all fields; ``single`` accepts fp64 for
-fp32 fields on the reference.
+Parentheses list the fields that are read; without them, all are. A shape applies to all fields; ``single`` accepts fp64
+for fp32 fields on the reference.
 """
 
 import re
@@ -49,7 +49,7 @@ class _Rule(NamedTuple):
     field: str  # field of the argument, or empty
     is_optional: bool
     dtypes: tuple[torch.dtype, ...]
-    like: int  # index of the argument whose dtype is accepted, or -1; if it has 16 bits, ``dtypes`` are accepted too
+    like: int  # index of an argument with the accepted dtype, or -1; for 16 bits, ``dtypes`` are also accepted
     dims: tuple[str, ...]  # name or expression of each size
     expressions: tuple[tuple[str, Size], ...]  # the dims that are expressions
     limits: tuple[tuple[int, str, Callable[[int], bool]], ...]  # dimension, accepted sizes in words, and as a function
@@ -63,7 +63,7 @@ class Spec:
         self._rules: dict[str, list[_Rule]] = {backend: [] for backend in FLOATS}
         self._kinds: list[tuple[str, int, bool, Any, str]] = []
         self._places: dict[str, int] = {}
-        self.types: dict[str, Any] = {}  # of the arguments: Tensor or a named tuple, or None too
+        self.types: dict[str, Any] = {}  # types of the arguments: Tensor or a named tuple, or None
         for line in text.strip().splitlines():
             self._add(line.strip())
 
@@ -112,11 +112,11 @@ class Spec:
             backend: as passed to the operator.
             arguments: all arguments of the specification.
             device: device of the tensors. If None, the first tensor's device.
-            sizes: sizes that are not the size of a tensor.
+            sizes: sizes that no tensor has.
 
         Raises:
-            TypeError: an argument is no tensor or named tuple.
-            ValueError: any other violation. The message contains the argument, and the accepted and the actual values.
+            TypeError: an argument is not a tensor or named tuple.
+            ValueError: any other violation. The message has the argument, and the accepted and the actual values.
         """
         for name, argument, is_optional, kind, wanted in self._kinds:
             fields = arguments[argument]
@@ -138,7 +138,7 @@ class Spec:
                 dtypes = (dtype, *dtypes) if dtype.itemsize == 2 else (dtype,)
             for dim, size_of in expressions:
                 bound[dim] = size_of(bound)
-            # A step without a CUDA graph checks a thousand tensors, so :func:`check_tensor` is only called on failure.
+            # A step without a CUDA graph checks a thousand tensors, so :func:`check_tensor` is only for failures.
             shape = tuple(map(bound.get, dims))
             is_right = isinstance(x, Tensor) and x.dtype in dtypes and x.device == device
             if is_right and x.shape != shape:
@@ -161,7 +161,7 @@ def _unlimited(size: str) -> str:
 
 
 def _limit(size: str) -> tuple[str, Callable[[int], bool]]:
-    """The sizes that a size of a specification accepts, in words and as a function."""
+    """The accepted values of a size, in words and as a function."""
     if size.endswith("+"):
         return "at least one {part}, got none", lambda n: n > 0
     if size.endswith("=2**n"):
@@ -173,12 +173,12 @@ def _limit(size: str) -> tuple[str, Callable[[int], bool]]:
 def expression(text: str) -> Size:
     """The function that computes a size such as ``N * (1 + D)`` from sizes by name."""
     body = re.sub(r"[A-Za-z_]\w*", r'sizes["\g<0>"]', text)
-    # With the name of this file, because torch.compile does not trace functions without one.
+    # With a file name, because torch.compile does not trace functions without one.
     return eval(compile(f"lambda sizes: {body}", __file__, "eval"))
 
 
 def _forms(kind: type) -> dict[str, tuple[Any, str]]:
-    """Dtype (or the word for several) and shape of each annotated field of a named tuple."""
+    """Dtype (or the word for several dtypes) and shape of each annotated field of a named tuple."""
     forms: dict[str, tuple[Any, str]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         form = getattr(hint, "__metadata__", [""])[0]

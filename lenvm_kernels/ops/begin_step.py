@@ -1,13 +1,13 @@
-"""State of the requests of a step and of their drafts, gathered from the tables and the batch in one launch.
+"""Gathers the inputs of a step per request and draft from the tables and the batch, in one launch.
 
-An engine's tensors lie at different addresses in every step, and its batches have any number of requests. The kernel
-copies everything that a step reads per request to tensors at fixed addresses, and fills their remaining rows with dummy
-requests. A CUDA graph captured for a larger batch can therefore run all later launches of the step. Scores and the
-vocabulary mask are too large to be copied, so their addresses are stored.
+An engine's tensors have different addresses in every step, and its batches have any number of requests. The kernel
+copies all inputs of a step per request to tensors at fixed addresses, and fills the remaining rows with dummy requests.
+A CUDA graph captured for a larger batch can therefore run all later launches of the step. Scores and the vocabulary
+mask are too large to copy, so their addresses are stored.
 
-The kernel also appends the new tokens to each request's history. The value model can catch up with a request as long as
-the history holds all tokens that it has not computed. If one is missing, the request loses its guidance, and ``faults``
-counts the step, until its tokens are passed again as a prompt.
+The kernel also appends the new tokens to each request's history. The value model can catch up with a request while the
+history has all tokens that it has not computed. If a token is missing, the request loses its guidance, which ``faults``
+counts, until its tokens are passed again as a prompt.
 """
 
 from collections import namedtuple
@@ -30,7 +30,7 @@ _UNGUIDED = tl.constexpr(int(Mode.UNGUIDED))
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 
 
-# The columns of a guidance table that the kernel accesses. It writes the last one.
+# The columns of a guidance table that the kernel accesses. It writes the last column.
 GatheredColumns = namedtuple(
     "GatheredColumns", "mode return_values prompt_len value_stride span_ended span_start_bits answer_row faults"
 )
@@ -65,7 +65,7 @@ def _begin_step_kernel(
     temperature_ptr,  # fp32 [B]
     stride_temperature,
     addresses_ptr,  # int64 [4] or None, written
-    # Numbers instead of pointers, whose types would be further kernel variants.
+    # Numbers, because the types of pointers would cause kernel variants.
     scores_address: tl.int64,
     stride_scores_row,
     mask_address: tl.int64,
@@ -81,7 +81,7 @@ def _begin_step_kernel(
 ):
     request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
     exists, is_row = request < B, request < N
-    # A store waits for its operand and delays the loads after it, so all loads of the requests precede the first store.
+    # All loads of the requests precede the first store, because a store waits for its operand and delays later loads.
     table_row = tl.load(table_rows_ptr + request, mask=exists, other=0).to(tl.int64)
     new_len = tl.full([REQUESTS], 1, tl.int32)
     if new_lens_ptr is not None:
@@ -103,7 +103,7 @@ def _begin_step_kernel(
     top_p = tl.load(top_p_ptr + request * stride_top_p, mask=exists, other=1.0)
     min_p = tl.load(min_p_ptr + request * stride_min_p, mask=exists, other=0.0)
     temperature = tl.load(temperature_ptr + request * stride_temperature, mask=exists, other=1.0)
-    # Guidance chooses among all candidates, also if the request would take the most probable one.
+    # Guidance chooses among all candidates, even if sampling is greedy.
     greedy = exists & ((top_k == 1) | (temperature < _GREEDY_TEMPERATURE))
     top_k, top_p = tl.where(greedy, 0, top_k), tl.where(greedy, 1.0, top_p)
     min_p, temperature = tl.where(greedy, 0.0, min_p), tl.where(greedy, 1.0, temperature)
@@ -111,7 +111,7 @@ def _begin_step_kernel(
     may_begin = has_mode & (start_bits != 0)
     has_answer = has_mode & (answer_row >= 0)
     guided, due = active & has_mode & ((span_ended == 0) | has_answer), exists
-    # Between two spans the history must stay complete for the next one.
+    # Between two spans, the history must stay complete for the next span.
     wants_length = active & ((returns_values != 0) | (may_begin & (span_ended != 0)))
     if history is not None:
         token = tl.load(new_ptr, mask=exists & (new_len > 0), other=0).to(tl.int32)
@@ -127,14 +127,14 @@ def _begin_step_kernel(
         tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=is_lost, sem="relaxed")
         tl.store(history.told_lens + table_row, tl.maximum(told_len, length), mask=exists & ~is_gap)
         tl.store(requests.cached_lens + request, cached_len, mask=is_row)
-        # The first token was loaded above; each later load waits for the stores before it.
+        # The first token was loaded above, because each later load waits for earlier stores.
         for i in range(NEW):
             position = first_new + i
             is_held = exists & (i < new_len) & (i >= new_len - HELD) & (position >= 0)  # each column is written once
             tl.store(history.tokens + table_row * HELD + position % HELD, token, mask=is_held)
             token = tl.load(new_ptr + i + 1, mask=exists & (i + 1 < new_len), other=0).to(tl.int32)
 
-    # Number of drafts on the path to each node, and the token before it.
+    # Number of drafts on the path to each node, and the token before the node.
     node = tl.arange(0, NODES)[None, :]
     depth = tl.zeros([REQUESTS, NODES], tl.int32)
     before = tl.where(node == 0, last_token[:, None], -1)
@@ -160,7 +160,7 @@ def _begin_step_kernel(
     guided, wants_length = guided[:, None] & is_there, wants_length[:, None] & is_there
     generated, is_open = (length - prompt_len)[:, None] + depth, (span_ended == 0)[:, None] | (depth < 0)
     if span_ended_ptr is not None:
-        # A draft may begin the next span: the nodes after it are guided.
+        # A draft may begin the next span; the nodes after it are guided.
         is_open = tl.load(span_ended_ptr + row, mask=is_node, other=False) == 0
         in_call = tl.load(in_call_ptr + row, mask=is_node, other=False)
         has_target = is_open | (has_answer[:, None] & (in_call == 0))
@@ -285,25 +285,25 @@ def begin_step(
 
     Args:
         table: the columns of a :class:`GuidanceTable` of ``R`` requests. ``faults`` is incremented for each request
-            that needs values and whose history lacks a token that the value model has not computed.
+            that needs values and lacks a token in its history that the value model has not computed.
         tokens: int32 or int64 ``[B]``; the last token of each sequence. Or ``[B, N]``; the new tokens of each sequence,
             from column 0 on. Rows may be strided.
         table_rows: int32 or int64 ``[B]``; each request's row of the table, all different.
         lengths: int32 ``[B]``; tokens of each sequence, including the new ones.
         new_lens: int32 ``[B]``; number of new tokens in each row of ``tokens``, 0 to N. If ``None``, 1; required for
             ``[B, N]``.
-        active: bool ``[B]``; requests that are False are treated as unguided. If ``None``, all are active.
+        active: bool ``[B]``; requests with False are treated as unguided. If ``None``, all are active.
         history: history of the table's rows (:func:`empty_history`), updated in place except for ``step``, which
             :func:`topk_candidates` updates, and ``cached_lens``, which :func:`lay_out` updates. If ``None``,
-            ``cached_lens`` is left untouched and all requests are due.
+            ``cached_lens`` is not changed and all requests are due.
         drafts: ``[B, D]``; drafts of the requests. Rows may be strided. If ``None``, each request has one node.
-        spans: result of :func:`limit_span` for the same requests and drafts. Required if a request has drafts,
-            which may end a span or begin one, or a ``unit``.
+        spans: result of :func:`limit_span` for the same requests and drafts. Required if a request has a ``unit`` or
+            drafts, which may end or begin a span.
         drawn: int32 or int64 ``[B * (1 + D)]``; tokens drawn by the caller's own sampler. If ``None``, -1.
-        filters: the sampling filters of each request. If ``None``, no filter and temperature 1. A request with
-            ``top_k`` 1 or a temperature below 1e-6 is greedy: its filters are replaced by none, at temperature 1, so
-            that guidance has candidates to choose from.
-        addresses: int64 ``[4]``; set to the address and the row stride, in elements, of ``scores`` and of
+        filters: the sampling filters of each request. If ``None``, no filters and temperature 1. A request with
+            ``top_k`` 1 or a temperature below 1e-6 is greedy: its filters are disabled, at temperature 1, so that
+            guidance has candidates to choose from.
+        addresses: int64 ``[4]``; set to the address and the row stride, in elements, of ``scores`` and
             ``vocab_mask``; zeros for an argument that is ``None``.
         scores, vocab_mask: as in :func:`topk_candidates`, for ``addresses``. Their elements are not read.
         padding_row: table row of dummy requests.
@@ -340,7 +340,7 @@ def begin_step(
     if validate:
         backend, sizes = _SPEC.check(backend, *operands, out, sizes={"D": 0} if drafts is None else {})
         if is_many and new_lens is None:
-            raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
+            raise ValueError("new_lens must be given with tokens [B, N], got None")
         if addresses is None and (scores is not None or vocab_mask is not None):
             raise ValueError("addresses must be given with scores or vocab_mask, got None")
         check_int("padding_row", padding_row, 0, sizes["R"] - 1)

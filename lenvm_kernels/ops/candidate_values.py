@@ -29,7 +29,7 @@ from lenvm_kernels.types import GuidanceColumns
 
 # Not measured. With 128 columns at a time, the product with W2 spills.
 BLOCK_M, BLOCK_N = 16, 64
-# 128 bytes of a row of W1. The left operand needs three loads, whose latency the stages hide.
+# 128 bytes of a row of W1. The left operand needs three loads, so its latency is hidden by stages.
 BLOCK_K_BYTES = 128
 STAGES, NUM_WARPS = 3, 4
 # Maximum number of length bins: a program holds up to 16 x 64 of their logits.
@@ -46,7 +46,7 @@ ProbeWeights = namedtuple("ProbeWeights", "fc_weight fc_bias bins_weight bins_bi
 ProbeColumns = namedtuple("ProbeColumns", "mode scale nats_per_token target_length tolerance counts_down answer_length")
 
 
-# Value logits of the lengths that the distributions are reduced to, and of the mean values.
+# Value logits of the reduced lengths, and of the mean values.
 _Logits = namedtuple("_Logits", "value_logits mean_logits")
 
 
@@ -69,11 +69,11 @@ def _log_sum_exp(x):
 
 @triton.jit
 def _standing_for(bin_logits, bin_edges_ptr, of_table, N: tl.constexpr, BLOCK_BINS: tl.constexpr):
-    """(value logits, value logits of the mean) of candidates, from ``[BLOCK_M, BLOCK_BINS]`` logits of lengths."""
+    """(value logits, value logits of the mean) of candidates, given ``[BLOCK_M, BLOCK_BINS]`` logits of lengths."""
     table, stride, table_row, generated = of_table
     n = tl.arange(0, BLOCK_BINS)
     log_probs = bin_logits - _log_sum_exp(bin_logits)[:, None]
-    # Padding bins get the edges of the last bin, so that no infinity arises.
+    # Padding bins get the edges of the last bin, to avoid infinities.
     first = tl.load(bin_edges_ptr + tl.minimum(n, N - 1))
     behind = tl.load(bin_edges_ptr + tl.minimum(n, N - 1) + 1)
     mode = tl.load(table.mode + table_row * stride.mode)
@@ -85,7 +85,7 @@ def _standing_for(bin_logits, bin_edges_ptr, of_table, N: tl.constexpr, BLOCK_BI
     answer = tl.load(table.answer_length + table_row * stride.answer_length)
     of_bins = nats_per_token[:, None] * ((first + behind - 1) * 0.5)[None, :]
     mean_value = tl.sum(tl.exp(log_probs) * _one_minus_exp(of_bins), axis=1)
-    # As ln(v / (1 - v)), so that values near 0 and near 1 keep their digits.
+    # As ln(v / (1 - v)), to be precise for values near 0 and near 1.
     mean_logits = tl.log(mean_value) - _log_sum_exp(log_probs - of_bins)
 
     _, least, most = _remaining_of_target(target, tolerance, counts_down, generated)
@@ -183,7 +183,7 @@ def _candidate_values_kernel(
             acc = tl.dot(x.to(weight.dtype), weight, acc, input_precision="ieee")
         acc += tl.load(head.fc_bias + n, mask=n < E, other=0.0).to(tl.float32)[None, :]
         bins_weight = tl.load(bins_rows + n[:, None], mask=(of_bin < N)[None, :] & (n < E)[:, None], other=0.0)
-        # In fp32, because the rounding of a single product would be visible in these few short sums.
+        # In fp32, because rounding of products would be visible in these short sums.
         bin_logits = tl.dot(_silu(acc), bins_weight.to(tl.float32), bin_logits, input_precision="ieee")
 
     bin_logits += tl.load(head.bins_bias + of_bin, mask=of_bin < N, other=0.0).to(tl.float32)[None, :]
@@ -256,29 +256,29 @@ def candidate_values(
     generated: Tensor,  # int32 [B]
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fp32 [B, K] twice
-    """Compute value logits of candidates from the distribution of the remaining length that a small network predicts.
+    """Compute value logits of candidates from the distribution of the remaining length predicted by a small network.
 
     The network predicts the probabilities of ``N`` bins of lengths, ``softmax(W2 silu(W1 silu(shift + scale * e) + b1)
     + b2)``. ``e`` is the candidate's row of ``embedding``; ``scale`` and ``shift`` are per request (feature-wise linear
     modulation, arXiv 1709.07871). Two value logits are computed from a distribution:
 
     * the logit of the mean value, ``E[1 - gamma^L]``, which predicts lengths;
-    * the logit of the length ``l`` that the request's rule treats like the distribution. For the near constraints,
-      ``l`` is as close to the remaining ``r`` tokens as the lengths are on average, ``exp(-S d(l)) = E[exp(-S d(L))]``
-      with ``d(l) = |ln((l + 2) / (r + 2))|`` and the request's strength ``S``; for ``near``, ``l`` is at least ``r``.
-      For all other modes, and for a strength of 0, it equals the first logit.
+    * the logit of the length ``l`` that has the same effect under the request's rule as the distribution. For the near
+      constraints, ``l`` is as far from the remaining ``r`` tokens as the average length, ``exp(-S d(l)) = E[exp(-S
+      d(L))]`` with ``d(l) = |ln((l + 2) / (r + 2))|`` and the request's strength ``S``; for ``near``, ``l`` is at least
+      ``r``. For all other modes, and for a strength of 0, it equals the first logit.
 
-    Within a bin, ``ln(L + 2)`` is uniform for the distance; for the mean, every length is the middle of the bin. A
+    Within a bin, ``ln(L + 2)`` is uniform for the distance; for the mean, each length is the middle of the bin. A
     candidate's result is bitwise identical in any batch.
 
     Args:
         token_ids: int32 or int64 [B, K]; candidates. The logits of ids outside ``[0, V)``, such as -1, are exactly 0.
             Rows may be strided.
         scale, shift: [B, D], in the dtype of ``embedding`` or fp32; modulation per request. Rows may be strided.
-        embedding: [V, D], fp32, bf16 or fp16 (fp64 too on the reference); one row per token. Rows may be strided.
+        embedding: [V, D], fp32, bf16 or fp16 (also fp64 on the reference); one row per token. Rows may be strided.
         fc_weight: W1 [E, D], stored as in ``nn.Linear`` (out, in), in the dtype of ``embedding``. The left operand is
-            rounded to this dtype. Rows may be strided, also in ``bins_weight``.
-        fc_bias: b1 [E]; the dtype of ``embedding`` or fp32, also for ``bins_bias``.
+            rounded to this dtype. Rows may be strided; the same applies to ``bins_weight``.
+        fc_bias: b1 [E]; in the dtype of ``embedding`` or fp32, as ``bins_bias``.
         bins_weight: W2 [N, E], for 1 to 64 bins; the dtype of ``embedding``. Its products are fp32.
         bins_bias: b2 [N].
         bin_edges: fp32 [N + 1], tokens, ascending and at least 1. Bin ``i`` has the lengths from ``bin_edges[i]`` up
@@ -289,7 +289,7 @@ def candidate_values(
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
-        ``(value_logits, mean_logits)``, fp32 [B, K]: the logits for guidance, and those for predicted lengths.
+        ``(value_logits, mean_logits)``, fp32 [B, K]: the logits for guidance and for predicted lengths.
         Accumulated in fp32; fp64 for fp64 inputs.
 
     Raises:
@@ -303,7 +303,7 @@ def candidate_values(
         >>> tokens = torch.tensor([[0, 1]]), torch.ones(1, 2), torch.zeros(1, 2), 8 * torch.eye(2)
         >>> head = torch.eye(2), torch.zeros(2), torch.eye(2), torch.zeros(2), torch.tensor([1.0, 2.0, 20.0])
         >>> _, mean_logits = candidate_values(*tokens, *head, table, **of_rows)
-        >>> mean_logits.sigmoid()  # after token 0 the end follows, after token 1 more than that
+        >>> mean_logits.sigmoid()  # token 0 is followed by the end, token 1 by more tokens
         tensor([[0.1002, 0.6690]])
     """
     operands = (token_ids, embedding, scale, shift, fc_weight, fc_bias, bins_weight, bins_bias, bin_edges, table)

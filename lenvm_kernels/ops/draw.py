@@ -1,4 +1,4 @@
-"""The end of a step, in one launch: guided probabilities, the next tokens, and the predicted lengths after them.
+"""The end of a step in one launch: guided probabilities, next tokens, and predicted lengths after them.
 
 Inverse CDF: the first column ``j`` with ``p_0 + ... + p_j > u (p_0 + ... + p_{K-1})``, where ``u`` is a uniform number
 computed from the request's seed and the token's position (Philox4x32-10; Salmon et al., "Parallel random numbers: as
@@ -31,7 +31,7 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.draw import draw as _reference
 from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, ScoredCandidates, StepRequests
 
-# Columns of the guidance table that the kernel accesses: the ReweightColumns, and three more.
+# Columns of the guidance table that the kernel accesses: the ReweightColumns and three more.
 DrawColumns = namedtuple(
     "DrawColumns",
     "mode scale nats_per_token value_min target_length tolerance counts_down faults answer_length target_logit "
@@ -49,7 +49,7 @@ def _drawn_column(p, column, seed, position, K: tl.constexpr):
     # Counter: the position; key: the seed.
     word, _, _, _ = tl.randint4x(seed, position)
     threshold = (word >> 8).to(tl.float32) * 2.0**-24 * _request_max(cumulative)
-    # Sums never decrease, so the columns not beyond the threshold come first, and their number is the drawn column.
+    # Sums never decrease, so the number of columns not beyond the threshold is the drawn column.
     not_beyond = _request_sum(tl.where(cumulative > threshold, 0, 1))
     return tl.minimum(not_beyond, _request_max(tl.where(p > 0, column, -1)))
 
@@ -160,32 +160,32 @@ def draw(
     """Reweight the candidates, draw each request's next token, and predict the output's length after it.
 
     The probabilities are computed as in :func:`reweight_scatter`. A draw depends only on the request's probabilities,
-    its seed (``table.seed``) and the token's position (``scored.positions``). It is the same on CPU and GPU, in any
-    batch, and when a request is rerun. The uniform number has 24 bits: a candidate's probability is exact to within
-    2^-24 of the total, and a candidate with a smaller share may never be drawn.
+    its seed (``table.seed``) and the token's position (``scored.positions``). It is identical on CPU and GPU, in any
+    batch, and in a rerun. The uniform number has 24 bits: a candidate's probability is exact to 2^-24 of the total, and
+    a candidate with a smaller share may never be drawn.
 
-    The predicted length after a token is ``-softplus(z) / ln(gamma)`` of its value logit ``z``, and 0 after an end of
+    The predicted length after a token is ``-softplus(z) / ln(gamma)`` with its value logit ``z``, and 0 after an end of
     sequence.
 
     Args:
-        candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns. Requests without guidance must be
-            marked in ``status`` (argument ``guided`` of :func:`topk_candidates`).
-        value_logits: fp32 ``[B, K]``, see :func:`reweight_scatter`; arbitrary for candidates that are not scored.
+        candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns. ``status`` must mark requests
+            without guidance (argument ``guided`` of :func:`topk_candidates`).
+        value_logits: fp32 ``[B, K]``, as in :func:`reweight_scatter`; arbitrary for candidates that are not scored.
         table: guidance parameters of ``R`` requests.
-        requests: result of :func:`begin_step`. A greedy request takes the most probable candidate, the first of a tie.
-        scored: ``scored`` of :func:`topk_candidates`. Lengths are predicted after scored tokens only.
-        predicted: fp32 ``[B, K]``; the value logits that predict lengths. If None, ``value_logits``.
+        requests: result of :func:`begin_step`. A greedy request takes the first of the most probable candidates.
+        scored: ``scored`` of :func:`topk_candidates`. Lengths are only predicted after scored tokens.
+        predicted: fp32 ``[B, K]``; value logits for predicted lengths. If None, ``value_logits``.
         sample: whether requests of status ``GUIDE`` and ``SINGLE`` are drawn from their candidates.
-        drawn: int32 ``[B]``; next tokens of the requests that are not drawn from their candidates. If None, -1.
-        text_breaks: int8 ``[S]``, see :func:`reweight_scatter`.
+        drawn: int32 ``[B]``; next tokens of requests that are not drawn from their candidates. If None, -1.
+        text_breaks: int8 ``[S]``, as in :func:`reweight_scatter`.
         backend: ``auto``, ``triton`` or ``reference``.
         validate: whether to check the arguments. If False, ``backend`` must be ``triton`` or ``reference``.
 
     Returns:
-        The :class:`DrawnTokens`. A request without a positive probability counts as not drawn from its candidates.
+        The :class:`DrawnTokens`. A request without a positive probability is not drawn from its candidates.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> import torch

@@ -1,10 +1,10 @@
-"""Input of the first layer: each token's embedding, its sums of squares, and the rotary angles of its position.
+"""Input of the first layer: embeddings of tokens, their sums of squares, and rotary angles of positions.
 
     hidden[t] = embedding[token_ids[t]]                  NaN for ids outside of the vocabulary
     square_sums[g, t] = sum of hidden[t, 64 g : 64 g + 64]^2
     cos[t], sin[t] = scale cos(a), scale sin(a)          a = positions[t] * inv_freq
 
-Source: ``embed_tokens`` and ``rotary_emb`` of a decoder of transformers (RoFormer, arXiv 2104.09864). The norm of the
+Source: ``embed_tokens`` and ``rotary_emb`` of decoders in transformers (RoFormer, arXiv 2104.09864). The norm of the
 first layer (:func:`ragged_linear`) needs the sums of squares. One launch with one program per token.
 """
 
@@ -22,8 +22,8 @@ from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.embed_tokens import embed_tokens as _reference
 from lenvm_kernels.types import EmbeddedTokens
 
-# Maximum columns of a token per block. Up to four loads of 16 bytes per thread (bf16) are then in flight at once;
-# a loop of smaller blocks would wait for memory once per block. Not measured.
+# Maximum columns of a token per block. A thread then has up to four loads of 16 bytes (bf16) in flight, whereas a loop
+# over smaller blocks would wait for memory once per block. Not measured.
 MAX_BLOCK_H = 4096
 NUM_WARPS = 4
 
@@ -52,7 +52,7 @@ def _embed_tokens_kernel(
         if token >= tl.load(num_rows_ptr):
             return
 
-    # Issue the independent loads before the embedding's.
+    # Issue independent loads before the embedding's loads.
     half = tl.arange(0, BLOCK_HALF)
     token_id = tl.load(ptr.token_ids + token)
     position = tl.load(ptr.positions + token).to(tl.float32)
@@ -108,12 +108,12 @@ def embed_tokens(
     num_rows: Tensor | None = None,  # int32 [1]
     backend: str = "auto",
 ) -> EmbeddedTokens:
-    """Token embeddings with their sums of squares, and cosine and sine of the positions' rotary angles.
+    """Look up token embeddings and compute their sums of squares, and cosine and sine of the rotary angles.
 
     Args:
         token_ids: int64 [T]. The embedding of an id outside of the vocabulary is NaN.
         positions: int64 [T]; each token's position in its sequence.
-        embedding: [vocabulary, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
+        embedding: [vocabulary, H], fp32, bf16 or fp16 (also fp64 on the reference). Rows may be strided.
         inv_freq: fp32 [D / 2]; radians per position for each pair of a head's dimensions.
         rope_scale: factor on cosine and sine, for example YaRN's.
         num_rows: int32 [1]; number of tokens. If ``None``, all T. The remaining rows are neither read nor written.

@@ -1,13 +1,13 @@
-"""Layout of one value-model forward: for each request its delta tokens, then its candidates, and the attention plan.
+"""Layout of a value-model forward: the delta tokens and candidates of each request, and the attention plan.
 
 Source: section 2 of the specification. The candidates of a request are at the position after its delta; in a tree, a
 candidate is at the position after its parent.
 
-The delta tokens are passed, such as prompts, or chosen from the history of decoding requests. A request that needs no
-values in a step waits: its missing tokens are computed at the next step that needs values, or before its history would
-overflow. The choice depends on the request alone, so that its values are the same in any batch.
+The delta tokens are passed, e.g. prompts, or chosen from the history of decoding requests. A request that needs no
+values in a step waits: its missing tokens are computed at the next step that needs values, or before its history
+overflows. The choice depends only on the request, so that its values are the same in any batch.
 
-One launch with one program per request. A program computes its offsets as integer sums over the lengths of all earlier
+One launch with one program per request. A program computes its offsets as integer sums over the lengths of earlier
 requests. It writes its own rows, columns and plan items, and a share of the padding.
 """
 
@@ -35,7 +35,7 @@ from lenvm_kernels.reference.lay_out import lay_out as _lay_out
 from lenvm_kernels.types import DeltaTokens, RaggedLayout, StepHistory, StepRequests
 
 # Requests per iteration of the sums over the lengths, and tokens per iteration of the copies. Measured on an H200
-# without the choice of deltas and the plan: 3.4 us for 64 requests with 8 candidates. No other size has been measured.
+# without the choice of deltas and the plan: 3.4 us for 64 requests with 8 candidates. Other sizes are not measured.
 TILE = 1024
 NUM_WARPS = 8
 
@@ -44,7 +44,7 @@ NUM_WARPS = 8
 def _lengths(requests, lens, request, B, D, max_len, HELD: tl.constexpr, MAX_NEW: tl.constexpr, K: tl.constexpr):
     """(cached tokens, delta tokens, candidates) of requests as int64; 0 beyond B.
 
-    Lengths are clamped to the slot table, to D and to K, so that a broken one harms no other request."""
+    Lengths are clamped to the slot table, to D and to K, so that a broken length harms no other request."""
     lens_ptr, cached_lens_ptr, candidate_lens_ptr = lens
     exists = request < B
     cached = tl.load(cached_lens_ptr + request, mask=exists, other=0).to(tl.int64)
@@ -100,7 +100,7 @@ def _lay_out_kernel(
     D,
     most_items,
     num_counters,
-    HELD: tl.constexpr,  # tokens that the history holds per request
+    HELD: tl.constexpr,  # tokens per request in the history
     MAX_NEW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,  # tokens of a query tile
@@ -117,7 +117,7 @@ def _lay_out_kernel(
     max_len = pages.to(tl.int64) * PAGE_SIZE
     lens = (lens_ptr, cached_lens_ptr, candidate_lens_ptr)
 
-    # Rows and plan items: of earlier requests, and in total.
+    # Rows and plan items of earlier requests, and in total.
     first_row, end_row = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     first_item, end_item = first_row, first_row
     for first in range(0, B, TILE):
@@ -183,7 +183,7 @@ def _lay_out_kernel(
     of_request = (request, table_row, first_row, rows, delta, cached_tokens)
     store_items(layout.plan, first_item, most_items, *of_request, TILE_TOKENS)
 
-    # Each program fills a share of the rest.
+    # Each program fills a share of the padding.
     share, stride = request * TILE, B.to(tl.int64) * TILE
     for first in range(end_row + share, T, stride):
         padding_row = first + tile
@@ -253,7 +253,7 @@ def lay_out(
 ) -> RaggedLayout:
     """Lay out the tokens of one value-model forward in ``T = D + B * K`` rows, and plan its attention, on the device.
 
-    The delta tokens are either passed as ``delta``, or chosen from the ``history`` of ``requests``: then ``D`` is
+    The delta tokens are either passed as ``delta``, or chosen from the ``history`` of ``requests``; then ``D`` is
     ``B * M``, and ``history.cached_lens`` is updated in place.
 
     Tokens beyond the slot table have no slot and are not cached. If lengths violate a condition below, the layout is
@@ -263,15 +263,15 @@ def lay_out(
         candidate_ids: int32 or int64 [B, K]; the candidates of each request from column 0 on. Rows may be strided;
             ``K`` may be 0.
         candidate_lens: int32 [B]; number of candidates of each request, clamped to 0 .. ``K``. A request of ``history``
-            with 0 waits, unless the history has no room for ``max_new`` tokens beyond the missing ones.
+            without candidates waits if its history has room for ``max_new`` tokens beyond the missing ones.
         slot_table: int32 [R, pages]; token ``p`` of table row ``r`` is in slot
             ``slot_table[r, p // page_size] * page_size + p % page_size``. Rows may be strided.
         num_heads: query heads of the value model.
         num_kv_heads: key/value heads. ``num_heads`` is up to 64 times this number.
         delta: the delta tokens. If ``None``, ``requests`` and ``history`` must be passed.
         requests: result of :func:`begin_step` for ``history``.
-        history: history of the requests, which holds the last M tokens of each sequence.
-        max_new: maximum number of tokens that a sequence of ``history`` grows by in a step.
+        history: history of the requests, with the last M tokens of each sequence.
+        max_new: maximum number of new tokens per step of a sequence of ``history``.
         candidate_parents: int32 [B, K]; the earlier column of each candidate's parent. For any other value (-1), the
             candidate follows the delta. If ``None``, all candidates do. Rows may be strided.
         page_size: slots per page.
@@ -305,7 +305,7 @@ def lay_out(
         given = [name for name, x in (("delta", delta), ("requests", requests), ("history", history)) if x is not None]
         raise ValueError(f"delta must be passed, or requests and history, got {' and '.join(given) or 'neither'}")
     if history is not None:
-        if slot_table.shape[0] < sizes["R"] - 1:  # the last row may be the one of dummy requests
+        if slot_table.shape[0] < sizes["R"] - 1:  # the last history row may belong to dummy requests
             raise ValueError(f"slot_table must have at least {sizes['R'] - 1} rows, got {slot_table.shape[0]}")
         sizes["D"] = sizes["B"] * sizes["M"]
     heads = (("num_heads", num_heads), ("num_kv_heads", num_kv_heads))
@@ -313,7 +313,7 @@ def lay_out(
         check_int(name, value, 1)
     group = num_heads // num_kv_heads
     if num_heads % num_kv_heads or group > BLOCK_M.value:
-        accepted = f"a multiple of num_kv_heads, {num_kv_heads}, up to {BLOCK_M.value} times as many"
+        accepted = f"a multiple of num_kv_heads, {num_kv_heads}, up to {BLOCK_M.value} times this number"
         raise ValueError(f"num_heads must be {accepted}, got {num_heads}")
     sizes["T"] = sizes["D"] + sizes["B"] * sizes["K"]
     sizes["P"] = plan_shape(sizes["T"], sizes["B"], group, sizes["pages"] * page_size)[0]

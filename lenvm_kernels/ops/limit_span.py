@@ -29,8 +29,8 @@ from lenvm_kernels.types import (
     TextBreak,
 )
 
-# Requests per program with up to three drafts each. With more drafts, a program has half of them: the registers of one
-# warp hold the states of all nodes.
+# Requests per program with at most three drafts each. With more drafts, a program has half of them, because the
+# registers of one warp store the states of all nodes.
 REQUESTS = 8
 
 _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
@@ -42,7 +42,7 @@ _WORD_TOKENS, _SENTENCE_TOKENS = tl.constexpr(WORD_TOKENS), tl.constexpr(SENTENC
 _SPANS, _OUTPUT = tl.constexpr(int(CountFrom.SPANS)), tl.constexpr(int(CountFrom.OUTPUT))
 
 
-# The columns of a guidance table that the kernel accesses: first the lists, at the end the columns that it writes.
+# The columns of a guidance table that the kernel accesses; lists come first, written columns last.
 SpanColumns = namedtuple(
     "SpanColumns",
     "eos_token_ids span_end_token_ids span_token_ids closing_token_ids span_first_bits span_end_bits span_start_bits "
@@ -73,8 +73,8 @@ def _after(
     span,  # NodeSpan
     token,
     place,  # length of the sequence with the token
-    is_told,
-    is_new,  # otherwise the token was read before, and only counts as the end of a line
+    is_passed,
+    is_new,  # False: the token was read before, and only counts as the end of a line
     rules,  # _Rules
 ):
     """The span state after a token."""
@@ -84,7 +84,7 @@ def _after(
     index = place - 1 - span.closing_from
     is_within = is_new & (span.closing_from >= 0) & (index >= 0) & (index < rules.closing_last)
     forced = tl.load(rules.closing_ptr + index, mask=is_within, other=-2)
-    # A closing may contain another end, and goes on to its own.
+    # An end inside a closing does not end the span.
     closes_on = is_within & (forced == token)
     ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0) & (closes_on == 0)
     begins = is_new & span.ended & ((match & rules.start_bits) != 0)
@@ -98,7 +98,7 @@ def _after(
     over = place - begin - rules.hard_limit
     is_due, missing, units = over >= rules.grace, span.missing_bytes, span.units
     if rules.text_breaks_ptr is not None:
-        is_known = is_told & (token >= 0) & (token < rules.W)
+        is_known = is_passed & (token >= 0) & (token < rules.W)
         text_break = tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0).to(tl.int32)
         is_due = is_due | ((text_break & _LINE) != 0)
         added = (text_break >> _ADDED_BYTES) & 3
@@ -107,14 +107,14 @@ def _after(
         units += (is_new & ((text_break & rules.unit) != 0)).to(tl.int32)
     units = tl.where((begin != span.begin) & is_new, 0, units)
     is_due = is_due & ((missing == 0) | (over >= rules.grace + _CHARACTER_TOKENS))
-    closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
+    closes = is_passed & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
     match = tl.where(is_new, match, span.match)
     return NodeSpan(ended, begin, match, tl.where(closes, place, closing_from), used, missing, units, in_call)
 
 
 @triton.jit
 def _generated(tokens, units, target_units, unit):
-    """Tokens that stand for the units of a text, so that the rest of the target is the expected tokens of its units."""
+    """Convert units to tokens, so that the rest of the target is the expected number of tokens of the missing units."""
     unit_tokens = tl.where(unit == _SENTENCE, _SENTENCE_TOKENS, _WORD_TOKENS)
     tokens_per_unit = tl.div_rn(tokens + _GUESSED_UNITS * unit_tokens, units + _GUESSED_UNITS)
     generated = target_units * unit_tokens - (target_units - units) * tokens_per_unit
@@ -204,9 +204,9 @@ def _limit_span_kernel(
     span = NodeSpan(ended != 0, begin, match, closing_from, used, missing, units, in_call != 0)
     for i in range(NEW):
         place = length - new_len + i + 1
-        is_told = has_span & (i < new_len) & (place > 0)
-        token = tl.load(tokens_ptr + request * stride_tokens_request + i, mask=is_told, other=-1)
-        span = _after(span, token, place, is_told, is_told & (place > seen), rules)
+        is_passed = has_span & (i < new_len) & (place > 0)
+        token = tl.load(tokens_ptr + request * stride_tokens_request + i, mask=is_passed, other=-1)
+        span = _after(span, token, place, is_passed, is_passed & (place > seen), rules)
     tl.store(table.prompt_len + table_row * stride.prompt_len, span.begin, mask=has_span)
     tl.store(table.span_ended + table_row * stride.span_ended, span.ended, mask=has_span)
     tl.store(table.span_seen + table_row * stride.span_seen, tl.maximum(seen, length), mask=has_span)
@@ -217,7 +217,7 @@ def _limit_span_kernel(
     tl.store(table.units + table_row * stride.units, span.units, mask=has_span)
     tl.store(table.in_call + table_row * stride.in_call, span.in_call, mask=has_span)
 
-    # Per node: the number of drafts on the path to it, and its span state.
+    # Per node: number of drafts on the path to it, and its span state.
     node = tl.arange(0, NODES)[None, :]
     depth = tl.zeros([REQUESTS, NODES], tl.int32)
     nodes = NodeSpan(*[tl.where(node == 0, root[:, None], 0).to(root.dtype) for root in span])
@@ -251,7 +251,7 @@ def _limit_span_kernel(
     tl.store(generated_ptr + row, generated, mask=is_row)
     if logits_ptr is not None:
         is_open = has_span[:, None] & is_node & (node_ended == 0)
-        # Forced token: the closing's token at this distance from its start, or its last one.
+        # The forced token is at this distance from the closing's start, or its last token.
         last = last[:, None]
         index = length[:, None] + depth - nodes.closing_from
         is_forced = is_open & (nodes.closing_from >= 0) & ((lands[:, None] == 0) | (index <= last))
@@ -271,7 +271,7 @@ def _limit_span_kernel(
         for i in range(SPAN_ENDS):
             end = tl.sum(tl.where(tl.arange(0, SPAN_ENDS)[None, :] == i, ends, 0), axis=1)
             is_excluded = is_excluded & (eos != end[:, None])
-        for j in tl.static_range(D + 1):  # unrolled, because a node is only a load and a store
+        for j in tl.static_range(D + 1):  # unrolled, because a node takes only a load and a store
             is_lowered = is_excluded & (tl.sum(tl.where(node == j, is_open.to(tl.int32), 0), axis=1) > 0)[:, None]
             excluded_ptr = logits_ptr + (request[:, None] * (D + 1) + j) * stride_logits_row + eos
             y = tl.load(excluded_ptr, mask=is_lowered, other=0.0)
@@ -329,7 +329,7 @@ def limit_span(
     text_breaks: Tensor | None = None,  # int8 [W]
     backend: str = "auto",
 ) -> SpanNodes:
-    """Update the state of guided spans; prevent the end of a sequence with an open span, and end long spans.
+    """Update the state of guided spans, prevent the end of sequences with an open span, and end long spans.
 
     A request has a span if it has an end or start sequence, a landing or a ``unit``. An open span ends after the last
     token of one of its end sequences, and a new one begins after the last token of a start sequence
@@ -339,25 +339,26 @@ def limit_span(
 
     - The request's ``eos_token_ids`` are excluded unless ``allows_eos`` is set or they also end the span. Their logits
       are lowered so far that any other token is drawn instead.
-    - Once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
-      ``closing_token_ids`` are raised in the same way, one per step; after the last one, the last one is repeated. They
-      begin after a whole character (at most four tokens later), and an end within them does not end the span.
+    - If it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
+      ``closing_token_ids`` are raised in the same way, one per step; the last one is repeated. They begin after a whole
+      character (at most four tokens later), and an end within them does not end the span.
 
-    ``count_from`` states which tokens a span counts (:class:`CountFrom`). With a ``unit``, the answer counts words or
-    sentences (:class:`TextBreak`): the generated tokens are then the target's expected tokens minus the expected tokens
-    of the units to come, at the text's own number of tokens per unit. The answer follows the span of a request with
-    ``span_end_token_ids``, and is the open span of other requests.
+    ``count_from`` is the place from which a span counts tokens (:class:`CountFrom`). With a ``unit``, the answer counts
+    words or sentences (:class:`TextBreak`): the generated tokens are then the target's expected tokens minus the
+    expected tokens of the missing units, at the text's own number of tokens per unit. The answer follows the span if
+    the request has ``span_end_token_ids``; otherwise it is the open span.
 
-    A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing in each span. From its
-    ``hard_limit`` on, its ``closing_token_ids`` are raised as above, each once. Then the sequence continues, and may
+    A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing in each span. From
+    ``hard_limit`` on, its ``closing_token_ids`` are raised as above, each once. The sequence then continues, and may
     end.
 
-    Other requests are unchanged. Calling it again for the same step does not change the drawn tokens.
+
+    Other requests are unchanged. A second call in a step does not change the drawn tokens.
 
     Args:
         logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``; logits of the next token at each node (:class:`Drafts`).
             Changed in place; rows may be strided. If ``None``, only the state is updated and returned.
-        table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``,
+        table: parameters of ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``,
             ``closing_from``, ``span_used``, ``missing_bytes``, ``units`` and ``in_call`` are written.
         tokens: int64 ``[B, N]``; the new tokens of each sequence, from column 0 on.
         table_rows: int64 ``[B]``; each request's row of the table, all different.

@@ -1,10 +1,9 @@
-"""Packing of draft tokens, and of the scored candidates after each of them, into one tree per request, in one launch.
+"""Packs draft tokens and the scored candidates after each of them into one tree per request, in one launch.
 
-A candidate that is also a draft is computed once. The tree of a request without scored candidates is empty; any other
-tree has all drafts of its request.
+A candidate that is also a draft is computed once. A tree without scored candidates is empty; others have all drafts.
 
-One program per request. Each cell (a candidate column of a node) has a place in the tree: first the cells that are
-computed, in order, then the others. A single scatter therefore also writes the padding.
+One program per request. Each cell (a candidate column of a node) has a place in the tree: first the computed cells, in
+order, then the others, so that a single scatter also writes the padding.
 """
 
 import torch
@@ -115,7 +114,7 @@ def pack_drafts(
     out: CandidateTrees | None = None,  # [N, C]
     backend: str = "auto",
 ) -> CandidateTrees:  # [N, C]
-    """Make one tree per request of its drafts and of the scored candidates at its nodes.
+    """Build a tree per request from its drafts and the scored candidates at its nodes.
 
     Args:
         scored: written by :func:`topk_candidates` for the nodes of ``N`` requests; ``K`` is a power of two up to 64.
@@ -146,7 +145,7 @@ def pack_drafts(
     rows, rest = divmod(nodes, 1 + width)
     if rest or rows < count:
         raise ValueError(
-            f"scored must have 1 + {width} rows a request for at least the {count} requests with drafts, got {nodes}"
+            f"scored must have 1 + {width} rows per request for at least {count} requests with drafts, got {nodes}"
         )
     if out is None:
         out = empty_trees(rows, width, columns, drafts.parents.device)

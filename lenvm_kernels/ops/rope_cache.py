@@ -5,9 +5,9 @@ For head ``x`` of a query or key, with first half ``a`` and second half ``b`` (v
     x = w * (x * rsqrt(mean(x^2) + eps))        only with a norm weight (Qwen3)
     a, b = a cos - b sin, b cos + a sin
 
-Source: ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of transformers (RoFormer, arXiv 2104.09864). The norm rounds
-where transformers does, to the dtype before and after the product with ``w``. The rotation is in fp32 and rounded once.
-A program processes one token with all its heads. All loads precede all stores, so that it waits for memory once.
+Source: ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of transformers (RoFormer, arXiv 2104.09864). The norm rounds as
+transformers does, to the dtype before and after the product with ``w``. The rotation is in fp32 and rounded once. A
+program processes a token with all its heads. All loads precede all stores, so that it waits for memory once.
 """
 
 from collections import namedtuple
@@ -25,7 +25,7 @@ from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
 # Elements of each half of the queries per thread: 16 bytes of bf16, the widest load. Not measured.
 ELEMENTS_PER_THREAD = 8
-# More than 64 heads of 128 give each thread more elements, so that a multiprocessor holds several programs.
+# With more than 64 heads of 128, threads have more elements, so that a multiprocessor holds several programs.
 MAX_WARPS = 16
 
 
@@ -42,8 +42,8 @@ def _store_halves(ptr, halves, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _scale(x, inv_rms, weight):
-    """``weight * (x * inv_rms)`` rounded as in the dtype of x: fp32 holds the exact product of two bf16 or fp16
-    numbers, so rounding it equals multiplication in their dtype."""
+    """``weight * (x * inv_rms)`` rounded as in the dtype of x. fp32 represents the product of two bf16 or fp16 numbers
+    exactly, so rounding it equals multiplication in their dtype."""
     normed = (x.to(tl.float32) * inv_rms[:, None]).to(x.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(x.dtype)
 
@@ -185,24 +185,24 @@ def rope_cache(
     num_rows: Tensor | None = None,  # int32 [1]
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
-    """Split a layer's fused projection into rotated queries and keys, and values; write keys and values to the cache.
+    """Split a layer's fused projection into rotated queries, rotated keys and values, and cache keys and values.
 
     If ``qk_norm_weight`` is given, each query and key head is RMS-normalized first (Qwen3). The rotary embedding pairs
     the first half of a head with the second. A token's result is bitwise identical in any batch and at any row.
 
     Args:
-        qkv: each token's query heads, then key heads, then value heads; fp32, bf16 or fp16 (fp64 too on the
+        qkv: each token's query heads, then key heads, then value heads; fp32, bf16 or fp16 (also fp64 on the
             reference). Rows may be strided.
-        cos, sin: fp32; cosine and sine of each token's angle ``position * inv_freq``, scaled if the model scales them.
+        cos, sin: fp32; cosine and sine of each token's angle ``position * inv_freq``, scaled if the model does so.
         slots: cache slot of each token's key and value. Tokens with a slot outside ``[0, S)`` are not cached
             (candidates, padding). All slots must be different.
-        k_cache, v_cache: the layer's cache, dtype of ``qkv``, written in place. Only D must be contiguous.
+        k_cache, v_cache: the layer's cache in the dtype of ``qkv``, written in place. Only D must be contiguous.
             Their shape determines ``Hkv`` and ``D`` (even).
         num_heads: number of query heads.
-        qk_norm_weight: dtype of ``qkv``; RMSNorm weights over D of each query head, then of each key head. If ``None``,
-            no norm. A single row may be passed expanded to all heads.
+        qk_norm_weight: in the dtype of ``qkv``; RMSNorm weights over D for each query head, then each key head. If
+            ``None``, no norm. A row may be expanded to all heads.
         norm_eps: epsilon of the RMSNorm, added to the mean of squares.
-        num_rows: number of rows that are tokens. If ``None`` or more than T, all rows. The remaining rows are neither
+        num_rows: number of rows in use. If ``None`` or more than T, all rows. The remaining rows are neither
             read nor written.
         backend: ``auto``, ``triton`` or ``reference``.
 

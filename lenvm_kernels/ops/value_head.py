@@ -1,8 +1,8 @@
 """Value head: one fp32 logit per token, ``z = w2 . silu(W1 h + b1) + b2``.
 
 Source: section 3 of the specification; ``v_head.fc`` and ``v_head.summary`` of a LenVM checkpoint.
-:func:`ragged_linear` computes ``W1 h + b1`` for all rows in use, and stores it in fp32. In a second launch, a program
-per token gathers its row, applies SiLU and computes the dot product with w2.
+:func:`ragged_linear` computes ``W1 h + b1`` for all rows in use and stores it in fp32. In a second launch, a program
+per token reads its row, applies SiLU and computes the dot product with w2.
 """
 
 import torch
@@ -90,17 +90,17 @@ def value_head(
     expected_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:  # fp32 [M], or [T] without token_rows
-    """Compute value logits ``z = w2 . silu(W1 h + b1) + b2`` of tokens; ``sigmoid(z)`` is the value, larger = longer.
+    """Compute value logits ``z = w2 . silu(W1 h + b1) + b2`` of tokens. ``sigmoid(z)`` is the value, larger for longer.
 
     The result for a row of ``hidden`` is bitwise identical in any batch and at any index.
 
     Args:
-        hidden: hidden states [T, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
+        hidden: hidden states [T, H], fp32, bf16 or fp16 (also fp64 on the reference). Rows may be strided.
         fc_weight: W1 [H, H], stored as in ``nn.Linear`` (out, in), in the dtype of ``hidden``. Rows may be strided.
-        fc_bias: b1 [H]; the dtype of ``hidden`` or fp32, also for the next two.
+        fc_bias: b1 [H]; in the dtype of ``hidden`` or fp32, as w2 and b2.
         summary_weight: w2 [1, H].
         summary_bias: b2 [1].
-        token_rows: int32 or int64 [M]; row of ``hidden`` for each logit, repeats allowed. For rows outside of
+        token_rows: int32 or int64 [M]; row of ``hidden`` for each logit, may repeat. For rows outside of
             ``[0, num_rows)``, such as -1 for padding, the logit is exactly 0. If ``None``, all T rows in order.
         num_rows, norm_eps, square_sums, expected_rows: as in :func:`ragged_linear`, which computes ``W1 h + b1``. With
             ``norm_eps``, the final RMSNorm's weight ``w`` must be folded into ``fc_weight``, as ``W1 diag(w)``.

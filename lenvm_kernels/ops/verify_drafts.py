@@ -1,7 +1,7 @@
-"""Verification of draft tokens: a sequence takes the drafts that equal the tokens drawn in their place, in one launch.
+"""Verifies draft tokens: drafts that equal the tokens drawn in their place are accepted, in one launch.
 
 A draw depends only on the request's seed, the position and the distribution at the node. If a draft equals the token
-drawn in its place, the draw at its own node is valid too, and so on. The text is the same as without drafts.
+drawn in its place, the draw at the draft's node is also valid, and so on. The text is the same as without drafts.
 """
 
 import triton.language as tl
@@ -77,16 +77,16 @@ def verify_drafts(
     *,
     backend: str = "auto",
 ) -> VerifiedTokens:  # [B, 1 + D]
-    """Follow the draws from the last token of each sequence as long as the drawn token is a draft.
+    """Follow the draws from the last token of each sequence while the drawn token is a draft.
 
     Args:
         drawn: int32 [B * (1 + D)]; the token drawn at each node (:class:`Drafts`), negative if none was drawn.
         drafts: drafts of all requests. Rows may be strided. If a token is listed twice below the same parent, the first
-            one counts.
+            is used.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
-        The :class:`VerifiedTokens`: the accepted drafts, and the token drawn after the last of them.
+        The :class:`VerifiedTokens`: the accepted drafts, and the token drawn after the last.
 
     Raises:
         TypeError, ValueError: an argument does not match its description. Raised before any launch.

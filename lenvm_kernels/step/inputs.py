@@ -13,9 +13,9 @@ from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.types import Drafts, Filters, SpanNodes
 
-# Most requests that a step computes at once. Engines admit thousands, and reserve the memory of the largest batch.
+# Maximum requests that a step computes at once. Engines admit thousands, and reserve memory for the largest batch.
 MAX_ROWS = 512
-# Default candidates per request, with a value model and without.
+# Default number of candidates per request, with and without a value model.
 CANDIDATES_OF_MODEL, CANDIDATES = 8, 64
 FILTER_DTYPES = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32, temperature=torch.float32)
 MAX_NUMBERS = 64
@@ -24,7 +24,7 @@ _DRAFTS = Spec("drafts: Drafts")
 
 def check_class(name: str, value: object, accepted: type) -> None:
     """Raise TypeError unless ``value`` is an instance of the named tuple ``accepted``."""
-    if value.__class__ is not accepted:  # no isinstance: a step makes few host calls
+    if value.__class__ is not accepted:  # faster than isinstance
         raise TypeError(f"{name} must be {accepted.__name__}, got {type(value).__name__}")
 
 
@@ -33,28 +33,28 @@ class StepConfig:
     """Sizes and options of a :class:`GuidedStep`, fixed for its lifetime.
 
     Attributes:
-        vocab_size: vocabulary size of the base model, whose scores are guided.
-        max_requests: the largest batch of :meth:`GuidedStep.step`. If None, the number of rows of the slot table. More
+        vocab_size: vocabulary size of the base model.
+        max_requests: size of the largest batch. If None, the number of rows of the slot table. More
             than 512 requests are computed in parts.
         max_candidates: K, candidates per request: a power of two up to 64. If None, 8 with a value model, which
             computes each of them, and 64 without.
         max_eos, max_scaled_tokens: maximum end-of-sequence ids, and tokens with a separate temperature, per request.
-        chunk_tokens: tokens that :meth:`GuidedStep.extend` computes at a time; bounds its memory.
-        max_delta: M, maximum tokens per request that a step computes. A request that needs no values in a step (one
-            candidate, an entropy threshold, a stride) defers its tokens until M are pending; 1 disables this. With
-            drafts, it defers them as long as there is room for ``1 + max_drafts`` more.
+        chunk_tokens: tokens that :meth:`GuidedStep.extend` computes at a time; limits its memory.
+        max_delta: M, maximum tokens per request that a step computes. A request that needs no values in a step (a
+            single candidate, an entropy threshold, a stride) defers its tokens until M are pending; with 1, nothing is
+            deferred. With drafts, tokens are deferred while there is room for ``1 + max_drafts`` more.
         max_drafts: D, draft tokens per request.
         value_stride: default for requests without one.
         score_all: also score the candidates of requests that need no values (``SINGLE``, ``SKIP``), for inspection.
-        text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); sentence and line ends in the base model's vocabulary, so
-            that outputs end where sentences do, and the words and sentences that targets count. If None, ends need the
-            same probability everywhere, and nothing is counted.
+        text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); text breaks of the base model's vocabulary, with which
+            outputs prefer to end after sentences, and words and sentences are counted. If None, ends need the same
+            probability everywhere, and targets in words or sentences are not counted.
         graphs: run steps from CUDA graphs, one per power of two of requests. If None, True on a GPU. A graph is
             captured on first use, which stalls that step; :meth:`GuidedStep.warm_up` captures all in advance.
         backend: backend of the operators: ``auto``, ``triton`` or ``reference``.
 
     Raises:
-        ValueError: naming the field, what came and what is accepted.
+        ValueError: invalid value; the message names the field, the value and the accepted values.
     """
 
     vocab_size: int
@@ -103,7 +103,7 @@ class StepConfig:
         )
 
     def checked_drafts(self, drafts: Drafts, requests: int, device: torch.device) -> Drafts:
-        """The checked drafts, with token ids as int64: kernels are compiled for one dtype."""
+        """The checked drafts, with token ids as int64, because kernels are compiled for one dtype."""
         _DRAFTS.check("auto", drafts, device=device, sizes={"B": requests})
         if (columns := drafts.token_ids.shape[1]) != self.max_drafts:
             raise ValueError(f"drafts must have max_drafts = {self.max_drafts} columns, got {columns}")
@@ -112,7 +112,7 @@ class StepConfig:
     def checked_scores(self, scores: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
         """The checked scores, without padding columns beyond the vocabulary.
 
-        They may have fewer columns: the output layers of some models have no row for special tokens of the prompt.
+        Fewer columns are accepted, because the output layers of some models lack special tokens of prompts.
         """
         check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(rows, None), device=device)
         if scores.shape[1] == 0:
@@ -124,7 +124,7 @@ class EngineSlots(NamedTuple):
     """The slots that an engine has assigned to its requests.
 
     Attributes:
-        table: int32 ``[R, pages]``; the engine's table, on the step's device. Token ``p`` of the request in row ``r``
+        table: int32 ``[R, pages]``; the slot table, on the step's device. Token ``p`` of the request in row ``r``
             is stored in slot ``table[r, p // page_size] * page_size + p % page_size``.
         num_slots: number of slots; sizes the value model's cache.
         page_size: slots per page.
@@ -147,12 +147,12 @@ class StepBatch(NamedTuple):
         table_rows: int32 or int64 ``[B]``; row of each request in the slot table, all different.
         lengths: int32 ``[B]``; tokens of each sequence, including the last one. The slot table has slots for all.
         new_lens: int32 ``[B]``; number of new tokens per sequence, 0 to N, for ``tokens [B, N]``.
-        active: bool ``[B]``; False for requests whose sequences have ended, which are left unguided in this and all
-            later steps. If None, all are active.
+        active: bool ``[B]``; False for requests with ended sequences, which are unguided in this and all later steps.
+            If None, all are active.
         states: hidden states of the base model after the last token, in the dtype of the :class:`LengthProbe`:
             ``[B, L H]``, or ``[B (1 + D), L H]`` with drafts; the ``L`` layers that the probe reads are concatenated.
             None without a probe.
-        counts: whether ``value_stride`` counts this step. False for a step of first tokens only, between decode steps.
+        counts: whether ``value_stride`` counts this step. Set to False for prefill-only steps.
     """
 
     tokens: torch.Tensor
@@ -164,13 +164,13 @@ class StepBatch(NamedTuple):
     counts: bool = True
 
     def checked(self, max_requests: int, device: torch.device) -> StepBatch:
-        """The checked batch, with token ids and rows as int64: kernels are compiled for one dtype."""
+        """The checked batch, with token ids and rows as int64, because kernels are compiled for one dtype."""
         is_many = self.new_lens is not None
         shape = (None, None) if is_many else (None,)
         check_tensor("batch.tokens", self.tokens, dtypes=INT_DTYPES, shape=shape, device=device)
         b = self.tokens.shape[0]
         if not 1 <= b <= max_requests:
-            raise ValueError(f"batch.tokens must be of 1 to max_requests = {max_requests} requests, got {b}")
+            raise ValueError(f"batch.tokens must have 1 to max_requests = {max_requests} requests, got {b}")
         check_tensor("batch.table_rows", self.table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
         check_tensor("batch.lengths", self.lengths, dtypes=torch.int32, shape=(b,), device=device)
         if is_many:
@@ -189,7 +189,7 @@ class StepBatch(NamedTuple):
             shape, device = (rows, needed[0]), self.lengths.device
             check_tensor("batch.states", self.states, dtypes=needed[1], shape=shape, device=device)
         elif self.states is not None:
-            raise ValueError("batch.states must be None unless values are made of the base model's states, got some")
+            raise ValueError("batch.states must be None without a probe, got a tensor")
 
 
 class PreparedStep(NamedTuple):
@@ -200,7 +200,7 @@ class PreparedStep(NamedTuple):
         batch: the requests.
         drafts: drafts of the requests, if any.
         spans: state of the spans at each node. None if no request has a span.
-        is_changed: whether any of the logits may have changed. Known without a host-device sync.
+        is_changed: whether logits may have changed; known without a host-device sync.
     """
 
     logits: torch.Tensor | None
@@ -211,12 +211,12 @@ class PreparedStep(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How the next tokens are drawn from a batch's scores.
+    """Sampling parameters of a step.
 
     Attributes:
         top_k, top_p, min_p, temperature, is_logits, vocab_mask: as in :func:`topk_candidates`. With drafts,
             ``vocab_mask`` has one row per node; the others are per request.
-        sample: draw tokens from the candidates. The random numbers depend only on a request's seed and length.
+        sample: whether to draw tokens from the candidates. Random numbers depend only on a request's seed and length.
     """
 
     top_k: torch.Tensor | int
@@ -238,7 +238,7 @@ class Sampling(NamedTuple):
         return mask[:, :words]
 
     def filters(self, requests: int, device: torch.device, numbers: dict[Any, torch.Tensor]) -> Filters:
-        """The filters as tensors ``[requests]``. ``numbers`` keeps a tensor of each number for later steps."""
+        """The filters as tensors ``[requests]``. ``numbers`` caches a tensor per number."""
         if self.temperature is not None and not self.is_logits:
             raise ValueError("sampling.temperature must be None when scores are probabilities (is_logits=False)")
         if len(numbers) > MAX_NUMBERS:

@@ -22,10 +22,10 @@ def working_bytes(
 ) -> int:
     """Upper bound on the bytes that a step or a :meth:`GuidedStep.extend` allocates while it runs.
 
-    An engine must reserve both, each with ``max_requests``. They never run at once but cannot share memory: with
-    graphs, the step's memory stays allocated; without graphs, torch's allocator keeps the freed blocks of both, and
-    releasing them takes a host-device sync. In addition, a :class:`GuidedStep` with ``N`` layers and ``S`` slots
-    permanently holds its cache of ``2 N S Hkv D e`` bytes.
+    An engine must reserve memory for both, each with ``max_requests``. They never run at once but cannot share memory:
+    with graphs, the memory of the step stays allocated; without graphs, torch's allocator keeps the freed blocks of
+    both, and releasing them takes a host-device sync. In addition, the cache of a :class:`GuidedStep` with ``N`` layers
+    and ``S`` slots always has ``2 N S Hkv D e`` bytes.
 
     Each bound is the sum of
 
@@ -35,7 +35,7 @@ def working_bytes(
       with several splits, and ``N <= 1 + X (T + B)`` plan rows (:func:`value_tree_attention`);
     - ``B (1 + D) (V / 16 + 320 K + 64)`` for the candidates.
 
-    A probe takes the last one and ``B (1 + D) M (e + 4 P)`` for the ``M`` columns of its projection.
+    A probe takes the last term and ``B (1 + D) M (e + 4 P)`` for the ``M`` columns of its projection.
 
     Args:
         values: a value model has the dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` and ``e`` bytes per element. If

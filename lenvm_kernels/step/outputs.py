@@ -17,7 +17,7 @@ class StepOutput(NamedTuple):
     With drafts, each node of a request has a separate row (:class:`Drafts`), and ``B`` stands for ``B (1 + D)``.
 
     Attributes:
-        candidates: candidates of each request, with its ``status`` and the probability that was cut off, ``lost_mass``.
+        candidates: candidates of each request, with its ``status`` and ``lost_mass``.
         value_logits: fp32 ``[B, K]``; value logits of the candidates, arbitrary for candidates that are not scored. A
             :class:`LengthProbe` summarizes a distribution (:func:`candidate_values`). None with
             :class:`ConstantValues`.
@@ -26,7 +26,7 @@ class StepOutput(NamedTuple):
             ``drawn``, -1 for requests that must be drawn with their own filters. None without both.
         remaining_lengths: fp32 ``[B]``; predicted number of tokens after ``tokens``, NaN for requests without
             ``return_values``. None if no request has it, or without ``tokens``.
-        verified: the tokens that the sequences grow by, if ``verify`` is set; else None.
+        verified: the new tokens of the sequences, if ``verify`` is set; else None.
     """
 
     candidates: Candidates
@@ -38,7 +38,7 @@ class StepOutput(NamedTuple):
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    """The result for a tensor, or for all tensors of a named tuple. Anything else is returned unchanged."""
+    """Apply a function to a tensor, or to all tensors of a named tuple. Other values are returned unchanged."""
     if isinstance(x, torch.Tensor):
         return function(x)
     return type(x)(*(map_tensors(function, field) for field in x)) if isinstance(x, tuple) else x
@@ -50,7 +50,7 @@ def rows_of(x: Any, rows: slice) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The rows of several tensors, or named tuples of tensors, as one. If they are None, None."""
+    """Concatenate tensors, or named tuples of tensors, by rows. None if they are None."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts))

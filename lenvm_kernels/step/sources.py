@@ -1,4 +1,4 @@
-"""The sources of a guided step's values: :class:`ModelValues`, :class:`ProbeValues` or :class:`ConstantValues`."""
+"""Value sources of a guided step: :class:`ModelValues`, :class:`ProbeValues` or :class:`ConstantValues`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from lenvm_kernels.step.state import StepRows, StepState
 from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
-# Tokens past the target at which outputs end that wait for the end of a sentence, measured with Qwen2.5-Coder-1.5B and
+# Mean number of tokens from the target to the end of the sentence, measured with Qwen2.5-Coder-1.5B and
 # SmolLM2 (bench/results/nvidia-h200/real-model).
 EARLY_WITH_VALUES, EARLY_WITHOUT_VALUES = 6.0, 3.0
-# Expected share of a forward's rows in use, out of one delta token and K candidates per request. A request with five
-# of eight candidates uses six of nine rows.
+# Expected share of a forward's rows in use, for one delta token and K candidates per request. With five of eight
+# candidates, a request uses six of nine rows.
 LIVE_SHARE = 2 / 3
 _NO_IMAGES = "images must be None unless the value model is a vision-language model"
 
 
 class ValueSource(ABC):
-    """A source of value logits. Subclasses must implement :meth:`value_logits`; the other hooks are for stateful ones.
+    """A source of value logits. Subclasses must implement :meth:`value_logits`; other hooks are for stateful sources.
 
     Attributes:
         needs_tokens: whether the source reads tokens, which must then be passed to :meth:`extend` and steps.
-        needs_states: number of columns and dtype of the base model's states that each step must be given; None if the
-            source reads none.
+        needs_states: number of columns and dtype of the base model's states that each step needs; None without states.
         device: device of the source, which must be the slot table's device. If None, any.
         candidates: default of :attr:`StepConfig.max_candidates`.
-        early: tokens past the target at which outputs end that wait for the end of a sentence.
-        cache: keys and values of the tokens; None if the source caches none.
+        early: mean number of tokens from the target to the end of the sentence.
+        cache: keys and values of the tokens; None without a cache.
     """
 
     needs_tokens = False
@@ -47,13 +46,13 @@ class ValueSource(ABC):
     cache: KVCache | None = None
 
     def bind(self, state: StepState) -> None:
-        """Connect the source with its step, whose constructor calls this. A source belongs to one step.
+        """Connect the source with its step. Called by the step's constructor; a source belongs to one step.
 
         Raises:
             ValueError: the source belongs to another step.
         """
         if hasattr(self, "_state"):
-            raise ValueError("values must be a source of no other step: make a source for each GuidedStep")
+            raise ValueError("values belongs to another step; create a source for each GuidedStep")
         self._state = state
 
     @abstractmethod
@@ -64,16 +63,16 @@ class ValueSource(ABC):
 
         Args:
             rows: tensors of the step, padding included.
-            states: the states of all rows (:class:`StepBatch`). None if the source reads none.
+            states: states of all rows (:class:`StepBatch`), or None.
 
         Returns:
-            fp32 ``[rows, K]``, the logits that guide and the logits that predict lengths; arbitrary where a
-            candidate is not scored. Both are the same tensor unless the source predicts a distribution. None if every
-            candidate has the value of its request's target (``target_logit`` of :class:`GuidanceColumns`).
+            fp32 ``[rows, K]``, value logits for guidance and for predicted lengths; arbitrary for candidates that are
+            not scored. They are one tensor unless the source predicts a distribution. None if the value of every
+            candidate is its request's target (``target_logit`` of :class:`GuidanceColumns`).
         """
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:  # noqa: B027, stateful sources only
-        """Admit a request to a row. Raises ValueError, naming the field, for guidance that the source cannot give."""
+        """Add a request in a row. Raises ValueError, naming the field, if its guidance is not supported."""
 
     def check_images(self, images: ImageTokens, tokens: int) -> None:
         """Raise unless the source reads images and ``images`` describe ``tokens`` tokens."""
@@ -87,11 +86,11 @@ class ValueSource(ABC):
 
 
 class ConstantValues(ValueSource):
-    """Values without a value model: every token is predicted to be followed by the request's target length.
+    """Values without a value model: every token has the request's target as its predicted length.
 
-    All candidates of a row have the same value, except those that end the sequence or its span, whose value is 0. So
-    ``near``, ``ge_near`` and ``le_near`` keep the probability ratios of all other candidates, except those that end a
-    sentence. Ends are suppressed far before the target, and boosted in about the last ``sqrt(2 target)`` tokens.
+    All candidates of a row have the same value, except tokens that end the sequence or its span, which have the value
+    0. So ``near``, ``ge_near`` and ``le_near`` keep the probability ratios of all other candidates, except tokens that
+    end a sentence. Ends are suppressed far before the target, and boosted in about the last ``sqrt(2 target)`` tokens.
     """
 
     early = EARLY_WITHOUT_VALUES
@@ -104,7 +103,7 @@ class ConstantValues(ValueSource):
 
 
 class ProbeValues(ValueSource):
-    """Values from a probe, which reads the base model's states in each step.
+    """Values from a probe on the base model's states.
 
     Args:
         probe: the probe.
@@ -139,7 +138,7 @@ class ProbeValues(ValueSource):
 
 
 class ModelValues(ValueSource):
-    """A value model on an engine's slots: one forward per step, over tokens not yet cached and the candidates.
+    """Values from a value model on the engine's slots, with one forward per step over uncached tokens and candidates.
 
     Args:
         value_model: the value model.
@@ -188,7 +187,7 @@ class ModelValues(ValueSource):
         check_tensor("images.embeds", images.embeds, dtypes=dtype, shape=(None, config.hidden_size), device=device)
 
     def extend(self, prompts: DeltaTokens, begins: Sequence[int], images: ImageTokens | None) -> None:
-        """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""
+        """See :class:`ValueSource`. Computes at most ``chunk_tokens`` at a time."""
         tokens, starts, lens, cached_lens, table_rows = prompts
         ends, no_lens = starts + lens, torch.zeros_like(starts)
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=tokens.device)
@@ -213,18 +212,18 @@ class ModelValues(ValueSource):
 
 
 def value_source(model: ValueModel | LengthProbe | None) -> ValueSource:
-    """The source of values of a model that a user has passed; :class:`ConstantValues` without one."""
+    """The value source of a model; :class:`ConstantValues` if it is None."""
     if model is None:
         return ConstantValues()
     return ProbeValues(model) if isinstance(model, LengthProbe) else ModelValues(model)
 
 
 def chunks_of(tokens: int, begins: Sequence[int], most: int) -> Iterator[slice]:
-    """Cut all tokens into slices of whole requests. A request longer than a slice is cut at multiples of ``most``.
+    """Split the tokens into slices of whole requests. A request longer than a slice is split at multiples of ``most``.
 
     Args:
         tokens: number of tokens of all requests.
-        begins: ascending; the first token of each request. Tokens before ``begins[0]`` are in no slice.
+        begins: ascending; the first token of each request. Tokens before ``begins[0]`` are skipped.
         most: tokens per slice.
     """
     ends = [end for begin, after in pairwise([*begins, tokens]) for end in (*range(begin + most, after, most), after)]

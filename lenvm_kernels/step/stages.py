@@ -1,4 +1,4 @@
-"""The stages of a guided step, in order: scale tokens and limit spans; begin; choose, (values), draw, verify."""
+"""The stages of a guided step, in order: scale tokens, limit spans, begin, choose candidates, values, draw, verify."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class StepCall(NamedTuple):
     """Arguments of a step that determine its launches.
 
     Attributes:
-        scores: ``[rows, V]``. With ``addresses``, a tensor of the same dtype and width that is not read.
-        vocab_mask: int32 ``[rows, ceil(V / 32)]``. With ``addresses``, a tensor of the same width that is not read. If
-            None, all tokens are allowed.
-        drawn, probs: arguments of :meth:`GuidedStep.step`, outside of its CUDA graph.
+        scores: ``[rows, V]``. With ``addresses``, only the dtype and width are used.
+        vocab_mask: int32 ``[rows, ceil(V / 32)]``. With ``addresses``, only the width is used. If None, no mask.
+        drawn, probs: arguments of :meth:`GuidedStep.step`; not part of the CUDA graph.
         is_logits: whether the scores are logits.
         sample: whether tokens are drawn from the candidates.
         verifies: whether drafts are verified.
@@ -47,19 +46,19 @@ class StepCall(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The properties on which a CUDA graph of the step depends."""
+        """The properties that determine a CUDA graph of the step."""
         scores, mask, _, _, *options, _ = self
         return scores.dtype, scores.shape[1], mask is None, *options
 
     def at_addresses(self, addresses: torch.Tensor, rows: int) -> StepCall:
-        """The same call for ``rows`` rows of scores and mask that are found at ``addresses`` when it runs."""
+        """The call for ``rows`` rows of scores and mask, which are read at ``addresses`` when it runs."""
         mask = None if self.vocab_mask is None else self.vocab_mask[:1].expand(rows, -1)
         scores = self.scores[:1].expand(rows, -1)
         return self._replace(scores=scores, vocab_mask=mask, drawn=None, probs=None, addresses=addresses)
 
 
 def scale_tokens(state: StepState, logits: torch.Tensor, table_rows: torch.Tensor) -> None:
-    """Apply token temperatures to ``logits [N, V]`` of requests in ``table_rows [N]``, in place."""
+    """Apply token temperatures in place to ``logits [N, V]`` of the requests in ``table_rows [N]``."""
     columns, width = state.table.columns, logits.shape[1]
     token_ids, scales = columns.scaled_token_ids[table_rows], columns.token_scales[table_rows].to(logits.dtype)
     if width < state.config.vocab_size:
@@ -69,7 +68,7 @@ def scale_tokens(state: StepState, logits: torch.Tensor, table_rows: torch.Tenso
 
 
 def limit_spans(state: StepState, logits: torch.Tensor | None, batch: StepBatch, drafts: Drafts | None) -> SpanNodes:
-    """The state of the spans at each node; changes the ``logits``, unless None, in place."""
+    """The state of the spans at each node. Changes the ``logits`` in place unless they are None."""
     return limit_span(
         logits,
         state.table.columns,
@@ -84,7 +83,7 @@ def limit_spans(state: StepState, logits: torch.Tensor | None, batch: StepBatch,
 
 
 def begin(state: StepState, rows: StepRows, prepared: PreparedStep, filters: Filters, call: StepCall | None) -> None:
-    """Copy the inputs of the step per request to ``rows``, in one launch. Without a ``call``, there are no scores."""
+    """Copy the step's inputs per request to ``rows``, in one launch. If ``call`` is None, there are no scores."""
     _, batch, drafts, spans, _ = prepared
     requests, tensors = len(batch.lengths), state.tensors
     nodes = requests * (1 + rows.requests.draft_ids.shape[1])

@@ -1,6 +1,4 @@
-"""State of a guided step at fixed addresses, as CUDA graphs need it: the tensors that its operators write, the history
-of the requests, and the graphs.
-"""
+"""State of a guided step at fixed addresses, as CUDA graphs require: tensors, history of requests, and graphs."""
 
 from __future__ import annotations
 
@@ -39,9 +37,9 @@ class StepRows(NamedTuple):
     states: torch.Tensor | None
 
     def score_chains(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Mark the first ``counts [B]`` of ``tokens [B, C]`` to be scored as a chain, each after the previous one.
+        """Mark the first ``counts [B]`` of ``tokens [B, C]`` to be scored as a chain after the sequence.
 
-        The chain follows the sequence; its keys and values are not cached.
+        The keys and values of the chain are not cached.
         """
         b, columns = tokens.shape
         computed = self.scored if self.trees is None else self.trees
@@ -58,11 +56,11 @@ class StepRows(NamedTuple):
 
 
 class StepTensors:
-    """The tensors of the largest step, and slices of them for smaller ones.
+    """The tensors of the largest step, and slices of them for smaller steps.
 
     Args:
         max_rows: largest number of requests.
-        config: has ``max_drafts``, D, and ``max_candidates``, K.
+        config: configuration with ``max_drafts``, D, and ``max_candidates``, K.
         device: device of the tensors.
         trees: whether candidates and drafts are scored together, see :func:`pack_drafts`.
         states: :attr:`ValueSource.needs_states`.
@@ -70,7 +68,7 @@ class StepTensors:
     Attributes:
         scored: candidates to score, per node.
         addresses: int64 ``[4]``; addresses of the scores and the vocabulary mask, see :func:`begin_step`.
-        no_drafts: ``[max_rows, D]``; no draft. Constants in place of None avoid further kernel variants.
+        no_drafts: ``[max_rows, D]``; empty drafts. Constants instead of None avoid kernel variants.
         all_active: bool ``[max_rows]``; True.
         none_drawn: int64 ``[max_rows * (1 + D)]``; -1.
     """
@@ -115,9 +113,9 @@ class History:
 
     Args:
         table_rows: R, rows of the slot table.
-        max_delta: M, tokens held per request.
+        max_delta: M, tokens stored per request.
         device: device of the tensors.
-        reads_tokens: whether the value source reads tokens. If False, no token is ever missing.
+        reads_tokens: whether the value source reads tokens. If False, tokens are never missing.
 
     Attributes:
         columns: :class:`StepHistory`.
@@ -133,7 +131,7 @@ class History:
         self._forgotten: set[int] = set()
 
     def forget(self, table_row: int) -> None:
-        """Discard the state of a row at the next :meth:`flush`, because it belongs to a new request."""
+        """Discard the state of a row at the next :meth:`flush`, for a new request."""
         self._forgotten.add(table_row)
 
     def flush(self) -> None:
@@ -145,12 +143,12 @@ class History:
             self._forgotten.clear()
 
     def extend(self, table_rows: torch.Tensor, lens: torch.Tensor) -> None:
-        """Record that the first ``lens [B]`` tokens of ``table_rows [B]`` are cached. Lengths never decrease."""
+        """Mark the first ``lens [B]`` tokens of ``table_rows [B]`` as cached. Lengths never decrease."""
         self._lens[:, table_rows] = torch.maximum(self._lens[:, table_rows], lens)
 
 
 class StepState(NamedTuple):
-    """The state that a guided step shares with its source of values.
+    """The state that a guided step shares with its value source.
 
     Attributes:
         config: configuration of the step, with its defaults resolved.
@@ -177,12 +175,12 @@ class StepState(NamedTuple):
 
 
 def bucket_of(requests: int, max_requests: int) -> int:
-    """The batch size of the graph that runs a batch of ``requests``: a power of two, or ``max_requests``."""
+    """The batch size of the graph for a batch of ``requests``: a power of two, or ``max_requests``."""
     return min(next_power_of_2(requests), max_requests)
 
 
 class Graphs:
-    """Runs functions through CUDA graphs, one per key. They must read and write tensors at fixed addresses.
+    """Runs functions with CUDA graphs, one per key. The functions must use tensors at fixed addresses.
 
     Args:
         device: device of the tensors.
@@ -190,7 +188,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None  # memory shared by all graphs: only one runs at a time
+        self._pool: Any = None  # memory shared by all graphs, because only one runs at a time
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     @staticmethod
@@ -199,7 +197,7 @@ class Graphs:
         return device.type == "cuda"
 
     def run(self, key: Hashable, function: Callable[[], Result]) -> Result:
-        """Run the function that was captured for ``key``; the next run overwrites its result.
+        """Run the function captured for ``key``; the next run overwrites its result.
 
         The first call with a key runs and captures ``function``. Later calls replay the graph and ignore ``function``.
         """
@@ -207,7 +205,7 @@ class Graphs:
             graph, result = self._captured[key]
             graph.replay()
             return result
-        # The first call runs eagerly: a capture launches no kernel and must not compile one.
+        # The first call runs eagerly, because a capture launches no kernel and must not compile one.
         result = function()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -1,8 +1,8 @@
 """The guided step: candidates, value forward, head, reweighting and draw, for the requests of a decode batch.
 
-A step is a fixed sequence of kernel launches over tensors whose shapes depend only on the batch size. It makes no
-host-device sync and does not loop over requests, and a request's cost is proportional to its number of candidates. The
-value model's cache uses the engine's slots. A request's parameters are written to a device table when it arrives.
+A step is a fixed sequence of kernel launches on tensors with shapes that depend only on the batch size. It makes no
+host-device sync and does not loop over requests; the cost of a request is proportional to its number of candidates. The
+value model's cache uses the engine's slots. A request's parameters are written to a device table on arrival.
 """
 
 from __future__ import annotations
@@ -38,33 +38,32 @@ NO_FILTERS = Sampling(top_k=0, top_p=1.0, min_p=0.0)
 class GuidedStep:
     """Length-guided decoding of the requests of an engine.
 
-    A request is identified by its row of the engine's slot table. An engine calls :meth:`add_request` when a request
-    arrives, :meth:`extend` with the tokens of its prompt (all but the last), :meth:`prepare` and :meth:`step` whenever
-    it is about to draw tokens, and :meth:`remove_request` when the request leaves. A batch may contain requests without
-    guidance, at no cost.
+    A request is identified by its row in the engine's slot table. An engine calls :meth:`add_request` when a request
+    arrives, :meth:`extend` with the tokens of its prompt (except the last), :meth:`prepare` and :meth:`step` before it
+    draws tokens, and :meth:`remove_request` when the request leaves. A batch may contain unguided requests, at no cost.
 
-    :func:`working_bytes` documents the memory of a step and of its cache.
+    :func:`working_bytes` documents the memory of a step and its cache.
 
     The stages of a step are :func:`torch.profiler.record_function` ranges: ``lenvm.begin``, and unless a CUDA graph is
     replayed, ``lenvm.candidates``, ``lenvm.values`` (with ``lenvm.layers`` and ``lenvm.head`` inside) and
     ``lenvm.draw``.
 
     Args:
-        values: the source of values: :class:`ModelValues` of a value model; :class:`ProbeValues` of a probe, which
-            reads the base model's states of each step; or :class:`ConstantValues`, with which only ``near``,
+        values: the value source: :class:`ModelValues` of a value model; :class:`ProbeValues` of a probe, which reads
+            the base model's states in each step; or :class:`ConstantValues`, with which only ``near``,
             ``ge_near`` and ``le_near`` guide. Only a value model needs :meth:`extend` and slots.
-        slots: the slots of tokens: :class:`PagedSlots`, or :class:`EngineSlots` for an engine that assigns its own.
+        slots: the slots of tokens: :class:`PagedSlots`, or :class:`EngineSlots` if the engine assigns them.
         config: :class:`StepConfig`.
 
     Attributes:
         config: the configuration, with its defaults resolved.
         table: :class:`GuidanceTable` of the requests.
         values: the :class:`ValueSource`.
-        text_breaks: ``config.text_breaks`` on the host, empty without.
+        text_breaks: ``config.text_breaks`` on the host, empty if it is None.
         graphs_class: runs the launches of a step if ``config.graphs``.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted.
+        TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
 
     Example:
         >>> slots = PagedSlots(8, max_len=2048, device="cuda")
@@ -92,7 +91,7 @@ class GuidedStep:
         self.config = config = config.completed(slots, self.device, values.candidates, has_graphs=has_graphs)
         table_rows = slots.table.shape[0]
         self.max_requests = config.max_requests or table_rows
-        # A row for each request and for the dummy requests of a padded batch, then the rows of answers after spans.
+        # One row per request, one for the dummy requests of a padded batch, then the rows of answers after spans.
         self.table = GuidanceTable(
             2 * table_rows + 1,
             self.device,
@@ -121,7 +120,7 @@ class GuidedStep:
         seed: int = 0,
         span: SpanState | None = None,
     ) -> None:
-        """Admit a request into a row of the slot table. The row is copied to the device at the next call.
+        """Add a request in a row of the slot table. The row is copied to the device at the next call.
 
         For arguments and errors, see :meth:`GuidanceTable.add_request`. Token temperatures of ids outside the
         vocabulary are ignored. Also raises ValueError for guidance that the value source does not support.
@@ -153,13 +152,13 @@ class GuidedStep:
         self._state.history.forget(table_row)
 
     def remove_request(self, table_row: int) -> None:
-        """Make a row unguided when its request leaves. Not needed before :meth:`add_request` refills the row."""
+        """Make a row unguided when its request leaves. Not needed if :meth:`add_request` reuses the row."""
         self.add_request(table_row, None, set())
 
     def restart_request(self, table_row: int) -> None:
         """Discard a request's history because its slots were reassigned; its guidance is kept.
 
-        Its tokens must be passed to :meth:`extend` again.
+        All its tokens must be passed to :meth:`extend` again.
         """
         self._state.history.forget(table_row)
 
@@ -173,7 +172,7 @@ class GuidedStep:
 
     @property
     def faults(self) -> torch.Tensor:
-        """int32 ``[R]``; number of steps in which the request of each table row has lost its guidance."""
+        """int32 ``[R]``; number of steps in which the request in each table row lost its guidance."""
         faults, rows = self.table.columns.faults, self._state.padding_row
         return faults[:rows] + faults[rows + 1 :] if self._answer_rows else faults[:rows]
 
@@ -198,25 +197,24 @@ class GuidedStep:
         begins: Sequence[int] | None = None,
         images: ImageTokens | None = None,
     ) -> None:
-        """Compute and cache keys and values of tokens whose candidates are not needed, such as prompts.
+        """Compute and cache keys and values of tokens without candidates, such as prompts.
 
         The last token of a prompt is passed to :meth:`step`. Requests without guidance and ``return_values`` are
         skipped.
 
-        Args:
-            tokens: int32 or int64 ``[D]``; tokens of all requests.
-            table_rows: int32 or int64 ``[B]``; row of each request in the slot table, which has slots for its tokens.
-            starts: int32 ``[B]``; the first token of each request in ``tokens``.
-            lens: int32 ``[B]``; number of tokens per request to compute, 0 or more.
-            cached_lens: int32 ``[B]``; tokens of each request that are already cached, also by other requests.
+        tokens: int32 or int64 ``[D]``; tokens of all requests.
+        table_rows: int32 or int64 ``[B]``; row of each request in the slot table, with slots for its tokens.
+        starts: int32 ``[B]``; index of each request's first token in ``tokens``.
+        lens: int32 ``[B]``; number of tokens per request to compute, 0 or more.
+        cached_lens: int32 ``[B]``; number of tokens of each request that are cached, also by other requests.
             begins: index of each request's first token in ``tokens``, ascending, on the host. A request computed in
                 parts is then split at multiples of ``chunk_tokens`` from its own start, so that its keys and values are
                 bitwise identical in any batch. If None, ``tokens`` is split at multiples of ``chunk_tokens``.
-            images: images of the ``D`` tokens. If None, all are text. Positions must be shifted as
-                :func:`image_positions` does, because all other calls take the index in the sequence as the position.
+            images: images of the ``D`` tokens. If None, all are text. Positions must be shifted as in
+                :func:`image_positions`, because all other calls use the index in the sequence as the position.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what is accepted.
+            TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
         """
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=self.device)
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=self.device)
@@ -224,7 +222,7 @@ class GuidedStep:
             check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=self.device)
         begins = [0] if begins is None else [int(begin) for begin in begins]
         if begins != sorted(begins) or not all(0 <= begin <= len(tokens) for begin in begins):
-            accepted = f"ascending places of 0 to {len(tokens)}, the number of tokens"
+            accepted = f"ascending indices from 0 to the number of tokens, {len(tokens)}"
             raise ValueError(f"begins must be {accepted}, got {begins}")
         if images is not None:
             self.values.check_images(images, len(tokens))
@@ -239,24 +237,24 @@ class GuidedStep:
 
     @torch.no_grad()
     def prepare(self, logits: torch.Tensor | None, batch: StepBatch, drafts: Drafts | None = None) -> PreparedStep:
-        """Apply token temperatures to a batch's logits and limit its spans, before anything else reads the logits.
+        """Apply token temperatures and limits of spans to a batch's logits, before anything else reads the logits.
 
-        Open spans keep the sequence open (``allow_eos``), end at their ``hard_limit``, and land. A :meth:`step` must
-        follow, unless no request of the batch is guided or has a span.
+        Open spans prevent the end of the sequence (``allow_eos``), end at their ``hard_limit``, and land. A
+        :meth:`step` must follow, unless no request of the batch is guided or has a span.
 
         With ``drafts``, a token is drawn at each node of a request (:class:`Drafts`), from the distribution that
-        verification must use. ``logits``, and the arguments of :meth:`step`, then have one row per node; request ``i``
-        starts at row ``i * (1 + D)``. Drafts are not yet part of a sequence: accepted drafts must be passed to the next
+        verification must use. ``logits`` and the arguments of :meth:`step` then have one row per node; request ``i``
+        starts at row ``i * (1 + D)``. Drafts are not part of a sequence yet: accepted drafts must be passed to the next
         step as its tokens.
 
         Args:
-            logits: fp32, bf16 or fp16 ``[B, V]``; logits of the next token, changed in place. If None, the spans are
-                followed without changing any logits.
+            logits: fp32, bf16 or fp16 ``[B, V]``; logits of the next token, changed in place. If None, spans are
+                tracked without changing logits.
             batch: the requests (:class:`StepBatch`).
-            drafts: ``[B, max_drafts]``; tokens that may come next.
+            drafts: ``[B, max_drafts]``; draft tokens.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what is accepted.
+            TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
         """
         config, device = self.config, self.device
         check_class("batch", batch, StepBatch)
@@ -284,35 +282,34 @@ class GuidedStep:
         drawn: torch.Tensor | None = None,
         verify: str | None = None,
     ) -> StepOutput:
-        """Guide the next token of each request of a batch that :meth:`prepare` returned.
+        """Guide the next token of each request of a batch from :meth:`prepare`. The step makes no host-device sync.
 
-        A request that is guided or requests values must pass every token of its sequence, to :meth:`extend` or to a
-        step, and at most ``max_delta`` tokens may be pending. If a token is missing, the request continues without
-        guidance, which :attr:`faults` counts, until :meth:`extend` passes its tokens again. The step makes no
-        host-device sync.
+        Every token of a request that is guided or requests values must be passed to :meth:`extend` or to a step, and at
+        most ``max_delta`` tokens may be pending. If a token is missing, the request continues unguided, which
+        :attr:`faults` counts, until :meth:`extend` passes its tokens again.
 
         On a GPU all launches after the first are replayed from a CUDA graph (``StepConfig.graphs``), unless the caller
-        captures a graph itself. A graph depends on the number of requests (rounded up to a power of two) and drafts,
-        on the dtype, width and alignment of the scores, and on ``sampling.is_logits``, ``sampling.sample``,
-        ``vocab_mask`` and ``verify`` being set. A caller that captures the step in its own graph must capture it anew
-        if one of these changes, or if the first request with a span or with token temperatures arrives.
+        captures a graph. A graph depends on the number of requests (rounded up to a power of two) and drafts, on the
+        dtype, width and alignment of the scores, and on whether ``sampling.is_logits``, ``sampling.sample``,
+        ``vocab_mask`` and ``verify`` are set. A caller that captures the step in its own graph must capture it again if
+        one of these changes, or if the first request with a span or with token temperatures arrives.
 
         Args:
             prepared: the batch.
-            sampling: how the next tokens are drawn (:class:`Sampling`). Can be reused while the filters stay the same.
-            scores: fp32, bf16 or fp16 ``[B, V]``; what the caller made of the logits, such as probabilities. If None,
-                the logits that were passed to :meth:`prepare`. Columns from ``vocab_size`` on are ignored, and a
-                narrower tensor has candidates in its columns only.
+            sampling: sampling parameters (:class:`Sampling`). Can be reused while the filters stay the same.
+            scores: fp32, bf16 or fp16 ``[B, V]``; scores computed from the logits, such as probabilities. If None, the
+                logits that were passed to :meth:`prepare`. Columns from ``vocab_size`` on are ignored; tokens without a
+                column are no candidates.
             probs: fp32, bf16 or fp16 ``[B, V]``; rows of requests that are guided or have a single candidate are
                 rewritten in place (:func:`reweight_scatter`). May be ``scores``.
             drawn: int32 or int64 ``[B]``; tokens drawn with the requests' own filters, for requests that are not drawn
-                from their candidates. Without it, such requests have no remaining length.
-            verify: ``"same_draws"`` accepts the drafts that equal the tokens drawn in their place, and the draw after
-                the last of them: the text is the same as without drafts (:func:`verify_drafts`). If None, the caller
-                verifies the drafts.
+                from their candidates. If None, such requests have no remaining length.
+            verify: ``"same_draws"`` accepts drafts that equal the tokens drawn in their place, and the draw after the
+                last of them, so that the text is the same as without drafts (:func:`verify_drafts`). If None, the
+                caller verifies the drafts.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what is accepted.
+            TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
         """
         config, device = self.config, self.device
         check_class("prepared", prepared, PreparedStep)
@@ -349,7 +346,7 @@ class GuidedStep:
                 batch=part, drafts=rows_of(drafts, own), spans=rows_of(prepared.spans, of_nodes)
             )
             output = self._launch(prepared_part, rows_of(call, of_nodes), rows_of(filters, own))
-            outputs.append(map_tensors(torch.clone, output))  # the next part overwrites it
+            outputs.append(map_tensors(torch.clone, output))  # the next part overwrites the output
         return joined(outputs)
 
     def _launch(self, prepared: PreparedStep, call: StepCall, filters: Filters) -> StepOutput:
@@ -382,7 +379,7 @@ class GuidedStep:
         return output if has_tokens else output._replace(tokens=None, remaining_lengths=None)
 
     def _rows_for(self, requests: int, nodes: int) -> tuple[Graphs | None, StepRows]:
-        """The graphs, None if the batch must be launched eagerly, and the tensors of its rows, padded for a graph."""
+        """The graphs, None if the batch is launched eagerly, and the tensors of its rows, padded for a graph."""
         is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         graphs = None if is_captured else self._graphs
         size = requests if graphs is None else bucket_of(requests, self._max_rows)
@@ -390,23 +387,23 @@ class GuidedStep:
 
     @torch.no_grad()
     def predict(self, batch: StepBatch) -> torch.Tensor:
-        """Predict output lengths after the given tokens, e.g. after the last token of a prompt, before any draw.
+        """Predict output lengths after the given tokens, e.g. after the last token of a prompt, before a draw.
 
-        The state of the requests does not change: the same tokens must be passed to the next :meth:`step` again, and
+        The state of the requests does not change: the tokens must also be passed to the next :meth:`step`, and
         ``value_stride`` does not count this call.
 
         Args:
-            batch: the requests (:class:`StepBatch`). ``tokens`` are the last tokens of each sequence, up to
+            batch: the requests (:class:`StepBatch`). ``tokens`` are the last tokens of each sequence, at most
                 ``1 + max_drafts``; all others must have been passed to :meth:`extend` or to a step. ``new_lens`` is the
-                number of valid tokens in each row. ``active`` is ignored. With a probe, one token per sequence, and
-                ``states [B, L H]`` of the token before it.
+                number of valid tokens in each row. ``active`` is ignored. With a probe, ``tokens`` has one token per
+                sequence, and ``states [B, L H]`` are the states at the token before it.
 
         Returns:
-            fp32 of the shape of ``tokens``; number of tokens predicted to follow each token, NaN for requests without
+            fp32 of the shape of ``tokens``; predicted number of tokens after each token, NaN for requests without
             ``return_values``.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what is accepted.
+            TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
         """
         config, device = self.config, self.device
         has_states = self.values.needs_states is not None
@@ -444,9 +441,9 @@ class GuidedStep:
         compute = partial(self.values.value_logits, rows, states)
         with profiler_range("values"):
             values = compute() if graphs is None else graphs.run((rows.sizes, "values"), compute)
-        assert values is not None  # sources that read tokens or states compute values
+        assert values is not None  # only ConstantValues returns None
         z = values[1].view(-1, nodes, values[1].shape[1])[:b, :columns, 0]
-        # Requests between two spans want a length, too, but only to feed the value model.
+        # Requests between two spans also have wants_length, but only to feed the value model.
         wants_length = wants_length & self.table.columns.return_values[table_rows]
         is_wanted = wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
         found = self.table.remaining_lengths(table_rows, z, tokens)
@@ -462,23 +459,23 @@ class GuidedStep:
         probs_dtype: torch.dtype | None = None,
         progress: bool = True,
     ) -> None:
-        """Compile every kernel and capture the graphs of every batch size, so that no later step has to.
+        """Compile all kernels and capture the graphs of all batch sizes in advance.
 
         Covers steps with and without drafts, if ``tokens [B, N]`` have ``1 + max_drafts`` columns. The kernels of steps
-        with a ``vocab_mask`` are compiled, but their graphs are captured on first use. The warm-up allocates no
-        ``[B, V]``: all dummy requests share one row of scores.
+        with a ``vocab_mask`` are compiled, but their graphs are captured on first use. No ``[B, V]`` is allocated,
+        because all dummy requests share one row of scores.
 
         Args:
             scores_dtype, is_logits: dtype of the scores passed to :meth:`step`, and whether they are logits.
             sample: :attr:`Sampling.sample` of the steps.
             probs_dtype: dtype of the ``probs`` passed to :meth:`step`. If None, none are passed.
-            progress: show a progress bar on stderr.
+            progress: whether to show a progress bar on stderr.
         """
         sizes = sorted({bucket_of(b, self._max_rows) for b in range(1, self._max_rows + 1)})
         temperature = 1.0 if is_logits else None
         sampling = Sampling(0, 1.0, 0.0, temperature=temperature, is_logits=is_logits, sample=sample)
         with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
-            for size in bar:  # largest first: the later graphs reuse its memory
+            for size in bar:  # largest first, so that smaller graphs reuse its memory
                 self._warm_up_size(size, sampling, scores_dtype, probs_dtype, is_last=size == sizes[0])
         self.values.warm_up(self._state.padding_row)
 
@@ -492,14 +489,14 @@ class GuidedStep:
     ) -> None:
         """Steps of dummy requests: without drafts, with one and with several new tokens, and with drafts.
 
-        The requests are not guided, so that no element of the scores is read.
+        The requests are unguided, so the scores are not read.
         """
         config, device, states = self.config, self.device, self.values.needs_states
         table_rows = torch.full((size,), self._state.padding_row, dtype=torch.int64, device=device)
         lens = torch.zeros(size, dtype=torch.int32, device=device)
 
         def zeros(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-            # One row in memory: the scores of a large batch would take gigabytes that an engine has reserved.
+            # One row in memory, because the scores of a large batch would take gigabytes that an engine has reserved.
             return torch.zeros(1, width, dtype=dtype, device=device).expand(count, -1)
 
         most = 1 + config.max_drafts

@@ -1,11 +1,11 @@
-"""Answers of the base model, the directory that stores them, and the target values that follow from their lengths.
+"""Answers of the base model, their directory, and the target values computed from their lengths.
 
-The value of a state is ``1 - gamma^remaining`` (arXiv 2604.27039), where ``remaining`` counts the tokens to come,
-end-of-sequence included: ``L`` at the last token of the prompt for an answer of ``L`` tokens, 1 before the end.
+The value of a state is ``1 - gamma^remaining`` (arXiv 2604.27039), where ``remaining`` is the number of tokens to come,
+including the end-of-sequence token: ``L`` at the last prompt token for an answer of ``L`` tokens, 1 before the end.
 
-States inside the guided part of an answer have no target, because guidance and not the base model chose what follows.
-The unknown tail of an answer that was cut at its limit is taken as geometric, with the rate at which answers end in the
-second half of their limit. The target is the expectation. Without cut answers, long answers would seem not to exist.
+States in the guided part of an answer have no target, because guidance chose the next tokens, not the base model.
+The unknown tail of an answer that was cut at its limit is assumed geometric, with the rate at which answers end in the
+second half of their limit; the target is the expectation. Dropping cut answers would hide that long answers exist.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Example:
 
     Attributes:
         prompt: tokens.
-        targets: fp32 ``[T]``, 1 <= T <= ``len(answer.ids)``: values of the last T of the states after the prompt and
-            after every token of the answer but the last.
+        targets: fp32 ``[T]``, 1 <= T <= ``len(answer.ids)``: values of the last T states, where a state follows the
+            prompt or any token of the answer except the last.
     """
 
     prompt: list[int]
@@ -72,7 +72,7 @@ Examples = Sequence[Example]
 class AnswerStore(StoredAnswers):
     """A directory of ``lenvm collect``.
 
-    ``plan["prompts"]`` are objects with ``text``, ``split`` and ``ids``, the tokens that the base model reads.
+    ``plan["prompts"]`` are objects with ``text``, ``split`` and ``ids`` (tokens in the chat template).
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class AnswerStore(StoredAnswers):
     def examples(self, split: str, gamma: float, *, of_prompts: bool = True) -> list[Example]:
         """The answers of a split that have a target, sorted by key; tails are estimated on the training prompts.
 
-        If ``of_prompts`` is False, the state at the last token of a prompt has no target: a probe values candidates.
+        If ``of_prompts`` is False, the last token of a prompt has no target, because a probe only values candidates.
         """
         tail = tail_factor(self.of_split(TRAIN), gamma)
         found = []
@@ -107,7 +107,7 @@ class AnswerStore(StoredAnswers):
 
 
 def gamma_of(answers: Iterable[SampledAnswer]) -> float:
-    """The discount that gives the 99th percentile of the lengths, in tokens, the value 0.99 (arXiv 2604.27039)."""
+    """The discount at which the 99th percentile of the lengths, in tokens, has the value 0.99 (arXiv 2604.27039)."""
     return float(0.01 ** (1 / np.percentile([len(answer.ids) for answer in answers], 99)))
 
 

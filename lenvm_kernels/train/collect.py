@@ -1,6 +1,6 @@
-"""``lenvm collect``: sampling of the answers that training uses, in process or by a server.
+"""``lenvm collect``: samples the answers for training, in process or on a server.
 
-The seed, the target and the batch of an answer follow from the plan, so that a resumed run samples the same answers.
+The plan determines the seed, the target and the batch of an answer, so that a resumed run samples the same answers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lenvm_kernels.loading.arguments import sampling_of
 from lenvm_kernels.loading.models import AnswerBar, Models, load_tokenizer, locate, quiet, sample, tokens_of
 from lenvm_kernels.train.answers import AnswerStore, Key, SampledAnswer
 
-# Share of the prompts that are held out if the file has no splits, and range of targets, up to the maximum length.
+# Share of held-out prompts if the file has no splits, and the range of targets, also limited by the maximum length.
 HELD_OUT, TARGETS = 0.1, (20, 2000)
 Guidance = Mapping[str, Any] | None
-# New tokens of rows of tokens, by their guidance, their limits, and a seed. A server gets one row.
+# Samples the new tokens of rows of tokens, given their guidance, their limits, and a seed. A server gets one row.
 Generate = Callable[[list[list[int]], list[Guidance], list[int], int], list[list[int]]]
 
 
@@ -39,9 +39,9 @@ class CollectionPlan:
     """Every setting that affects the answers.
 
     Attributes:
-        base, value: the base model, and the value source that guides. If ``value`` is None, answers are unguided.
+        base, value: the base model, and the value source of the guidance. If ``value`` is None, answers are unguided.
         samples: answers per prompt.
-        rows: answers per batch in process, or concurrent requests to a server.
+        rows: answers per batch in process, or number of concurrent requests to a server.
         engine: ``"sglang"``, ``"vllm"``, or None for answers in process.
     """
 
@@ -64,7 +64,7 @@ class CollectionPlan:
         return cls(value=value, prompts=prompts, samples=args.answers_per_prompt, sampling=sampling_of(args), **same)
 
     def ordered(self) -> list[Key]:
-        """The answers in sampling order; the longest guided row of a batch sets its cost."""
+        """The answers in sampling order: by guided length, because the longest guided row sets the cost of a batch."""
         keys = [(prompt, i) for i in range(self.samples) for prompt in range(len(self.prompts))]
         return sorted(keys, key=lambda key: self.guidance(key)[1])
 
@@ -91,7 +91,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None = None) -> None:
-    """Sample the answers of a plan that a directory lacks, by the server at ``url`` or in process.
+    """Sample the answers of a plan that a directory lacks, on the server at ``url`` or in process.
 
     Raises:
         ValueError: BASE has no end-of-sequence token, the directory has another plan, or the server does not answer.
@@ -136,7 +136,7 @@ def collect(plan: CollectionPlan, folder: Path, *, device: str, url: str | None 
                 bar.put(torch.tensor(answers[0].ids))
                 bar.update(1)
 
-        # Every answer is stored on arrival, and the first error ends the run.
+        # Each answer is stored on arrival, and the first error ends the run.
         with ThreadPoolExecutor(plan.rows) as pool:
             futures = [pool.submit(answer, key) for key in missing]
             try:
@@ -153,13 +153,13 @@ def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
     else:
         prompts = read_prompts(file)
         if prompts[0].split is None:
-            # By a hash of the text: a prompt stays in its split when others are added to the file.
+            # By a hash of the text, so that a prompt keeps its split when other prompts are added to the file.
             by_hash = sorted((prompt.text for prompt in prompts), key=seed_from)
             test = set(by_hash[: max(1, round(HELD_OUT * len(prompts)))])
             prompts = [replace(p, split=TEST if p.text in test else TRAIN) for p in prompts]
     by_split = [[prompt for prompt in prompts if prompt.split == split] for split in (TRAIN, TEST)]
     if not all(by_split):
-        raise ValueError(f"--prompts must have prompts of the splits train and test, {file} has only one of them")
+        raise ValueError(f"--prompts must have prompts of both splits, train and test, {file} has only one")
     return [prompt for of_split in by_split for prompt in spread(of_split, count or len(of_split))]
 
 

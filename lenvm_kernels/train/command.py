@@ -1,4 +1,4 @@
-"""The commands ``lenvm collect``, ``lenvm fit`` and ``lenvm train``: their flags."""
+"""Flags of the commands ``lenvm collect``, ``lenvm fit`` and ``lenvm train``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def add(commands: Any) -> None:
     """Add the three commands to ``lenvm``."""
     parser = commands.add_parser(
         "collect",
-        help="sample the answers that lenvm fit learns from",
+        help="sample answers for lenvm fit",
         description="Sample a base model's answers to prompts. The same command resumes an interrupted run.",
         epilog="example: lenvm collect demo --output answers --num-prompts 50 --max-new-tokens 256",
     )
     _add_first(parser, "base model", "directory of the answers")
-    parser.add_argument("--value", metavar="VALUE", help="probe or value model that guides the beginnings of answers")
-    parser.add_argument("--url", metavar="SERVER", help="SGLang or vLLM server that samples (default: in process)")
+    parser.add_argument("--value", metavar="VALUE", help="probe or value model that guides the start of each answer")
+    parser.add_argument("--url", metavar="SERVER", help="SGLang or vLLM server for the sampling (default: in process)")
     _add_answers(parser)
 
     parser = commands.add_parser(
         "fit",
         help="train a probe or a value model on collected answers",
-        description="Train a probe, which predicts remaining lengths from the base model's own states; or, with --kind "
+        description="Train a probe, which predicts remaining lengths from the base model's states; or, with --kind "
         f"{VALUE_MODEL}, a second model with a value head. The same command resumes an interrupted training of a value "
         "model. On several GPUs: torchrun --nproc_per_node N -m lenvm_kernels.cli fit ...",
         epilog="example: lenvm fit demo --answers answers --output fitted",
@@ -47,8 +47,8 @@ def add(commands: Any) -> None:
         epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --dtype bfloat16",
     )
     _add_first(parser, "base model", "directory of all results")
-    add_numbers(parser, rounds=(2, "rounds, the first of them unguided"))
-    of_evaluation = "prompts of the evaluation, 0: no evaluation (default: %(default)s)"
+    add_numbers(parser, rounds=(2, "rounds; the first is unguided"))
+    of_evaluation = "number of prompts in the evaluation, 0: no evaluation (default: %(default)s)"
     count = positive(int, or_0=True)
     parser.add_argument("--evaluate-prompts", type=count, default=24, metavar="N", help=of_evaluation)
     _add_answers(parser)
@@ -85,10 +85,10 @@ def _add_fitting(parser: Any) -> None:
     add_numbers(group, epochs=(2, "passes over the answers"))
     rate_help = f"(default: {RATE_PROBE:g} for a probe, {RATE_ADAPTERS:g} for adapters, {RATE_FULL:g} for all weights)"
     group.add_argument("--learning-rate", type=positive(float), metavar="R", help=rate_help)
-    gamma_help = "discount (default: the 99th percentile of lengths has the value 0.99)"
+    gamma_help = "discount (default: the 99th percentile of lengths gets the value 0.99)"
     group.add_argument("--gamma", type=positive(float, below=1), metavar="G", help=gamma_help)
     group = parser.add_argument_group(f"training with --kind {PROBE}")
-    layers_help = "layers whose inputs it reads (default: the output layer)"
+    layers_help = "layers of which the probe reads the input (default: the output layer)"
     group.add_argument("--layers", type=positive(int), nargs="+", metavar="N", help=layers_help)
     add_numbers(group, states=(None, "maximum number of tokens in memory (default: 1000000)"))
     group = parser.add_argument_group(f"training with --kind {VALUE_MODEL}")
@@ -98,7 +98,7 @@ def _add_fitting(parser: Any) -> None:
         group,
         batch_size=(None, "answers per forward and process (default: 8)"),
         accumulation=(None, "forwards per step (default: 8)"),
-        save_steps=(None, "steps between two checkpoints (default: 100)"),
+        save_steps=(None, "steps between checkpoints (default: 100)"),
     )
     checkpointing_help = "less memory, a third more time"
     group.add_argument("--gradient-checkpointing", action="store_true", default=None, help=checkpointing_help)

@@ -1,4 +1,4 @@
-"""``lenvm fit``: training on collected answers, and a report on held-out answers."""
+"""``lenvm fit``: trains on collected answers and reports on held-out answers."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
     """Train on the answers of directories unless ``output / "report.json"`` exists.
 
     Returns:
-        The report; None in every process but the first.
+        The report; None in all processes except the first.
 
     Raises:
-        ValueError: the answers have another vocabulary, or ``output`` holds another training.
+        ValueError: the answers have another vocabulary, or ``output`` is from another training.
     """
     quiet()
     path = check_model(how, model, "BASE")
@@ -76,7 +76,7 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
     content = json.dumps([[asdict(answer) for answer in store.of_split(TRAIN)] for store in stores.values()])
     plan: dict[str, Any] = {**asdict(how), "model": model, "gamma": gamma}
     plan["answers"] = hashlib.sha256(content.encode()).hexdigest()[:16]
-    for name in ("device", "save_steps"):  # neither affects the result
+    for name in ("device", "save_steps"):  # they do not affect the result
         del plan[name]
     if (output / REPORT).exists():
         report = json.loads((output / REPORT).read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def measure(values: torch.Tensor, examples: Sequence[Example], gamma: float) -> 
     Returns:
         ``answers``, ``states``, ``cut`` (share of cut answers), ``mse``, ``r2``, ``correlation``,
         ``rank_correlation_within_prompts`` (Spearman's over the states of a prompt, averaged over prompts),
-        ``correlation_at_a_position`` (after subtracting the mean over a prompt's answers at a position, because
+        ``correlation_at_a_position`` (after subtraction of the mean over a prompt's answers at a position, because
         guidance compares candidates of one position) and ``mae_tokens`` (of remaining lengths, finished answers only).
         None if the values or the targets are constant.
     """
@@ -149,7 +149,7 @@ def measure(values: torch.Tensor, examples: Sequence[Example], gamma: float) -> 
 
 
 def lengths(values: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Remaining tokens that values stand for."""
+    """Convert values to remaining tokens."""
     return torch.log1p(-values.clamp(0, 1 - 1e-6)) / math.log(gamma)
 
 

@@ -1,4 +1,4 @@
-"""Fit of a probe: the distribution of remaining lengths from a base model's states and a candidate's embedding.
+"""Trains a probe: the distribution of remaining lengths, given a base model's states and a candidate's embedding.
 
 The loss is the negative log-likelihood of the bin of the remaining length, or of all later bins if the answer was cut.
 The base model runs once over every answer and is not changed.
@@ -25,17 +25,17 @@ from lenvm_kernels.train.answers import Examples
 from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.values.probe import ProbeConfig, embedding_signs, write_probe
 
-# Ratio of neighboring bin edges, and of the last edge to the longest answer: the last bin holds tails of cut answers.
+# Ratio of neighboring bin edges, and of the last edge to the longest answer; tails of cut answers are in the last bin.
 GROWTH, BEYOND = 1.18, 1.5
 # Widths of scale, shift and embedding, and of the hidden layer. Larger networks overfit (docs/training.md).
 SIZE, OUTPUTS = 128, 128
 DROPOUT, WARM_UP, WEIGHT_DECAY, ROWS_PER_STEP = 0.3, 0.1, 0.02, 4096
-# Rows that means and deviations are measured on, and rows of a forward without gradient.
+# Rows for the measurement of means and deviations, and rows of a forward without gradient.
 STANDARDIZED, MEASURED_AT_ONCE = 50_000, 16_384
 
 
 def edges_of(longest: int) -> tuple[int, ...]:
-    """Bin edges for answers of at most ``longest`` tokens, see :class:`ProbeConfig`."""
+    """Bin edges for answers of at most ``longest`` tokens, as in :class:`ProbeConfig`."""
     last = max(math.ceil(BEYOND * longest), 2)
     count = min(MAX_BINS, math.ceil(math.log(last, GROWTH)))
     return tuple(np.unique(np.geomspace(1, last, count + 1).round().astype(int)).tolist())
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 @torch.no_grad()
 def rows_of(models: Models, layers: tuple[int, ...], examples: Examples, most: float = math.inf) -> Rows:
-    """Run the base model over answers, and keep about ``most`` rows, drawn by torch's default generator.
+    """Run the base model over answers, and keep about ``most`` rows, drawn with torch's default generator.
 
     A row is a token after which an answer has a target.
     """
@@ -93,7 +93,7 @@ def rows_of(models: Models, layers: tuple[int, ...], examples: Examples, most: f
 
 
 class StandardizedLinear(nn.Linear):
-    """A linear layer on inputs standardized by a sample ``x [N, K]`` of them, with dropout."""
+    """A linear layer with dropout. Inputs are standardized with the mean and deviation of a sample ``x [N, K]``."""
 
     mean: Tensor
     std: Tensor
@@ -109,14 +109,14 @@ class StandardizedLinear(nn.Linear):
 
     @torch.no_grad()
     def folded(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the same layer on raw inputs, fp32."""
+        """Weight and bias of the layer for raw inputs, fp32."""
         weight = self.weight / self.std
         return weight, self.bias - weight @ self.mean
 
 
 @torch.no_grad()
 def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Weights and biases of a network's layers on raw inputs, on the CPU."""
+    """Weights and biases of a network's layers for raw inputs, on the CPU."""
     tensors: dict[str, Tensor] = {}
     for name, layer in network.named_children():
         folded: Any = layer.folded() if isinstance(layer, StandardizedLinear) else (layer.weight, layer.bias)
@@ -126,7 +126,7 @@ def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 class ProbeHead(nn.Module):
-    """The network of a probe, from a sample of its states ``[N, L H]``, the embedding ``[V, H]``, and bin edges."""
+    """The network of a probe, standardized with sample states ``[N, L H]`` and the embedding ``[V, H]``."""
 
     table: Tensor
     edges: Tensor
@@ -149,7 +149,7 @@ class ProbeHead(nn.Module):
 
     @torch.no_grad()
     def values(self, rows: Rows, gamma: float) -> Tensor:
-        """Mean values fp32 ``[N]`` on the CPU; a bin counts with its middle length."""
+        """Mean values fp32 ``[N]`` on the CPU; each bin is represented by its middle length."""
         self.eval()
         of_bins = 1 - gamma ** ((self.edges[:-1] + self.edges[1:] - 1) / 2)
         parts = rows.split(torch.arange(len(rows.token_ids)), MEASURED_AT_ONCE)
@@ -157,7 +157,7 @@ class ProbeHead(nn.Module):
 
 
 def likelihood(logits: Tensor, remaining: Tensor, is_cut: Tensor, edges: Tensor) -> Tensor:
-    """Negative log-likelihood ``[N]`` of remaining lengths, with logits ``[N, bins]`` and ``edges [bins + 1]``."""
+    """Negative log-likelihood ``[N]`` of remaining lengths, given logits ``[N, bins]`` and ``edges [bins + 1]``."""
     log_probs = logits.log_softmax(dim=1)
     bins = logits.shape[1]
     bin_of = (torch.bucketize(remaining, edges, right=True) - 1).clamp(max=bins - 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 # Results of lenvm fit and lenvm train.
 VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
-# Flags that only one kind has, and their defaults.
+# Flags of only one kind, and their defaults.
 OF_KIND: dict[str, dict[str, Any]] = {
     PROBE: dict(layers=None, states=1_000_000),
     VALUE_MODEL: dict(lora_rank=16, batch_size=8, accumulation=8, gradient_checkpointing=False, save_steps=100),
@@ -20,9 +20,9 @@ RATE_PROBE, RATE_ADAPTERS, RATE_FULL = 2e-3, 2e-4, 2e-5
 
 @dataclass(frozen=True)
 class Fitting:
-    """The flags of ``lenvm fit``, described there. A flag of the other kind has its default.
+    """The flags of ``lenvm fit``. Flags of the other kind have their defaults.
 
-    ``dtype`` is ``"float32"`` or ``"bfloat16"``, of forwards and of frozen weights.
+    ``dtype`` is ``"float32"`` or ``"bfloat16"``, for forwards and frozen weights.
     """
 
     kind: str
@@ -51,8 +51,8 @@ class Fitting:
                 elif kind != args.kind:
                     raise ValueError(f"--{name.replace('_', '-')} requires --kind {kind}, got --kind {args.kind}")
         if args.dtype == "float16":
-            raise ValueError("--dtype must be float32 or bfloat16 in a training, got 'float16'")
-        if args.kind == VALUE_MODEL and args.device not in ("cpu", "cuda"):  # every process takes the GPU of its rank
+            raise ValueError("--dtype must be float32 or bfloat16 for training, got 'float16'")
+        if args.kind == VALUE_MODEL and args.device not in ("cpu", "cuda"):  # each process uses the GPU of its rank
             raise ValueError(f"--device must be cpu or cuda with --kind {VALUE_MODEL}, got {args.device!r}")
         if given["learning_rate"] is None:
             of_value_model = RATE_ADAPTERS if given["lora_rank"] else RATE_FULL

@@ -1,4 +1,4 @@
-"""``lenvm train``: the stages in turn."""
+"""``lenvm train``: runs the stages in turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(args: argparse.Namespace, command: str) -> None:
         of_round = replace(plan, value=value, seed=plan.seed + number - 1)
         collect(of_round, folders[-1], device=args.device)
         report = fit(how, model, folders, folder, command)
-        assert report is not None  # this command has one process
+        assert report is not None  # this command runs in one process
         print(f"round {number}:\n{table(report)}", flush=True)
     link = args.output / "value"
     link.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Fit of a value model: a backbone with a value head on its last hidden states, trained by ``transformers.Trainer``.
+"""Trains a value model, a backbone with a value head on its last hidden states, with ``transformers.Trainer``.
 
 The loss is the squared error of the values, averaged over all states of an optimizer step. Adapters of ``peft`` are
 merged into the backbone before the value model is written.
@@ -30,16 +30,16 @@ from lenvm_kernels.train.settings import Fitting
 from lenvm_kernels.values import LenVMConfig
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Learning rate of the head, and share of the steps over which learning rates rise.
+# Learning rate of the head, and share of warm-up steps.
 HEAD_RATE, WARM_UP = 5e-4, 0.03
-# States that the head's standardization is measured on, at least.
+# Minimum number of states for the head's standardization.
 MEASURED_STATES = 16_384
 LOGGED_STEPS = 10
-NO_TARGET = -100  # the label that Trainer does not count
+NO_TARGET = -100  # Trainer ignores this label
 
 
 class ValueHead(nn.Module):
-    """A value head that standardizes its input by ``states [N, H]``, and at first predicts ``value`` everywhere."""
+    """A value head that standardizes its input with ``states [N, H]``, and initially predicts ``value`` everywhere."""
 
     def __init__(self, states: Tensor, value: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ValueNetwork(nn.Module):
         self.backbone, self.head = backbone, head
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        """Value logits fp32 ``[B, L]`` after every token, of sequences padded on the right."""
+        """Value logits fp32 ``[B, L]`` after every token, for sequences padded on the right."""
         found = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return {"logits": self.head(found.last_hidden_state)}
 
@@ -137,7 +137,7 @@ def fit_value_model(
 def _network(
     how: Fitting, path: Path, dataset: Sequence[Mapping[str, Tensor]], device: torch.device
 ) -> ValueNetwork | PeftModel:
-    """The network before its first step, with the head standardized on the backbone's states."""
+    """The initial network, with the head standardized on the backbone's states."""
     model = AutoModelForCausalLM.from_pretrained(
         **source_of(path),
         dtype=getattr(torch, how.dtype) if how.lora_rank else torch.float32,
@@ -214,7 +214,7 @@ def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: 
 
 
 class StepBar(ProgressCallback):
-    """The progress bar of ``transformers``, with the mean squared error beside it instead of lines on stdout."""
+    """The progress bar of ``transformers``, which shows the mean squared error instead of printing it."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "loss" in logs:

@@ -1,4 +1,4 @@
-"""The value model: its checkpoint, its ragged batches and its forward; and the probe, which replaces the model."""
+"""The value model: checkpoint, ragged batches and forward; and the probe, a smaller replacement for it."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.values.ragged_batch import KVCache as KVCache
     from lenvm_kernels.values.ragged_batch import RaggedBatch as RaggedBatch
 
-# Imported on first use, so that an engine's front end reads a model's configuration without loading the operators.
+# Imported on first use, so that an engine's front end can read a configuration without loading the operators.
 _MODULES = {"config": "LenVMConfig", "images": "ImageTokens image_positions", "ragged_batch": "KVCache RaggedBatch"}
 _MODULES |= {"checkpoint": "ValueModelConfig", "model": "ValueModel", "probe": "LengthProbe"}
 __getattr__ = imported_on_use(__name__, _MODULES)

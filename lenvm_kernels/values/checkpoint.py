@@ -25,25 +25,25 @@ ARCHITECTURES = ("qwen2", "qwen3", "llama", *VISION_ARCHITECTURES)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # File names of the head in the paper's training code, with and without safetensors.
 HEAD_FILE, _ = HEAD_FILES = "value_head.safetensors", "value_head.bin"
-# A repository name on Hugging Face, as opposed to a relative path to a file.
+# A repository name on Hugging Face, not a relative path to a file.
 _REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.(gguf|safetensors|bin|json)$))[\w.-]*\w/\w[\w.-]*", re.ASCII)
 
-# Prefixes of tensor names, in this order: of the wrapper in the paper's training code, of the model below the head in
-# transformers, and of the text part of a vision-language model.
+# Prefixes of tensor names, in this order: the wrapper in the paper's training code, the model below the head in
+# transformers, the text part of a vision-language model.
 PREFIXES = ("pretrained_model.", "model.", "language_model.")
-# Prefix of the vision tower of a vision-language model, after the others.
+# Prefix of the vision tower of a vision-language model, after the other prefixes.
 VISION_PREFIX = "visual."
 
-# A file with the value head, a directory or a repository with that file, or its tensors by name.
+# A file with the value head, a directory or a repository with such a file, or its tensors by name.
 Head = str | os.PathLike | Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ValueModelConfig:
-    """The parameters of an architecture that the forward depends on.
+    """The architecture parameters that determine the forward.
 
-    ``rope_inv_freq`` holds the ``head_dim / 2`` angular frequencies in radians per token with any scaling applied, and
-    ``rope_scale`` the factor on cosine and sine (1 except for yarn). ``qk_norm`` is the RMSNorm of queries and keys
+    ``rope_inv_freq`` contains the ``head_dim / 2`` angular frequencies in radians per token, after any scaling.
+    ``rope_scale`` is the factor on cosine and sine (1 except for yarn). ``qk_norm`` is the RMSNorm of queries and keys
     over ``head_dim`` (Qwen3). With ``tied_embeddings``, ``lm_head.weight`` may replace a missing embedding.
 
     The last four fields are set for vision-language models only. ``mrope_sections`` are the numbers of frequencies that
@@ -75,8 +75,7 @@ class ValueModelConfig:
         """Read the ``transformers`` configuration of a supported architecture.
 
         Raises:
-            ValueError: an architecture, activation, kind of rotary embedding or attention that is not supported; the
-                message names the field and what it accepts.
+            ValueError: unsupported architecture, activation, rotary embedding or attention; the message names it.
         """
         architecture = config.model_type
         if architecture not in ARCHITECTURES:
@@ -153,11 +152,11 @@ def local_path(name: str | os.PathLike) -> Path:
     """The path of a checkpoint on this machine.
 
     Args:
-        name: a path, or ``owner/name`` of a repository on Hugging Face if no such path exists, for the directory of its
-            ``main`` revision in the cache. Missing files are downloaded unless ``HF_HUB_OFFLINE`` is set.
+        name: a path, or a repository ``owner/name`` on Hugging Face if no such path exists. The repository's ``main``
+            revision is read from the cache; missing files are downloaded unless ``HF_HUB_OFFLINE`` is set.
 
     Raises:
-        FileNotFoundError: the name has the form of a repository name, and there is no such repository.
+        FileNotFoundError: the name looks like a repository, which does not exist.
     """
     path, text = Path(name), os.fspath(name)
     if path.exists() or not _REPOSITORY.fullmatch(text):
@@ -166,13 +165,13 @@ def local_path(name: str | os.PathLike) -> Path:
         return Path(huggingface_hub.snapshot_download(text))
     except OSError as error:
         raise FileNotFoundError(
-            f"{text} is no existing path, and no model of that name is in the Hugging Face cache, "
-            f"{constants.HF_HUB_CACHE}, or could be downloaded: {error}"
+            f"{text} is not an existing path, and the model is neither in the Hugging Face cache, "
+            f"{constants.HF_HUB_CACHE}, nor could it be downloaded: {error}"
         ) from error
 
 
 def backbone_of(path: Path) -> Path:
-    """The directory of a value model's backbone: ``path``, or the base model's if it has only an adapter."""
+    """The directory of a value model's backbone: ``path``, or the base model's if ``path`` has only an adapter."""
     if (path / "config.json").is_file() or not is_adapter(path):
         return path
     file = path / ADAPTER_CONFIG
@@ -203,7 +202,7 @@ def read_checkpoint(
 def head_beside(*folders: str | os.PathLike | None) -> Path | None:
     """The file with the value head in the first of these directories that has one.
 
-    It is named as in :data:`HEAD_FILES`, or is the only ``.safetensors`` or ``.bin`` file with only ``v_head.*``.
+    The file is named as in :data:`HEAD_FILES`, or is the only ``.safetensors`` or ``.bin`` file with only ``v_head.*``.
 
     Raises:
         ValueError: a directory has several such files.
@@ -223,12 +222,12 @@ def _is_head(file: Path) -> bool:
     try:
         names = list(_read_head(file))
         return bool(names) and all(name.startswith("v_head.") for name in names)
-    except Exception:  # another kind of file, such as a trainer's arguments
+    except Exception:  # a file of another kind, such as a trainer's arguments
         return False
 
 
 def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
-    """Angular frequencies of a ``transformers`` configuration, and the factor on cosine and sine."""
+    """Angular frequencies of a ``transformers`` configuration, and the scale of cosine and sine."""
     rope = config.rope_parameters
     kind = rope["rope_type"]
     if kind not in ROPE_TYPES:
@@ -252,7 +251,7 @@ def _read_config(path: Path) -> ValueModelConfig:
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} must be a directory with config.json, or a .gguf file")
-    # Checked before transformers does, whose error does not name what this package accepts.
+    # Checked before transformers, because its error message does not list the architectures accepted here.
     architecture = json.loads(file.read_text()).get("model_type")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"model_type in {file} must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
@@ -269,7 +268,7 @@ def _read_shards(path: Path) -> dict[str, torch.Tensor]:
         found = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
         raise FileNotFoundError(
             f"{path} must hold {single.name} or {index.name}, found {', '.join(found) or 'no weights'}; pickled "
-            "weights are never read (convert them with transformers' save_pretrained), a .gguf file is passed itself"
+            "weights are never read (convert them with transformers' save_pretrained); for GGUF, pass the .gguf file"
         )
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
@@ -287,7 +286,7 @@ def _read_head(file: Path) -> dict[str, torch.Tensor]:
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # from pickle or torch, or the file holds no dictionary
-        raise ValueError(f"{file} must hold tensors by name, and nothing else: {error}") from error
+        raise ValueError(f"{file} must be a dictionary of tensors by name: {error}") from error
 
 
 def _read_gguf(path: Path) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
@@ -313,10 +312,10 @@ def with_head(tensors: Mapping[str, torch.Tensor], head: Head | None) -> dict[st
 
 
 def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: str | os.PathLike | None) -> dict[str, torch.Tensor]:
-    """The tensors with a low-rank adapter merged, in fp32 and rounded once.
+    """The tensors with a low-rank adapter merged in fp32 and rounded once.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`read_adapter`; or a matrix is missing in the backbone or misshapen.
+        FileNotFoundError, ValueError: as :func:`read_adapter`, or the backbone lacks a matrix or its shape differs.
     """
     merged = dict(tensors)
     if adapter is None:
@@ -327,21 +326,21 @@ def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: str | os.PathLike
         matrix = merged.get(names.get(_without_prefixes(name), ""))
         if matrix is None or matrix.shape != update.shape:
             got, file = "none" if matrix is None else f"one {list(matrix.shape)}", Path(adapter) / ADAPTER_FILE
-            raise ValueError(f"{file} adds {list(update.shape)} to {name}, and the backbone has {got}")
+            raise ValueError(f"{file} adds {list(update.shape)} to {name}, but the backbone has {got}")
         merged[names[_without_prefixes(name)]] = (matrix.float() + update.to(matrix.device)).to(matrix.dtype)
     return merged | {names.get(_without_prefixes(name), name): tensor for name, tensor in replaced.items()}
 
 
 def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that the architecture needs, checked, by their names without :data:`PREFIXES`."""
+    """The tensors that the architecture needs, checked, by name without :data:`PREFIXES`."""
     shapes = config.tensor_shapes()
     named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if (short := _without_prefixes(name)) in named:
-            raise ValueError(f"the checkpoint must hold each tensor once, got {name} and another {short}")
+            raise ValueError(f"the checkpoint must have each tensor once, got {name} and another {short}")
         named[short] = tensor
     if config.tied_embeddings and "embed_tokens.weight" not in named and "lm_head.weight" in named:
-        named["embed_tokens.weight"] = named["lm_head.weight"]  # tied weights are saved once, under either name
+        named["embed_tokens.weight"] = named["lm_head.weight"]  # tied weights are saved under either name
     missing = [name if name.startswith("v_head.") else f"model.{name}" for name in shapes if name not in named]
     unexpected = [
         name
@@ -354,7 +353,7 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
     if missing or unexpected:
         parts = [f"missing {_few(missing)}"] * bool(missing) + [f"unexpected {_few(unexpected)}"] * bool(unexpected)
         if any(name.startswith("v_head.") for name in missing):
-            parts.append(f"a value head is in the checkpoint, in a file such as {HEAD_FILE}, or given as head=")
+            parts.append(f"the value head must be in the checkpoint, in a file such as {HEAD_FILE}, or passed as head=")
         raise ValueError(f"the tensors do not fit the architecture: {'; '.join(parts)}")
     for name, shape in shapes.items():
         tensor = named[name]
@@ -365,7 +364,7 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
 
 
 def vision_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint's vision tower, by their names in the tower."""
+    """The tensors of a checkpoint's vision tower, by name in the tower."""
     short = {_without_prefixes(name): tensor for name, tensor in tensors.items()}
     return {n.removeprefix(VISION_PREFIX): tensor for n, tensor in short.items() if n.startswith(VISION_PREFIX)}
 

@@ -1,7 +1,7 @@
 """``lenvm_config.json`` beside a value model: training settings that its tensors do not determine.
 
 The target forms follow the paper's training code, LlamaFactory-LenVM in eric-ai-lab/Length-Value-Model. The
-discounted return is the paper's value; heads of the other two forms predict a length, or the logarithm of one.
+``discounted_return`` is the paper's value; the other two forms predict a length or its logarithm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lenvm_kernels.values.checkpoint import local_path
 CONFIG_FILE = "lenvm_config.json"
 DISCOUNTED_RETURN, LENGTH, LOG_LENGTH = TARGET_FORMS = ("discounted_return", "length", "log_length")
 SOFTPLUS, SIGMOID = ACTIVATIONS = ("softplus", "sigmoid")
-# So that the logarithm of a length that fp32 rounds to 0 is finite.
+# Keeps the logarithm finite when fp32 rounds a length to 0.
 _LEAST_NATS = 1e-37
 T = TypeVar("T")
 
@@ -34,19 +34,19 @@ class LenVMConfig:
     | ``target_form`` | length |
     | --- | --- |
     | ``discounted_return`` | ``l = softplus(x) / -ln(gamma)`` |
-    | ``length`` | ``l = length_normalizer * softplus(x)``, or ``sigmoid(x)`` for that ``length_activation`` |
-    | ``log_length`` | ``l = exp(x)``; the training writes ``expm1(softplus(x))``, which is the same |
+    | ``length`` | ``l = length_normalizer * softplus(x)``, or with ``sigmoid``, by ``length_activation`` |
+    | ``log_length`` | ``l = exp(x)``; identical to the training's ``expm1(softplus(x))`` |
 
     Attributes:
-        gamma: the discount, > 0 and < 1. If None, it is not known, and :data:`DEFAULT_GAMMA` is used. The other two
-            forms need it only to convert lengths to values, so any discount is correct.
-        target_form: the quantity that the value head was trained to predict.
+        gamma: the discount, > 0 and < 1. If None, :data:`DEFAULT_GAMMA`. The other two forms only use it to convert
+            lengths to values, so any discount is correct for them.
+        target_form: the quantity that the value head predicts.
         length_normalizer: tokens per unit of the form ``length``, > 0.
         length_activation: activation of ``x`` in the form ``length``.
         strength: default ``strength`` of requests, >= 0. If None, the default of :func:`parse_guidance`.
 
     Raises:
-        ValueError: naming the field, what came and what is accepted.
+        ValueError: invalid value; the message names the field, the value and the accepted values.
     """
 
     gamma: float | None = None
@@ -75,14 +75,14 @@ class LenVMConfig:
 
     @classmethod
     def read(cls, path: str | os.PathLike, gamma: float | None = None) -> LenVMConfig:
-        """The configuration in the directory of the value model at ``path``. If there is no file, the defaults.
+        """Read the configuration in the directory of the value model at ``path``. Without a file, the defaults.
 
         Args:
             path: a directory, ``owner/name`` on Hugging Face, or a ``.gguf`` file in the directory.
-            gamma: replaces the file's. If None, the file's is kept.
+            gamma: replaces the file's gamma. If None, the file's is kept.
 
         Raises:
-            ValueError: naming the file and the field, what came and what is accepted.
+            ValueError: invalid value; the message names the file, the field, the value and the accepted values.
         """
         path = local_path(path)
         file = (path.parent if path.suffix == ".gguf" else path) / CONFIG_FILE
@@ -90,7 +90,7 @@ class LenVMConfig:
         return config if gamma is None else replace(config, gamma=gamma)
 
     def write(self, folder: str | os.PathLike) -> None:
-        """Write the configuration to the directory of a value model, replacing an existing file."""
+        """Write the configuration to the directory of a value model, and replace an existing file."""
         always = {"gamma", "target_form"}
         content = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != f.default or f.name in always}
         (Path(folder) / CONFIG_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -101,14 +101,14 @@ class LenVMConfig:
         return -math.log(DEFAULT_GAMMA if self.gamma is None else self.gamma)
 
     def lengths(self, value_logits: torch.Tensor) -> torch.Tensor:
-        """Lengths in tokens that value logits stand for, of their shape: ``softplus(z) / -ln(gamma)``."""
+        """Convert value logits to lengths in tokens, of the same shape: ``softplus(z) / -ln(gamma)``."""
         return F.softplus(value_logits) / self.nats_per_token
 
     def value_logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Value logits ``z`` that stand for the lengths of a value head's outputs under ``gamma``.
+        """Convert the outputs of a value head to value logits ``z`` under ``gamma``.
 
-        ``sigmoid(z) = 1 - gamma^l``, so ``z = ln(expm1(-l ln(gamma)))``, written so that neither long nor short lengths
-        lose digits. Outputs of ``discounted_return`` are value logits themselves.
+        ``sigmoid(z) = 1 - gamma^l``, so ``z = ln(expm1(-l ln(gamma)))``, in a form that is precise for long and short
+        lengths. Outputs of ``discounted_return`` already are value logits.
         """
         if self.target_form == DISCOUNTED_RETURN:
             return outputs
@@ -122,10 +122,10 @@ class LenVMConfig:
 
 
 def read_fields(kind: type[T], file: Path) -> T:
-    """The dataclass ``kind`` with the fields in a JSON file.
+    """Read the fields of the dataclass ``kind`` from a JSON file.
 
     Raises:
-        ValueError: naming the file and the field, what came and what is accepted.
+        ValueError: invalid file or field; the message names both.
     """
     try:
         given = json.loads(file.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Images in the prompts of a vision-language value model: their embeddings, and the rotary positions of tokens.
+"""Images in prompts of a vision-language value model: embeddings, and rotary positions of tokens.
 
-Images are embedded by the vision tower of the checkpoint, a module of ``transformers``. A token has three positions,
-in time, row and column (multimodal rotary embedding, Qwen2-VL, arXiv 2409.12191), which are equal for text.
+Images are embedded by the checkpoint's vision tower, a module of ``transformers``. A token has three positions, in
+time, row and column (multimodal rotary embedding, Qwen2-VL, arXiv 2409.12191), which are equal for text.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def image_sizes(grid_thw: torch.Tensor, merge: int) -> list[ImageSize]:
 def image_positions(is_image: torch.Tensor, sizes: Iterator[ImageSize]) -> torch.Tensor:
     """Positions of the tokens of a prompt, int64 ``[3, L]`` on the CPU.
 
-    An image's tokens count its rows and columns from the image's position in the text, and the text after it continues
-    past the larger of both. All positions are then shifted by a constant, which attention does not depend on, so that
-    all three positions of a token after the prompt equal its index: later steps need not handle images.
+    The tokens of an image count rows and columns from its position in the text. The text after it continues from the
+    larger of both. All positions are then shifted by a constant, which does not change attention, so that the three
+    positions of a token after the prompt equal its index and later steps need not handle images.
 
     Args:
         is_image: bool ``[L]``; whether a token belongs to an image.
@@ -67,10 +67,10 @@ def image_positions(is_image: torch.Tensor, sizes: Iterator[ImageSize]) -> torch
         size = next(sizes, None)
         if size is None:
             left = len(image_places) - seen
-            raise ValueError(f"images must be given for all their tokens in prompts, {left} tokens are left")
+            raise ValueError(f"every image token of a prompt needs an image, {left} have none")
         first, count = image_places[seen], size[0] * size[1] * size[2]
         if image_places[seen : seen + count] != list(range(first, first + count)):
-            raise ValueError(f"an image of {size} must have {count} tokens of a prompt in a row from token {first} on")
+            raise ValueError(f"an image of {size} must have {count} consecutive tokens from token {first} on")
         parts.append(torch.arange(position, position + first - token).expand(3, -1))
         position += first - token
         parts.append(position + torch.cartesian_prod(*(torch.arange(n) for n in size)).T)
@@ -86,7 +86,7 @@ def load_vision_tower(
 ) -> torch.nn.Module:
     """The vision tower of a Qwen2.5-VL checkpoint.
 
-    ``tensors`` are by their names in the tower. Raises ValueError, naming missing and unexpected tensors.
+    ``tensors`` are named as in the tower. Raises ValueError that names missing and unexpected tensors.
     """
     # Imported here, because only vision-language value models need it.
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -104,7 +104,7 @@ def load_vision_tower(
 
 
 def check_pixels(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> None:
-    """Raise ValueError unless ``pixel_values`` has one row per patch, of the size that the tower reads."""
+    """Raise ValueError unless ``pixel_values`` has one row per patch, in the tower's patch size."""
     patches, elements = int(grid_thw.prod(dim=1).sum()), tower.get_parameter("patch_embed.proj.weight")[0].numel()
     if (came := list(pixel_values.shape)) != [patches, elements]:
         accepted = f"[{patches}, {elements}], a row for each patch of image_grid_thw"
@@ -114,7 +114,7 @@ def check_pixels(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: t
 def embedding_with_images(
     token_ids: torch.Tensor, embedding: torch.Tensor, images: ImageTokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's row in an embedding of these tokens only, -1 for unknown ids; and that embedding, with images."""
+    """Rows of the tokens in an embedding of only these tokens, -1 for unknown ids; and this embedding, with images."""
     is_image, is_known = images.rows >= 0, (token_ids >= 0) & (token_ids < len(embedding))
     of_text = embedding[torch.where(is_known, token_ids, 0)]
     rows = torch.where(is_image[:, None], images.embeds[images.rows.clamp(min=0)], of_text)

@@ -1,4 +1,4 @@
-"""Reads low-rank adapters of a backbone (LoRA, arXiv 2106.09685) from the files of the package PEFT."""
+"""Reads low-rank adapters of a backbone (LoRA, arXiv 2106.09685) from the files that PEFT writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-# Prefix that PEFT puts before the names of the model that it wraps.
+# Prefix of tensor names in PEFT's files.
 _PREFIX = "base_model.model."
 # Fields that change the meaning of the matrices, with their accepted values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -36,13 +36,13 @@ def read_adapter(folder: str | os.PathLike) -> tuple[dict[str, torch.Tensor], di
     """Read ``adapter_config.json`` and ``adapter_model.safetensors`` of a directory.
 
     Returns:
-        By tensor names of the model that the adapter was trained on: the changes ``scale * B A`` of the adapted
-        matrices, fp32 with the matrix's shape; and the tensors that were trained in full (biases, ``modules_to_save``).
+        Two dictionaries by tensor name in the adapted model: the changes ``scale * B A`` of the matrices, fp32, of the
+        matrices' shapes; and the tensors that were trained in full (biases, ``modules_to_save``).
         ``scale`` is ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``r`` is a matrix's rank.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: a method other than LoRA, a variant that does more than add ``B A``, or tensors that are not pairs
+        ValueError: a method other than LoRA, a variant that does not just add ``B A``, or tensors that are not pairs
             of ``lora_A [r, in]`` and ``lora_B [out, r]``; the message names the field or the tensor.
     """
     file, tensors_file = Path(folder) / ADAPTER_CONFIG, Path(folder) / ADAPTER_FILE
@@ -69,7 +69,7 @@ def read_adapter(folder: str | os.PathLike) -> tuple[dict[str, torch.Tensor], di
         a, b = (tensors.get(f"{module}.lora_{x}.weight", missing) for x in "AB")
         if part not in ("A.weight", "B.weight") or a.dim() != 2 or b.dim() != 2 or b.shape[1] != len(a):
             raise ValueError(
-                f"{name} in {tensors_file} must be of a pair lora_A.weight [r, in] and lora_B.weight [out, r], got "
+                f"{name} in {tensors_file} must form a pair lora_A.weight [r, in] and lora_B.weight [out, r], got "
                 f"{list(a.shape) or 'none'} and {list(b.shape) or 'none'}"
             )
         if part == "A.weight":

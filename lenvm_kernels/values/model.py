@@ -1,9 +1,9 @@
 """The value model: one ragged forward over the delta and the candidates of every request.
 
-It is a Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv 2604.27039). Each layer
-computes the same as in ``transformers``. A forward makes no host-device sync and its shapes depend only on the shapes
-of its arguments, so that a decode step can be captured in a CUDA graph. Its cost is proportional to the tokens in use,
-because its operators read their number on the device.
+The value model is a Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv
+2604.27039). Its layers compute the same as in ``transformers``. A forward makes no host-device sync and its shapes
+depend only on the shapes of its arguments, so that a decode step can be captured in a CUDA graph. Its cost is
+proportional to the number of tokens in use, which the operators read on the device.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ class FusedWeights:
         return self.get(names[0]) if len(names) == 1 else torch.cat([self.get(name) for name in names])
 
     def _normed(self, names: list[str], norm: str) -> torch.Tensor:
-        """The named matrices concatenated by rows, times the norm's weight: their input is only divided by its RMS."""
+        """The named matrices concatenated by rows, times the norm's weight, to divide only the input by its RMS."""
         rows = [self._tensors[name].shape[0] for name in names]
         out = torch.empty(sum(rows), self._config.hidden_size, dtype=self._dtype, device=self._device)
         norm_weight = self._tensors[f"{norm}.weight"].detach().to(self._device, torch.float32)
-        for part, name in zip(out.split(rows), names, strict=True):  # one matrix at a time in fp32, rounded once
+        for part, name in zip(out.split(rows), names, strict=True):  # one matrix at a time in fp32, to save memory
             part.copy_(self._tensors[name].detach().to(self._device, torch.float32) * norm_weight)
         return out
 
     def layer(self, layer: str) -> Layer:
-        """The weights of a decoder layer, from the prefix of its tensor names."""
+        """The weights of the decoder layer with this prefix of tensor names."""
         config, qk_norm = self._config, None
         if config.qk_norm:
             q_norm, k_norm = (self.get(f"{layer}.self_attn.{x}_norm.weight") for x in "qk")
@@ -103,7 +103,7 @@ class FusedWeights:
     def head(self) -> tuple[torch.Tensor, ...]:
         """The value head: its first matrix, times the final norm's weight, and its vectors.
 
-        The vectors are kept in fp32, which the operator accepts, because the output is sensitive to their rounding.
+        The vectors are kept in fp32, because the output is sensitive to their rounding.
         """
         vectors = (self._tensors[f"v_head.{x}"] for x in ("fc.bias", "summary.weight", "summary.bias"))
         fc_weight = self._normed(["v_head.fc.weight"], "norm")
@@ -115,15 +115,15 @@ class ValueModel:
 
     Args:
         config: the architecture.
-        tensors: weights by their names in a checkpoint (``model.layers.0.self_attn.q_proj.weight``, ...,
+        tensors: weights by name in a checkpoint (``model.layers.0.self_attn.q_proj.weight``, ...,
             ``v_head.fc.weight``; the prefix ``model.`` may be absent or ``model.language_model.``, and
             ``pretrained_model.`` may precede it). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are ignored. The tensors
-            of a vision tower, ``visual.*``, are stored as they are until the tower is used. Tensors that already have
+            of a vision tower, ``visual.*``, are stored unchanged until the tower is used. Tensors that already have
             the dtype and device are shared, not copied, except the projections that are fused (q, k, v and gate, up).
             The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded once.
         dtype: float32, bfloat16 or float16. If None, the embedding's.
         device: device of the weights. If None, the embedding's.
-        lenvm_config: target form and gamma of the head; an attribute. If None, ``LenVMConfig()``.
+        lenvm_config: target form and gamma of the head. If None, ``LenVMConfig()``.
 
     Raises:
         ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype; the message names them.
@@ -153,7 +153,7 @@ class ValueModel:
         self.layers = [fused.layer(f"layers.{i}") for i in range(config.num_layers)]
         self.head = fused.head()
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=self.device)
-        if config.mrope_sections is not None:  # which of a token's three positions each frequency rotates with
+        if config.mrope_sections is not None:  # index of the position that each frequency uses
             sections = torch.tensor(config.mrope_sections)
             self._rope_axis = torch.arange(3).repeat_interleave(sections).to(self.device)
 
@@ -174,7 +174,7 @@ class ValueModel:
             path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, a ``.gguf``
                 file (dequantised to float32), or ``owner/name`` on Hugging Face (:func:`local_path`). If a directory
                 only has an adapter, the backbone is its ``base_model_name_or_path``.
-            head: the value head, if it is stored apart from the backbone: a ``.safetensors`` or ``.bin`` file, a
+            head: the value head, if it is stored separately from the backbone: a ``.safetensors`` or ``.bin`` file, a
                 directory or ``owner/name`` with one, or a dictionary with ``v_head.fc.{weight,bias}`` and
                 ``v_head.summary.{weight,bias}``. It takes precedence over ``v_head.*`` in the backbone's files, which
                 take precedence over a file beside the adapter or the backbone (:func:`head_beside`).
@@ -183,10 +183,10 @@ class ValueModel:
                 the directory of ``path``, if there is one.
             dtype: float32, bfloat16 or float16. If None, the dtype of the checkpoint's embedding.
             device: device of the weights.
-            gamma: replaces the gamma of ``lenvm_config.json`` (:meth:`LenVMConfig.read`). If None, the file's is kept.
+            gamma: replaces the gamma of ``lenvm_config.json``. If None, the file's is kept.
 
         Raises:
-            FileNotFoundError: no directory, configuration or safetensors there, or no such name in the cache.
+            FileNotFoundError: no directory, configuration, safetensors file or cached model of this name.
             ValueError: an unsupported architecture or adapter, missing, unexpected or misshapen tensors, or an invalid
                 ``gamma`` or ``lenvm_config.json``; the message names them.
             ImportError: the packages that read a GGUF file are not installed.
@@ -207,7 +207,7 @@ class ValueModel:
     ) -> ValueModel:
         """Put a value head on a loaded ``transformers`` causal language model, keeping its dtype and device.
 
-        Unfused weights share the model's memory, so later changes of the model's weights have no defined effect.
+        Unfused weights share the model's memory, so the effect of later changes to the model's weights is undefined.
 
         Args:
             model: a Qwen2, Qwen3, Llama or Qwen2.5-VL model of ``transformers``.
@@ -224,10 +224,10 @@ class ValueModel:
 
     @cached_property
     def vision_tower(self) -> torch.nn.Module | None:
-        """The module of ``transformers`` that embeds images, loaded on first access; None if the checkpoint has none.
+        """The module of ``transformers`` that embeds images, loaded on first access; None if there is none.
 
         Raises:
-            ValueError: missing or unexpected tensors, by name.
+            ValueError: missing or unexpected tensors, which the message names.
         """
         if self.config.vision is None or not self._vision_tensors:
             return None
@@ -244,10 +244,10 @@ class ValueModel:
             image_grid_thw: int64 ``[images, 3]``; patches of each image in time, rows and columns.
 
         Raises:
-            ValueError: no vision tower or a broken one, or ``pixel_values`` of another shape.
+            ValueError: the vision tower is missing or invalid, or ``pixel_values`` has a wrong shape.
         """
         if self.vision_tower is None:
-            raise ValueError("value_model must be a vision-language model with its vision tower, visual.*, for images")
+            raise ValueError("value_model must be a vision-language model with a vision tower, visual.*, for images")
         check_pixels(self.vision_tower, pixel_values, image_grid_thw)
         pixels, grid = pixel_values.to(self.device, self.dtype), image_grid_thw.to(self.device)
         return self.vision_tower(pixels, grid_thw=grid).pooler_output
@@ -263,11 +263,11 @@ class ValueModel:
 
         Returns:
             ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Outputs of a head with another target
-            form are converted under the model's gamma (:meth:`LenVMConfig.value_logits`). A token id outside the
-            vocabulary (base models pad theirs further) has NaN, and makes only the values of its request arbitrary.
+            form are converted with the model's gamma (:meth:`LenVMConfig.value_logits`). A token id outside the
+            vocabulary (base models may have a larger one) gives NaN, and only its request's values are arbitrary.
 
         Raises:
-            ValueError: tensors of a wrong dtype, shape or device, from the operators.
+            ValueError: a tensor has a wrong dtype, shape or device.
         """
         layout = batch.layout
         live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], expected_rows=batch.expected_rows, backend=backend)
@@ -282,7 +282,7 @@ class ValueModel:
         return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
 
     def sizes_of_every_tile(self, most: int) -> list[int]:
-        """Numbers of token rows, up to ``most``, whose forwards compile every kernel variant if all rows are in use."""
+        """Numbers of token rows, up to ``most``. Forwards with these rows in use compile all variants."""
         layer = self.layers[0]
         weights = [(w, False) for w in (layer.qkv, layer.o, layer.down, self.head[0])] + [(layer.gate_up, True)]
         return rows_of_every_tile(most, [(*w.shape, swiglu, w.dtype) for w, swiglu in weights])
@@ -292,7 +292,7 @@ class ValueModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of all layers, [T, H], and its sums of squares; writes keys and values to ``cache``."""
         hidden, square_sums, *rotation = self._embed(batch, live["num_rows"], live["backend"])
-        # Each operator that adds to the residual stream writes the sums of squares for the norm that follows.
+        # Each operator that adds to the residual stream also writes the sums of squares for the next norm.
         norm: dict[str, Any] = dict(norm_eps=self.config.rms_norm_eps, square_sums=square_sums)
         add: Callable[..., torch.Tensor] = partial(ragged_linear, square_sums_out=square_sums, **live)
         for i, layer in enumerate(self.layers):
@@ -315,7 +315,7 @@ class ValueModel:
         embedded = embed_tokens(token_ids, layout.positions, embedding, self._inv_freq, **options)
         if images is None:
             return embedded
-        # Tokens whose positions are not moved stay bitwise identical to a batch without images.
+        # Tokens at unmoved positions stay bitwise identical to a batch without images.
         is_moved = (images.positions != layout.positions).any(dim=0)[:, None]
         angles = images.positions[self._rope_axis].T.contiguous() * self._inv_freq
         return embedded._replace(

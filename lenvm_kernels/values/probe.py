@@ -29,10 +29,10 @@ from lenvm_kernels.values.config import LenVMConfig, read_fields
 CONFIG_FILE, TENSORS_FILE = "probe_config.json", "probe.safetensors"
 # Default strength. On SmolLM2 and Qwen2.5, 40 brings more answers near their targets than 10, at the same perplexity.
 STRENGTH = 40.0
-# Elements of an embedding whose signs identify it, and the most signs that may differ. Copies in int4 change 8 % of
-# normal values, more if values have outliers. Half of another embedding's signs differ.
+# An embedding is identified by the signs of this number of elements, of which this number may differ. Quantization to
+# int4 flips 8 % of the signs of normal values, more with outliers. Half of another embedding's signs differ.
 SIGNS, MOST_DIFFERENT = 1024, 256
-# Embeddings that are projected at a time.
+# Embeddings projected at a time.
 PART = 4096
 
 
@@ -42,12 +42,12 @@ class ProbeConfig:
 
     Attributes:
         base: name of the base model, used in messages only.
-        layers: states that are read, in this order: ``i`` is the input of layer ``i`` (the residual stream), and
-            ``num_layers`` the input of the output layer, after the final norm.
+        layers: states to read, in this order: ``i`` is the input of layer ``i`` (the residual stream), and
+            ``num_layers`` is the input of the output layer, after the final norm.
         num_layers, hidden_size, vocab_size: sizes of the base model. Its embedding may have more rows.
-        embedding_signs: signs in its input embedding (:func:`embedding_signs`).
+        embedding_signs: signs in the input embedding (:func:`embedding_signs`).
         bin_edges: lengths in tokens, ascending, the first at least 1: bin ``i`` has the lengths from ``bin_edges[i]``
-            to ``bin_edges[i + 1] - 1``. The last bin also stands for all longer ones.
+            to ``bin_edges[i + 1] - 1``. The last bin also has all longer lengths.
     """
 
     base: str
@@ -67,7 +67,7 @@ class ProbeConfig:
             raise ValueError(f"embedding_signs must be {SIGNS // 4} hexadecimal digits, got {self.embedding_signs!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or not all(isinstance(i, int) and 1 <= i <= self.num_layers for i in self.layers):
-            raise ValueError(f"layers must be of 1 to num_layers = {self.num_layers}, got {list(self.layers)}")
+            raise ValueError(f"layers must be in 1 to num_layers = {self.num_layers}, got {list(self.layers)}")
         object.__setattr__(self, "bin_edges", edges := tuple(self.bin_edges))
         are_tokens = all(isinstance(x, int) and x >= 1 for x in edges)
         if not 2 <= len(edges) <= MAX_BINS + 1 or not are_tokens or list(edges) != sorted(set(edges)):
@@ -80,9 +80,9 @@ class ProbeConfig:
         return len(self.layers) * self.hidden_size
 
     def check_base(self, num_layers: int, embedding: torch.Tensor) -> None:
-        """Raise ValueError unless a base model with this number of layers and this input embedding is the probe's.
+        """Raise ValueError unless the probe was trained for a base model with these layers and this input embedding.
 
-        Quantized copies, other dtypes, and fine-tuned models whose embedding has hardly changed are accepted.
+        Quantized copies, other dtypes, and fine-tuned models with almost the same embedding are accepted.
         """
         tokens = min(len(embedding), self.vocab_size)  # the embedding may be padded
         for name, wanted, came in (
@@ -100,20 +100,20 @@ class ProbeConfig:
 def embedding_signs(embedding: torch.Tensor) -> str:
     """Signs of :data:`SIGNS` elements of an input embedding ``[V, H]``, as hexadecimal digits: 1 is negative."""
     places, (tokens, columns) = torch.arange(SIGNS, device=embedding.device), embedding.shape
-    # A prime stride of columns, so that any number of tokens and columns is spread over both.
+    # A prime stride of columns, so that the elements spread over tokens and columns.
     negative = embedding[places * tokens // SIGNS, places * 7919 % columns] < 0
     return f"{int(''.join(map(str, negative.int().tolist())), 2):0{SIGNS // 4}x}"
 
 
 class LengthProbe:
-    """Values from a base model's states.
+    """Predicts values from a base model's states.
 
     Args:
         config: :class:`ProbeConfig`.
-        tensors: ``projection.weight [2 D, L H]`` and ``projection.bias [2 D]``, which give ``scale`` and then ``shift``
-            from the states of ``L`` layers, ``embedding.weight [D, H]`` and ``embedding.bias [D]``, ``fc.weight
-            [E, D]`` and ``fc.bias [E]``, ``bins.weight [N, E]`` and ``bins.bias [N]``.
-        embedding: the base model's input embedding ``[V, H]``, which is projected once. Its dtype, float32, bfloat16 or
+        tensors: ``projection.weight [2 D, L H]`` and ``projection.bias [2 D]``, which map the states of ``L`` layers to
+            ``scale`` and ``shift``; ``embedding.weight [D, H]`` and ``embedding.bias [D]``; ``fc.weight [E, D]`` and
+            ``fc.bias [E]``; ``bins.weight [N, E]`` and ``bins.bias [N]``.
+        embedding: the base model's input embedding ``[V, H]``, projected once. Its dtype, float32, bfloat16 or
             float16, is also the dtype of the states.
         lenvm_config: provides gamma. If None, ``LenVMConfig()``.
 
@@ -144,8 +144,8 @@ class LengthProbe:
         self._project(embedding)
 
     def _project(self, embedding: torch.Tensor) -> None:
-        """Project an input embedding, in place: CUDA graphs read the result at its address."""
-        # Projected in fp32 and rounded once, in parts: an fp32 copy of all rows may not fit into memory.
+        """Project an input embedding in place, because CUDA graphs read the result at its address."""
+        # In parts, because an fp32 copy of all rows may not fit into memory.
         parts = embedding.detach()[: self.config.vocab_size].split(PART)
         for part, out in zip(parts, self._embedding.split(PART), strict=True):
             out.copy_(functional.linear(part.float(), *self._embedding_layer))
@@ -153,7 +153,7 @@ class LengthProbe:
     def update(self, embedding: torch.Tensor) -> None:
         """Project the base model's input embedding ``[V, H]`` again, after the model's weights have changed.
 
-        Raises ValueError for another base model; the probe is then unchanged.
+        Raises ValueError, and leaves the probe unchanged, if the base model is another one.
         """
         self.config.check_base(self.config.num_layers, embedding)
         self._project(embedding)
@@ -166,13 +166,13 @@ class LengthProbe:
 
         Args:
             path: a directory with ``probe_config.json``, ``probe.safetensors`` and ``lenvm_config.json``, or
-                ``owner/name`` of one on Hugging Face.
+                a repository ``owner/name`` on Hugging Face.
             num_layers, embedding: layers and input embedding of the base model that the probe was trained for.
             gamma: replaces the gamma of ``lenvm_config.json``. If None, the file's is kept.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: as the class, an invalid file, or another base model.
+            ValueError: an unsupported dtype, an invalid file, or another base model.
         """
         path = local_path(path)
         config, tensors = read_fields(ProbeConfig, path / CONFIG_FILE), load_file(path / TENSORS_FILE)
@@ -190,11 +190,11 @@ class LengthProbe:
         generated: torch.Tensor,
         backend: str = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Value logits of candidates, for guidance and for predicted lengths.
+        """Compute value logits of candidates, for guidance and for predicted lengths.
 
         Args:
             states: ``[B, L H]`` in :attr:`dtype`; states of the layers at the token before the candidates.
-            token_ids, table, table_rows, generated, backend: as in :func:`candidate_values`, as the results.
+            token_ids, table, table_rows, generated, backend: see :func:`candidate_values`, which returns the result.
         """
         weight, bias = self._projection
         scale, shift = ragged_linear(states, weight, bias, backend=backend).chunk(2, dim=1)
@@ -215,7 +215,7 @@ class LengthProbe:
 
 
 def check_tensors(config: ProbeConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError, naming the tensor, unless ``tensors`` form a probe."""
+    """Raise ValueError, naming the tensor, unless the tensors have the names and shapes of a probe's."""
     outputs, size = tensors["fc.weight"].shape if "fc.weight" in tensors else (0, 0)
     shapes = {
         "projection": (2 * size, config.state_size),
@@ -238,7 +238,7 @@ def is_probe(path: str | Path) -> bool:
 
 
 def write_probe(config: ProbeConfig, tensors: Mapping[str, torch.Tensor], gamma: float, folder: Path) -> None:
-    """Write a directory that :meth:`LengthProbe.from_pretrained` loads, in fp16."""
+    """Write a probe in fp16 to a directory for :meth:`LengthProbe.from_pretrained`."""
     folder.mkdir(parents=True, exist_ok=True)
     check_tensors(config, tensors)
     save_file({name: tensor.half().contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE)

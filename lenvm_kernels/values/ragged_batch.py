@@ -26,13 +26,13 @@ class _Model(Protocol):
 class RaggedBatch:
     """The rows of one value-model forward: each request's delta tokens, then its candidates (spec, section 2).
 
-    Request ``i`` owns the rows ``q_offsets[i] .. q_offsets[i+1] - 1`` of the ``T``: its delta at positions
+    Request ``i`` owns the rows ``q_offsets[i] .. q_offsets[i+1] - 1`` of the ``T`` rows: its delta at positions
     ``cached_lens[i]`` and up, then ``candidate_lens[i]`` candidates at the position after the delta (in a tree, one
-    position further per level). Rows from ``q_offsets[B]`` on are padding: ``T`` is fixed, at almost no cost.
+    position further per level). Rows from ``q_offsets[B]`` on are padding, which costs almost nothing.
     """
 
-    layout: RaggedLayout  # the T rows, the work list of the attention, and counters, which no other forward shares
-    slot_table: torch.Tensor  # int32 [R, pages], page of the cache that holds each page of a row's tokens
+    layout: RaggedLayout  # the T rows, the work list of the attention, and counters that no other forward shares
+    slot_table: torch.Tensor  # int32 [R, pages], cache page of each page of a row's tokens
     table_rows: torch.Tensor  # int32 | int64 [B], row of each request in slot_table
     candidate_lens: torch.Tensor  # int32 [B]
     page_size: int = 1  # slots per page
@@ -65,7 +65,7 @@ class RaggedBatch:
             **options: ``history``, ``max_new``, ``candidate_parents`` and ``backend`` of :func:`lay_out`.
 
         Returns:
-            The batch, on the device of ``candidate_ids``. It references lengths and tables without copying them.
+            The batch, on the device of ``candidate_ids``. Lengths and tables are not copied.
 
         Raises:
             TypeError, ValueError: as :func:`lay_out`.
@@ -81,7 +81,7 @@ class RaggedBatch:
             positions = torch.where(is_text, layout.positions, images.positions[:, token])
             images = ImageTokens(positions, images.rows[token].masked_fill(is_text, -1), images.embeds)
         rows_of = delta.table_rows if delta is not None else requests and requests.request_rows
-        assert rows_of is not None  # lay_out has checked that one of both is passed
+        assert rows_of is not None  # lay_out checks that one of both is passed
         return cls(layout, slot_table, rows_of, candidate_lens, page_size, expected_rows, images)
 
 

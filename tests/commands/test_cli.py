@@ -82,7 +82,7 @@ LOG_2 = math.log(2)
         ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, ("--gamma", 0.8), 100 * LOG_2),
     ],
 )
-def test_lengths_follow_from_the_logit_gamma_and_target_form(tmp_path, generate, config, argv, length):
+def test_lengths_are_computed_from_logit_gamma_and_target_form(tmp_path, generate, config, argv, length):
     """A head of zeros predicts softplus(0)."""
     value = save_checkpoint(tmp_path / "value", seed=1)
     head = {name: torch.zeros(shape) for name, shape in head_shapes().items()}

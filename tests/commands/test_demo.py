@@ -19,7 +19,7 @@ SETTINGS = ["none", "hard cut", "shorter", "longer", "eq", "constant", "guided"]
 
 
 def test_table_numbers_and_plot(base, value, monkeypatch, tmp_path, lenvm):
-    """Every cell of the table is a number in the file. Equal seeds give equal numbers, another seed gives others."""
+    """All cells of the table are numbers in the file. Only equal seeds give equal numbers."""
     tiny = Models.load(base, value, device="cpu", dtype=torch.float32)
     monkeypatch.setattr(Models, "load", lambda *args, **kwargs: tiny)
     monkeypatch.setattr(demo, "held_out_prompts", lambda: ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1"])

@@ -1,4 +1,4 @@
-"""``lenvm doctor`` with each fault planted that it reports. ``test_sglang_hooks.py`` runs it with SGLang."""
+"""``lenvm doctor`` with each fault that it reports. ``test_sglang_hooks.py`` runs it with SGLang."""
 
 import json
 import os
@@ -43,10 +43,10 @@ def off_by(error):
     return {"lenvm_kernels.value_head": lambda *x, backend="": x[0][:, 0] * 0 + error * (not backend)}
 
 
-# Section, subject, mark, text of the check, and planted values: files by path, variables in capitals, else attributes.
+# Section, subject, mark, text of the check, and planted values: files by path, variables in capitals, or attributes.
 CASES = [
     ("installed", "lenvm-kernels", "ok", lenvm_kernels.__version__, {}),
-    ("installed", "lenvm-kernels", "wrong", "again", {"lenvm_kernels.__version__": "9.9"}),
+    ("installed", "lenvm-kernels", "wrong", "reinstall", {"lenvm_kernels.__version__": "9.9"}),
     ("installed", "python", "wrong", "3.9.18 must be >=3.10", {"sys.version_info": (3, 9, 18)}),
     ("installed", "torch", "wrong", "2.7.1+cu126 must be >=2.11", package("torch", "2.7.1+cu126")),
     ("installed", "torch", "ok", "3.0.0.dev20270101", package("torch", "3.0.0.dev20270101")),
@@ -76,7 +76,7 @@ CASES = [
     ("device", "GPU 0", "wrong", "sm_75", GPU | {"torch.cuda.get_device_capability": lambda index: (7, 5)}),
     ("device", "TRITON_INTERPRET", "wrong", "unset it", GPU | {"triton.knobs.runtime.interpret": True}),
     ("device", "GPU", "missing", "the reference is used", NO_GPU),
-    ("device", "GPU", "wrong", "this machine has one", LOST_GPU),
+    ("device", "GPU", "wrong", "install a torch that fits", LOST_GPU),
     ("device", "GPU", "missing", "the reference is used", LOST_GPU | {"CUDA_VISIBLE_DEVICES": ""}),
     ("kernel", "value_head", "ok", "off by", {}),
     ("kernel", "value_head", "wrong", "must be within 0.0001", off_by(1.0)),

@@ -1,4 +1,4 @@
-"""``lenvm evaluate``: measures by hand, answers in process and of servers, and resumption."""
+"""``lenvm evaluate``: measures computed by hand, answers in process and from servers, and resumption."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ def evaluate(base, value, tmp_path, lenvm):
 
 @torch.no_grad()
 def plain_nll(models, prompt, ids):
-    """Negative log-likelihoods of tokens after a prompt, by a forward without padding."""
+    """Negative log-likelihoods of tokens after a prompt, from a forward without padding."""
     logits = models.model(torch.tensor([[*prompt, *ids]])).logits[0].double()
     log_p = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
     return pytest.approx([-row[token].item() for row, token in zip(log_p, ids, strict=True)], abs=2e-4)
@@ -92,7 +92,7 @@ def test_measures_by_hand():
     assert expected.keys() == measures.keys() - {"answers", "quartiles", "intervals"}
     assert {name: measures[name] for name in expected} == pytest.approx(expected, rel=1e-12)
     low, high = measures["intervals"]["distance"]
-    assert low == pytest.approx(2.0) and high == pytest.approx(4.0)  # only prompt 2 is drawn, only prompt 0
+    assert low == pytest.approx(2.0) and high == pytest.approx(4.0)  # only prompt 2 is drawn, or only prompt 0
     assert measure(ANSWERS[::-1], 10)["intervals"] == measures["intervals"]
 
 
@@ -101,12 +101,12 @@ def test_measures_with_denominator_0_are_none():
     assert scores["repetition"] is None and scores["sentence_ends"] is None
     assert scores["intervals"]["sentence_ends"] is None and scores["intervals"]["distance"] == [1.0, 1.0]
     assert [repeated_4grams(ids) for ids in ([1] * 6, [1, 2, 3])] == [(2, 3), (0, 0)]
-    assert measure([answer(0, 0, [5]), answer(1, 0, [5])], 3)["distinct"] == 1.0  # a text of two prompts
+    assert measure([answer(0, 0, [5]), answer(1, 0, [5])], 3)["distinct"] == 1.0  # the same text for two prompts
 
 
 def test_statistics():
     above, below = np.array([0.0, 40.0]), np.array([40.0, 40.0])
-    assert bootstrap(above, below) == (0.0, 1.0)  # prompts are drawn; drawing 80 answers would give about a half
+    assert bootstrap(above, below) == (0.0, 1.0)  # prompts are drawn; drawing 80 answers would give about 0.5
     above, below = np.array([3.0, 1.0, 9.0, 2.0, 5.0]), np.array([4.0, 1.0, 5.0, 0.0, 7.0])
     draws = np.random.default_rng(0).multinomial(5, [0.2] * 5, size=1000)
     ratios = [draw @ above / (draw @ below) for draw in draws if draw @ below]
@@ -151,7 +151,7 @@ def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
     assert "50/50" in error and versions.keys() == {"lenvm_kernels", "python", "torch", "transformers", "numpy"}
     lines, names = lines_of(folder), ["none", "constant", "guided"]
     assert list(dict.fromkeys(line["setting"] for line in lines)) == names
-    assert len(lines) == 5 * 2 * (1 + 2 * 2)  # prompts, seeds, settings: the base once, two others at two targets
+    assert len(lines) == 5 * 2 * (1 + 2 * 2)  # prompts, seeds, settings: the base once, two settings at two targets
     for target, limit in ((4, 16), (7, 24)):
         scores = scores_of(folder)[str(target)]
         assert list(scores) == ["none", "hard cut", "constant", "guided"]
@@ -187,7 +187,7 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     answers, whole = folder / "answers.jsonl", (folder / "answers.jsonl").read_bytes()
     result = json.loads((folder / "result.json").read_text())
     lines = whole.splitlines(keepends=True)
-    # Units have 2, 2 and 1 prompts. The kill has left 7 units, and of the next unit one line and part of another.
+    # Units have 2, 2 and 1 prompts. 7 units are left, and one line and part of another from the next unit.
     answers.write_bytes(b"".join(lines[:13]) + lines[13][:30])
     evaluate()
     assert answers.read_bytes() == whole
@@ -197,7 +197,7 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     without = [re.sub(', "predicted": .*}', "}", line.decode()) for line in lines[:6]]
     answers.write_text("".join(without) + b"".join(lines[6:]).decode())
     evaluate()
-    assert "of 4 answers of the base model (6 more have no prediction)" in (folder / "table.md").read_text()
+    assert "of 4 answers of the base model (6 others have no prediction)" in (folder / "table.md").read_text()
     for argv, message in (
         (["--min-p", 0.1, "--targets", 30], "differs in max_new_tokens, sampling, targets"),
         (["--say-it"], "differs in say_it, settings"),
@@ -207,7 +207,7 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     answers.write_bytes(b'{"setting": "none"}\n' + whole)
     assert "answers.jsonl, line 1 must be an answer of lenvm evaluate" in evaluate(code=2)[1]
     (folder / "plan.json").unlink()
-    assert "must hold plan.json beside answers.jsonl" in evaluate(code=2)[1]
+    assert "must have plan.json next to answers.jsonl" in evaluate(code=2)[1]
 
 
 # Prompts solved with seeds 3 and 0, by setting and target. "hard cut": the base model's answers cut at 4 tokens.
@@ -226,7 +226,7 @@ def test_accuracies_from_the_tokens_of_answers(evaluate, tmp_path):
     folder, _ = evaluate(*options)
     planted = lines_of(folder)
     for line in planted:
-        # The last word is 30 + prompt if the prompt is solved; in base answers, so is the fourth if cut at 4.
+        # The last word is 30 + prompt if the prompt is solved, as is the fourth word of base answers cut at 4 tokens.
         key, column = f"{line['setting']} {line['target']}", int(line["seed"] == 0)
         ids = [13, 14, 15, 16, 17, 18]  # w10 to w15
         solved = {5: SOLVED[key], 3: SOLVED["hard cut 4"] if line["target"] is None else (set(), set())}
@@ -252,7 +252,7 @@ def test_accuracies_from_the_tokens_of_answers(evaluate, tmp_path):
 
 @pytest.fixture
 def served():
-    """Start a fake server, by the name of its engine."""
+    """Start a fake server, given the name of its engine."""
     with fake_engines() as start:
         yield start
 
@@ -288,7 +288,7 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
     server, url = served(engine)
     constant_server, constant_url = served("vllm")
     options = ["--url", url, "--guidance", '{"strength": 7}', "--max-new-tokens", 6, "--top-k", 5]
-    options += ["--constant-url", constant_url] if engine == "sglang" else []  # otherwise in this process
+    options += ["--constant-url", constant_url] if engine == "sglang" else []  # vLLM: in this process
     folder, _ = evaluate(*options, value="of-the-server", targets=[4])
     expected = []
     for _, body in server.requests:
@@ -314,7 +314,7 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
 
 @pytest.mark.parametrize("engine", [None, "sglang"])
 def test_said_settings_put_each_target_into_the_prompt(evaluate, served, tiny, engine):
-    """Without a server, there is no value model either: the default guidance is the constant baseline."""
+    """Without a server, there is also no value model, so the default guidance is the constant baseline."""
     (server, url), guided = served("sglang"), "guided" if engine else '{"gamma": 0.9, "strength": 2}'
     options = ["--url", url, "--constant-url", url] if engine else ["--guidance", '{"strength": 2, "gamma": 0.9}', "{}"]
     options += ["--num-prompts", 2, "--say-it", "w{words} w{tokens}", "--temperature", 0]

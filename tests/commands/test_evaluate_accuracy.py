@@ -1,4 +1,4 @@
-"""Extraction and comparison of answers in ``lenvm evaluate``, and accuracies by hand."""
+"""Extraction and comparison of answers in ``lenvm evaluate``, and accuracies computed by hand."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_answers_are_compared_as_numbers_and_expressions():
     assert [pair for pair, is_so in checked.items() if is_so] == pairs(RIGHT) and len(checked) == 17 + 13
 
 
-def test_answer_that_times_out_is_wrong_and_later_ones_count(monkeypatch):
+def test_answer_that_times_out_is_wrong_and_later_answers_count(monkeypatch):
     monkeypatch.setattr(accuracy, "SECONDS", 3.0)
     checked = accuracy.check([("4", "4"), ("9^{9^{9^9}}", "4"), ("5", "5.0")])
     assert list(checked.values()) == [True, False, True]
@@ -70,6 +70,6 @@ def test_answers_of_the_example_problems():
 
 @pytest.mark.parametrize("answer", [None, "", "#### ", "3\n4", True, [3]])
 def test_invalid_reference_is_named(answer):
-    with pytest.raises(ValueError, match='these, line 2 must have an "answer" as other lines have') as error:
+    with pytest.raises(ValueError, match='these, line 2 must have an "answer", as other lines do') as error:
         accuracy.references([Prompt("a", answer=0), Prompt("b", answer=answer)], "these")
     assert repr(str(answer)) in str(error.value)

@@ -15,7 +15,7 @@ from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import operators
 
 FAULTS = "tests.helpers.planted_faults"
-# Operators whose results are compared within a tolerance.
+# Operators with results that are compared within a tolerance.
 FLOATS = (
     *("topk_candidates", "embed_tokens", "ragged_linear", "rope_cache", "value_tree_attention", "value_head"),
     *("candidate_values", "reweight_scatter", "draw"),

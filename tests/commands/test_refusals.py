@@ -1,4 +1,4 @@
-"""Every input that a command rejects: one line on stderr that names it, exit code 2, and nothing is written."""
+"""Rejected input of the commands: one line on stderr that names it, exit code 2, and no output."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ COMMANDS = {
     "fit": "fit BASE --output OUT --device cpu --answers FILES/short",
     "serve": "serve VALUE --device cpu",
 }
-# Engines of servers, and the status and content that they answer with.
+# Engines of servers, and the status and content of their answers.
 SERVERS = {
     "another": ("another", None),
     "refusing": ("sglang", (400, {"error": "strength must be less"})),
@@ -31,23 +31,23 @@ SERVERS = {
     "aborting": ("sglang", (200, {"output_ids": [3], "meta_info": {"finish_reason": {"type": "abort"}}})),
 }
 PROMPT, FAULTS = '{"prompt": "w1"}\n', "tests.helpers.planted_faults"
-# A command, lines of its --prompts, and a part of the message.
+# A command, lines of its --prompts, and part of the message.
 BROKEN = ("{", '{"prompt": 3}', '{"text": "w1"}', '"w1"', "", '{"prompt": " "}')
 OBJECT = 'line 2 must be an object {"prompt": "..."} (or question, problem), got '
 PROMPTS = [
     *(("evaluate", f"{PROMPT}{line}\n{PROMPT}", f"{OBJECT}{line!r}") for line in BROKEN),
-    ("train", '{"prompt": "a", "split": "train"}', "--prompts must have prompts of the splits train and test"),
+    ("train", '{"prompt": "a", "split": "train"}', "--prompts must have prompts of both splits, train and test"),
     ("train", PROMPT + '{"prompt": "b", "split": "dev"}', 'line 2 must have a "split" of train or test'),
-    ("train", '{"prompt": "a", "split": "test"}\n{"prompt": "b"}', 'line 2 must have a "split" as other lines have'),
+    ("train", '{"prompt": "a", "split": "test"}\n{"prompt": "b"}', 'line 2 must have a "split", as other lines do'),
     ("train", PROMPT + '{"prompt"', ".jsonl, line 2 must be an object"),
 ]
-# Arguments, and a part of the message. Words in capitals are replaced.
+# Arguments, and part of the message. Words in capitals are replaced.
 NEAR, GOOD = "generate --target-length 9", str(simplest("value_head", (3, 1), seed=7))
 NO_CASES = GOOD[:-1], GOOD.replace("value_head", "softmax"), GOOD.replace("size", "width")
 REJECTED = [
     ("generate --landing w7 --target-value 0.5", "landing needs a target_length"),
     ("generate --value-scale much", "--value-scale"),
-    (f"{NEAR} --constraint eq --strength 2", "strength needs a value_constraint of near, "),
+    (f"{NEAR} --constraint eq --strength 2", "strength needs value_constraint near, "),
     ("generate --token-temperature-scale 13", "must be token ids and divisors such as 13=1.5, got '13'"),
     ("generate --token-temperature-scale 13=0", "token_temperature_scale[13]"),
     ("generate --temperature -1", "temperature"),
@@ -62,25 +62,25 @@ REJECTED = [
     ("generate --value-model nowhere", "--value-model must be a directory"),
     ("generate --value-model none --show-values", "--show-values needs a value model"),
     ("generate --say-it", "--say-it needs --target-length, got none"),
-    (f"{NEAR} --say-it {{letters}}", "must have no placeholders but {words} and {tokens}, got '{letters}'"),
+    (f"{NEAR} --say-it {{letters}}", "must have no placeholders except {words} and {tokens}, got '{letters}'"),
     ("generate --loud", "--loud"),
     ("generate --value-model BASE", "v_head.fc.weight"),
     ("generate --value-model FILES/cut", "a .safetensors file of the models is broken"),
     ("generate --value-model FILES/half", "v_head.summary.weight"),
     ("generate --value-model FILES/renamed", "2 tokens differ, 'other' among them"),
     ("generate --value-model FILES/shorter", "share the base model's vocabulary"),
-    ("generate --value-model FILES/wordless", "--value-model must hold a tokenizer"),
+    ("generate --value-model FILES/wordless", "--value-model must have a tokenizer"),
     ("generate --value-model FILES/braces", "lenvm_config.json must be a JSON file"),
     ("evaluate --guidance near", "--guidance: must be JSON objects such as {\"strength\": 8}, got 'near'"),
     ("evaluate --guidance [1]", "--guidance: must be JSON objects"),
-    ('evaluate --guidance {"target_length":3}', "must leave the target to --targets, got target_length"),
+    ('evaluate --guidance {"target_length":3}', "must not contain a target (use --targets), got target_length"),
     ('evaluate --guidance {"strength":-1}', "strength must be a finite number >= 0, got -1"),
     ("evaluate --targets 0", "--targets: must be an integer above 0, got '0'"),
-    ("evaluate --say-it {n}", "--say-it must have no placeholders but {words} and {tokens}, got '{n}'"),
-    ("evaluate --answer-regex a", '--answer-regex must come with --prompts whose lines have an "answer"'),
+    ("evaluate --say-it {n}", "--say-it must have no placeholders except {words} and {tokens}, got '{n}'"),
+    ("evaluate --answer-regex a", '--answer-regex needs --prompts with an "answer" in each line'),
     ("evaluate --prompts FILES/problems.jsonl --answer-regex (", "must be a regular expression, got '('"),
     ("evaluate --seeds -1", "--seeds"),
-    ("evaluate --num-prompts 101", "--num-prompts must be at most the 100 prompts that there are, got 101"),
+    ("evaluate --num-prompts 101", "--num-prompts must be at most the number of prompts, 100, got 101"),
     ("evaluate --prompts nowhere.jsonl", "nowhere.jsonl"),
     ("evaluate --url localhost:30000", "--url must begin with http:// or https://, got 'localhost:30000'"),
     ("evaluate --url http://127.0.0.1:1", "--url must be a running server"),
@@ -124,10 +124,10 @@ REJECTED = [
     ("fuzz --against value_head", "--against must be MODULE:FUNCTION, but No module named 'value_head'"),
     ("fuzz --against no.such:value_head", "No module named 'no'"),
     (f"fuzz --against {FAULTS}:none", "--against must be MODULE:FUNCTION, but"),
-    (f"fuzz --against {FAULTS}:fails", "a function of an operator's name, or --ops must name one"),
+    (f"fuzz --against {FAULTS}:fails", "a function with an operator's name, or --ops must name one"),
     ("fuzz --json no/such.json", "--json must be a file in an existing directory, got 'no/such.json'"),
     *((["fuzz", "--replay", line], "a case must be a line of JSON") for line in NO_CASES),
-    (["fuzz", "--replay", GOOD.replace("float32", "int8")], "dtype of value_head must be of ['float32', "),
+    (["fuzz", "--replay", GOOD.replace("float32", "int8")], "dtype of value_head must be one of ['float32', "),
     *((f"{command} --prompts FILES/{i}.jsonl", message) for i, (command, _, message) in enumerate(PROMPTS)),
 ]
 

@@ -49,7 +49,7 @@ def sequence(length, seed=0):
 
 
 def expected(pair, query):
-    """Value logits of a query's candidates, or of its tokens, by forwards of ``transformers``."""
+    """Value logits of a query's candidates, or of its tokens, from forwards of ``transformers``."""
     if not query.candidate_ids:
         return plain_values(*pair, torch.tensor([query.token_ids]))[0]
     sequences = torch.tensor([[*query.token_ids, candidate] for candidate in query.candidate_ids])
@@ -65,7 +65,7 @@ SHORT = [Query(sequence(17, seed), [3]) for seed in range(3)]
 PASSING = [Query(sequence(32, seed), *more) for seed in (1, 2) for more in ((), ([1], True))]
 SEVERAL = [Query(TOKENS), Query(TOKENS[:37], [1, 2, 2, 3]), Query([], [5]), Query(TOKENS[:48], list(range(90)))]
 SEVERAL += [Query(sequence(3, seed=1))]
-# Tokens of the cache; calls, each with its queries and how many of their tokens are cached; forwards of 40 tokens.
+# Tokens of the cache; calls, each with queries and their numbers of cached tokens; forwards of 40 tokens.
 CALLS = {
     "several forwards": (512, [(SEVERAL, [0, 0, 0, 32, 0]), (SEVERAL, [0, 32, 0, 48, 0])], 12),
     "decoding": (512, [([Query(TOKENS[:n], [1, 2])], [(n - 1) // 16 * 16 * (n > 40)]) for n in range(40, 60)], 21),
@@ -110,7 +110,7 @@ OF_CHAT, OF_TURN = Query([33, 10, 34, 11, 33, 4, 35]), Query([33, 10, 35])  # wo
     ],
 )
 def test_request_formats(pair, client, path, body, queries, is_list):
-    """The fork's scripts analyse tokens, and every prefix of an answer with its next token."""
+    """The fork's scripts request values of tokens, and of each prefix of an answer with its next token."""
     for _ in range(2):
         answer = post(client, path, body).json()
         assert isinstance(answer, list) == is_list
@@ -132,18 +132,18 @@ def test_request_formats(pair, client, path, body, queries, is_list):
     [
         ("encode", b"{", "the body: Invalid JSON"),
         ("encode", [1], "the body: Input should be an object, got [1]"),
-        ("encode", {}, "one of input_ids, text must be given, got none"),
+        ("encode", {}, "one of input_ids, text is required, got none"),
         ("encode", {"input_ids": [1], "text": "a"}, "got input_ids and text"),
-        ("encode", {"messages": [{"role": "user"}]}, "one of input_ids, text must be given, got messages"),
+        ("encode", {"messages": [{"role": "user"}]}, "one of input_ids, text is required, got messages"),
         ("encode", {"input_ids": []}, "input_ids must have 1 to 512 tokens, a candidate included, got 0"),
         ("encode", {"input_ids": [[True]]}, "valid integer, got True"),
         ("encode", {"input_ids": [-(10**30)]}, "input_ids must be token ids in [0, 97), got -1000"),
         ("encode", {"input_ids": [1] * 513}, "input_ids must have 1 to 512 tokens, a candidate included, got 513"),
-        ("encode", {"input_ids": [1], "bypass_cache": [True, False]}, "bypass_cache must have one per sequence, 1"),
+        ("encode", {"input_ids": [1], "bypass_cache": [True, False]}, "bypass_cache must have one entry per sequence"),
         ("encode", {"input_ids": [1], "candidate_ids": [[1]]}, "and be absent elsewhere"),
         ("encode", {"input_ids": [1], "image_data": "data:"}, "image_data: Extra inputs are not permitted"),
         ("tree_value", {"input_ids": [[1], [2]], "candidate_ids": [[1], []]}, "must have tokens for each"),
-        ("tree_value", {"input_ids": [[1]], "candidate_ids": [[1], [2]]}, "must have one per sequence, 1"),
+        ("tree_value", {"input_ids": [[1]], "candidate_ids": [[1], [2]]}, "must have one entry per sequence"),
         ("tree_value", {"input_ids": [[1]], "candidate_ids": [[97]]}, "candidate_ids must be token ids in [0, 97)"),
         ("tree_value", {"input_ids": [[1] * 512], "candidate_ids": [[1]]}, "a candidate included, got 513"),
         ("predict", {"messages": [{"role": "tool"}]}, "messages must fit the value model's tokenizer and template: no"),
@@ -164,7 +164,7 @@ def test_non_finite_values_are_null(value_model, monkeypatch):
     assert post(client, "predict", {"input_ids": [5, 6]}).json()["predicted_output_length"] is None
 
 
-def test_failed_forward_fails_its_call_only(client, value_model, monkeypatch):
+def test_failed_forward_only_fails_its_call(client, value_model, monkeypatch):
     """Pages of the failed forward are not shared with later calls."""
     body = {"input_ids": [sequence(80)], "candidate_ids": [[1]]}
     with monkeypatch.context() as patch:

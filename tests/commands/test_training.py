@@ -76,14 +76,14 @@ def approx(measures, **tolerance):
 
 
 def store_answers(folder, base, prompts, answers):
-    """Store finished answers (prompt, sample, tokens) to ``prompts``; the last quarter of them is held out."""
+    """Store finished answers (prompt, sample, tokens) to ``prompts``. The last quarter of the prompts is held out."""
     plan = {"prompts": [], "base": base, "vocabulary": collect.vocabulary(AutoTokenizer.from_pretrained(base))}
     for i, ids in enumerate(prompts):
         plan["prompts"].append({"split": "train" if i < 0.75 * len(prompts) else "test", "ids": ids})
     AnswerStore(folder, plan).add([SampledAnswer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
 
 
-def test_held_out_prompts_depend_on_their_text_only(run, base, tmp_path):
+def test_held_out_prompts_depend_only_on_their_text(run, base, tmp_path):
     for folder, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
         (tmp_path / folder).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         command = ("collect", base, "--prompts", tmp_path / folder, "--output", tmp_path / f"{folder}-answers")
@@ -160,7 +160,7 @@ def test_answers_in_process(run, base, prompts, tmp_path, monkeypatch, is_guided
 
 
 def test_answers_from_server(run, base, prompts, tmp_path, monkeypatch):
-    """Answers received before a server error are kept; the same command samples the rest."""
+    """Answers received before a server error are kept. The same command samples the rest."""
     folder, found = tmp_path / "answers", []
     with fake_engines() as start:
         server, url = start("sglang")
@@ -231,7 +231,7 @@ LEARNING = {"probe": ("--epochs", 100), "value-model": (*FIT, "--epochs", 40, "-
 
 @pytest.mark.parametrize(("kind", "least"), [("probe", 0.7), ("value-model", 0.8)])
 def test_lengths_are_learned(run, base, tmp_path, kind, least):
-    """A probe learns the length, 4 or 16 tokens, from the answer's first token, a value model from the prompt."""
+    """A probe learns the length, 4 or 16 tokens, from the answer's first token, and a value model from the prompt."""
     answers, is_probe = tmp_path / "answers", kind == "probe"
     prompts = [[7 + i, 8] if is_probe else [7 + i, 8 + i % 2, 5] for i in range(16)]
     kinds = ([9 if is_probe else 10, 10, 10, EOS], [11 if is_probe else 10, *[10] * 14, EOS])
@@ -300,7 +300,7 @@ def test_loss_is_mean_squared_error_of_all_states(run, answers, base, tmp_path, 
     assert report["training"]["mean squared error"] == [variance] * 2 and report["training"]["steps"] == 2
 
 
-def test_resumed_training_has_the_same_bits(run, answers, base, tmp_path, monkeypatch):
+def test_resumed_training_is_bitwise_identical(run, answers, base, tmp_path, monkeypatch):
     command = ("fit", base, "--answers", answers, *FIT, "--save-steps", 2)
     run(*command, "--output", tmp_path / "whole")
 

@@ -30,7 +30,7 @@ def geometric(rate):
 
 
 def test_tail_factor_and_gamma():
-    # In the second half of their limits: 3 tokens and an end, 5 tokens, 4 tokens and an end; one answer ends earlier.
+    # In the second half of the limits: 3 tokens and an end, 5 tokens, 4 tokens and an end. One answer ends earlier.
     late = [answer(8), answer(10, finished=False), answer(4), answer(10, limit=12)]
     assert tail_factor(late, 0.9) == geometric(2 / 12)
     late += [answer(9, guided=7), answer(8, guided=8)]  # guided tokens do not count

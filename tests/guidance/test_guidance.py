@@ -1,4 +1,4 @@
-"""A request's parameters: every spelling is accepted, everything else is rejected with its name."""
+"""A request's parameters: all spellings are accepted, other input is rejected by name."""
 
 import math
 import re
@@ -29,7 +29,7 @@ def lands(target, **changed):
     return near(target, allow_eos=True, end_message=(5, 6)) | changed
 
 
-# Requests, and their parameters that differ from an empty request's.
+# Requests, and the parameters that differ from an empty request.
 ACCEPTED = [
     ({}, {}),
     ({"value_scale": None, "lenvm": None}, {}),  # absent
@@ -161,7 +161,7 @@ REJECTED_ALONE = [
     ("hard_limit_grace", "be an integer >= 0 and < 1e+06", [-1]),
     ("landing_tokens", "be an integer >= 1 and < 1e+06", [2.5]),
     ("end_token_ids", "be a list of 1 to 4 token ids, or its JSON text", [5, "x", [], [1, 2, 3, 4, 5]]),
-    ("end_token_ids", "hold token ids >= 0, or lists of them", [[-1], [2**31], [1.0], [True], [[]], [[3, [4]]]]),
+    ("end_token_ids", "contain token ids >= 0, or lists of them", [[-1], [2**31], [1.0], [True], [[]], [[3, [4]]]]),
     ("start_token_ids", "be a list of 0 to 4 token ids, or its JSON text", [5]),
     ("end_message", "be a text, or a list of token ids >= 0", [[-3], 3]),
     ("landing", "be a text, or a list of token ids >= 0", [[-1]]),
@@ -179,12 +179,12 @@ def test_rejected_values_are_reported_by_the_main_name(name, must, values):
                 parse_guidance({alias: value})
 
 
-NEAR_ONLY = "needs a value_constraint of near, ge_near or le_near"
+NEAR_ONLY = "needs value_constraint near, ge_near or le_near"
 A_TARGET = "needs a target: give target_length or target_value as well"
 A_SPAN, A_LIMIT = "needs end_token_ids, or a thinking_budget", "needs a hard_limit, or a thinking_budget"
 LANDING = "landing needs a target_length of all new tokens, and neither end_token_ids nor a budget"
-OWN_TARGET = "thinking_budget is itself a target: the only other one can be a target_length of the answer"
-NO_END = "thinking_budget needs end_token_ids: no token is known that ends a thought"
+OWN_TARGET = "thinking_budget is a target; the only other target allowed is a target_length of the answer"
+NO_END = "thinking_budget needs end_token_ids: no token is known to end a thought"
 TOGETHER = "boosted_token_ids and token_temp_divisor must be given together"
 ENDS, KNOWN = {"end_token_ids": [1]}, {"thoughts": Thoughts(encode=list)}
 LIMIT = {"end_token_ids": [[7, 3]], "hard_limit": 9}
@@ -196,16 +196,16 @@ REJECTED_TOGETHER = [
     ({"target_length": 5, "op": "eq", "strength": 5}, f"strength {NEAR_ONLY}"),
     ({"tolerance": 0.1, "target_length": 9, "op": "eq"}, f"tolerance {NEAR_ONLY}"),
     ([("scale", 2)], "custom_params must be a mapping of field names to values, got list"),
-    ({"scale": 2, "value_scale": 3}, "value_scale is given twice: accepted is one of value_scale, scale"),
+    ({"scale": 2, "value_scale": 3}, "value_scale is given twice; give one of value_scale, scale"),
     ({"value_scal": 2}, r"value_scal is not a guidance parameter; did you mean value_scale\?"),
     ({"lenvm": {"loudness": 2}}, "loudness is not a guidance parameter; accepted are value_mode, value_scale, .*"),
-    ({"lenvm": {"scale": 2}, "value_scale": 3}, "value_scale is given twice: accepted is one of value_scale, scale"),
-    ({"target_tokens": 2, "target_length": 3}, "target_length is given twice: accepted is one of target_length, .*"),
+    ({"lenvm": {"scale": 2}, "value_scale": 3}, "value_scale is given twice; give one of value_scale, scale"),
+    ({"target_tokens": 2, "target_length": 3}, "target_length is given twice; give one of target_length, .*"),
     ({"lenvm": 5}, "lenvm must be an object of guidance parameters, or its JSON text, got 5"),
     ({"max_length": 9}, "max_length is not a guidance parameter: give target_length with .* le_near, .*"),
     ({"Min-Length": 9}, "Min-Length is not a guidance parameter: give target_length with .* ge_near, .*"),
-    ({"token_temperature_scale": {"x": 1}}, "token_temperature_scale must hold token ids >= 0, got 'x'"),
-    ({"token_temperature_scale": {True: 2}}, "token_temperature_scale must hold token ids >= 0, got True"),
+    ({"token_temperature_scale": {"x": 1}}, "token_temperature_scale must contain token ids >= 0, got 'x'"),
+    ({"token_temperature_scale": {True: 2}}, "token_temperature_scale must contain token ids >= 0, got True"),
     ({"token_temperature_scale": {1: 0}}, r"token_temperature_scale\[1\] must be .* > 0 and < 1e\+06, got 0"),
     ({"boosted_token_ids": [1]}, TOGETHER),
     ({"token_temp_divisor": 2}, TOGETHER),
@@ -217,22 +217,22 @@ REJECTED_TOGETHER = [
     ({"start_token_ids": [3]}, f"start_token_ids {A_SPAN}"),
     (ENDS | {"hard_limit_grace": 3}, f"hard_limit_grace {A_LIMIT}"),
     (ENDS | {"end_message": [3]}, f"end_message {A_LIMIT}"),
-    (LIMIT | {"end_message": "So."}, "end_message must be a list of token ids where no tokenizer is known, got 'So.'"),
-    (LIMIT | {"end_message": [3] * 31}, "end_message must be of at most 30 tokens, got 31"),
+    (LIMIT | {"end_message": "So."}, "end_message must be a list of token ids without a tokenizer, got 'So.'"),
+    (LIMIT | {"end_message": [3] * 31}, "end_message must have at most 30 tokens, got 31"),
     ({"end_token_ids": [[1] * 16], "start_token_ids": [[1] * 16]},
-     "end_token_ids and start_token_ids must be of at most 31 tokens together, got 32"),
-    ({"target_words": 5}, "target_words needs a tokenizer, and none is known"),
+     "end_token_ids and start_token_ids must have at most 31 tokens together, got 32"),
+    ({"target_words": 5}, "target_words needs a tokenizer, and none was given"),
     ({"target_words": 5, "target_length": 5}, "give one of .*, got target_length and target_words"),
-    ({"target_sentences": 5, "landing": [3]}, "landing must not .* together with target_sentences", KNOWN),
-    ({"target_words": 5, "end_token_ids": [3]}, "end_token_ids must not .* together with target_words", KNOWN),
-    ({"target_words": 5, "target_value": 0.5}, "target_value must not .* together with target_words", KNOWN),
+    ({"target_sentences": 5, "landing": [3]}, "landing cannot be combined with target_sentences", KNOWN),
+    ({"target_words": 5, "end_token_ids": [3]}, "end_token_ids cannot be combined with target_words", KNOWN),
+    ({"target_words": 5, "target_value": 0.5}, "target_value cannot be combined with target_words", KNOWN),
     ({"target_words": 5, "length_mode": "total"}, "target_length_mode must be answer .*, got 'total'", KNOWN),
     ({"landing": [3]}, LANDING),
     ({"landing": [3], "target_length": 9} | ENDS, LANDING),
     ({"landing": [3], "target_length": 9, "target_value": 0.5}, LANDING),
     ({"landing": [3], "target_length": 9, "length_mode": "remaining"}, LANDING),
-    ({"landing": [3] * 33, "target_length": 99}, "landing must be of at most 32 tokens, got 33"),
-    ({"landing": "A", "target_length": 9}, "landing must be a list of token ids where no tokenizer is known, got 'A'"),
+    ({"landing": [3] * 33, "target_length": 99}, "landing must have at most 32 tokens, got 33"),
+    ({"landing": "A", "target_length": 9}, "landing must be a list of token ids without a tokenizer, got 'A'"),
     ({"landing_tokens": 9, "target_length": 9}, "landing_tokens needs a landing"),
     ({"thinking_budget": 5}, NO_END),
     ({"thinking_budget": 5, "thinking_budget_total": 5} | ENDS,
@@ -245,7 +245,7 @@ REJECTED_TOGETHER = [
     ({"thinking_budget": 5, "target_length": 5, "landing": [3]} | ENDS, LANDING),
     ({"thinking_budget": 5, "target_length": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "target_length": 5, "op": "eq", "strength": 2} | ENDS,
-     "strength needs a value_constraint of near, ge_near or le_near"),
+     "strength needs value_constraint near, ge_near or le_near"),
     ({"thinking_budget": 5, "target_value": 0.5} | ENDS, OWN_TARGET),
     ({"thinking_budget": 5, "length_mode": "remaining"} | ENDS, OWN_TARGET),
     ({"target_length": 5, "flavour": 1}, f"flavour is not a guidance parameter; accepted are {', '.join(FIELDS)}"),
@@ -298,14 +298,14 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_length": 9}, {"has_values": False}, dict(scale=10.0, least_share=0.0, min_end_prob=1e-4)),
         ({"target_length": 9}, {"has_values": False, "strength": 7}, dict(scale=10.0)),  # unused without values
         ({}, {"has_values": False}, dict(mode=Mode.UNGUIDED)),
-        # A budget takes the marks of thoughts from the tokenizer, whose start belongs to its end.
+        # A budget uses the tokenizer's marks of thoughts, with a start for each end.
         ({"thinking_budget": 100}, {"thoughts": Thoughts(ends=((9,), (4,)))},
          dict(end_token_ids=((9,), (4,)), start_token_ids=(), target_length=100.0, hard_limit=125)),
         ({"thinking_budget": 100}, THOUGHT, dict(end_token_ids=((9, 4),), start_token_ids=((8,),))),
         ({"thinking_budget": 100, "start_token_ids": []}, THOUGHT, dict(end_token_ids=((9, 4),), start_token_ids=())),
         ({"thinking_budget": 100, "start_token_ids": [3]}, THOUGHT, dict(start_token_ids=((3,),))),
         ({"thinking_budget": 100, "end_token_ids": [3]}, THOUGHT, dict(end_token_ids=((3,),), start_token_ids=())),
-        # Beside a target, the budget is the thought's, and the target the answer's.
+        # With both a budget and a target, the budget applies to the thought and the target to the answer.
         ({"thinking_budget": 100, "target_length": 40, "op": "eq_soft", "hard_limit": 90, "gamma": 0.9}, THOUGHT,
          budget(100.0, hard_limit=90, answer_length=40.0, gamma=0.9, end_token_ids=((9, 4),), start_token_ids=((8,),),
                 answer=parse_guidance({"target_length": 40, "op": "eq_soft", "gamma": 0.9}))),
@@ -313,7 +313,7 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
          {"has_values": False},
          dict(tolerance=0.0, scale=10.0, answer_length=3.0, end_token_ids=((7,),),
               answer=parse_guidance({"target_length": 40, "tolerance": 0.5}, has_values=False))),
-        # A target counts from the end of a thought, unless it is a target of another kind.
+        # A target in tokens counts from the end of a thought, other targets do not.
         ({"target_length": 100}, THOUGHT, PAUSES | dict(hard_limit=None, counts_down=True)),
         ({"target_length": 100, "op": "eq", "length_mode": "answer"}, THOUGHT, PAUSES),
         ({"target_length": 100, "landing": [3]}, THOUGHT, PAUSES | dict(end_message=(3,), hard_limit=76)),
@@ -323,15 +323,15 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_value": 0.5}, THOUGHT, NO_PAUSES),
         ({"target_length": 100, "end_token_ids": [3]}, THOUGHT, NO_PAUSES | dict(end_token_ids=((3,),))),
         ({"scale": 2}, THOUGHT, NO_PAUSES),
-        ({"target_length": 100}, {"thoughts": Thoughts(ends=((9,),))}, NO_PAUSES),  # its start is not known
-        # Words and sentences of an answer, also beside a budget.
+        ({"target_length": 100}, {"thoughts": Thoughts(ends=((9,),))}, NO_PAUSES),  # its start is unknown
+        # Words and sentences of an answer, also with a budget.
         ({"target_words": 100}, KNOWN,
          dict(mode=Mode.NEAR, target_length=135.0, unit=TextBreak.WORD, target_units=100.0, allow_eos=True)),
         ({"target_sentences": 5, "op": "le_near", "thinking_budget": 30, "end_token_ids": [7]}, KNOWN,
          dict(target_length=30.0, answer_length=120.0, unit=TextBreak.SENTENCE, target_units=5.0, allow_eos=False,
               answer=parse_guidance({"target_sentences": 5, "op": "le_near"}, **KNOWN))),
         ({"target_words": 100, "soft_max_tokens": True}, KNOWN | {"max_tokens": 27}, dict(target_length=21.6)),
-        # Budgets of several thoughts, of none, and no budget.
+        # Budgets for several thoughts and for no thought, and no budget.
         ({"thinking_budget_total": 100}, THOUGHT, budget(100.0, end_token_ids=((9, 4),), start_token_ids=((8,),),
                                                          count_from=CountFrom.SPANS)),
         ({"thinking_budget": 0}, THOUGHT, dict(target_length=0.0, hard_limit=0, mode=Mode.LE_NEAR)),
@@ -343,7 +343,7 @@ NO_PAUSES = dict(pause_token_ids=(), start_token_ids=(), allow_eos=False)
         ({"target_length": 100}, CALLS, NO_PAUSES | dict(call_token_ids=((6, 5),), allow_eos=True)),
         ({"thinking_budget": 100, "end_token_ids": [3]}, CALLS, dict(call_token_ids=())),
         ({"scale": 2}, CALLS, dict(call_token_ids=())),
-        # A limit of new tokens lowers a budget, and only a soft one lowers a target: an output may be continued.
+        # A limit of new tokens lowers a budget. Only a soft limit lowers a target, because an output may be continued.
         ({"target_length": 100}, {"max_tokens": 80}, dict(target_length=100.0)),
         ({"thinking_budget": 100}, THOUGHT | {"max_tokens": 100}, dict(target_length=64.0, hard_limit=80)),
         ({"thinking_budget": 40}, THOUGHT | {"max_tokens": 100}, dict(target_length=40.0, hard_limit=50)),
@@ -365,7 +365,7 @@ def test_defaults_of_a_server(request_, defaults, expected):
     assert {name: getattr(params, name) for name in expected} == expected
 
 
-# Parameters that a server's other components share, and the fields among them.
+# Parameters shared with other components of a server, and the fields among them.
 SHARED = [
     *((other, {}) for other in ({"scale": 2}, {"mode": "x"}, {"op": 1}, {"cmp": 1}, {"constraint": "y"})),
     *((other, {}) for other in ({"gamma": 5}, {"strength": "high"}, {"tolerance": 7}, {"entropy_threshold": 1})),
@@ -399,7 +399,7 @@ ANYTHING = (
     st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), ANYTHING, max_size=5),
     st.sampled_from(["rejected", "ignored", "shared"]),
 )
-def test_anything_is_parsed_or_rejected(params, others):
+def test_any_input_is_parsed_or_rejected(params, others):
     """Any input gives usable parameters or a ValueError, and accepted parameters fit the device table."""
     try:
         parsed = parse_guidance(read_names(params, others=others))
@@ -412,4 +412,4 @@ def test_anything_is_parsed_or_rejected(params, others):
 
 def test_docs_contain_the_table_of_fields():
     page = Path(__file__).parents[2] / "docs" / "modes-and-parameters.md"
-    assert markdown() in page.read_text(), f"put lenvm_kernels.guidance.fields.markdown() into {page}"
+    assert markdown() in page.read_text(), f"paste lenvm_kernels.guidance.fields.markdown() into {page}"

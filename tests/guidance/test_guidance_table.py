@@ -1,4 +1,4 @@
-"""The guidance table on the device: parameters are in their request's row, written once, removed with the request."""
+"""The guidance table on the device: parameters are in the request's row, written once, and removed with the request."""
 
 import math
 
@@ -24,7 +24,7 @@ UNGUIDED = dict(
     entropy_threshold=NAN, answer_length=0, prompt_len=0, hard_limit=NO_LIMIT, hard_limit_grace=0, value_stride=1,
     counts_down=False, return_values=False, allows_eos=False, span_ended=False, ending_token_ids=[-2] * 7, faults=0,
 )  # fmt: skip
-# A request, its end-of-sequence ids, the columns that differ from an unguided request's.
+# A request, its end-of-sequence ids, the columns that differ from an unguided request.
 REQUESTS = [
     (None, set(), {}),
     (None, {7}, dict(eos_token_ids=[7, -2, -2], ending_token_ids=[7] + [-2] * 6)),
@@ -117,14 +117,14 @@ def test_totals_with_an_early_aim(request_, shift):
     ],
 )
 def test_target_logit_is_the_value_of_target_and_answer(asked, length):
-    """At least 8 tokens, without the early aim."""
+    """It is at least 8 tokens, and ignores the early aim."""
     table = new_table(1, early=6.0)
     table.add_request(0, None if asked is None else parse_guidance({"end_token_ids": [3]} | asked), set())
     nats = torch.nn.functional.softplus(table.columns.target_logit.double())
     torch.testing.assert_close(nats / table.columns.nats_per_token, torch.tensor([length]).double(), rtol=1e-5, atol=0)
 
 
-def test_lengths_of_rows_out_of_order():
+def test_lengths_of_unordered_rows():
     """Each row has its own discount and end-of-sequence ids; token -1 matches neither these ids nor their padding."""
     params = [parse_guidance({"gamma": gamma}) for gamma in (0.5, 0.9, 0.99, 0.8)]
     table = GuidanceTable.from_params(params, [{0, 3}, {1}, set(), {2}], "cpu")
@@ -152,7 +152,7 @@ FP32 = (
         (0, GuidanceParams(scale=1e39), {1}, {}, FP32),
     ],
 )  # fmt: skip
-def test_rejected_request_changes_nothing(row, params, eos, options, message):
+def test_rejected_request_leaves_the_table_unchanged(row, params, eos, options, message):
     table = new_table()
     with pytest.raises((IndexError, ValueError), match=f"^{message}") as raised:
         table.add_request(row, params, eos, **options)
@@ -169,5 +169,5 @@ def test_pending_writes_are_rejected_during_graph_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     table.flush()
     table.add_request(1, None, set())
-    with pytest.raises(RuntimeError, match=r"flush\(\) it before a graph is captured"):
+    with pytest.raises(RuntimeError, match=r"call flush\(\) before a graph is captured"):
         table.flush()

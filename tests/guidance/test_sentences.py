@@ -19,7 +19,7 @@ def test_text_ends_sentence(text, ends):
 
 @given(text=st.text(st.sampled_from("aé€好🤔\n"), max_size=8), cuts=st.sets(st.integers(1, 24)))
 def test_characters_of_several_pieces(text, cuts):
-    """The number of missing bytes after each piece of a text completes its last character."""
+    """The missing bytes after each piece of a text complete its last character."""
     data, missing, begin = text.encode(), 0, 0
     for end in [*sorted(cut for cut in cuts if cut < len(data)), len(data)]:
         lacks, added = open_character(data[begin:end])
@@ -30,7 +30,7 @@ def test_characters_of_several_pieces(text, cuts):
 
 
 def test_bytes_of_a_vocabulary():
-    """Tokens of bytes as in Llama 2, of characters that stand for bytes as in GPT-2, and a whole character."""
+    """Byte tokens as in Llama 2, characters that encode bytes as in GPT-2, and a complete character."""
     words = Words("<0xE2>", "<0x82>", "ðŁ", "¤Ķ", "Ġ好", "▁a", ".")
     words.texts = ("�", "�", "�", "��", " 好", "a", ".")
     lacks, adds = [2, 0, 2, 0, 0, 0, 0], [0, 1, 0, 2, 0, 0, 0]

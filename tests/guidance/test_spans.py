@@ -1,4 +1,4 @@
-"""State of a request's span computed from its tokens: on the host, and incrementally on the device."""
+"""State of a request's span, computed from its tokens on the host and incrementally on the device."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
         ([END_OF_THINK, TURN, BREAK, WORD, BREAK], [WORD], (), (5, None)),
         ([THINK, END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD], [WORD], (THINK,), (8, 8)),
         ([THINK, BREAK, WORD, END_OF_THINK, TURN, THINK, WORD, BREAK, WORD, WORD], [], (THINK,), (6, None)),
-        # An end of two tokens, the first of which is in the prompt.
+        # An end of two tokens; the first is in the prompt.
         ([TURN, END], [END, WORD], (), (3, 3)),
         ([WORD, END, END, BREAK], [WORD], (), (4, 4)),
         ([], [WORD], (), (0, None)),
@@ -49,7 +49,7 @@ def test_prompts_begin_and_end_spans(prompt, output, starts, expected):
 @pytest.mark.parametrize(
     ("prompt", "output", "expected"),
     [
-        ([TURN, WORD], [WORD], (2, None)),  # a model that thinks can answer at once
+        ([TURN, WORD], [WORD], (2, None)),  # a reasoning model may answer at once
         ([TURN, WORD], [THINK, WORD], (3, 3)),
         ([TURN, WORD], [THINK, WORD, END_OF_THINK, WORD], (5, None)),
         ([TURN, WORD, THINK, BREAK], [WORD], (4, 4)),  # the prompt opens the thought
@@ -59,7 +59,7 @@ def test_prompts_begin_and_end_spans(prompt, output, starts, expected):
         ([TURN], [THINK, END_OF_THINK, WORD, THINK, WORD, END_OF_THINK], (7, None)),
     ],
 )
-def test_begin_of_the_answer_after_a_thought(prompt, output, expected):
+def test_start_of_the_answer_after_a_thought(prompt, output, expected):
     thoughts = Thoughts(ends=((END_OF_THINK,),), starts=((THINK,),))
     params = parse_guidance({"target_length": 50}, thoughts=thoughts)
     state = params.span_state(prompt, output)
@@ -75,7 +75,7 @@ CALL = 99
         ([TURN, CALL, WORD, TURN], [WORD], None),  # tool calls of earlier turns
         ([TURN, CALL], [WORD], None),
         ([TURN, WORD], [WORD, CALL, WORD], 4),
-        ([TURN, WORD], [CALL, WORD, THINK, WORD, END_OF_THINK, WORD], None),  # it answers after another thought
+        ([TURN, WORD], [CALL, WORD, THINK, WORD, END_OF_THINK, WORD], None),  # the answer follows another thought
     ],
 )
 def test_tool_calls_end_an_answer(prompt, output, ended):
@@ -109,7 +109,7 @@ LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_token
         # A thought that the prompt begins counts from its start.
         (dict(end_token_ids=((9,),), start_token_ids=((8,),), hard_limit=2, end_message=(5,)), [3, 8, 1, 1],
          [5], 2, 4),
-        # A landing has no end tokens, and its tokens in the prompt do not count.
+        # A landing has no end tokens, and its tokens in the prompt are ignored.
         (vars(LANDING), [3, 5, 6], [1, 1], 3, None),
         (vars(LANDING), [3, 5, 6], [1, 1, 5, 6, 5, 1], 3, 5),
         (vars(LANDING), [3, 5, 6], [5, 6], 3, None),
@@ -126,7 +126,7 @@ def ends_with(tokens, sequences):
 
 
 def naive_state(ends, starts, prompt, output, *, is_open):
-    """(begin, end) by the last start or end in the output, if the prompt has none."""
+    """(begin, end) from the last start or end in the output; the prompt must have none."""
     begin, end = len(prompt), None if is_open else len(prompt)
     tokens = list(prompt)
     for token in output:
@@ -150,7 +150,7 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tup
     pauses=st.booleans(),
 )
 def test_host_and_device_agree(ends, starts, output, cuts, known, pauses):
-    """Some tokens are passed repeatedly. The table row of another request stays unchanged."""
+    """Some tokens are passed repeatedly. The table row of another request is not changed."""
     pauses &= bool(starts)
     spans = {"pause_token_ids" if pauses else "end_token_ids": tuple(ends), "start_token_ids": tuple(starts)}
     params = GuidanceParams(**spans)
@@ -187,7 +187,7 @@ MARKS = Thoughts(((4,),), ((3,),), ((7,),))
 BUDGET, BOTH, ANSWER = {"thinking_budget": 4}, {"thinking_budget": 4, "target_length": 6}, {"target_length": 6}
 CLOSED = {"end_token_ids": [[6, 4]], "end_message": [5]}
 LANDING = {"target_length": 20, "landing": [5, 6], "landing_tokens": 12}  # forced after 8 to 10 tokens
-# Parameters, prompt, output, and target, constraint, length, thought and forced of its outcome. The hard limit is 5.
+# Parameters, prompt, output, and its outcome: target, constraint, length, thought and forced. The hard limit is 5.
 OUTCOMES = [
     (ANSWER, [9], [3, 1, 1, 4, 1, 1, 1, 2], (6, "near", 3, 2, False)),
     (ANSWER, [9], [1, 3, 1, 1], (6, "near", 1, 2, False)),  # the thought was cut
@@ -216,7 +216,7 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize(("asked", "prompt", "output", "expected"), OUTCOMES)
-def test_outcomes_count_what_targets_count(asked, prompt, output, expected):
+def test_outcomes_count_as_targets(asked, prompt, output, expected):
     names = ("target", "constraint", "length", "thought", "forced")
     expected = dict(zip(names, expected, strict=True)) | {"unit": "tokens"}
     assert parse_guidance(asked, thoughts=MARKS).outcome(prompt, output, {2}) == expected
@@ -226,7 +226,7 @@ def test_outcomes_without_spans_or_guidance():
     assert parse_guidance({"return_values": True}).outcome([9], [1, 2], {2}) is None
     outcomes = [parse_guidance(ANSWER).outcome([9], [3, 1, 1], ends) for ends in ({1}, ())]
     assert [(x["length"], x["thought"]) for x in outcomes] == [(2, None), (3, None)]
-    channels = Thoughts(((5, 6, 4), (6, 4)), ((3, 5, 6),))  # as gpt-oss: the mark is the longest sequence
+    channels = Thoughts(((5, 6, 4), (6, 4)), ((3, 5, 6),))  # as in gpt-oss; the mark is the longest sequence
     found = parse_guidance(ANSWER, thoughts=channels).outcome([9], [3, 5, 6, 1, 5, 6, 4, 1, 1])
     assert (found["length"], found["thought"]) == (2, 1)
     found = parse_guidance(ANSWER, thoughts=channels).outcome([9, 3], [5, 6, 1])
@@ -242,7 +242,7 @@ def test_outcomes_in_words():
 
 
 def tokenizer_of(vocab, template=None):
-    """A tokenizer with one token per character, ``>`` and a line break merged, and the vocabulary's tokens."""
+    """A tokenizer with a token per character, ``>`` merged with a line break, and the vocabulary's tokens."""
 
     def encode(given, add_special_tokens):
         assert not add_special_tokens

@@ -1,1 +1,1 @@
-"""What several test files share."""
+"""Code shared by several test files."""

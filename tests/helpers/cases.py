@@ -16,7 +16,7 @@ WORK = INTERPRETED_WORK // 4  # keeps a test short
 
 @st.composite
 def cases(draw, name, **accepted):
-    """Cases of an operator. ``accepted``: values to draw an option from, instead of all of them."""
+    """Cases of an operator. ``accepted``: values of an option to draw from, instead of all values."""
     operator = operators()[name]
     options = {option: draw(st.sampled_from(accepted.get(option, v))) for option, v in operator.options.items()}
     assume(operator.row_work(options) <= INTERPRETED_WORK)
@@ -26,7 +26,7 @@ def cases(draw, name, **accepted):
 
 
 def simplest(name, rows, *, seed=0, **options):
-    """A case with ``rows`` (their number, or their ids). Options that are not passed take their simplest value."""
+    """A case with ``rows`` (their number, or their ids). Other options have their simplest value."""
     accepted = operators()[name].options
     assert options.keys() <= accepted.keys()
     rows = tuple(range(rows)) if isinstance(rows, int) else rows
@@ -64,7 +64,7 @@ def changed(arguments, path, x):
 
 def assert_same(actual, expected, operator, backend):
     """Assert equality: bitwise, or within the table's tolerance for references that call a library's matmul, which may
-    round a row differently beside other rows or at another address."""
+    round a row differently next to other rows or at another address."""
     has_matmul = operator in ("ragged_linear", "value_head", "value_tree_attention")
     if backend == "triton" or not has_matmul or not actual.is_floating_point():
         assert torch.equal(actual, expected)

@@ -10,7 +10,7 @@ END = 11
 
 
 class BaseModel(RandomModel):
-    """A base model in which the end of sequence is likely everywhere, and :data:`END` sometimes."""
+    """A base model in which the end of sequence is always likely, and :data:`END` sometimes."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def run_plain(models, rows, prompts, guidance, count, base, **options):
 
 
 def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, padded=False, **options):
-    """The same with drafts; returns the tokens and the number of steps."""
+    """As :func:`run_plain`, with drafts; returns the tokens and the number of steps."""
     if padded:
         options |= dict(step_class=PaddedStep, backend="triton")
     step, slots = make_step(models.value, max_candidates=4, max_drafts=len(parents), **options)

@@ -1,4 +1,4 @@
-"""A minimal engine around a guided step, with tiny models and a handful of requests; steps as with CUDA graphs."""
+"""A minimal engine around a guided step, with tiny models and few requests; and steps that act as with CUDA graphs."""
 
 from copy import deepcopy
 
@@ -43,10 +43,11 @@ class StepModels:
         return last_value_logits(self.backbone, self.head, sequences)
 
     def assert_values(self, output, sequences, scored=None):
-        """Check values of candidates in rows that are ``scored`` against plain forwards, and return their number.
+        """Check values of candidates in ``scored`` rows against plain forwards, and return their number.
 
         ``sequences``: tokens before the candidates of each row, None for a row without a request. If ``scored`` is
-        None, guided rows are."""
+            None,
+        guided rows are scored."""
         ids = output.candidates.token_ids.tolist()
         scored = (output.candidates.status == Status.GUIDE).tolist() if scored is None else scored
         wanted = [(i, j) for i, is_scored in enumerate(scored) if is_scored for j, t in enumerate(ids[i]) if t >= 0]
@@ -58,7 +59,7 @@ class StepModels:
 
 
 class RecordedGraphs(Graphs):
-    """Calls the function of the first run with a key, and returns its results at fixed addresses, as graphs do."""
+    """Calls the function of the first run with a key and returns results at fixed addresses, as graphs do."""
 
     def __init__(self, device):
         super().__init__(device)
@@ -118,7 +119,7 @@ class Engine:
         """Reserve a request's slots and add its parameters; raises OutOfSlots."""
         self.slots.extend(row, len(tokens))
         params = parse_guidance(guidance) if isinstance(guidance, dict) else guidance
-        begins = params is not None and params.start_token_ids  # otherwise a span is open after any prompt
+        begins = params is not None and params.start_token_ids  # without start tokens, a span is open after any prompt
         span = {"span": params.span_state(tokens[:prompt_len])} if begins else {}
         self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed, **span)
 
@@ -134,7 +135,7 @@ class Engine:
         self.step.extend(*self.prompts(rows, [tokens[:-1] for tokens in sequences]), **options)
 
     def prompts(self, rows, pieces, cached=None):
-        """Arguments of ``GuidedStep.extend`` for the tokens after ``cached``, behind one token of no request."""
+        """Arguments of ``GuidedStep.extend`` for the tokens after ``cached``; the first token belongs to no request."""
         lens, cached = [len(tokens) for tokens in pieces], [0] * len(rows) if cached is None else cached
         return (
             self.tensor([0] + [token for tokens in pieces for token in tokens]),
@@ -144,7 +145,7 @@ class Engine:
             self.tensor(cached),
         )
 
-    def told(self, sequences, new):
+    def new_tokens(self, sequences, new):
         """The last ``new[i]`` tokens of each sequence, in a tensor with one unused column."""
         tokens = torch.full((len(sequences), max(new) + 1), -7)
         for i, (sequence, n) in enumerate(zip(sequences, new, strict=True)):
@@ -152,7 +153,7 @@ class Engine:
         return tokens.to(self.device)
 
     def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, new=None, **options):
-        """A step after each sequence has grown by one token, or by ``new[i]`` tokens."""
+        """Take a step after each sequence has grown by one token, or by ``new[i]`` tokens."""
         lengths, row_numbers = self.tensor([len(tokens) for tokens in sequences]), self.tensor(rows)
         if new is not None:
             options["new_lens"] = self.tensor(new)
@@ -166,7 +167,7 @@ class Engine:
         return take_step(
             self.step,
             scores,
-            self.tensor([tokens[-1] for tokens in sequences]) if new is None else self.told(sequences, new),
+            self.tensor([tokens[-1] for tokens in sequences]) if new is None else self.new_tokens(sequences, new),
             row_numbers,
             lengths,
             **{**filters, "is_logits": True, "sample": True, **options},
@@ -178,7 +179,7 @@ def random_scores(rows):
 
 
 class RandomModel:
-    """A base model whose scores of the next token depend on the last token and the length alone."""
+    """A base model with scores that depend only on the last token and the length."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(3)
@@ -189,7 +190,7 @@ class RandomModel:
 
 
 def run_requests(engine, sequences, guidance, steps, *, base=None, seeds=None, rows=None, **options):
-    """Decode requests from their prompts on; returns the sequences and the outputs of all steps.
+    """Decode requests from their prompts; returns the sequences and the outputs of all steps.
 
     ``base``: the base model; if None, a :class:`RandomModel`."""
     base, rows = base or RandomModel(), list(range(len(sequences))) if rows is None else rows

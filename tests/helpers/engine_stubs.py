@@ -1,4 +1,4 @@
-"""Packages with the signatures of an engine's recorded version, and without its behaviour."""
+"""Packages with only the signatures of an engine's recorded version."""
 
 from lenvm_kernels.engines.signatures import ANYTHING, recorded
 

@@ -9,7 +9,7 @@ from tests.helpers.models import EOS
 
 
 class FakeEngine(BaseHTTPRequestHandler):
-    """Stores the requests. ``server.broken`` is a status and an object that replace every answer to a POST."""
+    """Stores the requests. ``server.broken`` is a status and an object that replace all answers to POST requests."""
 
     def log_message(self, *_):
         pass

@@ -1,8 +1,9 @@
 """A stand-in for the server of SGLang or vLLM: ``python fake_servers.py PORT [FLAW]``; standard library only.
 
-Its log gets a JSON line with its LENVM variables and one per request. Every token of a stream takes :data:`SECONDS`. A
-word in the prompt determines a request's outcome: REFUSED, ABORTED, or DEADLY, which ends a server with the plugin.
-FLAW is one of ``without-plugin``, ``failing`` (guidance fails in each step) and ``idle`` (no step is guided).
+Its log contains a JSON line with its LENVM variables and a line per request. Each token of a stream takes
+:data:`SECONDS`. A word in the prompt determines a request's outcome: REFUSED, ABORTED, or DEADLY, which ends a server
+with the plugin. FLAW is one of ``without-plugin``, ``failing`` (guidance fails in each step) and ``idle`` (no step is
+guided).
 """
 
 import json

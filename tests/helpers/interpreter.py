@@ -7,12 +7,12 @@ import sys
 import pytest
 
 needs_interpreter = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="is of Triton's interpreter; here the kernels are compiled"
+    os.environ.get("TRITON_INTERPRET") != "1", reason="tests Triton's interpreter, but kernels are compiled here"
 )
 
 
 def run_compiling(*arguments, **options):
-    """Run Python in a process without Triton's interpreter, which must succeed; returns its stdout."""
+    """Run Python successfully in a process without Triton's interpreter; returns its stdout."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, **options)

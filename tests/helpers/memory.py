@@ -1,4 +1,4 @@
-"""Prefilled fresh memory, for tests of which elements an operator writes."""
+"""Prefilled fresh memory, to test which elements an operator writes."""
 
 import torch
 
@@ -7,7 +7,7 @@ INTEGER = -77  # initial value of integers; floating-point numbers start as NaN
 
 
 class GuardedMemory:
-    """Calls a function with fresh memory that is prefilled, and surrounded by memory that must not change."""
+    """Calls a function with prefilled fresh memory, surrounded by memory that must not change."""
 
     def __init__(self):
         self.around = []  # (bytes before or after a tensor, their initial values)

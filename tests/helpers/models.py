@@ -125,7 +125,7 @@ def last_value_logits(model, head, sequences):
 
 
 def tiny_value_model(device, dtype=None, layers=1):
-    """A Qwen3, which has every operation of a layer, with widths that are no multiples of the kernels' tiles."""
+    """A Qwen3, which has all operations of a layer, with widths that are not multiples of the kernels' tiles."""
     config = Qwen3Config(**{**TINY, "num_hidden_layers": layers}, head_dim=16)
     return value_model_of(random_model(Qwen3ForCausalLM, config), random_head(), device=device, dtype=dtype)
 

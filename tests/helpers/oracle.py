@@ -1,4 +1,4 @@
-"""The oracle of engines: the distribution that a guided step must give a row, without cache, batch or kernels."""
+"""The oracle for engines: the guided distribution of a row, computed without cache, batch or kernels."""
 
 import torch
 
@@ -15,16 +15,16 @@ class PlainStep:
         values: value logits of the last tokens of sequences, by full forwards of ``transformers``.
         eos: the end-of-sequence token.
         max_candidates: maximum number of candidates.
-        defaults: further arguments of :func:`parse_guidance`.
+        defaults: other arguments of :func:`parse_guidance`.
     """
 
     def __init__(self, values, eos, max_candidates=8, **defaults):
         self.values, self.eos, self.max_candidates, self.defaults = values, eos, max_candidates, defaults
 
     def row(self, logits, prefix, generated, guidance, sampling):
-        """Distribution of the next token, value logits of the candidates by token, and what decides the row.
+        """Distribution of the next token, value logits of the candidates by token, and the reason of the row's outcome.
 
-        ``logits``, fp64 ``[V]``, are the scores after ``prefix``, of which ``generated`` tokens are output;
+        ``logits``, fp64 ``[V]``, are the scores after ``prefix``, which ends with ``generated`` output tokens;
         ``sampling`` has ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
         """
         logits, params = logits[None].clone(), parse_guidance(guidance, **self.defaults)

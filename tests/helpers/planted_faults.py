@@ -12,7 +12,7 @@ CORRECT = {name: partial(operator.function, backend="triton") for name, operator
 
 
 def planted(change):
-    """Namespace of one function per operator, which applies ``change`` to the results of its kernels."""
+    """Namespace with a function per operator that applies ``change`` to the results of its kernels."""
 
     def faulty(name):
         def call(*arguments, **keywords):

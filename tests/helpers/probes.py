@@ -13,7 +13,7 @@ BIN_EDGES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def write_random_probe(folder, base, layers=None, seed=5, gamma=0.99):
-    """Write a probe of a ``transformers`` model that reads states of ``layers``. If None, of the last layer only."""
+    """Write a probe of a ``transformers`` model that reads states of ``layers``. If None, of the last layer."""
     count, embedding = model_sizes(base)
     config = ProbeConfig(
         "tiny",
@@ -43,7 +43,7 @@ def model_sizes(base):
 
 @torch.no_grad()
 def probe_values(base_path, probe_path, rows):
-    """Value logits of candidates that guide, and that predict, ``[rows, K]``, with a ``transformers`` forward per row.
+    """Value logits for guidance and for prediction, ``[rows, K]``, from a ``transformers`` forward per row.
 
     A row has the parameters of the request, the prompt length, the tokens of the sequence, and the candidates.
     """

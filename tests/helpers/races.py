@@ -1,16 +1,16 @@
-"""Detection of races in Triton kernels, in Triton's interpreter.
+"""Detects races in Triton kernels with Triton's interpreter.
 
-The interpreter runs the programs of a launch sequentially, so races of a GPU do not show in its results.
-:class:`LaunchChecker` instead records the memory accesses of each program, and reports
+The interpreter runs the programs of a launch one after the other, so races do not show in its results. Instead,
+:class:`LaunchChecker` records the memory accesses of each program, and reports
 
 - two programs that access the same bytes, at least one of them with a store, or only one with an atomic update, unless
   a release and an acquire on one address order them (:class:`_Program`);
-- one program that does so without a ``tl.debug_barrier()`` in between, which orders its threads;
+- a program that does so without a ``tl.debug_barrier()`` in between, which orders its threads;
 - one store that writes different values to the same bytes;
-- an address that is not an element of the tensor from whose pointer it was computed. A view has the elements of its
-  own shape and strides. The access is skipped, so that the process survives.
+- an address that is not an element of the tensor from which it was computed. A view only has the elements of its shape
+  and strides. The access is skipped, so that the process survives.
 
-The check is stricter than a GPU: two accesses to the same bytes are safe if one thread does both, but a kernel cannot
+The check is stricter than a GPU: two accesses to the same bytes are safe if one thread does both, but kernels cannot
 rely on that. :func:`check_races` also runs a workload in several orders of programs and with different garbage in fresh
 memory, and checks that the results are bitwise identical.
 """
@@ -34,10 +34,10 @@ from triton.runtime import interpreter
 
 from lenvm_kernels.ops import begin_step
 
-# In a checked launch a pointer argument is its number times this spacing, with offsets of up to 2^43 bytes either way.
-# An address thus identifies the argument from which it was computed.
+# In a checked launch, a pointer argument is its number times this spacing, with offsets of up to 2^43 bytes either way,
+# so that an address identifies its argument.
 _ARGUMENT_SPACING = 1 << 44
-# Numbers from here on belong to tensors whose address a kernel has stored.
+# Numbers from here on belong to tensors with an address that a kernel has stored.
 _STORED = 1000
 _FRESH = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided")}
 _FRESH |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
@@ -82,7 +82,7 @@ class _Program:
         self.unpublished = []
 
     def synchronise(self, published: dict["_Program", int], semantic: object) -> None:
-        """Make an atomic update of an address; ``published`` are the releases made there."""
+        """Make an atomic update of an address; ``published`` are earlier releases at this address."""
         if semantic in _ACQUIRES:
             self.seen = {p: max(self.seen.get(p, 0), published.get(p, 0)) for p in self.seen | published}
         if semantic in _RELEASES:
@@ -105,7 +105,7 @@ class _Access:
     epoch: int | None = None  # number of the program's first release that publishes the access
 
     def happens_before(self, other: "_Access") -> bool:
-        """Whether this access, which the interpreter made first, also happens before ``other`` on a GPU."""
+        """Whether this access, which is earlier in the interpreter, also happens before ``other`` on a GPU."""
         if self.program is other.program:
             return self.interval < other.interval
         return other.seen.get(self.program, 0) > self.epoch
@@ -126,8 +126,8 @@ def _is_element(tensor: torch.Tensor, offsets: np.ndarray, size: int) -> np.ndar
 class LaunchChecker(ExitStack):
     """Context that checks every interpreted launch, with its programs in an ``order``: forward, reverse or random.
 
-    Memory from ``torch.empty`` is filled with the byte ``garbage``. ``conflicts`` are descriptions with the lines,
-    without duplicates; ``launches`` are numbers of launches by name of the kernel.
+    Memory from ``torch.empty`` is filled with the byte ``garbage``. ``conflicts`` are distinct descriptions with source
+    lines; ``launches`` are numbers of launches by kernel name.
     """
 
     def __init__(self, order: str = "forward", garbage: int = 0xA5) -> None:
@@ -169,7 +169,7 @@ class LaunchChecker(ExitStack):
         return self
 
     def _run(self, executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> None:
-        """Run a launch, in place of the interpreter's own loop over programs."""
+        """Run a launch instead of the interpreter's loop over programs."""
         self._kernel, parameters = executor.fn.__name__, inspect.signature(executor.fn).parameters
         self.launches[self._kernel] += 1
         self._tensors: list[tuple[str, torch.Tensor]] = []
@@ -197,7 +197,7 @@ class LaunchChecker(ExitStack):
         self._compare()
 
     def _convert(self, name: str, argument: object) -> object:
-        """An argument in the interpreter's form; a pointer identifies its argument."""
+        """An argument in the interpreter's form. A pointer identifies its argument."""
         if isinstance(argument, tuple):
             names = getattr(argument, "_fields", range(len(argument)))
             fields = [self._convert(f"{name}.{n}", value) for n, value in zip(names, argument, strict=True)]
@@ -297,7 +297,7 @@ _RUNS = (("forward", 0xA5), ("reverse", 0x5A), ("random", 0xFF))
 
 
 def check_races(workload: Callable[[], Sequence[torch.Tensor]]) -> Counter[str]:
-    """Run a workload in every order of programs, and return the number of launches by name of the kernel.
+    """Run a workload in several orders of programs, and return the number of launches by kernel name.
 
     Raises:
         AssertionError: a conflict was found, or the returned tensors differ.

@@ -1,8 +1,8 @@
 """fp32 arithmetic in Triton's interpreter with errors as large as a GPU's.
 
-The interpreter computes with numpy, which rounds fp32 better than compiled kernels do. ``pytest --rounding-seed N`` (or
-:func:`gpu_rounding`) gives these operations an error within the bounds that CUDA documents. The table
-lists the instructions of the PTX that Triton 3.7 generates for sm_90:
+The interpreter computes with numpy, which rounds fp32 better than compiled kernels. ``pytest --rounding-seed N`` (or
+:func:`gpu_rounding`) gives these operations an error within the bounds documented for CUDA. The table lists the
+instructions in the PTX that Triton 3.7 generates for sm_90:
 
     x / y      div.full.f32       2 ulp
     exp(x)     ex2.approx.f32     2 ulp, of 2 to the power of x * log2(e) rounded to fp32
@@ -88,7 +88,7 @@ def _dot(seed: int, name: str, original: Method) -> Method:
 
 
 def _running_sums(x: np.ndarray) -> np.ndarray:
-    """Running sums of each thread ``[..., threads, elements]`` over the last axis, whose size is a power of two."""
+    """Running sums of each thread ``[..., threads, elements]`` over the last axis, with a power of two as size."""
     return np.add.accumulate(x.reshape(*x.shape[:-1], -1, min(x.shape[-1], ELEMENTS_PER_THREAD)), axis=-1)
 
 
@@ -122,7 +122,7 @@ def _cumsum(seed: int, name: str, original: Method) -> Method:
 
 @contextmanager
 def gpu_rounding(seed: int) -> Iterator[None]:
-    """Give the interpreter's fp32 arithmetic the errors above, which depend on ``seed``, at least 0."""
+    """Give the interpreter's fp32 arithmetic the errors above, which depend on ``seed >= 0``."""
     replaced = [(interpreter.InterpreterBuilder, name, _elementwise) for name in ELEMENTWISE]
     replaced += [(interpreter.InterpreterBuilder, "create_dot", _dot)]
     replaced += [(interpreter.ReduceOps, "sum", _sum), (interpreter.ScanOps, "cumsum", _cumsum)]

@@ -1,4 +1,5 @@
-"""Scenarios of guided steps: lists of events, a driver that runs them, and an oracle that checks every row of a step.
+"""Scenarios of guided steps: lists of events, a driver that runs them, and an oracle that checks every row of each
+step.
 
 The oracle recomputes each step from the requests' tokens: candidates, probabilities and draws with the operators'
 references in PyTorch, values with plain forwards of ``transformers``, and the numbers of computed tokens by hand.
@@ -34,7 +35,7 @@ LIKELY = len(LIKELY_LOGITS)
 
 @dataclass
 class Asked:
-    """A request of a scenario: its row, prompt and parameters, and how much of its sequence has been passed."""
+    """A request of a scenario: its row, prompt and parameters, and the passed part of its sequence."""
 
     row: int
     prompt: list[int]
@@ -43,7 +44,7 @@ class Asked:
     seed: int = 0
     tokens: list[int] = field(default_factory=list)
     new: int = 1  # tokens to pass to the next step
-    told: int = 0
+    passed: int = 0
     cached: int = 0
     faults: int = 0
 
@@ -60,7 +61,7 @@ class Asked:
 
 
 class Start(NamedTuple):
-    """Requests arrive. If not ``is_extended``, their prompts are not computed."""
+    """Requests arrive. Unless ``is_extended``, their prompts are not computed."""
 
     names: str
     is_extended: bool = True
@@ -70,11 +71,11 @@ class Leave(NamedTuple):
     """A request leaves; its row and slots are free."""
 
     name: str
-    is_removed: bool = True  # otherwise the next request replaces it
+    is_removed: bool = True  # False: the next request replaces it
 
 
 class Extend(NamedTuple):
-    """Tokens ``first`` to ``end`` of the request's sequence are passed to ``extend``. If ``restarts``, after a loss."""
+    """Tokens ``first`` to ``end`` of a sequence are passed to ``extend``. ``restarts``: after its slots were lost."""
 
     name: str
     first: int = 0
@@ -83,11 +84,11 @@ class Extend(NamedTuple):
 
 
 class Grow(NamedTuple):
-    """A sequence grows by tokens that no step drew. ``told``: how many the next step is passed; if None, all."""
+    """A sequence grows by other tokens than drawn ones. ``passed``: number passed to the next step; if None, all."""
 
     name: str
     tokens: tuple[int, ...]
-    told: int | None = None
+    passed: int | None = None
 
 
 class WarmUp(NamedTuple):
@@ -95,7 +96,7 @@ class WarmUp(NamedTuple):
 
 
 class Predict(NamedTuple):
-    """Lengths are predicted after the tokens that the next step is passed."""
+    """Lengths are predicted after the tokens that are passed to the next step."""
 
     names: str
     deltas: tuple[int, ...] | None = None
@@ -112,8 +113,8 @@ class Step:
         likely: logits of tokens, by name of the request.
         drafts: tokens and parents of drafts, by name.
         draws: whether the caller draws a token for each row.
-        takes: names of requests whose sequences grow by another token than the drawn one, and that token.
-        options: further arguments of :meth:`Engine.decode`.
+        takes: tokens that replace the drawn ones, by name.
+        options: other arguments of :meth:`Engine.decode`.
     """
 
     names: str
@@ -127,10 +128,11 @@ class Step:
 
 
 class Scenario:
-    """Requests by name, lists of events in their order, and options of the step.
+    """Requests by name, events in order, and options of the step.
 
-    ``is_padded``: as with CUDA graphs. ``parts_of``: requests that are computed at once. ``has_values``: whether there
-    is a value model.
+    ``is_padded``: as with CUDA graphs. ``parts_of``: maximum number of requests computed at once. ``has_values``:
+        whether
+    there is a value model.
     """
 
     def __init__(self, name, requests, *events, is_padded=False, parts_of=MAX_ROWS, **options):
@@ -176,15 +178,15 @@ class Driver:
                 asked = self.live[name]
                 if restarts:
                     self.engine.step.restart_request(asked.row)
-                    asked.told = asked.cached = 0
+                    asked.passed = asked.cached = 0
                 end = len(asked.tokens) - 1 if end is None else end
                 self.engine.step.extend(*self.engine.prompts([asked.row], [asked.tokens[first:end]], [first]))
                 self.passed(asked, end)
-            case Grow(name, tokens, told):
+            case Grow(name, tokens, passed):
                 asked = self.live[name]
                 asked.tokens += tokens
                 asked.new += len(tokens)
-                asked.new = asked.new if told is None else told
+                asked.new = asked.new if passed is None else passed
                 self.engine.slots.extend(asked.row, len(asked.tokens))
             case WarmUp():
                 before = self.engine.step.values.cache.keys.clone()
@@ -217,10 +219,10 @@ class Driver:
     @staticmethod
     def passed(asked, end):
         if asked.needs_model:
-            asked.told, asked.cached = max(asked.told, end), max(asked.cached, end)
+            asked.passed, asked.cached = max(asked.passed, end), max(asked.cached, end)
 
     def catch_up(self, asked, length, is_needed, is_guided):
-        """The number of tokens that a forward computes of a sequence of ``length`` tokens."""
+        """The number of tokens that a forward computes in a sequence of ``length`` tokens."""
         missing = max(length - asked.cached, 0)
         most = self.options["max_delta"] - 1 - self.options["max_drafts"]
         delta = missing if is_needed or (is_guided and missing > most) else 0
@@ -243,13 +245,13 @@ class Driver:
         batch, i32 = [self.live[name] for name in event.names], self.engine.tensor
         new, tokens = [asked.new for asked in batch], [asked.tokens for asked in batch]
         if max(new) == 1 and not self.options["max_drafts"]:
-            told, new_lens = i32([sequence[-1] for sequence in tokens]), None
+            passed, new_lens = i32([sequence[-1] for sequence in tokens]), None
         else:
-            told, new_lens = self.engine.told(tokens, new)[:, : 1 + self.options["max_drafts"]], i32(new)
+            passed, new_lens = self.engine.new_tokens(tokens, new)[:, : 1 + self.options["max_drafts"]], i32(new)
         cache = self.engine.step.values.cache
         before = cache.keys.clone()
         found = self.engine.step.predict(
-            StepBatch(told, i32([a.row for a in batch]), i32([*map(len, tokens)]), new_lens)
+            StepBatch(passed, i32([a.row for a in batch]), i32([*map(len, tokens)]), new_lens)
         )
         deltas, scored = [], []
         for asked, row, n in zip(batch, found.view(len(batch), -1), new, strict=True):
@@ -341,13 +343,13 @@ class Driver:
         for i, name in enumerate(event.names):
             asked, params = self.live[name], self.live[name].params
             length = len(asked.tokens)
-            is_gap = asked.told < length - asked.new
+            is_gap = asked.passed < length - asked.new
             is_open = self.span(asked, asked.tokens).end is None
             is_guided, wants = active[i] and params.mode != Mode.UNGUIDED, active[i] and params.return_values
             reads = self.has_values and (wants or (is_guided and (is_open or bool(params.start_token_ids))))
             is_lost = reads and (is_gap or length - asked.cached > self.options["max_delta"])
             asked.faults += is_lost
-            asked.told = asked.told if is_gap else max(asked.told, length)
+            asked.passed = asked.passed if is_gap else max(asked.passed, length)
             stride = params.value_stride or self.options["value_stride"]
             due[name] = (self.counted + 1) % stride == 0
             for _, path in nodes[width * i : width * (i + 1)]:
@@ -441,15 +443,15 @@ class Driver:
             same(output.remaining_lengths, torch.tensor(expected), rtol=1e-4, atol=2e-3)
 
     def check_forward(self, event, nodes, output, tokens, guided, wants, scored):
-        """Check how many tokens the value model has computed."""
+        """Check the number of tokens that the value model has computed."""
         width, deltas = len(nodes) // len(event.names), []
         for i, name in enumerate(event.names):
             asked, own = self.live[name], range(width * i, width * (i + 1))
             is_needed = any(scored[j] or (wants[j] and self.next_token(event, output, tokens, j) >= 0) for j in own)
             deltas.append(self.catch_up(asked, len(asked.tokens), is_needed, guided[own[0]] or wants[own[0]]))
         self.forward(deltas, event.deltas)
-        told = self.engine.step.told_lens(torch.tensor([self.live[name].row for name in event.names])).tolist()
-        assert told == [self.live[name].told for name in event.names], f"told_lens {told}"
+        passed = self.engine.step.told_lens(torch.tensor([self.live[name].row for name in event.names])).tolist()
+        assert passed == [self.live[name].passed for name in event.names], f"told_lens {passed}"
 
     @staticmethod
     def next_token(event, output, tokens, row):

@@ -1,10 +1,10 @@
-"""Compiled variants of kernels that serving needs and ``GuidedStep.warm_up`` has not compiled.
+"""Variants of kernels that serving needs and ``GuidedStep.warm_up`` does not compile.
 
 ``python -m tests.helpers.serving_variants V`` (without TRITON_INTERPRET) simulates serving with a vocabulary of V
-tokens: every batch size, every optional argument, the calls of adapters, and tensors that are slices of longer ones.
-Nothing is compiled or launched: a launch only records the key of Triton's kernel cache. The JSON output has the number
-of keys recorded in warm-up per kernel, and, per kind of call, the kernels and batch sizes with keys that warm-up did
-not record.
+tokens: all batch sizes, all optional arguments, the calls of adapters, and tensors that are slices of longer ones.
+    Launches are
+skipped and only record the key of Triton's kernel cache. The JSON output has the number of keys recorded in warm-up per
+kernel, and, per kind of call, the kernels and batch sizes with keys not recorded in warm-up.
 """
 
 import json
@@ -42,7 +42,7 @@ def note_key(name, launch):
 
 
 def slice_of_longer(tensor):
-    """The same numbers at an offset of one element in a longer tensor, so not aligned to 16 bytes."""
+    """The same numbers at an offset of one element in a longer tensor, which is not aligned to 16 bytes."""
     return torch.cat([tensor.new_zeros(1, *tensor.shape[1:]), tensor])[1:]
 
 
@@ -75,7 +75,7 @@ def calls(step, rows, vocab):
     if max_drafts:
         nodes = 1 + max_drafts
         tokens = torch.zeros(rows, nodes, dtype=torch.int32)
-        told = StepBatch(tokens, numbers, i32, i32)
+        grown = StepBatch(tokens, numbers, i32, i32)
         drafts = Drafts(tokens.long()[:, 1:], torch.zeros_like(tokens)[:, 1:])  # strided, as in the engine
         many = guide(
             torch.zeros(rows * nodes, vocab), integers=tokens, new_lens=i32, drafts=drafts, sample=True, **logits
@@ -85,12 +85,12 @@ def calls(step, rows, vocab):
             "drafts in int32": partial(many, drafts=Drafts(tokens[:, 1:], tokens[:, 1:])),
             "same draws": partial(many, verify="same_draws"),
             "SGLang, prompts": partial(step.predict, prompts),
-            "SGLang, verified tokens": partial(step.predict, told),
+            "SGLang, verified tokens": partial(step.predict, grown),
             "SGLang draws after prompts": guide(x, drawn=i64, sample=True),
             "SGLang, spans after prompts": partial(step.prepare, x, prompts),
-            "SGLang, spans": partial(step.prepare, torch.zeros(rows * nodes, vocab), told, drafts),
+            "SGLang, spans": partial(step.prepare, torch.zeros(rows * nodes, vocab), grown, drafts),
             "vLLM without drafts": guide(x, integers=tokens, new_lens=i32, temperature=one, active=active, **logits),
-            "vLLM, spans without drafts": partial(step.prepare, x, told),
+            "vLLM, spans without drafts": partial(step.prepare, x, grown),
         }
     return {
         "SGLang draws": guide(x, drawn=i64, sample=True),

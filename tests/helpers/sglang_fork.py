@@ -1,4 +1,4 @@
-"""A stand-in for the LenVM fork of SGLang, with the inputs that its model runner passes to the guided sampler."""
+"""A stand-in for the LenVM fork of SGLang, with the inputs of its guided sampler."""
 
 import sys
 from itertools import chain
@@ -20,7 +20,7 @@ BY_TOKEN[:, [IMAGE, VIDEO]] = -torch.inf  # no image is drawn
 
 
 def use_stand_in(monkeypatch):
-    """Put modules with the fork's names and parameters into ``sys.modules``, before ``install()``; returns them by
+    """Put modules with the fork's names and parameters into ``sys.modules``, before ``install()``. Returns them by
     name. ``calls`` of the sampler's module records calls of ``initialize`` and ``apply``."""
     modules = {}
     for path, text in stubs("sglang_fork", "0.5.8").items():
@@ -89,7 +89,7 @@ class Engine:
     one of the fork's), and ``options`` are the server's.
     """
 
-    lag = 0  # number of tokens that the host lacks in a decode batch, 1 with the overlapping scheduler
+    lag = 0  # number of tokens missing on the host in a decode batch, 1 with the overlapping scheduler
 
     def __init__(
         self, modules, monkeypatch, value_model, *, free=(2**34,), function=None, is_draft_worker=False, **options
@@ -128,8 +128,8 @@ class Engine:
         return self.lvm_guided_sampler._inproc
 
     def step(self, requests, rows=(), *, ends=None, prefixes=None):
-        """Probabilities before and after guidance of a batch of requests with all their tokens, including those
-        generated before a retraction.
+        """Probabilities before and after guidance of a batch of requests with all their tokens, also from before a
+        retraction.
 
         A batch of prompts has ``rows`` of the engine's request pool, ``ends`` of the chunks (if None, all tokens), and
         ``prefixes`` in the engine's radix cache (if None, 0 tokens).

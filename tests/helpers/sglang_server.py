@@ -1,4 +1,4 @@
-"""Shared by tests of the SGLang plugin: tiny checkpoints, a real server on CPU, and its expected values."""
+"""Helpers for tests of the SGLang plugin: tiny checkpoints, a real server on CPU, and its expected values."""
 
 import json
 import math
@@ -34,7 +34,7 @@ MODES = [
     {"target_length": 12, "value_constraint": "le"},
     {"target_length": 12, "value_constraint": "eq_soft"},
 ]
-# Two ranks with one core each, without the engine's compilation, which takes most of the start.
+# Two ranks with one core each, without the engine's compilation, which takes most of the start-up time.
 TWO_RANKS = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -45,8 +45,7 @@ GENTLE = {"value_mode": "centered_exp", "value_scale": -2.0}  # several candidat
 
 
 def write_checkpoints(folder, base=None):
-    """Write a base model (if None, a random one), a draft model of EAGLE and a value model to the folders that servers
-    load."""
+    """Write a base model (if None, a random one), an EAGLE draft model and a value model to the folders of servers."""
     (base or random_model(Qwen2ForCausalLM, Qwen2Config(**TINY))).save_pretrained(folder / "base")
     config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
     write_eagle(folder / "eagle", Qwen2ForCausalLM, config, {"fc.bias": torch.zeros(HIDDEN)})
@@ -78,7 +77,7 @@ class Server:
         return requests.post(f"{self.url}/generate", json=body, timeout=600)
 
     def generate(self, prompts, guidance, *, request=None, **sampling):
-        """Generate for each prompt, with further fields of the ``request``; returns the results, and the steps in which
+        """Generate for each prompt, with other fields of the ``request``; returns the results, and the steps in which
         at least one request was guided."""
         before = len(self.lines())
         params = [{**SAMPLING, **sampling, "custom_params": custom_params} for custom_params in guidance]
@@ -95,7 +94,7 @@ class Server:
         return [json.loads(line) for line in self.lines()[first:]]
 
     def metrics(self):
-        """Numbers of ``/metrics`` by name without ``lenvm:`` and, if there is one, one of four labels."""
+        """Numbers of ``/metrics`` by name without ``lenvm:`` and, if present, one of four labels."""
         text = requests.get(f"{self.url}/metrics", timeout=60).text
         found = re.findall(
             r'^([\w:]+)(?:\{(?:.*(?:status|guided|reason|constraint)="(\w+)")?.*\})? (\S+)$', text, re.MULTILINE
@@ -111,7 +110,7 @@ class Server:
         )
 
     def check_values(self, rows):
-        """Check the values in traced rows, each with the tokens before it, as in :meth:`check_steps`."""
+        """Check the values in traced rows, given with the tokens before each, as in :meth:`check_steps`."""
         found = [
             ([*tokens, token], value)
             for tokens, row in rows
@@ -124,7 +123,7 @@ class Server:
         return len(values)
 
     def check_lengths(self, prompts, guidance, results):
-        """Check predicted lengths, with a gamma of 0.9, of the requests with ``return_values``; others have none."""
+        """Check predicted lengths of the requests with ``return_values`` for gamma 0.9; other requests have none."""
         for prompt, params, result in zip(prompts, guidance, results, strict=True):
             keys = result["meta_info"].keys() & {"predicted_output_length", "predicted_remaining_lengths"}
             assert len(keys) == (2 if params and "return_values" in params else 0)
@@ -139,7 +138,7 @@ class Server:
         """Value logit at the last token of each sequence, by ``transformers``."""
         model = AutoModelForCausalLM.from_pretrained(self.folder / "value", dtype=torch.float32).eval()
         adapter = self.folder / "value" / "adapter_model.safetensors"
-        if adapter.exists():  # the demo's value model, whose LoRA scale is 1
+        if adapter.exists():  # the demo's value model, with LoRA scale 1
             tensors = load_file(adapter)
             for name in [name for name in tensors if "lora_A" in name]:
                 module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
@@ -181,8 +180,8 @@ def running_server(folder, name, *options, plugin=True, **variables):
 
 
 def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):
-    """The server with stand-ins for speculation, and a draft model of the folder. Only NGRAM's corpus is compiled,
-    once, which takes g++ a minute."""
+    """The server with stand-ins for speculation, and a draft model of the folder. NGRAM's corpus is compiled once,
+    which takes g++ a minute."""
     values = {"algorithm": algorithm, "num-draft-tokens": shape["tokens"]}
     if draft:
         values |= {"draft-model-path": folder / draft, "num-steps": shape["steps"], "eagle-topk": shape["topk"]}
@@ -214,10 +213,10 @@ def cached_tokens(results):
 
 
 def guided_rows(prompt, result, steps):
-    """The guided rows of a request whose draws the engine has used.
+    """The guided rows of a request with draws that the engine has used.
 
-    It discards the draws of all chunks of a prompt but the last, and the overlapping scheduler computes one step more
-    than a request returns."""
+    The engine discards the draws of all chunks of a prompt except the last, and the overlapping scheduler computes one
+    more step than a request returns."""
     sequence = [*prompt, *result["output_ids"]]
     rows = [row for row in rows_of(result, steps) if row["status"] == Status.GUIDE]
     rows = [row for row in rows if len(prompt) <= row["length"] < len(sequence)]

@@ -1,11 +1,11 @@
-"""Requests with several spans whose start tokens are likely, and checks of their outputs."""
+"""Requests with several spans and likely start tokens, and checks of their outputs."""
 
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.types import Status
 
 START = 33
 LIKELY = {str(START): 6.0}  # a logit bias
-# With few allowed tokens, the start is likely too.
+# With few allowed tokens, the start is also likely.
 FEW = [START, 7, 8, 9, *range(44, 48), 50, 51]
 # An end of two tokens after a message that contains another end, with a budget of all spans; a grace (the tests draw no
 # token that ends a line); a single span with a budget, before an answer with a target.
@@ -22,7 +22,7 @@ SPANS_ENDED = 3, 3, 1, 0  # minimum per request
 
 
 def check_several(asked, prompt, output, statuses):
-    """Check token by token that exactly the spans and answers with a target are guided, and spans closed in time.
+    """Check each token: only spans and answers with a target are guided, and spans are closed in time.
 
     ``statuses`` are the statuses of guided rows by sequence length. Returns the number of ended spans."""
     params, ended, opened = parse_guidance(asked), 0, len(prompt)

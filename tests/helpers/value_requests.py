@@ -14,7 +14,7 @@ def random_tokens(count, seed):
 
 
 class Requests:
-    """Requests with scattered cache pages that grow by deltas: the host's model of a batch."""
+    """Requests with scattered cache pages that grow by deltas, as the host stores a batch."""
 
     def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0):
         self.value_model, self.page_size = value_model, page_size

@@ -1,4 +1,4 @@
-"""Shared by tests of the vLLM processor: tiny checkpoints, a real server on CPU, and its expected values."""
+"""Helpers for tests of the vLLM processor: tiny checkpoints, a real server on CPU, and its expected values."""
 
 import json
 import os
@@ -46,12 +46,12 @@ class Server(sglang_server.Server):
     """A running server of the models in a folder."""
 
     def post(self, path="completions", **body):
-        """Request completions of prompts of token ids, with the same ``vllm_xargs`` for all."""
+        """Request completions of prompts of token ids, with equal ``vllm_xargs``."""
         return requests.post(f"{self.url}/v1/{path}", json=SAMPLING | {"return_token_ids": True} | body, timeout=600)
 
     def check_steps(self, sequences, steps, forced=()):
-        """Check every guided row of every step: its values against forwards of its sequence, and that a token with
-        probability is drawn and returned, unless the engine returns a ``forced`` one. Returns the number of values."""
+        """Check every guided row of every step: its values against forwards of its sequence, and that a drawn token has
+        a positive probability and is returned, or is ``forced`` by the engine. Returns the number of values."""
         rows, following = [row for step in steps for row in step["rows"] if row["status"] == Status.GUIDE], {}
         for sequence in sequences:
             for end in range(1, len(sequence)):
@@ -68,7 +68,7 @@ class Server(sglang_server.Server):
 def running_server(folder, name, *options, speculation=None, has_settings=True, **variables):
     """The real server on CPU with vLLM's second model runner, for the models ``base`` and ``value`` of the folder.
 
-    ``name`` names the log and the trace in the folder. Without ``has_settings``, the plugin has its defaults.
+    ``name`` is the name of the log and the trace in the folder. Without ``has_settings``, the plugin has its defaults.
     """
     port = free_port()
     server, metrics = Server(folder, name, f"http://127.0.0.1:{port}"), folder / f"{name}.metrics"
@@ -80,7 +80,7 @@ def running_server(folder, name, *options, speculation=None, has_settings=True, 
     if has_settings:
         environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(server.trace)}
     environment |= variables
-    # `vllm serve` reads the version of a package whose name differs from the CPU build's.
+    # `vllm serve` reads the version of a package, which the CPU build lacks under this name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256"]

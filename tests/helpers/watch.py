@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Operators(TorchDispatchMode):
-    """Records names of all operators, and of those that write to an argument."""
+    """Records names of all operators, and of operators that write to an argument."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class PeakMemory(TorchDispatchMode):
         return result
 
 
-# Operators that read a value back or size a tensor by values, and methods that do so without an operator on CPU.
+# Operators that read a value back or size a tensor by values, and methods that do so without an operator on a CPU.
 READ_BACK = "local_scalar_dense nonzero masked_select unique equal is_nonzero repeat_interleave bincount"
 READ_BACK_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 

@@ -1,4 +1,4 @@
-"""Wrong versions of a tensor argument, for tests that a public function rejects them."""
+"""Wrong versions of a tensor argument, to test that a public function rejects them."""
 
 import re
 

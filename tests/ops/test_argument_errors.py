@@ -1,4 +1,4 @@
-"""Argument errors of every operator: each message names the argument, what came and what is accepted.
+"""Argument errors of every operator: each message names the argument, the value and the accepted values.
 
 ``test_operator_laws.py`` has wrong tensors: dtypes, shapes, devices and strides.
 """
@@ -16,17 +16,17 @@ from tests.helpers.wrong_tensors import assert_refuses
 
 
 def size(dim, count):
-    """Changes a tensor: zeros of the same dtype with another size of one dimension."""
+    """A change of a tensor: zeros of the same dtype with another size of one dimension."""
     return lambda x: x.new_zeros([count if i == dim else n for i, n in enumerate(x.shape)])
 
 
 def rows(count):
-    """Changes all tensors of a named tuple to ``count`` rows."""
+    """A change of a named tuple: all tensors have ``count`` rows."""
     return lambda fields: type(fields)(*(None if x is None else x.new_zeros(count, *x.shape[1:]) for x in fields))
 
 
 def each(argument, what, values, wrong=()):
-    """A line for each value of an argument that must be ``what``; errors show the type of values of a wrong type."""
+    """Cases of invalid values of an argument that must be ``what``. For a wrong type, errors show the type."""
     shown = [*((x, repr(x)) for x in values), *((x, type(x).__name__) for x in wrong)]
     return [({argument: x}, f"{argument} must be {what}, got {y}") for x, y in shown]
 
@@ -47,7 +47,7 @@ HEADS = "q must have a multiple of the heads of k_new, got"
 LINEAR_OPTIONS = [
     *each("expected_rows", "an int of at least 0", (-1,), (2.0, True, "9")),
     *each("norm_eps", POSITIVE, (0.0, math.inf, math.nan), (True, "1e-6")),
-    ({"norm_eps": None}, "square_sums belong to the norm: norm_eps must be passed as well"),
+    ({"norm_eps": None}, "square_sums needs norm_eps, got None"),
 ]
 # Three requests with every optional tensor; the changed arguments, and the message.
 ERRORS = {
@@ -82,7 +82,7 @@ ERRORS = {
     ],
     "begin_step": [
         ({"tokens": size(1, 0)}, "tokens must have at least one column, got none"),
-        ({"new_lens": None}, r"new_lens must say how many of the tokens \[B, N\] are new, got None"),
+        ({"new_lens": None}, r"new_lens must be given with tokens \[B, N\], got None"),
         ({"history.tokens": size(1, 0)}, "history.tokens must have at least one column, got none"),
         (
             {"out": lambda x: empty_requests(2, x.due.device, 2)},
@@ -104,7 +104,7 @@ ERRORS = {
             for name in ("page_size", "max_new", "num_heads", "num_kv_heads")
             for line in each(name, LEAST_1, (0, -4), (2.0, True, "4"))
         ),
-        *each("num_heads", "a multiple of num_kv_heads, 2, up to 64 times as many", (3, 130)),
+        *each("num_heads", "a multiple of num_kv_heads, 2, up to 64 times this number", (3, 130)),
         ({"requests": None}, "delta must be passed, or requests and history, got history"),
         ({"history": None}, "delta must be passed, or requests and history, got requests"),
         ({"requests": None, "history": None}, "delta must be passed, or requests and history, got neither"),
@@ -114,7 +114,7 @@ ERRORS = {
     "pack_drafts": [
         *(({"scored.token_ids": size(1, n)}, f"scored.{COLUMNS} {n}") for n in (0, 3, 6, 128)),
         *(
-            ({"scored": rows(n)}, rf"scored must have 1 \+ 2 rows a request for at least the 3 .*, got {n}")
+            ({"scored": rows(n)}, rf"scored must have 1 \+ 2 rows per request for at least 3 .*, got {n}")
             for n in (6, 10)
         ),
     ],
@@ -170,7 +170,7 @@ ERRORS = {
     ("name", "changes", "message"), [(name, *error) for name, errors in ERRORS.items() for error in errors]
 )
 def test_errors_name_the_argument(device, name, changes, message):
-    """On a CPU with the reference, unless the error is the kernel's."""
+    """Runs the reference on a CPU, unless the error is specific to the kernel."""
     function = operators()[name].function
     arguments = arguments_of(small_case(name, rows_not_there="2"), device if "backend" in changes else "cpu")
     function(**arguments)
@@ -184,7 +184,7 @@ def test_errors_name_the_argument(device, name, changes, message):
 
 
 def test_wrong_plan_is_rejected():
-    """The laws have the other tensors of the operators."""
+    """``test_operator_laws.py`` covers all other tensors."""
     arguments = arguments_of(small_case("value_tree_attention"), "cpu")
     (tokens, heads, _), kv_heads = arguments["q"].shape, arguments["k_new"].shape[1]
     max_len = arguments["slot_table"].shape[1] * arguments["page_size"]

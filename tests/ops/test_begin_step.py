@@ -1,4 +1,4 @@
-"""``begin_step``: the fields of each node, dummy requests, drafts, spans, and requests whose history lacks tokens."""
+"""``begin_step``: the fields of each node, dummy requests, drafts, spans, and requests with gaps in their history."""
 
 import math
 
@@ -16,7 +16,7 @@ SPANS = {"target_length": 60, "end_token_ids": [3], "start_token_ids": [4]}
 
 
 def guidance_table(rows, guidance, device):
-    """A table with the guidance of some rows; prompts have ten tokens times the row."""
+    """A table with the guidance of some rows. The prompt of row ``r`` has ``10 r`` tokens."""
     table = GuidanceTable(rows, device)
     for row, asked in guidance.items():
         table.add_request(row, parse_guidance(asked), {0}, prompt_len=10 * row)
@@ -35,8 +35,8 @@ def test_step_of_five_requests(device, backend):
     """The third is guided, the fourth is past its span, the last is inactive and has more new tokens than columns."""
     table = guidance_table(7, {1: GUIDED, 4: LENGTHS, 6: BOTH}, device)
     table.span_ended[6] = table.span_ended[4] = True
-    told, cached = [10, 98, 30, 40, 42, 60, 69], [9, 97, 29, 39, 41, 59, 67]
-    history = make_history(7, 3, device, step=6, uncounted=2, told_lens=told, cached_lens=cached)
+    passed, cached = [10, 98, 30, 40, 42, 60, 69], [9, 97, 29, 39, 41, 59, 67]
+    history = make_history(7, 3, device, step=6, uncounted=2, told_lens=passed, cached_lens=cached)
     table.value_stride.copy_(i32(1, 2, 3, 1, 1, 4, 0))
     requests = begin_step(
         table,
@@ -63,9 +63,9 @@ def test_step_of_five_requests(device, backend):
     assert history.cached_lens.tolist() == cached  # lay_out updates them
 
 
-# Guidance, whether the span has ended and the request is active; tokens that were passed, cached, in the sequence and
-# new; then whether the request is guided and wants a length, its faults, and the tokens passed afterwards. A request
-# that needs values is at fault if a token is missing, or if more than three tokens are not cached.
+# Guidance, whether the span has ended and the request is active; numbers of passed, cached, all and new tokens; then
+# whether the request is guided and wants a length, its faults, and the tokens passed afterwards. A request that needs
+# values has a fault if a token is missing, or if more than three tokens are not cached.
 HISTORIES = [
     ((GUIDED, False, True), (11, 9, 12, 1), (True, False, 0, 12)),
     ((GUIDED, False, True), (11, 8, 12, 1), (False, False, 1, 12)),  # four are not cached
@@ -83,13 +83,13 @@ HISTORIES = [
 
 
 def test_missing_tokens_disable_guidance(device, backend):
-    """Table rows are in reverse order. Cached lengths are returned, and updated by lay_out only."""
+    """Table rows are in reverse order. Cached lengths are returned, but only lay_out updates them."""
     requested, numbers, expected = zip(*HISTORIES, strict=True)
     asked, ended, active = zip(*requested, strict=True)
-    told, cached, lengths, new_lens = zip(*numbers, strict=True)
+    passed, cached, lengths, new_lens = zip(*numbers, strict=True)
     table = guidance_table(len(HISTORIES), dict(enumerate(asked)), device)
     table.span_ended.copy_(torch.tensor(ended))
-    history = make_history(len(HISTORIES), 3, device, told_lens=told, cached_lens=cached)
+    history = make_history(len(HISTORIES), 3, device, told_lens=passed, cached_lens=cached)
     rows = torch.arange(len(HISTORIES) - 1, -1, -1, device=device)
     requests = begin_step(
         table,
@@ -115,8 +115,8 @@ def batch_of(lengths, device, rows=None):
     return torch.full((len(rows),), 5, device=device), torch.tensor(rows, device=device), i32(*lengths).to(device)
 
 
-def test_nodes_count_the_drafts_before_them(device, backend):
-    """A tree, a chain that ends early, and a request whose first draft is absent; then a dummy request."""
+def test_positions_of_nodes_count_earlier_drafts(device, backend):
+    """A tree, a chain that ends early, a request without a first draft, and a dummy request."""
     table = guidance_table(4, {0: BOTH, 2: GUIDED, 3: GUIDED}, device)
     table.value_stride[0], history = 2, make_history(4, 9, device, told_lens=[99] * 4, cached_lens=[40, 0, 25, 35])
     drafts = make_drafts(
@@ -153,7 +153,7 @@ def test_nodes_count_the_drafts_before_them(device, backend):
 
 
 def test_greedy_requests_keep_all_tokens_at_temperature_1(device, backend):
-    """A request is greedy with top_k 1 or a temperature below 1e-6. A broken temperature stays."""
+    """A request is greedy with top_k 1 or a temperature below 1e-6. A broken temperature is kept."""
     temperatures = torch.tensor([0.7, 0.0, 1e-6, 0.7, math.nan, 0.9])
     temperatures[5] = temperatures[2].nextafter(temperatures[2] - 1)
     table, ones = guidance_table(6, {}, device), torch.ones(6, device=device)

@@ -1,4 +1,4 @@
-"""``candidate_values``: by hand, and against an integral over lengths."""
+"""``candidate_values``: results computed by hand, and a numerical integral over lengths."""
 
 import math
 
@@ -17,7 +17,7 @@ def silu(x):
 
 
 def test_candidates_by_hand(device, backend):
-    """Two bins, for one token and for two or three; no request is guided."""
+    """Two bins, of one token and of two or three tokens; unguided requests."""
     token_ids = torch.tensor([[2, -1], [0, 2]], device=device)
     scale, shift = torch.tensor([[2.0, 0.5], [1.0, -1.0]]), torch.tensor([[0.25, -1.0], [0.0, 3.0]])
     embedding = torch.tensor([[1.0, 4.0], [9.0, 9.0], [-0.5, 2.0]])
@@ -61,10 +61,10 @@ EDGES = [1, 2, 3, 5, 9, 17, 40, 90, 200]
         (50, 30, 3.0, 3, 0.002),  # the tolerance lies within a bin
     ],
 )
-def test_returned_length_is_as_close_as_the_distribution(
+def test_returned_length_has_the_mean_closeness_of_the_distribution(
     device, backend, constraint, target, generated, strength, answer, tolerance
 ):
-    """Against a numerical integral, over a distribution with probability on both sides of the remaining target."""
+    """Compares with a numerical integral. The distribution has probability on both sides of the remaining target."""
     params = {"target_length": target, "value_constraint": constraint, "strength": strength, "gamma": 0.99}
     params = parse_guidance(params | {"tolerance": tolerance})
     table = GuidanceTable.from_params([None, params], [set(), set()], device).columns
@@ -95,6 +95,6 @@ def test_returned_length_is_as_close_as_the_distribution(
     if length > 1.01 * SHORTEST:
         assert closeness_of(at) == pytest.approx(closeness, rel=1e-3)
         assert at <= least + 1e-5 if constraint == "ge_near" else at >= most - 1e-5
-    else:  # all lengths are close enough, or the answer covers them
+    else:  # all lengths are within the tolerance or the answer
         assert constraint == "ge_near" and (least == math.log(2) or answer == 300)
     assert torch.sigmoid(-mean).item() == pytest.approx(discounted, rel=1e-4)

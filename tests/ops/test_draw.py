@@ -18,7 +18,7 @@ AT_ZERO, AT_LARGEST = 14_883_995, 38_471_471  # positions at which seed 0 gives 
 
 @pytest.fixture(scope="module", autouse=True)
 def large_tiles(device):
-    """The interpreter takes as long for a tile of 2**16 candidates as for one of 64; the laws have both."""
+    """Large tiles, because the interpreter's time is per tile; the laws test both sizes."""
     with pytest.MonkeyPatch.context() as patch:
         if device.type == "cpu":
             patch.setattr(module, "TILE", 2**16)
@@ -26,7 +26,7 @@ def large_tiles(device):
 
 
 def drawn_of(probs, device, backend, *, seeds=0, positions=0):
-    """Columns drawn with the candidates' ``probs``, which are not reweighted. Numbers apply to all requests."""
+    """Columns drawn with the candidates' ``probs`` without reweighting. Numbers apply to all requests."""
     rows, columns = probs.shape
 
     def of_requests(x, dtype):
@@ -76,7 +76,7 @@ def test_seed_is_the_key_and_position_the_counter():
 
 @pytest.mark.parametrize("columns", [1, 2, 8, 64])
 def test_equal_candidates_split_unit_interval_evenly(device, backend, columns):
-    """All partial sums are exact, so that the drawn column is the integer part of ``K u``."""
+    """All partial sums are exact, so the drawn column is the integer part of ``K u``."""
     seeds, positions = torch.arange(1000) // 50 - 10, torch.arange(1000)
     result = drawn_of(torch.full((1000, columns), 1 / columns), device, backend, seeds=seeds, positions=positions)
     assert torch.equal(result.tokens, (uniform(seeds, positions) * columns).int())
@@ -86,14 +86,14 @@ def test_equal_candidates_split_unit_interval_evenly(device, backend, columns):
 ENDS = [
     ([0.0, 0.25, 0.0, 0.5, 0.25, 0.0, 0.0, 0.0], 1, 4),
     ([0.1, 0.7, 0.2, 0.0], 0, 2),
-    ([1.0] + [2.0**-26] * 7, 0, 0),  # in the order of the columns, each sum is rounded to 1
+    ([1.0] + [2.0**-26] * 7, 0, 0),  # summed in the order of the columns, each sum rounds to 1
     ([0.0, 0.0, 1e-30, 0.0], 2, 2),
     ([0.0, 0.0], -1, -1),
 ]
 
 
 @pytest.mark.parametrize(("probs", "first", "last"), ENDS)
-def test_ends_of_the_unit_interval_draw_candidates_only(device, backend, probs, first, last):
+def test_smallest_and_largest_uniform_number_draw_a_candidate(device, backend, probs, first, last):
     assert uniform(torch.tensor([0, 0]), torch.tensor([AT_ZERO, AT_LARGEST])).tolist() == [0, LARGEST_U]
     positions = torch.tensor([AT_ZERO, AT_LARGEST])
     assert drawn_of(torch.tensor([probs] * 2), device, backend, positions=positions).tokens.tolist() == [first, last]

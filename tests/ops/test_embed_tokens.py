@@ -1,4 +1,4 @@
-"""``embed_tokens``: the reference against transformers, and far positions."""
+"""``embed_tokens``: the reference against transformers, and large positions."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def test_reference_matches_transformers(dtype):
     assert embedded.hidden.dtype == dtype and embedded.square_sums.dtype == torch.float32
 
 
-def test_angles_of_far_positions(device, backend):
+def test_angles_of_large_positions(device, backend):
     """The angle is the fp32 product, as in transformers; its cosine and sine are accurate to the last bits of fp32."""
     positions = [0, 1, 2, 1000, 32_767, 99_999, 100_000, 105_700, 131_071, 2**24 + 2, 2**33]
     inv_freq = torch.tensor([1.0, 0.8111, 0.0317, 1e-6, 3.7e-7])

@@ -1,4 +1,4 @@
-"""``lay_out``: which tokens are computed, plans by hand, invalid lengths, and errors."""
+"""``lay_out``: computed tokens, plans computed by hand, and invalid lengths."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ def on(device, arguments):
     return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, arguments)
 
 
-# With a history of three tokens: the length of each request, its table row, numbers of cached tokens and of
-# candidates, whether it needs values; then the positions of the computed tokens.
+# With a history of three tokens: the length of each request, its table row, numbers of cached tokens and candidates,
+# and whether it needs values; then the positions of the computed tokens.
 COMPUTED = [
     ((8, 5, 7, 2, True), [7]),
     ((8, 2, 6, 1, True), [6, 7]),
@@ -26,9 +26,9 @@ COMPUTED = [
     ((4, 0, 4, 2, True), []),  # all are cached
     ((9, 4, 8, 0, True), []),  # waits
     ((5, 8, 3, 0, True), []),  # waits
-    ((8, 1, 5, 0, True), [5, 6, 7]),  # can wait no longer
+    ((8, 1, 5, 0, True), [5, 6, 7]),  # cannot wait longer
     ((7, 9, 4, 0, True), [4, 5, 6]),
-    ((8, 6, 5, 3, False), []),  # needs no values
+    ((8, 6, 5, 3, False), []),  # does not need values
     ((3, 3, 0, 0, False), []),
     ((1, 10, 0, 1, True), [0]),
     ((2, 11, 0, 1, True), [0, 1]),
@@ -37,7 +37,7 @@ COMPUTED = [
 
 @pytest.mark.parametrize("page_size", [1, 5])
 def test_computed_tokens_and_their_slots(device, backend, page_size):
-    """Each row has its own pages, and the slot table is a slice. With pages of 5, slots of row 2 exceed 32 bits."""
+    """Rows have different pages, and the slot table is a slice. With pages of 5, slots of row 2 exceed 32 bits."""
     given, expected = zip(*COMPUTED, strict=True)
     lengths, rows, cached_lens, counts, needs_values = zip(*given, strict=True)
     requests = empty_requests(len(lengths), device)
@@ -99,7 +99,7 @@ BROKEN = {
 @pytest.mark.parametrize("parents", ["none", "tree"])
 @pytest.mark.parametrize(("path", "values"), [(path, values) for path, many in BROKEN.items() for values in many])
 def test_invalid_lengths_access_no_other_memory(device, path, values, parents):
-    """The tokens are surrounded by a value that must not appear in the result, of which every element is written."""
+    """The tokens are surrounded by a value that must not appear in the result, which is completely written."""
     arguments = arguments_of(small_case("lay_out", source="delta", parents=parents), device)
     token_ids = arguments["delta"].token_ids
     surrounded = torch.nn.functional.pad(token_ids, (MARGIN, MARGIN), value=INTEGER)[MARGIN:-MARGIN]

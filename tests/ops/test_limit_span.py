@@ -1,4 +1,4 @@
-"""``limit_span``: where spans have ended, which logits are lowered in an open span, and which are raised to end it."""
+"""``limit_span``: ends of spans, logits lowered in an open span, and logits raised to end it."""
 
 import pytest
 import torch
@@ -42,8 +42,8 @@ SPANS = [
     (THOUGHT, {0}, [7], [5, 4], [-1, 0], [False, True, True], {0: {0: OUT}}),
     (THOUGHT, {0}, [7], [4, 2], [-1, 0], [False, False, True], {0: {0: OUT}, 1: {0: OUT}}),
     (THOUGHT, {0}, [7], [5, 4], [-1, -1], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),
-    (THOUGHT, {0}, [7], [5, 4], [-1, 1], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),  # its own parent
-    (THOUGHT, {0}, [7], [-2, 5], [-1, -1], [False], {0: {0: OUT}}),  # an absent draft, and one after it
+    (THOUGHT, {0}, [7], [5, 4], [-1, 1], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),  # draft 1 is its own parent
+    (THOUGHT, {0}, [7], [-2, 5], [-1, -1], [False], {0: {0: OUT}}),  # an absent draft, and a draft after it
     (LANDING, {0}, [7], [3, 4], [-1, 0], [False] * 3, {0: {5: IN}, 1: {6: IN}}),  # the sequence continues
     (LANDING | {"landing_tokens": 9}, {0}, [7], [3, -1], [-1, 0], [False] * 2, {1: {5: IN}}),
     ({"end_token_ids": [VOCAB, 2], "hard_limit": 1}, {VOCAB + 1}, [7], [], [], [False], {}),  # tokens without a logit
@@ -55,7 +55,7 @@ SPANS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turn", range(3))
 def test_ends_of_spans_and_changed_logits(device, backend, dtype, turn):
-    """The requests come in several orders, and one program processes only some of them."""
+    """The requests are in several orders, and a program processes only some of them."""
     order = torch.arange(len(SPANS)).roll(7 * turn).tolist()
     asked, eos, new, token_ids, parents, ended, changes = zip(*(SPANS[i] for i in order), strict=True)
     table = GuidanceTable(len(SPANS) + 1, device)
@@ -99,33 +99,33 @@ BREAKS = [0, 3, 2, 1, *[0] * 6, 2 << MISSING_BYTES, 1 << ADDED_BYTES, 0, TextBre
 AFTER_OUTPUT = LATE_LANDING | {"target_length_mode": "total"}
 # A request, the tokens that the model would draw, and the resulting tokens.
 CLOSINGS = [
-    # An end within a forced closing, and the same end drawn before.
+    # An end within a forced closing, and the same end drawn before it.
     ({"end_token_ids": [[7, 6, 5], 7], "hard_limit": 3}, [PLAIN], [*[PLAIN] * 3, 7, 6, 5, PLAIN, PLAIN]),
     ({"end_token_ids": [[7, 6, 5], 7], "hard_limit": 3}, [PLAIN, 7, PLAIN], [PLAIN, 7, *[PLAIN] * 6]),
-    # A forced end waits for the end of a character, at most four tokens longer.
+    # A forced end waits at most four tokens for the end of a character.
     (CLOSING, [PLAIN, PLAIN, LEAD, BYTE, BYTE, PLAIN], [PLAIN, PLAIN, LEAD, BYTE, BYTE, *CLOSED, PLAIN]),
     (CLOSING, [LEAD, BYTE, BYTE, BYTE, PLAIN], [LEAD, BYTE, BYTE, *CLOSED, PLAIN]),
     (CLOSING, [LEAD], [*[LEAD] * 7, *CLOSED, LEAD]),
     (CLOSING | {"hard_limit_grace": 1}, [BYTE], [*[BYTE] * 4, *CLOSED, BYTE]),
     (GRACE, [PLAIN, LEAD, PLAIN, LEAD, LINE, PLAIN], [PLAIN, LEAD, PLAIN, LEAD, LINE, *CLOSED, PLAIN]),
-    # Budgets of the tokenizer's thoughts, from 8 to 9: none, of a thought, and of all thoughts together.
+    # Budgets of the tokenizer's thoughts, from 8 to 9: no thought, per thought, and for all thoughts together.
     ({"thinking_budget": 0}, [PLAIN, 8, PLAIN], [PLAIN, 8, 9, PLAIN]),
     ({"thinking_budget": 0, "end_message": [5, 8]}, [8, PLAIN, PLAIN, 8], [8, 5, 8, 9, 8, 5, 8, 9, 8]),
     ({"thinking_budget": 4}, [8, 4, 4, 9, 4, 8, 4], [8, 4, 4, 9, 4, 8, *[4] * 5, 9]),
     ({"thinking_budget_total": 4}, [8, 4, 4, 9, 4, 8, 4], [8, 4, 4, 9, 4, 8, 4, 4, 9]),
     ({"thinking_budget_total": 4}, [8, *[4] * 6, 8, 4], [8, *[4] * 5, 9, 8, 9]),
-    # Long after the limit, too, the closing goes on to its own end.
+    # Long after the limit, the closing still continues to its own end.
     (
         {"thinking_budget_total": 2, "hard_limit_grace": 9, "end_message": [5, 9, 6]},
         [8, *[4] * 11, 3, *[4] * 4, 8, *[4] * 4],
         [8, *[4] * 11, 3, 5, 9, 6, 9, 8, 5, 9, 6, 9],
     ),
-    # A tool call ends a thought or an answer, where nothing is forced.
+    # A tool call ends a thought or an answer; no token is forced in it.
     ({"thinking_budget": 4}, [8, CALL, 8, 4], [8, CALL, 8, *[4] * 5, 9]),
     (LATE_LANDING, [PLAIN, CALL, *[PLAIN] * 6, 0], [PLAIN, CALL, *[PLAIN] * 6, 0]),
     ({"thinking_budget": 4, "target_length": 9}, [8, 9, CALL, CALL, 8, 4], [8, 9, CALL, CALL, 8, *[4] * 5, 9]),
     ({"thinking_budget": 0, "end_message": [CALL, 4]}, [8, PLAIN], [8, CALL, 4, 9, PLAIN]),
-    # Words and sentences count from the end of a thought.
+    # Words and sentences are counted from the end of a thought.
     ({"target_words": 9}, [WORD, PLAIN, WORD], [WORD, PLAIN, WORD, WORD]),
     ({"target_sentences": 9}, [SENTENCE, 8, SENTENCE, 9, WORD, BOTH], [SENTENCE, 8, SENTENCE, 9, WORD, BOTH, BOTH]),
     ({"target_words": 9, "thinking_budget": 2}, [8, WORD, WORD, 9, WORD], [8, WORD, WORD, 9, WORD, WORD]),
@@ -138,12 +138,12 @@ CLOSINGS = [
     (GRACE, [PLAIN] * 9, [*[PLAIN] * 5, *CLOSED]),
     (GRACE, [PLAIN, LINE, *[PLAIN] * 7], [PLAIN, LINE, *[PLAIN] * 3, *CLOSED]),
     (GRACE, [*[PLAIN] * 3, BOTH, *[PLAIN] * 5], [*[PLAIN] * 3, BOTH, *CLOSED, PLAIN]),
-    # A landing 12 tokens before the target, or at most 2 later; the sequence may end before or after it.
+    # A landing 12 tokens before the target, or at most 2 tokens later. The sequence may end before or after it.
     (LATE_LANDING, [PLAIN] * 9, [*[PLAIN] * 4, 5, 6, PLAIN, PLAIN, PLAIN]),
     (LATE_LANDING, [PLAIN, PLAIN, LINE, *[PLAIN] * 5], [PLAIN, PLAIN, LINE, 5, 6, PLAIN, PLAIN, PLAIN]),
     (LATE_LANDING, [PLAIN, LINE, PLAIN, SENTENCE, *[PLAIN] * 3, 0, 0], [PLAIN, LINE, 5, 6, *[PLAIN] * 3, 0, 0]),
     (LATE_LANDING, [LINE, PLAIN, PLAIN, SENTENCE, 0, PLAIN, PLAIN, 0], [LINE, PLAIN, PLAIN, SENTENCE, 5, 6, PLAIN, 0]),
-    # The second thought has its own limit; between the thoughts there is none.
+    # The second thought has a separate limit; there is no limit between the thoughts.
     (
         {"end_token_ids": [2], "start_token_ids": [[8, 8]], "hard_limit": 2},
         [PLAIN, PLAIN, PLAIN, 8, 8, PLAIN, PLAIN, PLAIN, 8, 8, PLAIN, PLAIN, 1],
@@ -154,7 +154,7 @@ CLOSINGS = [
         [8, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, 8, PLAIN, PLAIN, LINE, PLAIN, PLAIN],
         [8, PLAIN, PLAIN, PLAIN, PLAIN, 8, 2, 8, PLAIN, PLAIN, LINE, 8, 2],
     ),
-    # In a thought, from 8 to 9, nothing is counted or forced. The target counts from its end.
+    # In a thought, from 8 to 9, tokens are not counted or forced. The target counts from its end.
     (
         LATE_LANDING,
         [PLAIN, 8, *[PLAIN] * 5, 9, *[PLAIN] * 7],
@@ -166,7 +166,7 @@ CLOSINGS = [
 
 @pytest.mark.parametrize(("asked", "drawn", "expected"), CLOSINGS)
 def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
-    """One token after the other. The host finds the same state in the whole text."""
+    """Tokens are passed one at a time. The host computes the same state from the complete text."""
     thoughts = Thoughts(ends=((9,),), starts=((8,),), tool_calls=((CALL,),), encode=list)
     params = parse_guidance(asked, thoughts=thoughts)
     prompt, text = [1, CALL, 1], []
@@ -187,7 +187,7 @@ def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expecte
     assert text == expected
 
 
-# A target, the tokens and the units of the answer so far, and the generated tokens: 13.5 or 48 minus those to come.
+# A target, tokens and units of the answer so far, and generated tokens: 13.5 or 48 minus the expected tokens to come.
 @pytest.mark.parametrize(
     ("asked", "tokens", "units", "generated"),
     [
@@ -201,7 +201,7 @@ def test_closing_is_forced_token_by_token(device, backend, asked, drawn, expecte
 )
 @pytest.mark.parametrize("place", ["thought", "after a thought", "without a budget"])
 def test_generated_tokens_of_targets_in_units(device, backend, asked, tokens, units, generated, place):
-    """The rest of the target is in tokens, at the text's own tokens per unit. Thoughts count their own tokens."""
+    """The rest of the target is in tokens, at the text's tokens per unit. Thoughts count tokens."""
     thoughts = Thoughts(ends=((9,),), starts=((8,),), encode=list)
     budget = {} if place == "without a budget" else {"thinking_budget": 90}
     params, ended = parse_guidance(asked | budget, thoughts=thoughts), 7 if place == "after a thought" else None
@@ -213,7 +213,7 @@ def test_generated_tokens_of_targets_in_units(device, backend, asked, tokens, un
 
 
 def test_tool_call_ends_guidance_without_marks_of_thoughts(device, backend):
-    """Qwen2.5 has tool calls and no thoughts."""
+    """As in Qwen2.5."""
     params = parse_guidance({"target_length": 30}, thoughts=Thoughts(tool_calls=((CALL,),)))
     table = GuidanceTable.from_params([params, params], [{0}, {0}], device).columns
     tokens, rows = torch.tensor([[PLAIN], [CALL]], device=device), torch.tensor([0, 1], device=device)

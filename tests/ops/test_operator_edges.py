@@ -21,7 +21,7 @@ NEVER_EMPTY = "lay_out"
 @given(data=st.data())
 @settings(max_examples=max(1, settings().max_examples // 10))
 def test_empty_batch(device, name, backend, data):
-    """As between two requests. A step without requests changes no counters."""
+    """As between two requests. Counters do not change in a step without requests."""
     case = replace(data.draw(cases(name)), rows=())
     failure = check(case, partial(OPERATORS[name].function, backend=backend), device=device)
     assert failure is None, str(failure)
@@ -30,7 +30,7 @@ def test_empty_batch(device, name, backend, data):
 @pytest.mark.parametrize("num_rows", [-1, 0, 3, 9])
 @pytest.mark.parametrize("name", ["embed_tokens", "ragged_linear", "rope_cache", "value_head"])
 def test_rows_past_num_rows_are_not_written(device, name, num_rows):
-    """Neither in the results nor in a workspace. Fresh memory is NaN. Logits of ``value_head`` are 0 there."""
+    """In results and workspaces. Fresh memory is NaN. Logits of ``value_head`` are 0 in these rows."""
     case, memory, rows = small_case(name, size=160, token_rows="none"), GuardedMemory(), min(max(0, num_rows), 7)
     case = replace(case, rows=tuple(range(7)))
     arguments = arguments_of(case, device) | {"num_rows": torch.tensor([num_rows], dtype=torch.int32, device=device)}
@@ -52,10 +52,10 @@ def test_rows_past_num_rows_are_not_written(device, name, num_rows):
     ("name", "bias"), [("ragged_linear", "bias"), ("value_head", "fc_bias"), ("candidate_values", "fc_bias")]
 )
 def test_saturated_activations(device, name, bias, dtype):
-    """The SiLU of some numbers is 0, because its exponential overflows, and the SiLU of others is the identity."""
+    """The SiLU of some numbers is 0, because its exponential overflows; of others, it is the identity."""
     operator = OPERATORS[name]
     given = operator.inputs(small_case(name, dtype=dtype, broken=False, outputs=64, size=96), device)
-    gates = given.arguments[bias][: len(given.arguments[bias]) // 2]  # with swiglu, the others are factors
+    gates = given.arguments[bias][: len(given.arguments[bias]) // 2]  # with swiglu, the other half are factors
     gates[::2], gates[1::8] = -3e3, 3e3
     result = operator.run(given, partial(operator.function, backend="triton"))
     assert not any(difference.wrong.any() for difference in operator.differences(given, result))

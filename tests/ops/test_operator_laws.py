@@ -28,8 +28,8 @@ OPERATORS = operators()
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
 def test_kernels_match_the_reference(device, name, data):
-    """The reference runs in fp64; the table of tolerances applies. Results do not depend on what fresh memory contains,
-    and neither the memory around them nor elements that are not written change."""
+    """The reference runs in fp64; the table of tolerances applies. Results do not depend on the contents of fresh
+    memory, and the memory around them and elements that are not written are unchanged."""
     memory = GuardedMemory()
     function = partial(memory.call, OPERATORS[name].function, backend="triton")
     failure = check(data.draw(cases(name)), function, device=device, other_batches=False)
@@ -41,13 +41,13 @@ def test_kernels_match_the_reference(device, name, data):
 @given(data=st.data())
 @settings(max_examples=max(1, settings().max_examples // 5))
 def test_rows_are_bitwise_identical_in_every_batch(device, name, data):
-    """Each batch is compared with its rows in another order beside more rows, and with one row alone."""
+    """Each batch is compared with its rows in another order among more rows, and with a row alone."""
     failure = check(data.draw(cases(name)), device=device)
     assert failure is None, str(failure)
 
 
 def results(name, function, device):
-    """Everything that a call returned or wrote, as a list of tensors."""
+    """All tensors that a call returned or wrote."""
     return [*OPERATORS[name].run(OPERATORS[name].inputs(small_case(name), device), function).values()]
 
 
@@ -72,7 +72,7 @@ def test_compiled_without_a_graph_break(device, name, backend):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_recorded_by_make_fx(device, name, backend):
-    """Recorded as one operator on tensors without data, and then run."""
+    """The operator is recorded on tensors without data, and then run."""
     graphs = []
 
     def recorded(*args, **kwargs):
@@ -94,7 +94,7 @@ def test_recorded_by_make_fx(device, name, backend):
     assert targets.count(f"lenvm.{name}.default") == 1
 
 
-def test_recorded_from_real_tensors_and_seen_by_other_modes():
+def test_operator_is_recorded_from_real_tensors_and_visible_to_other_modes():
     """A mode that does not trace, such as a check for host-device syncs, sees the calls inside an operator."""
 
     def head_of(hidden):
@@ -115,7 +115,7 @@ NO_FLOATS = ("begin_step", "pack_drafts", "verify_drafts")
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name not in NO_FLOATS])
 def test_fp64_is_accepted_on_a_cpu(name):
-    """With backend ``auto``, which is the reference on a CPU."""
+    """Uses backend ``auto``, which is the reference on a CPU."""
     fp32_only = {"top_p", "min_p", "temperature", "cos", "sin", "inv_freq", "table"}
     fp64_results = []
 
@@ -130,7 +130,7 @@ def test_fp64_is_accepted_on_a_cpu(name):
     results(name, function, "cpu")
     (result,) = fp64_results
     if name == "embed_tokens":
-        result = result[:2]  # the angles' cosines and sines are fp32
+        result = result[:2]  # cosines and sines are fp32
     floats = [x for x in tree_flatten(result)[0] if x.is_floating_point()]
     assert all(x.dtype == torch.float64 for x in floats)
     assert floats or name in ("lay_out", "limit_span")
@@ -138,7 +138,7 @@ def test_fp64_is_accepted_on_a_cpu(name):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_no_host_device_sync(device, name):
-    """While the arguments are checked and the kernels are launched."""
+    """Covers checks of arguments and launches of kernels."""
     arguments = arguments_of(small_case(name), device)
     with Operators() as seen, intercept_launches(lambda kernel, launch: None):
         OPERATORS[name].function(**arguments, backend="triton")
@@ -147,7 +147,7 @@ def test_no_host_device_sync(device, name):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_written_arguments_are_declared(name):
-    """torch.compile relies on the schema: it may reorder a write that is not declared."""
+    """torch.compile relies on the schema and may reorder undeclared writes."""
     arguments = arguments_of(small_case(name), "cpu")
     before = {path: x.clone() for path, x in tensors_in(arguments)}
     OPERATORS[name].function(**arguments, backend="reference")
@@ -162,7 +162,7 @@ def test_written_arguments_are_declared(name):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_replays_in_a_cuda_graph(device, name):
-    """With other numbers, of the same shapes, in the same memory."""
+    """The graph is replayed with other numbers of the same shapes in the same memory."""
 
     def form(x):
         return (x.shape, x.dtype, x.stride()) if isinstance(x, torch.Tensor) else x
@@ -189,7 +189,7 @@ def test_replays_in_a_cuda_graph(device, name):
 
 
 def clone(x):
-    """A copy of a tensor with the same strides; anything else unchanged."""
+    """A copy of a tensor with the same strides. Other values are returned unchanged."""
     return deepcopy(x) if isinstance(x, torch.Tensor) else x
 
 
@@ -204,7 +204,7 @@ def tensors_in(arguments):
 
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in OPERATORS), ("lay_out", {"source": "delta"})])
 def test_wrong_tensors_are_rejected_by_name(device, name, options, backend):
-    """Before any launch. Properties that the description lists as free are accepted."""
+    """They are rejected before any launch. Properties that the description lists as free are accepted."""
     operator, case = OPERATORS[name], small_case(name, rows_not_there="2", **options)
     arguments = arguments_of(case, device)
     parameters = inspect.signature(operator.function).parameters
@@ -216,8 +216,8 @@ def test_wrong_tensors_are_rejected_by_name(device, name, options, backend):
     tensors = dict(tensors_in(arguments))
     names = "|".join(re.escape(x) for x in {*tensors, *arguments})
     free = {path: set(what.split()) for path, what in operator.free.items()}
-    paths = {path for path in free if not path.startswith("delta.")}  # another call has them
-    assert options or paths <= tensors.keys(), "free is what no call has"
+    paths = {path for path in free if not path.startswith("delta.")}  # tested with another call
+    assert options or paths <= tensors.keys(), "free names a tensor that no call has"
     with intercept_launches(lambda kernel, launch: launched.append(kernel)):
         for path, x in tensors.items():
             owner, _, field = path.partition(".")
@@ -229,7 +229,7 @@ def test_wrong_tensors_are_rejected_by_name(device, name, options, backend):
             for what, wrong in wrong_versions(x):
                 wrong_arguments = changed(arguments, path, wrong)
                 if what.removeprefix("fewer ") in free.get(path, ()) and (what != "float64" or backend == "reference"):
-                    if what != "fewer rows":  # which rows are used depends on device data
+                    if what != "fewer rows":  # the used rows depend on device data
                         function(**wrong_arguments)
                     continue
                 launched.clear()
@@ -246,7 +246,7 @@ def test_wrong_tensors_are_rejected_by_name(device, name, options, backend):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_cpu_tensors_are_rejected_by_name(monkeypatch, name):
-    """Where kernels are compiled."""
+    """If kernels are compiled."""
     monkeypatch.setattr(ops_common, "INTERPRETED", False)
     arguments = arguments_of(small_case(name), "cpu")
     names = "|".join(re.escape(x) for x, _ in tensors_in(arguments))
@@ -263,10 +263,10 @@ def far_apart(x):
 
 
 def far_tensors():
-    """(operator, path) of each tensor whose rows may have any stride."""
+    """(operator, path) of each tensor with an arbitrary row stride."""
     for name, operator in OPERATORS.items():
         for path, what in operator.free.items():
-            # A row of the norm's weight is a head; there are too few for such offsets.
+            # The norm's weight has a row per head, too few for such offsets.
             if {"apart", "strided"} & set(what.split()) and path != "qk_norm_weight":
                 yield name, path
 

@@ -1,4 +1,4 @@
-"""``pack_drafts``: trees by hand."""
+"""``pack_drafts``: trees computed by hand."""
 
 import torch
 
@@ -8,9 +8,9 @@ from tests.helpers.cases import LARGEST, i32, make_drafts
 
 
 def test_drafts_come_before_candidates(device, backend):
-    """A tree with equal siblings, a chain that ends, a request without scored candidates, and one without drafts.
+    """A tree with equal siblings, a chain that ends, a request without scored candidates, and a request without drafts.
 
-    Some candidates equal drafts of other nodes, and some columns beyond the counts hold drafts.
+    Some candidates equal drafts of other nodes, and some columns beyond the counts contain drafts.
     """
     drafts = make_drafts(
         [[6, 4, 6, 0], [9, 8, -1, 8], [5, 5, 5, 5]], [[-1, 0, -1, 1], [-1, -1, 1, 0], [-1, 0, 1, 2]], device=device

@@ -1,4 +1,4 @@
-"""``ragged_linear``: the reference against torch.nn, tiles and splits, rows that are not written, and prefetches."""
+"""``ragged_linear``: the reference against torch.nn, tiles and splits, unwritten rows, and prefetches."""
 
 import math
 from functools import partial
@@ -20,8 +20,8 @@ from tests.helpers.interpreter import needs_interpreter
 
 make_inputs = partial(simple_arguments, "ragged_linear")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# The variants of a decoder layer, and all options at once. In tests that split sums, sums over 320 columns are split
-# without swiglu only.
+# The variants of a decoder layer, and all options at once. In tests that split sums, sums over 320 columns are only
+# split without swiglu.
 VARIANTS = {
     "qkv": {"bias": True, "norm": True},
     "o and down": {"residual": True},
@@ -70,7 +70,7 @@ def test_reference_keeps_the_dtype_and_rounds_once(dtype):
         assert_matches(y, exact(**inputs), "ragged_linear", dtype)
 
 
-# Columns, size and swiglu of a weight, and its splits. All but the first splits cost a pass over the result.
+# Columns, size and swiglu of a weight, and its splits. Each additional split costs a pass over the result.
 SPLITS = [
     (1536, 8960, False, 5),  # down of the 1.5B, the 3B and the 7B
     (2048, 11008, False, 4),
@@ -85,7 +85,7 @@ SPLITS = [
 
 @pytest.mark.parametrize(("columns", "size", "swiglu", "splits"), SPLITS)
 def test_only_long_sums_over_few_columns_are_split(columns, size, swiglu, splits):
-    """By the shape of the weight; no split is empty."""
+    """Splits depend on the shape of the weight; no split is empty."""
     length = ops.split_len(size, splits)
     assert ops.num_splits(columns, size, swiglu) == splits
     assert (splits - 1) * length < size <= splits * length and length % ops.SPLIT_STEP == 0
@@ -131,7 +131,7 @@ def test_tile_depends_on_architecture_rows_and_weight(monkeypatch, names, dtype,
 
 
 def test_every_tile_fits_into_shared_memory():
-    """sm_86, sm_89 and sm_120 have 99 KB. All but one of the stages are there."""
+    """sm_86, sm_89 and sm_120 have 99 KB. All stages except one are in it."""
     for tile in ops.TILES:
         assert (tile.num_stages - 1) * (tile.block_m + tile.block_n) * ops.BLOCK_K_BYTES <= 101_376
 
@@ -140,7 +140,7 @@ def test_every_tile_fits_into_shared_memory():
 def test_rows_are_bitwise_identical_with_every_tile(device, small_limits, monkeypatch, variant, size):
     """At any place in several blocks of rows, for any number of rows and row stride, and including the sums of squares.
 
-    The tile depends on ``expected_rows``; if None, on all T rows. The parts of a sum over 320 columns are added in one
+    The tile depends on ``expected_rows``; if None, on T. The parts of a sum over 320 columns are added in one
     order.
     """
     tokens, rows, padded = 150, 141, dict(row_padding=48, device=device, dtype=torch.bfloat16)
@@ -187,13 +187,13 @@ def _prefetching_kernel(weight_ptr, K: tl.constexpr, N: tl.constexpr, SWIGLU: tl
     device._prefetch_weight(weight_ptr, K, N, SWIGLU, SIZES[0], SIZES[1], SIZES[2], SIZES[3], 64)
 
 
-@needs_interpreter  # stores marks where a GPU would prefetch
+@needs_interpreter  # marks are stored instead of prefetches
 @pytest.mark.parametrize(
     ("dtype", "size", "outputs", "swiglu", "splits", "length"),
     [(BF16, 320, 40, True, 1, 200), (BF16, 1000, 70, False, 3, 256), (FP32, 100, 70, False, 2, 1)],
 )
 def test_launch_prefetches_the_first_lines_of_each_row(monkeypatch, dtype, size, outputs, swiglu, splits, length):
-    """Two lines of 128 bytes at a time, in each split; nothing outside the weight."""
+    """Two lines of 128 bytes at a time, in each split, and none outside the weight."""
     monkeypatch.setattr(device, "prefetch", _mark)
     columns, line, split_len = outputs * (1 + swiglu), 128 // dtype.itemsize, 64 * math.ceil(size / splits / 64)
     buffer = torch.zeros(columns + 128, size + 24, dtype=dtype)
@@ -212,5 +212,5 @@ def test_launch_prefetches_the_first_lines_of_each_row(monkeypatch, dtype, size,
     [(2048, 1, torch.bfloat16, 1536), (17920, 1, torch.bfloat16, 279), (1536, 5, torch.bfloat16, 651)],
 )
 def test_length_of_the_prefetch(columns, splits, dtype, expected):
-    """All of a small weight, 10 MB of a large one."""
+    """A small weight completely, 10 MB of a large weight."""
     assert ops.prefetch_len(torch.empty(columns, 8960, dtype=dtype, device="meta"), splits, 1536) == expected

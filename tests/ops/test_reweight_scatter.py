@@ -1,4 +1,4 @@
-"""``reweight_scatter``: cases by hand, pairs from the fork, roots, statuses and faults."""
+"""``reweight_scatter``: cases computed by hand, pairs from the fork, roots, statuses and faults."""
 
 import json
 import math
@@ -26,7 +26,7 @@ HUGE, NAN = torch.finfo(torch.float32).max, math.nan
 
 @pytest.fixture(scope="module", autouse=True)
 def large_tiles(device):
-    """The interpreter takes as long for a tile of 8,192 candidates as for one of 64; the laws have both."""
+    """Large tiles, because the interpreter's time is per tile; the laws test both sizes."""
     with pytest.MonkeyPatch.context() as patch:
         if device.type == "cpu":
             patch.setattr(module, "TILE", 8192)
@@ -59,10 +59,10 @@ def reweight(probs, z, params, eos, device, backend, *, token_ids=None, status=N
 
 
 class HandCase(NamedTuple):
-    """A request with up to eight candidates, whose token ids are their places.
+    """A request with up to eight candidates; token ids are their places.
 
     ``weights`` are proportional to the expected probabilities. A number is the place of the only candidate left.
-    ``SAME`` is a row that stays bitwise unchanged, ``FAULT`` one that stays unchanged and is counted.
+    ``SAME`` is a row that stays bitwise unchanged, ``FAULT`` a row that stays unchanged and is counted.
     """
 
     params: GuidanceParams
@@ -80,7 +80,7 @@ IN_NATS = {"gamma": math.exp(-1)}  # a length in tokens is -ln(1 - v)
 
 
 def hand_cases(*rows, q=TENTHS, eos=(), **shared):
-    """Requests from rows of mode, scale, target, value logits, weights, and optionally further parameters."""
+    """Requests from rows of mode, scale, target, value logits, weights, and optionally other parameters."""
     return [
         HandCase(GuidanceParams(mode, scale, target_length=target, **shared | more), z, weights, q, eos)
         for mode, scale, target, z, weights, more in (row if len(row) == 6 else (*row, {}) for row in rows)
@@ -99,7 +99,7 @@ def biased(q, scale, logs):
 
 
 def tilted(mode, tilt, z, q=TENTHS, gamma=0.997):
-    """A case with probabilities proportional to ``q exp(tilt v)``, by the scale or target with their expected value."""
+    """A case with probabilities ``~ q exp(tilt v)``, with the tilt as scale, or with their expected value as target."""
     q, v = torch.tensor(q).double() / sum(q), torch.sigmoid(torch.tensor(z).double())
     weights = q * torch.exp(tilt * v)
     low, high, before, after = v.min(), v.max(), q @ v, weights @ v / weights.sum()
@@ -116,10 +116,10 @@ def tilted(mode, tilt, z, q=TENTHS, gamma=0.997):
 
 
 def near(mode, strength, target, lengths, q, *, tolerance=0.0, generated=0, gamma=0.997, sentences=(), eos=()):
-    """A case of a near mode. ``lengths`` in tokens are 0 for places in ``eos``; one in ``sentences`` may also be 1.
+    """A case of a near mode. ``lengths`` in tokens are 0 for places in ``eos``; lengths in ``sentences`` may also be 1.
 
-    The probabilities fall with the power ``strength`` of the quotient of a length and the nearest accepted length,
-    after 2 is added to both. A row in which all quotients are equal stays unchanged.
+    The probabilities fall with the power ``strength`` of the quotient of a length and the nearest accepted length, each
+    plus 2. A row with equal quotients stays unchanged.
     """
     least, most = max(0.0, target - tolerance - generated) + 2, max(0.0, target + tolerance - generated) + 2
 
@@ -139,7 +139,7 @@ def near(mode, strength, target, lengths, q, *, tolerance=0.0, generated=0, gamm
 
 
 def answered(case, answer):
-    """The same case with lengths that include an answer."""
+    """The case with lengths that include an answer."""
     nats = F.softplus(torch.tensor(case.z).double()) - answer * math.log(case.params.gamma)
     z = (nats + torch.log(-torch.expm1(-nats))).tolist()
     return case._replace(params=replace(case.params, answer_length=answer), z=z)
@@ -151,7 +151,7 @@ TILTED = [
     for tilt in (0.7, 9.0, -0.7, -9.0)
     for z, q in (((0.0, 1.0, -2.0, 3.0), TENTHS), ((2.0, 2.0, -4.0, 1.9), (1e-4, 1e-6, 0.5, 0.4)))
 ]
-# Scales that change nothing.
+# Neutral scales.
 NEUTRAL = [(mode, 1.0) for mode in (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL)]
 NEUTRAL += [(mode, 0.0) for mode in (Mode.MUL, Mode.CENTERED_EXP, Mode.VALUE_BIAS)] + [(Mode.MUL, -2.0)]
 UNCHANGED = hand_cases(*((*row, None, (1.0, -1.0, 0.5, 2.0), TENTHS) for row in NEUTRAL), eos=(3,))
@@ -169,7 +169,7 @@ OUTSIDE = [
     for mode, weights in ((Mode.EQ_SOFT, eq), (Mode.LE_SOFT, le), (Mode.GE_SOFT, ge))
     for case in hand_cases((mode, 1.0, target, z, weights), q=PAIR, eos=eos, **IN_NATS)
 ]
-# The expected value is 0.5, or a little less.
+# The expected value is 0.5 or slightly less.
 VALUE_MIN = hand_cases(
     (Mode.LE, 1.0, 9.0, [0.0] * 4, SAME, {"value_min": 0.5 + 2**-24}),
     (Mode.LE, 1.0, 9.0, [0.0] * 4, 2, {"value_min": 0.5}),
@@ -194,7 +194,7 @@ TIES = [
 # Lengths of 20,000 and 32,000 tokens have equal values in fp32, but different logits.
 LONG_Z = z_of(32_000.0, 20_000.0, 6_000.0, 100.0)
 LONG = hand_cases(*((Mode.EQ, 1.0, x, LONG_Z, place) for place, x in enumerate((31_000.0, 21_000.0, 7_000.0, 0.0))))
-# Raw logits count, also of candidates that end the sequence, where an infinite one is a fault, and with answers.
+# Raw logits are used, also with answers and for ends of the sequence, where an infinite logit is a fault.
 USUAL, HUNDREDS = (1.0, -3.0, 0.5, 2.0), (300.0, 299.93, 299.87, 299.75)
 BIASES = hand_cases(
     (Mode.VALUE_BIAS, 0.7, None, USUAL, biased(TENTHS, 0.7, USUAL)),
@@ -205,7 +205,7 @@ BIASES = hand_cases(
     (Mode.VALUE_BIAS, 1.0, None, (0.0, math.inf, 0.0, 9.0), FAULT),
     eos=(1,),
 )
-# Lengths of which some are equal, some are below and some above a target; totals that have passed; all strengths.
+# Lengths that are equal, below and above a target; exceeded totals; all strengths.
 MODES, NEAR_Q = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR), (0.13, 0.37, 0.21, 0.29)
 STRENGTHS, GAMMAS = (0.0, 0.5, 2.5, HUGE), (0.9, 0.997, 0.99999)
 TOLERATED = ((0, 10), (12, 10), (70, 10), (10, 38), (10, 50), (10, 400), (0, 28), (9, 0))  # tolerance, generated
@@ -222,7 +222,7 @@ AT_BREAKS, AT_KNOWN_BREAKS = (
     [near(mode, 2.0, 4.0, (0, 8, 98, 98, 28, 28), BREAK_Q, sentences=sentences, eos=(0,)) for mode in MODES]
     for sentences in ((1, 3), (1,))
 )
-# An answer longer than the prediction leaves the value 0. Such candidates act like candidates that end the span.
+# With an answer longer than the prediction, the value is 0, as for candidates that end the span.
 ANSWER_Z, LONGEST = z_of(1.0, 2.0, 2.9, 5.0, **IN_NATS), {"answer_length": 1e30}
 ANSWER_Q, ANSWER_3 = (0.1, 0.3, 0.2, 0.4), {"answer_length": 3.0}
 ANSWERED = hand_cases(
@@ -235,8 +235,8 @@ ANSWERED = hand_cases(
     q=ANSWER_Q,
     **IN_NATS,
 )
-# Tokens that end the span, like token 3, which ends the sequence, have the value 0 with any logits. Other logits that
-# are not finite are faults.
+# Tokens that end the span, and token 3, which ends the sequence, have the value 0 for any logits. Other non-finite
+# logits are faults.
 EXP, SIGMOIDS = (Mode.CENTERED_EXP, -5.0, None), (0.2689414, 0.6224593, 0.0, 0.0)
 ENDS = hand_cases(
     (*EXP, (-1.0, 0.5, NAN, NAN), biased(TENTHS, -5.0, SIGMOIDS), {"end_token_ids": ((2,),)}),
@@ -266,7 +266,7 @@ TABLES = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_cases_by_hand(device, backend, name):
-    """All requests of a table in one batch. The second table of breaks ends before the fourth token."""
+    """All requests of a table are in one batch. The second table of breaks ends before the fourth token."""
     rows = TABLES[name]
     q, z = (
         torch.tensor([[*x, *[0.0] * (8 - len(x))] for x in xs]) for xs in ([c.q for c in rows], [c.z for c in rows])
@@ -306,7 +306,7 @@ def test_golden_pairs_of_the_fork(backend, dtype, device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel keeps the bound it was compiled with")
 def test_root_search_is_bounded(monkeypatch):
-    """It ends after MAX_STEPS for any rows, with probabilities that sum to 1; half of the steps are enough here."""
+    """It ends after MAX_STEPS with probabilities that sum to 1; half of the steps are enough here."""
     case = small_case("reweight_scatter", rows="hard to tilt", values="of candidates", table_rows="none")
     rows = arguments_of(replace(case, rows=tuple(range(1000))), "cpu")
     results = []
@@ -320,7 +320,7 @@ def test_root_search_is_bounded(monkeypatch):
 
 
 def test_targets_are_kept_inside_the_values(device, backend):
-    """By 1e-6 of their range, and by at least 1e-12, as two equally likely candidates show."""
+    """By 1e-6 of their range, at least 1e-12, with two equally likely candidates."""
     params = [GuidanceParams(Mode.LINEAR, scale) for scale in (100.0, -99.0, 100.0, -99.0)]
     z = torch.tensor([[-1.0, 2.0], [-1.0, 2.0], [0.0, 4e-7], [0.0, 4e-7]])
     result, _ = reweight([[0.5, 0.5]], z, params, set(), device, backend)
@@ -329,7 +329,7 @@ def test_targets_are_kept_inside_the_values(device, backend):
 
 
 def test_target_above_every_value_is_not_reached_by_rounding(device, backend):
-    """All candidates but one have the largest value; some sums of their probabilities are 1 + 2**-23."""
+    """All candidates except one have the largest value; some sums of their probabilities are 1 + 2**-23."""
     q = torch.rand(256, 8, generator=torch.Generator().manual_seed(0))
     q[:, 3] = 1e-12
     params = [parse_guidance({"target_length": 999, "op": "ge_soft", "gamma": 0.9})] * 256

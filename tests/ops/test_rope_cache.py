@@ -1,4 +1,4 @@
-"""``rope_cache``: where the kernel rounds, the reference against transformers, and large strides of heads."""
+"""``rope_cache``: rounding of the kernel, the reference against transformers, and large strides of heads."""
 
 from functools import partial
 
@@ -17,12 +17,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 2, 128), (9, 3, 256)])
-def test_kernel_rounds_where_the_reference_rounds(device, heads, kv_heads, head_dim, dtype, norm):
+def test_kernel_rounds_as_the_reference(device, heads, kv_heads, head_dim, dtype, norm):
     inputs = make_inputs(4, heads=[heads, kv_heads], head_dim=head_dim, dtype=dtype, device=device, norm=norm)
     expected_q, expected_k, _ = expected_of(inputs)
     q, k, _ = rope_cache(**inputs, backend="triton")
     different = torch.cat([(q != expected_q).flatten(), (k != expected_k).flatten()]).double().mean()
-    assert different < 0.01  # one rounding more or less would change at least a tenth
+    assert different < 0.01  # an additional or missing rounding would change at least a tenth
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,7 +44,7 @@ def test_reference_matches_transformers(dtype, norm):
     actual = rope_cache(**inputs, backend="reference")
     if dtype == torch.float32:
         torch.testing.assert_close(actual, (q, k, v))
-    else:  # the same roundings; only the order of a sum may differ
+    else:  # equal roundings; only the order of a sum may differ
         for x, expected in zip(actual, (q, k, v), strict=True):
             assert (x != expected).double().mean() < 0.01
 

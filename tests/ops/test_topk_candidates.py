@@ -1,4 +1,4 @@
-"""``topk_candidates``: cases by hand, golden pairs of the fork, and the largest sizes."""
+"""``topk_candidates``: cases computed by hand, golden pairs of the fork, and the largest sizes."""
 
 import json
 import math
@@ -22,7 +22,7 @@ INF, NAN = math.inf, math.nan
 
 def choose(x, device, backend, **options):
     """Candidates of ``x``, one row of scores per request, moved to the CPU. Filters are off by default, and columns of
-    the guidance table have the values of requests without guidance."""
+    the guidance table have the values of unguided requests."""
     options = dict(top_k=0, top_p=1.0, min_p=0.0, max_candidates=SLOTS) | options
     options = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in options.items()}
     columns = {name: options.pop(name) for name in CandidateColumns._fields if name in options}
@@ -32,14 +32,14 @@ def choose(x, device, backend, **options):
 
 
 class HandCase(NamedTuple):
-    """One request; ``ids`` are its candidates, ``lost`` the mass of tokens that the slots cut off. A request without
+    """One request; ``ids`` are its candidates, ``lost`` is the mass of tokens cut off by the slots. A request without
     candidates has broken scores, unless it has a status."""
 
     scores: list[float]
     options: dict[str, Any]
     ids: list[int]
     lost: float = 0.0
-    status: Status | None = None  # if None, by the number of candidates
+    status: Status | None = None  # if None, derived from the number of candidates
 
 
 def of_logits(scores, options, *expected):
@@ -67,7 +67,7 @@ FILTERS = [
     of_logits([1.0, 3.0, 3.0, 3.0], {"min_p": 0.01, "temperature": 9.9e-7}, [1]),
     of_logits([1.0, 3.0, 3.0, 3.0], {"min_p": 0.01, "temperature": 2.0}, [1, 2, 3, 0]),
     *(of_logits(ZEROS, {"temperature": x}, []) for x in (NAN, INF, -INF)),
-    # Negative scores and -inf count as 0, ties go to the lower token id, -0 equals 0, and NaN breaks the row.
+    # Negative scores and -inf are 0, the lower token id wins ties, -0 equals 0, and NaN breaks the row.
     HandCase([-1.0, 0.0, 0.5, -INF, 0.5], {}, [2, 4]),
     HandCase([0.0, -0.0, -1.0, 0.0, -INF], {}, []),
     HandCase([0.5, NAN, 0.2, 0.1, 0.2], {}, []),
@@ -96,7 +96,7 @@ END_LISTS = [
     tail({"min_p": 0.9}, 1e-4, [5, 7, 4]),
     tail({"top_k": 2}, 1e-2, [5, 2, 7]),
     tail({}, INF, [5, 2, 6, 8, 0, 7, 4, 1]),
-    tail({}, 1e-4, [5, 2, 6, 8, 0, 7, 4]),  # the filters keep 1, which is too improbable an end
+    tail({}, 1e-4, [5, 2, 6, 8, 0, 7, 4]),  # the filters keep 1, but it is an improbable end
     tail({"ending_token_ids": [[5, 2]]}, 0.5, [6, 8, 0, 7, 4, 1]),
     tail({"ending_token_ids": [[5, 2]], "top_k": 1}, 0.5, [6]),
     tail({"max_candidates": 4}, 1e-4, [5, 2, 7, 4], 0.2795),  # 6 and 8 are replaced
@@ -110,11 +110,11 @@ LATE = [
         (0.03, 40.0, 44, [5, 7]),  # 0.015
         (0.01, 0.0, 11, [5, 7, 4, 1]),  # 2^-120
         (0.03, 100.0, 154, [5, 7, 4]),  # 0.03 / 2^9 = 0.000059
-        (0.02, 40.0, 0, [5, 7]),  # met exactly
+        (0.02, 40.0, 0, [5, 7]),  # equal to the minimum
     )
 ]
 # 1/10,000 of the minimum probability after a sentence (token 2), a tenth after a line (0 and 3), 100 times it
-# elsewhere. Lateness applies in addition. Token 4 is beyond the text breaks.
+# elsewhere, and lateness in addition. Token 4 is beyond the text breaks.
 AFTER_BREAKS = [
     tail(
         {"top_k": 1, "due_length": 10.0, "generated": generated, "text_breaks": [1, 0, 2, 1], "last_tokens": last},
@@ -140,7 +140,7 @@ DTYPES |= {"last_tokens": torch.int64, "guided": torch.bool, "vocab_mask": torch
 
 @pytest.mark.parametrize("case", HAND_CASES)
 def test_cases_by_hand(device, backend, case):
-    """Numbers apply to all requests; here there is one. The laws have tensors, strides and several programs."""
+    """Filters are numbers. The laws cover tensors, strides and several programs."""
     options = {
         name: torch.tensor(x if name in ("ending_token_ids", "text_breaks") else [x], dtype=DTYPES[name])
         if name in DTYPES
@@ -195,8 +195,8 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     assert expected.lost_mass > 0.2
 
 
-def test_each_tile_whose_best_token_equals_the_limit_of_min_p_is_searched(device, backend, monkeypatch):
-    """In tiles of 32 tokens, four per program. The laws accept either side of a limit."""
+def test_tiles_with_a_best_token_at_the_min_p_limit_are_searched(device, backend, monkeypatch):
+    """Tiles have 32 tokens, four per program. The laws accept either side of a limit."""
     monkeypatch.setattr(module, "TILE", 32)
     monkeypatch.setattr(module, "PROGRAM_BYTES", 512)
     p = torch.zeros(2, 5 * 32)

@@ -32,7 +32,7 @@ def check_against_reference(inputs: Inputs, **keywords) -> None:
 
 
 @pytest.mark.parametrize("line", GOLDEN.read_text().splitlines())
-def test_masks_are_those_of_the_fork(line):
+def test_masks_equal_the_masks_of_the_fork(line):
     golden = json.loads(line)
     lens = (golden[name] for name in ("prefix_lens", "cached_prefix_lens", "candidate_lens"))
     bits = []
@@ -52,7 +52,7 @@ def plan_of(inputs: Inputs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("splits", [2, 3, MAX_SPLITS])
-def test_shortest_and_longest_requests_of_a_number_of_splits(device, splits):
+def test_shortest_and_longest_requests_per_number_of_splits(device, splits):
     """Beyond the maximum number, splits become longer. Only the first tiles of a request are split."""
     shortest = ONE_SPLIT + (splits - 2) * SPLIT_LEN + 1
     longest = shortest + SPLIT_LEN - 1 if splits < MAX_SPLITS else shortest + 3 * SPLIT_LEN
@@ -64,8 +64,8 @@ def test_shortest_and_longest_requests_of_a_number_of_splits(device, splits):
     assert [(item[0], *item[6:]) for item in items_of(plan_of(inputs))] == [*places, (1, 2, 0), (2, 0, 0)]
 
 
-def test_any_program_that_merges_splits_gives_the_same_bits(device, monkeypatch):
-    """With different numbers of programs and orders of items, a different split arrives last."""
+def test_result_does_not_depend_on_the_merging_program(device, monkeypatch):
+    """A different split arrives last with different numbers of programs and orders of items."""
     sizes = dict(q_heads=6, kv_heads=2, head_dim=24, dtype=torch.float16)
     inputs = make_inputs([ONE_SPLIT + 1, 40, ONE_SPLIT + 3 * SPLIT_LEN], [1, 1, 0], [4, 2, 5], device=device, **sizes)
     counters = torch.zeros(num_counters(3, 2) + 3, dtype=torch.int32, device=device)
@@ -79,7 +79,7 @@ def test_any_program_that_merges_splits_gives_the_same_bits(device, monkeypatch)
 
 
 def test_plan_of_more_requests_than_a_block_agrees_with_the_reference(device):
-    """The same items in the same order, within the plan's shape. The laws have other plans."""
+    """Equal items in equal order, within the plan's shape. The laws cover other plans."""
     count, group = PLAN_BLOCK + 5, 64
     cached, delta = ([7 * i % 2000 for i in range(count)], [i % 3 for i in range(count)])
     q_offsets = int32([0, *accumulate(n + 2 for n in delta)], device)
@@ -92,9 +92,9 @@ def test_plan_of_more_requests_than_a_block_agrees_with_the_reference(device):
     assert items_of(plan) == items_of(expected)
 
 
-def test_cached_tokens_beyond_the_slot_table_harm_no_other_request(device):
+def test_cached_tokens_beyond_the_slot_table_do_not_affect_other_requests(device):
     """The first request has more cached tokens than its table row, and would have more splits than the plan has room
-    for. The results of the others and the counters are the same as without it, in later calls too."""
+    for. The results of the others and the counters are the same as without it, also in later calls."""
     sizes = dict(q_heads=3, head_dim=16, device=device)
     inputs = make_inputs([20, 700, 3], [1, 1, 1], [1, 2, 0], longest=698, **sizes)
     assert inputs.slot_table.shape[1] == 702
@@ -108,7 +108,7 @@ def test_cached_tokens_beyond_the_slot_table_harm_no_other_request(device):
     check_against_reference(broken)
 
 
-def test_roots_and_no_parents_give_the_same_bits(device):
+def test_roots_and_no_parents_are_bitwise_identical(device):
     inputs = make_inputs([0, ONE_SPLIT + 9, 30], [2, 2, 17], [4, 9, 3], device=device, q_heads=3)
     inputs.q[0] = -100 * inputs.k_new[0]  # this delta token attends only to itself, and exp2 of its score is 0 in fp32
     roots = inputs.with_trees([[-1] * n for n in inputs.candidate_lens.tolist()])
@@ -116,8 +116,8 @@ def test_roots_and_no_parents_give_the_same_bits(device):
 
 
 @pytest.mark.parametrize("cached", [0, 45, ONE_SPLIT + 45])
-def test_candidates_depend_on_their_ancestors_only(device, cached):
-    """Bitwise identical results alone with its ancestors, at another position, and with other candidates."""
+def test_candidates_depend_only_on_their_ancestors(device, cached):
+    """Results are bitwise identical alone with the ancestors, at another position, and with other candidates."""
     tree = [-1, 0, 1, -1, 0, 4, 1, 2, 5, -1, 7, 10]
     inputs = make_inputs([cached, 30], [2, 1], [12, 3], device=device, q_heads=3, dtype=torch.float16)
     inputs = inputs.with_trees([tree, [-1, 0, 1]])
@@ -140,7 +140,7 @@ def test_candidates_depend_on_their_ancestors_only(device, cached):
         assert not torch.isclose(changed_result[others], result[others]).all(-1).any()
 
 
-def test_deeper_branch_of_another_tree_keeps_sign_of_zero(device):
+def test_deeper_branch_of_another_tree_keeps_the_sign_of_zero(device):
     inputs = make_inputs([0], [0], [3], device=device, head_dim=16)
     inputs.v_new[0] = -0.0
     alone, beside_a_branch = (inputs.with_trees([tree]).run()[0] for tree in ([-1, -1, -1], [-1, -1, 1]))
@@ -158,7 +158,7 @@ def test_nan_in_cache_gives_nan(device, backend, name):
 
 
 @pytest.mark.parametrize(("sign", "cached"), [(-1, 0), (1, 0), (-1, 5), (1, 5), (-1, ONE_SPLIT + 5)])
-def test_scores_far_from_0_with_trees(device, sign, cached):
+def test_large_scores_with_trees(device, sign, cached):
     """exp2 of every score is 0 or infinite in fp32. Inputs are multiples of 1/8, so scores are exact."""
     inputs = make_inputs([cached, 2], [3, 2], [5, 3], device=device, head_dim=16)
     inputs = inputs.with_trees([[-1, 0, 1, -1, 3], [-1, 0, 0]])
@@ -170,7 +170,7 @@ def test_scores_far_from_0_with_trees(device, sign, cached):
 
 
 def test_triton_3_6_is_rejected_on_amd_gpus(device, monkeypatch):
-    """Unless buffer operations are disabled, which it cannot compile."""
+    """Triton 3.6 cannot compile buffer operations. It is accepted if they are disabled."""
     inputs = make_inputs([5], [1], [2], device=device)
     for gpu, version, buffers in (("hip", "3.6.0", False), ("hip", "3.7.1", True), ("sm_90", "3.6.0", True)):
         monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", gpu)
@@ -179,5 +179,5 @@ def test_triton_3_6_is_rejected_on_amd_gpus(device, monkeypatch):
         with intercept_launches(lambda kernel, launch: None):
             inputs.run()
     monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "hip")
-    with pytest.raises(RuntimeError, match="set AMDGCN_USE_BUFFER_OPS=0, or take Triton"):
+    with pytest.raises(RuntimeError, match="set AMDGCN_USE_BUFFER_OPS=0, or install Triton"):
         inputs.run()

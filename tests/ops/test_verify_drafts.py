@@ -15,8 +15,8 @@ PATHS = [
     ([7, 1, 2, 6], [5, 6, 7], [-1, -1, -1], [7, 6], [0, 3]),  # siblings
     ([7, 9, 5, 6], [7, 7, 9], [-1, -1, 0], [7, 9, 6], [0, 1, 3]),  # the first of two equal drafts
     ([7, 1, 9, 6], [7, 7, 9], [-1, -1, 1], [7, 1], [0, 1]),  # children of the second are not reached
-    ([5, 6, 7, 9], [5, -1, 7], [-1, 0, 1], [5, 6], [0, 1]),  # an absent draft, and one after it
-    ([6, 9, 7, 8], [5, 6, 7], [-1, 2, 1], [6, 7, 8], [0, 2, 3]),  # a later node is no parent
+    ([5, 6, 7, 9], [5, -1, 7], [-1, 0, 1], [5, 6], [0, 1]),  # an absent draft, and a draft after it
+    ([6, 9, 7, 8], [5, 6, 7], [-1, 2, 1], [6, 7, 8], [0, 2, 3]),  # a later node is not a parent
     ([LARGEST, 0, 7, 8], [LARGEST, 0, 7], [-2, 0, 1], [LARGEST, 0, 7, 8], [0, 1, 2, 3]),
 ]
 

@@ -1,4 +1,4 @@
-"""Allocated and freed slots: no two requests ever share one, and none is lost."""
+"""Allocated and freed slots: requests never share a slot, and no slot is lost."""
 
 import pytest
 import torch

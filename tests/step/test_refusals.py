@@ -86,8 +86,8 @@ NO_VERIFY = "verify must be None, or 'same_draws' with drafts and sample, got"
 @pytest.mark.parametrize(
     ("call", "arguments", "message"),
     [
-        ("prepare", MANY, "batch.tokens must be of 1 to max_requests = 2 requests, got 3"),
-        ("prepare", NONE, "batch.tokens must be of 1 to max_requests = 2 requests, got 0"),
+        ("prepare", MANY, "batch.tokens must have 1 to max_requests = 2 requests, got 3"),
+        ("prepare", NONE, "batch.tokens must have 1 to max_requests = 2 requests, got 0"),
         ("prepare", GROWN | {"tokens": torch.zeros(2, 0).int()}, "batch.tokens must have at least one column"),
         ("prepare", GROWN | {"tokens": TWO}, r"batch.tokens must be int32|int64 [*, *] on cpu, got int32 [2]"),
         ("prepare", BATCH | {"tokens": GROWN["tokens"]}, "batch.tokens must be int32|int64 [*] on cpu, got int32 [2"),
@@ -109,9 +109,9 @@ NO_VERIFY = "verify must be None, or 'same_draws' with drafts and sample, got"
          "sampling.vocab_mask must have at least 4 columns, got 3"),
         ("step", STEP | {"temperature": 1.0}, "sampling.temperature must be None when scores are probabilities"),
         ("step", STEP | {"scores": None}, "scores must be given unless logits were passed to prepare, got neither"),
-        ("extend", EXTEND | {"begins": [2, 1]}, "begins must be ascending places of 0 to 3, the number of tokens"),
-        ("extend", EXTEND | {"begins": [-1]}, "begins must be ascending places of 0 to 3, the number of tokens"),
-        ("extend", EXTEND | {"begins": [0, 4]}, "begins must be ascending places of 0 to 3, the number of tokens"),
+        ("extend", EXTEND | {"begins": [2, 1]}, "begins must be ascending indices from 0 to the number of tokens, 3"),
+        ("extend", EXTEND | {"begins": [-1]}, "begins must be ascending indices from 0 to the number of tokens, 3"),
+        ("extend", EXTEND | {"begins": [0, 4]}, "begins must be ascending indices from 0 to the number of tokens, 3"),
         ("any", dict(prepare=(None, (1, 2))), "batch must be StepBatch, got tuple"),
         ("any", dict(predict=((1, 2),)), "batch must be StepBatch, got tuple"),
         ("any", dict(step=(StepBatch(**BATCH), Sampling(2, 1.0, 0.0))), "prepared must be PreparedStep, got StepBatch"),
@@ -161,10 +161,10 @@ def test_refused_constructions(models, change, message):
         GuidedStep(values, slots, StepConfig(**given) if config is None else config)
 
 
-def test_a_source_of_values_belongs_to_one_step(models):
+def test_value_source_belongs_to_one_step(models):
     values = ModelValues(models.value)
     GuidedStep(values, SLOTS, StepConfig(**CONFIG))
-    with pytest.raises(ValueError, match="values must be a source of no other step: make a source for each GuidedStep"):
+    with pytest.raises(ValueError, match="values belongs to another step; create a source for each GuidedStep"):
         GuidedStep(values, SLOTS, StepConfig(**CONFIG))
     with pytest.raises(ValueError, match="values must be ModelValues or ProbeValues to predict lengths, got Constant"):
         make_step(None)[0].predict(StepBatch(**BATCH))
@@ -175,8 +175,8 @@ def test_a_source_of_values_belongs_to_one_step(models):
     [
         (-1, None, 1, "table_row must be in [0, 3), got -1"),
         (3, None, 1, "table_row must be in [0, 3), got 3"),
-        (2, None, 9, "eos_token_ids must be at most 8 ids, got 9"),
-        (2, {"token_temperature_scale": {1: 2.0, 2: 2.0}}, 1, "token_temperature_scale must be of at most 1 tokens"),
+        (2, None, 9, "eos_token_ids must have at most 8 ids, got 9"),
+        (2, {"token_temperature_scale": {1: 2.0, 2: 2.0}}, 1, "token_temperature_scale must have at most 1 tokens"),
         (2, {"value_scale": 0.5}, 1, "value_mode mul needs a value model; without one, give a target_length"),
         # The fault is in the answer after a thought.
         (2, {"thinking_budget": 5, "end_token_ids": [1], "target_length": 9, "op": "eq"}, 1,

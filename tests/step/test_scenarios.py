@@ -18,7 +18,7 @@ SURE = {50: 30.0}  # a single candidate
 
 
 def requests(*guidance, rows=(4, 1, 6, 3, 0, 7), eos=None, seeds=range(100, 200), prompts=PROMPTS):
-    """Requests ``a``, ``b``, ... with these parameters, in rows out of order."""
+    """Requests ``a``, ``b``, ... with these parameters, in unordered rows."""
     eos = eos or [(EOS,)] * len(guidance)
     prompts = [*prompts, [30, 31, 32], [14, 15]]
     zipped = zip("abcdef", rows, prompts, guidance, eos, seeds, strict=False)
@@ -30,7 +30,7 @@ def by_stride(number, *strides):
     return "".join("G" if number % stride == 0 else "N" for stride in strides)
 
 
-# Requests that differ in every field, and in their filters.
+# Requests that differ in every field and filter.
 EVERY_FIELD = requests(
     {"mode": "centered_exp", "scale": -4, "gamma": 0.9, "return_values": True},
     {"target_length": 9, "op": "eq_soft", "gamma": 0.85},
@@ -49,7 +49,7 @@ OWN_FILTERS = dict(
     temperature=torch.tensor([1.0, 0.9, 1.5, 2.0, 0.7, 1.2]),
 )
 NO_TOKEN_3 = torch.tensor([[-1, -1, -1, -1]] * 3 + [[-9, -1, -1, -1]] * 3, dtype=torch.int32)
-ENDS = {name: dict.fromkeys(range(6), 0.5) for name in "abcdef"}  # end tokens of some are candidates of all
+ENDS = {name: dict.fromkeys(range(6), 0.5) for name in "abcdef"}  # end tokens of some requests are candidates of all
 ENDING = [
     {"target_length": 9, "min_end_prob": 0.02},
     {"target_length": 9, "op": "eq"},
@@ -66,19 +66,19 @@ CONSTANT = [
     {"target_length": 30, "value_stride": 3},
 ]
 WAITING = (TILT, TILT | {"entropy_threshold": 100.0}, TILT | NEVER, None)
-CHAIN, TREE = [-1, 0, 1], [-1, -1, 0, 0, 1, 3]  # two branches, one of which forks; no draft follows its parent directly
+CHAIN, TREE = [-1, 0, 1], [-1, -1, 0, 0, 1, 3]  # two branches, one forks; no child is adjacent to its parent
 DRAFTS = dict(max_drafts=3, max_candidates=4)
 VERIFY = {"verify": "same_draws"}
 
 
 def sure_of(*tokens):
-    """A draft chain in a row that draws token 50 at every node: its leading tokens 50 are accepted."""
+    """A draft chain in a row that draws token 50 at every node, so leading tokens 50 are accepted."""
     return dict(likely={"a": SURE}, drafts={"a": (list(tokens), CHAIN)}, options=VERIFY)
 
 
 SCENARIOS = [
     Scenario(
-        "requests of all kinds arrive, decode, leave, and others take their rows",
+        "requests of all kinds arrive, decode and leave, and others use their rows",
         requests(*GUIDANCE, TILT),
         [Start("abcde"), *[Step("abcde")] * 3, Step("edcba"), Leave("b"), Step("acd"), Leave("a", is_removed=False)],
         [
@@ -91,7 +91,7 @@ SCENARIOS = [
         ],
     ),
     Scenario(
-        "the next request of a row has the same last token at the same place",
+        "the next request of a row has the same last token at the same position",
         {"a": Asked(0, [5, 6, 7], TILT), "b": Asked(0, [30, 31, 7], TILT | LENGTHS), "c": Asked(0, [32, 33, 7], TILT)},
         [Start("a"), Step("a", takes={"a": 9}), Leave("a"), Start("b"), Predict("b", deltas=(0,)), Leave("b")],
         [Start("c"), Step("c", "G", deltas=(1,))],
@@ -99,11 +99,11 @@ SCENARIOS = [
     Scenario(
         "a token that extend adds between steps",
         requests(TILT, TILT),
-        [Start("ab"), Step("ab", takes={"a": 40}), Extend("a", 4, 5), Grow("a", (41,), told=1)],
+        [Start("ab"), Step("ab", takes={"a": 40}), Extend("a", 4, 5), Grow("a", (41,), passed=1)],
         [Step("ab", "GG", deltas=(1, 1))],
     ),
     Scenario(
-        "a warm-up changes nothing",
+        "a warm-up does not change results",
         requests(TILT, {"target_length": 9} | LENGTHS),
         [Start("ab"), WarmUp(), Step("ba"), WarmUp(), Step("ab")],
         max_requests=2,
@@ -137,7 +137,7 @@ SCENARIOS = [
         ],
     ),
     Scenario(
-        "a row that might end is due, by its own end tokens, unless a filter removes them",
+        "a row that may end is due, by its own end tokens, unless a filter removes them",
         requests(*[TILT | NEVER] * 3, eos=[(EOS,), (EOS, 3), (3,)]),
         [
             Start("abc"),
@@ -178,27 +178,27 @@ SCENARIOS = [
         max_delta=5,
     ),
     Scenario(
-        "a token that was not passed ends guidance until extend passes it, as do too many tokens",
+        "a missing token, or too many tokens, end guidance until extend passes them",
         requests(TILT, TILT),
-        [Start("ab"), Step("ab", "GG"), Grow("a", (20,), told=1), Step("ab", "-G"), Step("ab", "-G")],
+        [Start("ab"), Step("ab", "GG"), Grow("a", (20,), passed=1), Step("ab", "-G"), Step("ab", "-G")],
         [Grow("b", (23, 24, 25)), Step("ab", "--"), Extend("a"), Extend("b"), Step("ab", "GG")],
         max_delta=3,
     ),
     Scenario(
-        "a request whose prompt is not extended, in a row with a longer history",
+        "a request without extend of its prompt, in a row with a longer history",
         {"a": Asked(6, PROMPTS[2], TILT), "b": Asked(6, [20, 21, 22], TILT)},
         [Start("a"), Step("a", "G"), Leave("a"), Start("b", is_extended=False), Step("b", "-"), Extend("b")],
         [Step("b", "G")],
     ),
     Scenario(
-        "a prompt that is extended again, in part or not at all, and one whose slots were lost",
+        "a prompt that is extended again, in part or not at all, also after the loss of its slots",
         requests(TILT, TILT),
         [Start("ab"), Step("ab"), Extend("a", 0, 0), Step("ab", deltas=(1, 1)), Extend("a", 0, 2)],
         [Step("ab", "GG", deltas=(1, 1)), Extend("b", restarts=True), Step("ab", "GG", deltas=(1, 1))],
         [Extend("b", 0, 0, restarts=True), Step("ab", "G-", deltas=(1, 0)), Extend("b"), Step("ab", "GG")],
     ),
     Scenario(
-        "prompts that are extended in parts, whose ends and chunks do not coincide",
+        "prompts that are extended in parts, with ends inside chunks",
         requests(*[TILT] * 3, prompts=[[*range(3, 53)], [60, 61], [*range(60, 90)]]),
         [Start("abc", is_extended=False), Extend("a", 0, 1), Extend("c", 0, 20), Extend("a", 1, 23), Extend("b")],
         [Extend("a", 23), Extend("c", 20), Step("abc", "GGG", deltas=(1, 1, 1))],
@@ -215,7 +215,7 @@ SCENARIOS = [
         max_delta=1,
     ),
     Scenario(
-        "token 0, drawn by all ways, is an end of one request",
+        "token 0, drawn in all ways, is an end of one request",
         requests(
             LENGTHS,
             LENGTHS | {"target_length": 1, "op": "le"},
@@ -245,7 +245,7 @@ SCENARIOS = [
         score_all=True,
     ),
     Scenario(
-        "without values, end tokens alone guide, and prompts are not extended",
+        "without values, only end tokens are guided, and prompts are not extended",
         requests(*CONSTANT, prompts=[*PROMPTS, [3] * 30]),
         [Start("abcdef", is_extended=False)],
         [Step("abcdef", likely={name: {EOS: 0.1 * n, 7: 1.0 - 0.2 * n} for name in "abcdef"}) for n in range(4)],
@@ -253,7 +253,7 @@ SCENARIOS = [
         is_padded=True,
     ),
     Scenario(
-        "rare ends after sentences, lines and drafts, and of late requests; ends of sentences near the target",
+        "rare ends after sentences, lines and drafts, and in late requests; ends of sentences near the target",
         requests({"target_length": 30}, {"target_length": 3}, {"target_length": 30, "min_end_prob": 1e-6}),
         [Start("abc", is_extended=False)],
         [
@@ -326,7 +326,7 @@ SCENARIOS = [
         **(DRAFTS | {"max_delta": 9}),
     ),
     Scenario(
-        "tokens wait only while a step with drafts has room for more",
+        "tokens only wait while a step with drafts has room for more",
         requests(TILT | NEVER),
         [Start("a")],
         [
@@ -405,7 +405,7 @@ SCENARIOS = [
         [Start("f"), *[Step("adef"), Predict("df")] * 2, Step("fdea")],
         is_padded=True,
     ),
-    # Batches that are computed in parts, because of their size.
+    # Batches that are computed in parts.
     Scenario(
         "every field and filter differs",
         EVERY_FIELD,
@@ -416,7 +416,7 @@ SCENARIOS = [
         parts_of=4,
     ),
     Scenario(
-        "drafts and masks of each part, whose steps count once",
+        "drafts and masks of each part; a step in parts counts once",
         requests(TILT | {"value_stride": 2}, LENGTHS | TILT, None, LENGTHS, TILT | {"value_stride": 3}),
         [Start("abcde")],
         [
@@ -432,7 +432,7 @@ SCENARIOS = [
     ),
     # Spans.
     Scenario(
-        "span ends in the prompt do not count, those before a restart do, and the next request has a new span",
+        "span ends count before a restart but not in the prompt, and the next request has a new span",
         {"a": Asked(3, [11, 5, 6, 7, 8], SPAN), "b": Asked(1, [9], SPAN), "c": Asked(1, [30, 31], SPAN)},
         [Start("ab"), Step("ab", "GG", takes={"a": 20, "b": 11}), Step("ab", "G-", takes={"a": 21, "b": 22})],
         [Step("ab", "G-", takes={"a": 23, "b": 11}), Extend("b", restarts=True), Extend("a", restarts=True)],
@@ -457,7 +457,7 @@ SCENARIOS = [
         max_candidates=4,
     ),
     Scenario(
-        "a row whose span might end is due",
+        "a row with a span that may end is due",
         requests(*[SPAN | NEVER] * 4),
         [Start("abcd"), Step("abcd", "NGGG", likely={"b": {60: 1.5}, "c": {EOS: 1.5}, "d": {11: 1.5}})],
     ),
@@ -472,14 +472,14 @@ def test_scenario(models, monkeypatch, scenario):
 
 
 def test_random_arrivals_departures_and_retractions(models, monkeypatch):
-    """200 steps with too few pages: aborted requests, retracted ones, and rows and slots that others reuse."""
+    """200 steps with too few pages: aborted and retracted requests, and reused rows and slots."""
     generator = torch.Generator().manual_seed(0)
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
     driver = Driver(models, monkeypatch, dict(rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7))
     waiting, longest, retractions, finished = [], {}, 0, 0
 
     def take(names):
-        """A step; some sequences go on with a token that was not drawn, e.g. of a grammar."""
+        """Take a step. Some sequences continue with a token that was not drawn, e.g. of a grammar."""
         takes = {name: randint(0, VOCAB) for name in names if randint(0, 8) == 0}
         driver.handle(Step("".join(names), takes=takes, draws=randint(0, 2) == 0), {})
 

@@ -44,9 +44,9 @@ def test_flush_leaves_no_pending_writes(models):
     assert step.table.columns.mode[:5].tolist() == [Mode.NEAR, Mode.NEAR, 0, 0, Mode.NEAR]
 
 
-def test_steps_of_one_model_share_its_weights_only(models):
+def test_steps_of_one_model_share_only_its_weights(models):
     """Steps on different streams must not share counters or other memory that kernels write."""
-    kept, storages = {}, []  # kept, so that no memory is freed and used again
+    kept, storages = {}, []  # kept, so that memory is not reused
 
     def note(kernel, launch):
         for x in tree_leaves((launch.args, launch.keywords)):

@@ -37,13 +37,13 @@ def test_working_bytes_by_hand(models):
     step, split = 27 * token + 3 * row + counters, 4 * 3 * 27 * 4 * 13
     assert of_step(max_candidates=8, max_delta=1) == step + 32 * (1 + 3)
     assert of_step(max_candidates=8, max_delta=1, max_len=1153) == step + 32 * (1 + 3 * 3) + split
-    # Two drafts per request, and eight candidates at each of its three nodes; a tile of queries has 32 tokens.
+    # Two drafts per request, and eight candidates at each of its three nodes; a query tile has 32 tokens.
     drafted = 3 * (1 + 2 + 24) * token + 9 * row + counters + 32 * (1 + 81 // 32 + 3)
     assert of_step(max_candidates=8, max_delta=1, max_drafts=2) == drafted
-    # 16 delta tokens per request besides its candidates, the default number of which depends on the source.
+    # 16 delta tokens per request and its candidates; the default number of candidates depends on the source.
     assert of_step() == step + 45 * token + 32 * (1 + 72 // 32 + 3)
     assert of_step(tokens=50) == 50 * token + 3 * (VOCAB // 16 + 64) + counters + 32 * (1 + 50 // 32 + 3)
-    assert of_step(requests=4096) == of_step(requests=512)  # computed at once
+    assert of_step(requests=4096) == of_step(requests=512)  # computed in parts of 512
     of_rows = partial(working_bytes, None, requests=3, max_len=99, vocab_size=160)
     assert (of_rows(max_candidates=8, max_drafts=2), of_rows()) == (9 * 2634, 3 * (10 + 320 * 64 + 64))
     assert [make_step(source)[0].config.max_candidates for source in (models.value, None)] == [8, 64]
@@ -55,7 +55,7 @@ def test_working_bytes_by_hand(models):
 def test_memory_is_within_working_bytes(device, rows, max_len, drafts):
     """Peak memory of a prompt of several chunks and of a step is between half of the stated bytes and all of them.
 
-    The step reads nothing back.
+    The step makes no host read.
     """
     sizes = dict(max_candidates=4, max_drafts=drafts, max_delta=5) if drafts else dict(max_candidates=8)
     value_model = tiny_value_model(device)
@@ -85,7 +85,7 @@ def test_memory_is_within_working_bytes(device, rows, max_len, drafts):
 
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_sync_free_step(device, is_logits):
-    """Prompts, and steps of guided and unguided rows with every feature of a step, with the Triton kernels."""
+    """Prompts, and steps of guided and unguided rows with all features, with the Triton kernels."""
     step, slots = make_step(tiny_value_model(device), chunk_tokens=8, backend="triton")
     engine = Engine(step, slots)
     for row, (tokens, guidance) in enumerate(zip(PROMPTS, GUIDANCE[1:], strict=True)):
@@ -168,7 +168,7 @@ STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "
     ],
     ids=["many", "fp16", "bf16", "strides"],
 )
-def test_requests_have_the_same_bits_in_every_batch(device, architecture, dtype, guidance, options, batches):
+def test_requests_are_bitwise_identical_in_every_batch(device, architecture, dtype, guidance, options, batches):
     """Values and draws alone, in batches of up to 64, in other orders and rows, and padded for a graph.
 
     Prompts are computed in parts; the second has three of 8 tokens.
@@ -288,7 +288,7 @@ def test_scores_narrower_and_wider_than_the_vocabulary(models, step_class, width
 
 
 def test_memory_of_a_warm_up():
-    """For 4,096 requests and 152,064 tokens less than a tenth of the scores of the 512 that are computed at once."""
+    """For 4,096 requests and 152,064 tokens, less than a ninth of the scores of the 512 requests computed at once."""
     slots = EngineSlots(torch.zeros(4096, 1, dtype=torch.int32), 4096)
     with without_kernels(), PeakMemory() as memory:
         step = PaddedStep(value_source(None), slots, StepConfig(vocab_size=152_064, backend="triton"))

@@ -1,4 +1,4 @@
-"""Outputs of guided steps with drafts and with spans: ends, the suppressed end of sequence, the tokens after them."""
+"""Outputs of guided steps with drafts and spans: ends, the suppressed end of sequence, tokens after them."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -31,7 +31,7 @@ PROMPTS_OF_ALL = [*PROMPTS, [40, END, 42, OTHER_END]]
 
 
 def test_sequence_cannot_end_before_its_span(models):
-    """Spans cut at a limit, spans that end by themselves, a hard limit alone, ``allow_eos``, and no span."""
+    """Spans cut at a limit, spans that end by themselves, only a hard limit, ``allow_eos``, and no span."""
     base, count = BaseModel(), 40
     texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, GUIDANCE, count, base, max_delta=6)
     ends = [[END, OTHER_END], [OTHER_END], [END]]
@@ -41,7 +41,7 @@ def test_sequence_cannot_end_before_its_span(models):
         assert place < limit or text[place] == of_span[0]
         assert EOS in text[place:]
     assert texts[2].index(END) <= 5 and EOS in texts[3] and EOS in texts[4]
-    # After its span a request behaves as an unguided one.
+    # After its span, a request behaves as an unguided request.
     for text, prompt, of_span in zip(texts, PROMPTS_OF_ALL, ends, strict=False):
         place = 1 + min(i for i, token in enumerate(text) if token in of_span)
         after = [*prompt, *text[:place]]
@@ -87,7 +87,7 @@ def test_several_spans_and_closings(models):
     assert start == 9 or BREAKS[texts[2][start - 1]] == 1
 
 
-# Targets of answers after thoughts: with a budget of the thought, and without one. EOS begins, END ends thoughts.
+# Targets of answers after thoughts, with and without a budget. EOS begins thoughts and END ends them.
 THOUGHTS = Thoughts(ends=((END,),), starts=((EOS,),))
 ANSWERS = [
     {"target_length": 8, "gamma": 0.9},
@@ -104,7 +104,7 @@ OF_THOUGHTS = [*BUDGETS[:2], WITH_CALLS[2], *(parse_guidance(answer, thoughts=TH
 
 
 def test_target_of_the_answer_after_a_thought(models):
-    """After its thought, a request continues as a request with the target alone."""
+    """After its thought, a request continues as a request with only the target."""
     base, count = BaseModel(), 40
     texts = run_plain(models, [4, 0, 6], PROMPTS_OF_ALL[:3], BUDGETS, count, base, max_delta=6)
     plain = run_plain(models, [4, 0, 6], PROMPTS_OF_ALL[:3], [None] * 3, count, base)
@@ -114,8 +114,8 @@ def test_target_of_the_answer_after_a_thought(models):
         assert text[place:] == run_plain(models, [1], [after], [answer], count - place, base)[0] != unguided[place:]
 
 
-def test_thoughts_are_left_alone(models):
-    """A target without a budget guides nothing in thoughts, and counts from their ends."""
+def test_thoughts_without_a_budget_are_unguided(models):
+    """A target without a budget counts from the end of a thought."""
     base, prompt, count, params = BaseModel(), PROMPTS[0], 30, OF_THOUGHTS[3]
     (text,) = run_plain(models, [2], [prompt], [params], count, base, max_delta=6)
     answers, sequence = 0, [*prompt, *text]
@@ -165,7 +165,7 @@ KERNELS = {"backend": "triton", "max_delta": 7}
     ids=["no span", "padded", "kernels", "one span", "several spans", "landings", "thoughts", "kernels with spans"],
 )
 def test_output_is_unchanged_by_drafts(models, guidance, options):
-    """Drafts that are right, partly right, wrong and absent; ends of spans and tokens after them."""
+    """Right, partly right, wrong and absent drafts; ends of spans and tokens after them."""
     base, rows, count = BaseModel(), [4, 0, 6, 2, 5], 14 if options is KERNELS else 30
     plain_options = {name: x for name, x in options.items() if name != "padded"} | {"text_breaks": BREAKS}
     plain = run_plain(models, rows, PROMPTS_OF_ALL, guidance, count, base, **plain_options)
@@ -187,8 +187,8 @@ def test_output_is_unchanged_by_drafts(models, guidance, options):
     assert drafted == plain and count / 4 < steps < count * 0.8
 
 
-def test_logits_are_changed_only_if_a_request_asks_for_it(models):
-    """Token temperatures or a span, at all nodes of their request alone. Without logits, spans are still followed."""
+def test_logits_only_change_for_temperatures_and_spans(models):
+    """At all nodes of the request, and in no other request. Spans are also tracked without logits."""
     engine = Engine(*make_step(models.value, max_drafts=1)).start([3, 1], PROMPTS[:2], [TILT] * 2)
     step, logits, drafts = engine.step, torch.ones(4, VOCAB), make_drafts([[5], [END]], [[-1], [-1]])
     batch = StepBatch(engine.tensor([8, 9]), engine.tensor([3, 1]), engine.tensor([len(s) for s in PROMPTS[:2]]))
@@ -206,7 +206,7 @@ def test_logits_are_changed_only_if_a_request_asks_for_it(models):
 
 
 def test_words_are_counted_in_steps_and_after_a_retraction():
-    """The first row reads every token, the second is admitted after four of them. The third counts tokens."""
+    """The first row reads every token, the second is admitted after four tokens. The third counts tokens."""
     text, breaks = [41, 3, 42, 43, 5], torch.zeros(VOCAB, dtype=torch.int8)
     breaks[40:] = TextBreak.WORD
     step, _ = make_step(None, text_breaks=breaks)
@@ -215,7 +215,7 @@ def test_words_are_counted_in_steps_and_after_a_retraction():
         for asked in ({"target_words": 4}, {"target_length": 5.4})
     )
     guided = []
-    # 3 of 4 words in 5 tokens stand for 4 * 1.35 - 1 * 10.4 / 7 = 3.9 tokens.
+    # 3 of 4 words in 5 tokens count as 4 * 1.35 - 1 * 10.4 / 7 = 3.9 tokens.
     for row, (params, output, first) in enumerate([(words, text, 0), (words, text, 4), (tokens, text[1:], 0)]):
         step.add_request(row, params, {EOS}, span=params.span_state([7], output[:first], step.text_breaks))
         for seen in range(first, len(output) + 1):

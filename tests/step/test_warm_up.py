@@ -4,7 +4,7 @@ import json
 
 from tests.helpers.interpreter import run_compiling
 
-# 18 tiles, so ranges have several. Rows are not aligned to 16 bytes; rows of padded tensors are.
+# 18 tiles, so ranges have several tiles. Rows are not aligned to 16 bytes, except in padded tensors.
 VOCAB = 17_411
 
 
@@ -25,6 +25,6 @@ def test_serving_compiles_nothing():
     # Steps with and without spans, predictions, and steps with drafts.
     gathers = {name: served["warm"]["_begin_step_kernel"] for name, served in report.items()}
     assert gathers == dict.fromkeys(kinds, 3) | {"with drafts": 8}
-    # The number of requests and the strides of their drafts trigger no recompilation.
+    # The number of requests and the strides of their drafts do not trigger a recompilation.
     warm = report["with drafts"]["warm"]
     assert [warm[f"_{name}_kernel"] for name in ("pack_drafts", "verify_drafts")] == [1, 1]

@@ -1,4 +1,4 @@
-"""The benchmark harness and the GPU suite on a CPU: every case runs, and an error discards no other results."""
+"""The benchmark harness and the GPU suite on a CPU: all cases run, and an error does not discard other results."""
 
 import importlib
 import inspect

@@ -21,7 +21,7 @@ EVERY = [replace(GOOD, kernel=name) for name in kernels()]
 
 
 def test_every_kernel_compiles_without_faults():
-    """The compiler may reject code that the interpreter accepts. Runs in a subprocess, as this one may interpret."""
+    """The compiler may reject code that the interpreter accepts. Runs in a subprocess, without the interpreter."""
     sources = "".join(file.read_text() for file in Path(ops.__path__[0]).rglob("*.py"))
     assert set(kernels()) == set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
     lines = run_compiling("-m", "bench.codegen", "--check", "--parts", "calls", "--once").splitlines()
@@ -38,7 +38,7 @@ def compiled(call, *arguments, **options):
 
 def check_compiled_code():
     # Types of asynchronous copies of attention over a cache with a slot stride of 128 elements, and of 129. Triton 3.6
-    # assumed that a slot, the sum of a page's start and an offset, is a multiple of the page size.
+    # assumes that a slot, the sum of a page's start and an offset, is a multiple of the page size.
     copies = []
     for apart in (128, 129):
         call = make_call(heads=(12, 2, 64), page_size=16, dtype="bfloat16")
@@ -47,7 +47,7 @@ def check_compiled_code():
         ttgir = asm["_value_tree_attention_kernel"]["ttgir"]
         copies.append({*re.findall(r"async_copy_global_to_local .*tensor<\w+x!tt.ptr<(\w+)>", ttgir)})
     assert copies == [{"bf16"}, set()]
-    # Code for candidates of one row and of several; rows are contiguous, or have a larger stride.
+    # Code for candidates of one row and of several rows, contiguous or with a larger stride.
     scans, filters = set(), dict(top_k=5, top_p=1.0, min_p=0.0)
     for (vocab, *strides), rows, has_mask in product(((50_257, 50_304), (50_304, 50_320)), (1, 3), (True, False)):
         mask = torch.zeros(rows, vocab, dtype=torch.int32)[:, : -(-vocab // 32)] if has_mask else None
@@ -55,7 +55,7 @@ def check_compiled_code():
             asm = compiled(topk_candidates, torch.zeros(rows, stride)[:, :vocab], **filters, vocab_mask=mask)
             scans.add((vocab, has_mask, asm["_scan_kernel"]["ptx"]))
     assert len(scans) == 4  # per size of the vocabulary, with and without a mask
-    # Loads of 16 bytes from scores that are passed, at an aligned address, and at any address.
+    # Loads of 16 bytes from passed scores, at an aligned address, and at any address.
     loads, addresses = [], torch.zeros(4, dtype=torch.int64)
     for options in ({}, *(dict(addresses=addresses, is_aligned=x) for x in (True, False))):
         found = compiled(topk_candidates, torch.zeros(3, 50_304).bfloat16(), **filters, **options)

@@ -1,4 +1,4 @@
-"""Every script of ``examples/`` runs unchanged, with the documented results.
+"""All scripts of ``examples/`` run unchanged, with the documented results.
 
 ``openai_client.py`` needs a server: ``test_sglang_text.py`` runs it against the real one.
 """
@@ -55,7 +55,7 @@ def assert_all_released(names):
 
 
 def test_engine_loop(run, base, value):
-    """More requests than rows in the table: all are answered."""
+    """There are more requests than rows in the table; all are answered."""
     names, text = run("engine_loop", base, value)
     answered = re.findall(r"^(.*\?)\n  (\{.*\})\n  (\d+)\n", text, re.MULTILINE)
     requests = [(prompt, str(guidance)) for prompt, guidance in names["REQUESTS"]]
@@ -65,7 +65,7 @@ def test_engine_loop(run, base, value):
 
 
 def test_draft_loop(run, base, value, tmp_path):
-    """The same text as without drafts, in fewer steps."""
+    """The text is the same as without drafts, in fewer steps."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.model.norm.weight.data *= 4  # peaked scores, so that the model repeats itself
     shutil.copytree(base, tmp_path / "base")

@@ -1,4 +1,4 @@
-"""The guided step's host cost is the same for every batch size; the published algorithm's is not. Counts are exact."""
+"""The guided step's host cost does not depend on the batch size, unlike the published algorithm's. Counts are exact."""
 
 import pytest
 
@@ -18,7 +18,7 @@ LAYER_LAUNCHES = 7
 
 @pytest.mark.parametrize("kind", LIMITS)
 def test_cost_of_the_guided_step_does_not_grow_with_the_batch(kind):
-    """A few events differ between one row and several, because torch branches on that; none is per row."""
+    """A few events differ between one row and several rows, because torch branches; no event is per row."""
     one, *more = costs = [host.cost_of(kind, rows) for rows in ROWS]
     assert all(cost[1:] == one[1:] and abs(cost.events - one.events) <= 10 for cost in more), costs
     in_graph, operators, events = LIMITS[kind]
@@ -26,7 +26,7 @@ def test_cost_of_the_guided_step_does_not_grow_with_the_batch(kind):
 
 
 def test_cost_of_the_published_step_grows_with_the_batch():
-    """By at least four operators and ten events a row."""
+    """By at least four operators and ten events per row."""
     few, many = (host.cost_of("two forwards", rows) for rows in (8, 64))
     assert many.operators - few.operators >= 4 * 56 and many.events - few.events >= 10 * 56
 

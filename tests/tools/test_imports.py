@@ -7,8 +7,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# From the top; a module belongs to the first prefix of its name. No layer imports from a layer above it, and members
-# of a layer do not import each other.
+# From the top; a module belongs to the first prefix of its name. Layers do not import from layers above them, and
+# members of a layer do not import each other.
 LAYERS = [
     ("lenvm_kernels.cli.",),
     ("lenvm_kernels.train.",),
@@ -25,7 +25,7 @@ LAYERS = [
 
 
 def modules():
-    """Every module's file, by its installed name."""
+    """The file of each module, by installed name."""
     package = {file: file.relative_to(ROOT) for file in (ROOT / "lenvm_kernels").rglob("*.py")}
     reference = {file: Path("lenvm_kernels/reference") / file.name for file in (ROOT / "reference").glob("*.py")}
     return {
@@ -35,7 +35,7 @@ def modules():
 
 
 def imports_of(file, names):
-    """Modules that a file imports: at its top, inside functions, or for types only."""
+    """Modules that a file imports at its top, inside functions, or only for types."""
     imported = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -47,7 +47,7 @@ def imports_of(file, names):
 
 
 def layer_of(name):
-    """Index of a module's layer, and the member of the layer that it belongs to."""
+    """Index of a module's layer, and the module's member of that layer."""
     return next((i, one) for i, layer in enumerate(LAYERS) for one in layer if f"{name}.".startswith(one))
 
 
@@ -65,7 +65,7 @@ def test_no_import_cycles_and_no_imports_from_higher_layers():
 
 
 def test_map_of_the_package_is_complete():
-    """Every path in docs/design.md exists, and its map lists the whole package, in the order of LAYERS."""
+    """All paths in docs/design.md exist, and its map lists the whole package in the order of LAYERS."""
     text = (ROOT / "docs/design.md").read_text()
     package_map = text.split("```")[1]
     named = re.findall(r"(\w+/(?= )|\w+\.py)", package_map)

@@ -1,4 +1,4 @@
-"""Peers compute the same results as this package; a peer's package is replaced by its documented behaviour."""
+"""Peers compute the same results as this package; packages of peers are replaced by their documented behaviour."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def attend(q, k, v, visible):
 
 @pytest.mark.parametrize("requests", [RAGGED, EQUAL])
 def test_masks_describe_the_tree(requests):
-    """As FlashInfer's and SGLang's attention read the masks: per request, its new rows by its cached and new tokens."""
+    """As read by FlashInfer's and SGLang's attention: per request, new rows by cached and new tokens."""
     tree = make_tree(requests)
     masks, found = tree.masks(), []
     for slots, start, end, _ in tree.requests():

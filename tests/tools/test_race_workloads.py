@@ -1,6 +1,6 @@
-"""Every kernel of the package under the race checker: each operator, and whole guided steps.
+"""All kernels under the race checker: each operator, and whole guided steps.
 
-``make races`` runs them; ``make test`` leaves them out (the marker ``races``).
+``make races`` runs them; ``make test`` excludes them (marker ``races``).
 """
 
 import random
@@ -32,7 +32,7 @@ def operator_case(name, number):
     """The results of a drawn case that belong to requests of its batch."""
     operator = OPERATORS[name]
     case = operator.draw(random.Random(f"{name} {number}"), interpreted=True)
-    # Tuning constants, and the options that decide whether a sum or attention is split, take all combinations in turn.
+    # Tuning constants, and options that split a sum or attention, take all combinations in turn.
     options = {}
     for option in ("constants", "cached", "source", "swiglu", "size"):
         if option in operator.options:
@@ -74,7 +74,7 @@ DRAFT_KERNELS = {"_pack_drafts_kernel", "_verify_drafts_kernel"}
 
 
 def test_no_races_in_a_step_with_a_value_model(monkeypatch):
-    """A sum over 512 intermediate columns is split here, and a separate kernel adds the parts."""
+    """A sum over 512 intermediate columns is split, and a separate kernel adds the parts."""
     monkeypatch.setattr(sys.modules[ragged_linear.__module__], "SPLIT_FROM", 512)
     sizes = dict(hidden_size=32, intermediate_size=512, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
     torch.manual_seed(0)  # the model's weights

@@ -1,4 +1,4 @@
-"""The race checker finds every planted fault, and reports nothing else. ``make races`` has launches without faults."""
+"""The race checker finds exactly the planted faults. ``make races`` covers launches without faults."""
 
 import re
 
@@ -31,7 +31,7 @@ def _same_place_kernel(out_ptr, BLOCK: tl.constexpr):
 def _last_arriver_kernel(
     x_ptr, partial_ptr, counter_ptr, out_ptr, BLOCK: tl.constexpr, BARRIER: tl.constexpr, SEMANTIC: tl.constexpr
 ):
-    """Sum of all blocks: the program that arrives last adds what the others stored."""
+    """Sum of all blocks: the program that arrives last adds the others' stored sums."""
     part, parts = tl.program_id(0), tl.num_programs(0)
     i = tl.arange(0, BLOCK)
     tl.store(partial_ptr + part, tl.sum(tl.load(x_ptr + part * BLOCK + i)))
@@ -83,7 +83,7 @@ def test_conflicts_of_a_launch(name):
     assert checker.launches == {kernel.__name__: 1}
     found = {re.sub(r" in line \d+", "", conflict) for conflict in checker.conflicts}
     assert found == {f"{kernel.__name__}: {conflict}" for conflict in expected}
-    assert not WHOLE[:, 5:].any()  # accesses out of bounds are skipped
+    assert not WHOLE[:, 5:].any()  # out-of-bounds accesses are skipped
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page):
-    """Python is in one of the examples, which ``test_examples.py`` runs; links resolve; benchmarks are commands."""
+    """Python is from an example, which ``test_examples.py`` runs; links resolve; benchmarks are commands."""
     text = page.read_text()
     for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         assert any(all(is_excerpt(p, lines) for p in block.strip().split("\n\n")) for lines in EXAMPLES), block

@@ -1,4 +1,4 @@
-"""``bench.serve`` against a stand-in. tests/engines/ runs ``bench.load``, which sends alike, on real servers."""
+"""``bench.serve`` against a stand-in. tests/engines/ runs ``bench.load``, which sends the same way, on real servers."""
 
 import csv
 import json

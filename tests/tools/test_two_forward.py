@@ -47,7 +47,7 @@ class Both:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_values_and_cache_of_both_steps_agree(architecture, device):
-    """Prompts in chunks, then 12 steps. A row without values in one step catches up in a later one."""
+    """Prompts in chunks, then 12 steps. A row without values in a step catches up in a later step."""
     both = Both([TILT] * 5, device, architecture)
     sequences, compared = [list(tokens) for tokens in PROMPTS], 0
     for number in range(12):

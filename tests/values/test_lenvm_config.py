@@ -21,7 +21,7 @@ FORMS = {
 
 
 def trained_lengths(config, outputs):
-    """Lengths as the evaluation of the training decodes them, in fp64."""
+    """Lengths as decoded in the training's evaluation, in fp64."""
     x = outputs.double()
     if config.target_form == "log_length":
         return torch.expm1(torch.nn.functional.softplus(x))
@@ -74,7 +74,7 @@ def test_bad_files_are_named(tmp_path, content, message):
 @pytest.mark.parametrize("gamma", [0.5, 0.9, 0.997, 1 - 1e-6])
 @pytest.mark.parametrize("form", FORMS)
 def test_value_logits_encode_the_trained_lengths(form, gamma):
-    """For lengths from 1e-9 to a million tokens; fp32 keeps six digits. NaN and infinite lengths are preserved."""
+    """Lengths from 1e-9 to a million tokens keep six digits in fp32. NaN and infinite lengths are preserved."""
     config = LenVMConfig(**{**vars(FORMS[form]), "gamma": gamma})
     outputs = torch.linspace(-20, 14, 1001)
     if form == "softplus":
@@ -98,8 +98,8 @@ PROMPT, CANDIDATES = [5, 6, 7], [11, 12]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_model_of_lengths_returns_value_logits(tmp_path, pair, form):
-    """Requests without their own gamma get the trained lengths, for any gamma of the model."""
+def test_model_trained_on_lengths_returns_value_logits(tmp_path, pair, form):
+    """Requests without a gamma have the trained lengths, for any gamma of the model."""
     config = FORMS[form]
     config.write(tmp_path)
     pair[0].save_pretrained(tmp_path)

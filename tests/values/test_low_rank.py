@@ -1,4 +1,4 @@
-"""Low-rank adapters of a value model's backbone are merged as PEFT merges them, which also writes the files."""
+"""Low-rank adapters of a value model's backbone, written by PEFT, are merged as in PEFT."""
 
 import copy
 from pathlib import Path
@@ -39,7 +39,7 @@ def adapted(model, folder, seed=3, **config):
 
 
 def assert_same(got, expected):
-    """Compare weights of two value models, summed in another order in fp32, or rounded once to bf16."""
+    """Compare weights of two value models with fp32 sums in different orders, or rounded once to bf16."""
     rtol = 1e-5 if expected.dtype == torch.float32 else 2**-7
     for one, other in zip(got.layers, expected.layers, strict=True):
         for x, y in zip(one, other, strict=True):
@@ -64,7 +64,7 @@ def test_adapter_beside_the_weights(architecture, variant, tmp_path):
 
 
 def test_adapter_passed_as_a_directory(tmp_path):
-    """The passed adapter replaces the one beside the weights, and leaves a loaded model unchanged."""
+    """The passed adapter replaces the adapter in the directory, and does not change a loaded model."""
     model, head = random_pair("llama")
     model.save_pretrained(tmp_path / "model")
     adapted(model, tmp_path / "model", **VARIANTS["scaled"])
@@ -76,7 +76,7 @@ def test_adapter_passed_as_a_directory(tmp_path):
 
 
 def test_value_model_of_the_demo(tmp_path, monkeypatch):
-    """It has the shipped adapter, and shares its other weights with the demo's base model."""
+    """It has the shipped adapter, and shares the other weights with the demo's base model."""
     base, head = Path(save_checkpoint(tmp_path / "base", seed=0, layers=2)), random_head()
     model = AutoModelForCausalLM.from_pretrained(base)
     expected = ValueModel.from_causal_lm(adapted(model, tmp_path / "value", **VARIANTS["plain"]), head)
@@ -96,7 +96,7 @@ def test_value_model_of_the_demo(tmp_path, monkeypatch):
 
 
 def test_head_of_an_adapter(tmp_path):
-    """``value_head.safetensors`` beside the adapter precedes the base model's own, which is for the plain backbone."""
+    """``value_head.safetensors`` in the adapter's directory precedes the head of the base model without adapter."""
     (model, head), other, base = random_pair("llama"), random_head(seed=8), tmp_path / "base"
     adapted(model, tmp_path, **VARIANTS["plain"])
     save_file(head, tmp_path / "value_head.safetensors")
@@ -110,8 +110,8 @@ def test_head_of_an_adapter(tmp_path):
         assert all(map(torch.equal, found.head, ValueModel.from_causal_lm(model, expected).head))
 
 
-def test_sums_are_rounded_once(tmp_path):
-    """In a bf16 model, an update that rounding to bf16 before the sum would lose still counts."""
+def test_merged_weights_are_rounded_once(tmp_path):
+    """In a bf16 model, a small update is not lost by rounding before the sum."""
     model, head = random_pair("llama")
     model = model.bfloat16()
     adapted(model.float(), tmp_path, **VARIANTS["plain"])
@@ -155,7 +155,7 @@ def narrowed(end, columns):
         (narrowed("lora_B.weight", 2), r"lora_A.weight \[r, in\] and .*, got \[3, 80\] and \[48, 2\]"),
         (narrowed("q_proj.lora_A.weight", 40), r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.* one \[48, 48\]"),
         (lambda x: x | {f"{PREFIX}.extra.weight": torch.zeros(2)}, "unexpected .*extra.weight"),
-        (lambda x: x | {f"{PREFIX}.up_proj.lora_magnitude": torch.zeros(2)}, "magnitude in .* be of a pair"),
+        (lambda x: x | {f"{PREFIX}.up_proj.lora_magnitude": torch.zeros(2)}, "magnitude in .* form a pair"),
         ("adapter_config.json", "adapter_config.json is missing"),
         ("adapter_model.safetensors", "adapter_model.safetensors is missing"),
     ],

@@ -1,4 +1,4 @@
-"""A probe: its checkpoint, guided steps, and ``generate`` of transformers, against values of each sequence."""
+"""A probe: checkpoint, guided steps, and ``generate`` of transformers, against values of each sequence."""
 
 import gc
 import math
@@ -27,7 +27,7 @@ from tests.helpers.watch import PeakMemory
 
 NEAR = {"target_length": 20, "strength": 4, "gamma": 0.99}
 SAMPLING = dict(top_k=4, top_p=1.0, min_p=0.0, sample=True)
-# Rows differ in everything that a probe reads; the third is unguided, the last has no near constraint.
+# Rows differ in all inputs of a probe; the third is unguided, the last has no near constraint.
 GUIDANCE = [
     NEAR,
     NEAR | {"op": "ge_near", "strength": 2},
@@ -66,7 +66,7 @@ def states_of(probe, rows, seed=1):
 
 
 def test_network_matches_torch_functions(probe, folder, base):
-    """From the stored tensors, in fp64; the value is the mean over the bins."""
+    """Computed from the stored tensors in fp64; the value is the mean over the bins."""
     stored = {name: tensor.double() for name, tensor in load_file(folder / TENSORS_FILE).items()}
     embedding, states = base.get_input_embeddings().weight.double(), states_of(probe, 2)
     scale, shift = F.linear(states.double(), stored["projection.weight"], stored["projection.bias"]).chunk(2, 1)
@@ -84,7 +84,7 @@ def test_network_matches_torch_functions(probe, folder, base):
 
 @pytest.mark.parametrize("has_text_breaks", [False, True])
 def test_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
-    """With rows of the table in another order than the batch."""
+    """Table rows are in another order than the batch."""
     breaks = torch.zeros(VOCAB, dtype=torch.int8) if has_text_breaks else None
     step, _ = make_step(probe, max_candidates=4, text_breaks=breaks)
     table_rows, prompt_lens, generated = [6, 1, 3, 0, 5], [3, 1, 4, 2, 6], torch.tensor([5, 0, 3, 12, 2]).int()
@@ -115,7 +115,7 @@ def test_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
 
 @pytest.mark.parametrize("split_from", [1, 10**6])
 def test_row_bytes_are_the_memory_of_the_projection(probe, monkeypatch, split_from):
-    """With partial sums and without. A row also has two fp32 value logits."""
+    """With and without partial sums. A row also has two fp32 value logits."""
     monkeypatch.setattr(ragged_linear, "SPLIT_FROM", split_from)
     states, token_ids, table = states_of(probe, 64), torch.full((64, 1), 5), table_of([NEAR])
     rows = dict(table_rows=torch.zeros(64, dtype=torch.int64), generated=torch.zeros(64).int())
@@ -144,7 +144,7 @@ def test_every_node_of_drafts_has_states(probe):
 
 
 FLOAT32 = r"batch.states must be (a tensor )?float32 \[2, \d+\] on cpu, got "
-NO_STATES = "batch.states must be None unless values are made of the base model's states"
+NO_STATES = "batch.states must be None without a probe"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_hooks_are_removed_with_their_states():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": [4]}, r"probe_config.json: layers must be of 1 to num_layers = 3, got \[4\]"),
+        ({"layers": [4]}, r"probe_config.json: layers must be in 1 to num_layers = 3, got \[4\]"),
         ({"bin_edges": [1, 1]}, r"bin_edges must be 2 to 65 ascending integers of at least 1, got \[1, 1\]"),
         ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
         ({"more": 1}, "more in .*probe_config.json is not a field"),
@@ -269,7 +269,7 @@ def quantized(x, levels, group):
     return ((groups / step).round() * step).view_as(x)
 
 
-# Embeddings of the base model by name, from that of its bfloat16 checkpoint, and whether they are accepted.
+# Embeddings by name, computed from the base model's bfloat16 embedding, and whether they are accepted.
 COPIES = {
     "float16": (lambda x: x.half(), True),
     "float32": (lambda x: x.float(), True),
@@ -289,7 +289,7 @@ COPIES = {
 
 
 def test_copies_of_the_base_model_in_other_dtypes_are_accepted():
-    """Normal values, as in a checkpoint: float16 has no numbers as small as the smallest of them."""
+    """Normal values, as in a checkpoint. The smallest values underflow in float16."""
     embedding = (torch.randn(4096, 3584, generator=torch.Generator().manual_seed(0)) * 0.01).bfloat16()
     assert ((embedding < 0) != (embedding.half() < 0)).any()
     config = ProbeConfig("base", (2,), 2, 3584, 4096, embedding_signs(embedding), (1, 2, 4))
@@ -306,7 +306,7 @@ def test_base_model_and_dtype_of_a_probe_are_checked(probe, folder):
 
 
 def test_mixture_of_experts(tmp_path, put_into_cache):
-    """``lenvm_kernels.generate`` with a mixture of experts, and its probe loaded by name."""
+    """``lenvm_kernels.generate`` with a mixture of experts and a probe loaded by name."""
     sizes = TINY | dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=4)
     write_random_probe(tmp_path / "probe", model, (1, 2))

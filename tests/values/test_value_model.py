@@ -1,4 +1,4 @@
-"""The forward of a value model against ``transformers``, with a plain full forward for each prefix and candidate."""
+"""The forward of a value model against ``transformers``, with a full forward for each prefix and candidate."""
 
 import math
 
@@ -26,7 +26,7 @@ from tests.helpers.value_requests import (
 def loaded(request, tmp_path_factory):
     """A ``transformers`` model, its head, and the value model loaded from their checkpoint.
 
-    With a large epsilon, every norm of the forward must use it, including norms of queries and keys.
+    The epsilon is large, so that all norms must use it, including norms of queries and keys.
     """
     path, (model_class, config) = tmp_path_factory.mktemp("checkpoint"), ARCHITECTURES[request.param]
     model, head = random_model(model_class, type(config)(**{**config.to_dict(), "rms_norm_eps": 0.3})), random_head()
@@ -44,7 +44,7 @@ def qwen2():
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_values_equal_transformers(loaded, page_size):
-    """NaN in slots that were never written changes no value, and neither do rows without a token."""
+    """NaN in unwritten slots and rows without a token do not change values."""
     model, head, value_model = loaded
     requests = mixed_requests(value_model, page_size=page_size, fill=math.nan)
     z = requests.step(MIXED_DELTAS, MIXED_CANDIDATES, width=8, spare_deltas=3)
@@ -54,8 +54,8 @@ def test_values_equal_transformers(loaded, page_size):
 
 
 @pytest.mark.parametrize("outside", [VOCAB, -4])
-def test_token_outside_vocabulary_affects_its_request_only(loaded, outside):
-    """In deltas and among candidates. The first and the last token of the vocabulary keep their values."""
+def test_token_outside_vocabulary_only_affects_its_request(loaded, outside):
+    """In deltas and among candidates. The first and the last token of the vocabulary have correct values."""
     model, head, value_model = loaded
     last, candidates = VOCAB - 1, [[1, outside], [1, 2], [0, VOCAB - 1]]
     requests = Requests(value_model, rows=3)
@@ -71,7 +71,7 @@ def test_token_outside_vocabulary_affects_its_request_only(loaded, outside):
     seed=st.integers(0, 999),
 )
 def test_candidate_trees_equal_transformers(qwen2, rows, seed):
-    """A candidate has the value of the sequence of prefix, delta, its ancestors from the root, and itself."""
+    """A candidate has the value of the sequence of prefix, delta, ancestors from the root, and itself."""
     model, head, value_model = qwen2
     generator = torch.Generator().manual_seed(seed)
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
@@ -91,7 +91,7 @@ def test_candidate_trees_equal_transformers(qwen2, rows, seed):
 
 
 def test_bfloat16(loaded, tmp_path):
-    """The requested dtype is used; rounding through two layers is far smaller than the effect of a wrong tensor."""
+    """The requested dtype is used. Rounding errors of two layers are far smaller than the effect of a wrong tensor."""
     model, head, value_model = loaded
     model.save_pretrained(tmp_path)
     half = ValueModel.from_pretrained(tmp_path, head, dtype=torch.bfloat16)
@@ -108,8 +108,8 @@ def test_bytes_of_cache(qwen2):
 
 
 def test_sizes_of_every_tile():
-    """Each weight changes its tile at different numbers of rows; every combination is in the list. Sums over the output
-    of attention are split, and sums of the value head are not."""
+    """Each weight changes its tile at different numbers of rows, and all combinations are in the list. Sums over the
+    attention output are split, sums of the value head are not."""
     config = make_config("Qwen2.5-1.5B", vocab_size=8, num_layers=1, num_heads=32)
     tensors = {
         name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in config.tensor_shapes().items()

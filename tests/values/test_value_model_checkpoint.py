@@ -69,7 +69,7 @@ def test_variants_of_architectures(tmp_path, model_class, config):
         assert value_model.config.rope_inv_freq != plain.rope_inv_freq
 
 
-# Heads in a checkpoint (seeds by file), the argument ``head``, and the seed of the head in use, or an error.
+# Heads in a checkpoint (seeds by file), the argument ``head``, and the seed of the expected head, or an error.
 HEADS = [
     ({"value_head.safetensors": 1}, None, 1),
     ({"value_head.bin": 1}, None, 1),
@@ -85,7 +85,7 @@ HEADS = [
     ({}, "nowhere.safetensors", r"nowhere\.safetensors must be an existing \.safetensors or \.bin file"),
     ({}, {**random_head(), "v_head.extra": torch.zeros(1)}, r"unexpected v_head\.extra"),
     ({}, "model.safetensors", r"head must hold only v_head\.\* tensors, got .*\(27 in all\)"),
-    ({}, "training_args.bin", r"training_args\.bin must hold tensors by name, and nothing else"),
+    ({}, "training_args.bin", r"training_args\.bin must be a dictionary of tensors by name"),
     ({"value_head.pt": 1}, "value_head.pt", r"value_head\.pt must be an existing \.safetensors or \.bin file"),
 ]
 
@@ -112,7 +112,7 @@ def test_heads(tmp_path, files, given, used):
 
 
 def test_shards_that_include_the_head(tmp_path):
-    """Several shards with an index, one of which holds the head."""
+    """Several shards with an index; one contains the head."""
     model, head = random_pair("qwen2")
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -152,7 +152,7 @@ def test_hugging_face_names_are_downloaded(tmp_path, monkeypatch):
 
 
 def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_cache):
-    """A model, its adapter and its head in separate repositories; an existing path takes precedence over a name."""
+    """Model, adapter and head are in separate repositories. An existing path takes precedence over a name."""
     (model, head), adapted = random_pair("qwen2"), tmp_path / "adapted"
     (tmp_path / "head").mkdir()
     model.save_pretrained(tmp_path / "model")
@@ -177,7 +177,7 @@ def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_c
     assert local_path("owner/model-1.5B") == Path("owner/model-1.5B")
     for path in ("owner/model.gguf", "a/b/c", "model-2", "../owner/model", tmp_path / "nowhere"):
         assert local_path(path) == Path(path)
-    with pytest.raises(FileNotFoundError, match=rf"^owner/lvm-2 is no .*{tmp_path}/hub, or could be downloaded: "):
+    with pytest.raises(FileNotFoundError, match=rf"^owner/lvm-2 is not .*{tmp_path}/hub, nor could it be downloaded: "):
         ValueModel.from_pretrained("owner/lvm-2")
     with pytest.raises(FileNotFoundError, match=r"an adapter must have adapter_config\.json"):
         ValueModel.from_pretrained(tmp_path / "model", adapter=tmp_path / "nowhere")
@@ -196,7 +196,7 @@ def test_from_causal_lm_shares_memory():
 
 
 def test_weights_are_rounded_once():
-    """From fp32 to bf16: norms are folded in before rounding, and vectors of the head stay fp32."""
+    """From fp32 to bf16: norms are folded before rounding, and vectors of the head stay fp32."""
     model, head = random_pair("qwen3")
     value_model = value_model_of(model, head, dtype=torch.bfloat16)
     attention, mlp, layer = model.model.layers[1].self_attn, model.model.layers[1].mlp, value_model.layers[1]

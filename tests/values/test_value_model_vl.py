@@ -76,13 +76,13 @@ def images_of(value_model):
 
 
 def of_prefill(images, prompt):
-    """The images of a prompt for ``Engine.prefill``: one unused token, then all tokens but the last."""
+    """The images of a prompt for ``Engine.prefill``: one unused token, then all tokens except the last."""
     which = [0, *range(STARTS[prompt], STARTS[prompt] + len(PROMPTS[prompt]) - 1)]
     return images._replace(positions=images.positions[:, which], rows=images.rows[which])
 
 
 def expected_values(models, prompt, more):
-    """Value logits at the tokens ``more`` that follow prompt number ``prompt``."""
+    """Value logits at the tokens ``more`` after prompt number ``prompt``."""
     tokens = torch.tensor([[*PROMPTS[prompt], *more]])
     options = {}
     if IMAGES_OF[prompt]:
@@ -133,7 +133,7 @@ BIAS = "visual.merger.mlp.0.bias"
 @pytest.mark.parametrize(
     ("without", "more", "message"),
     [
-        ("visual.", {}, "value_model must be a vision-language model with its vision tower"),
+        ("visual.", {}, "value_model must be a vision-language model with a vision tower"),
         (BIAS, {}, rf"{TOWER}: missing \['merger.mlp.0.bias'\], unexpected \[\]"),
         ("none", {"model.visual.a": torch.zeros(1)}, rf"{TOWER}: missing \[\], unexpected \['a'\]"),
     ],
@@ -148,7 +148,7 @@ def test_checkpoint_with_broken_vision_tower_reads_text_only(models, without, mo
 
 @pytest.mark.parametrize("outside", [-3, VOCAB])
 def test_token_outside_vocabulary_beside_images(models, outside):
-    """The values of its request are NaN; the other requests are not affected."""
+    """The values of its request are NaN. Other requests are not affected."""
     prompts = [PROMPTS[0], [outside, 14], *PROMPTS[2:]]
     requests = Requests(models.value, rows=4, page_size=4)
     z = models.value.forward(requests.batch(prompts, [[31]] * 4, images=models.images), requests.cache)
@@ -172,7 +172,7 @@ def check_step(models, engine, rows, prompts, more, **options):
 
 @pytest.mark.parametrize(("backend", "chunk_tokens"), [("reference", 7), ("triton", 7), ("triton", 4096)])
 def test_values_of_steps_after_image_prompts(models, backend, chunk_tokens):
-    """Prompts out of order, in chunks that split images; then steps after candidates and after other tokens.
+    """Unordered prompts in chunks that split images, then steps after candidates and after other tokens.
 
     Image tokens may have any id, as in SGLang.
     """
@@ -191,7 +191,7 @@ def test_values_of_steps_after_image_prompts(models, backend, chunk_tokens):
     more = [[] for _ in order]
     for number in range(4):
         tokens = check_step(models, engine, rows, order, more)
-        tokens[number] = 50 + number  # may be no candidate
+        tokens[number] = 50 + number  # need not be a candidate
         more = [[*m, t] for m, t in zip(more, tokens, strict=True)]
     assert not step.table.columns.faults.any()
 
@@ -290,14 +290,14 @@ def process(prompts, patches=None, images=None, value="value"):
 
 
 PIXELS_ARE = r"pixel_values must be \[92, 96\], a row for each patch of image_grid_thw"
-IN_A_ROW = r"an image of \(1, 2, 1\) must have 2 tokens .* in a row from token "
+IN_A_ROW = r"an image of \(1, 2, 1\) must have 2 consecutive tokens from token "
 REJECTED = [
     (configure(), r"mrope_section must be three numbers, got \[\]"),
     (configure(mrope_section=[1, 5]), r"mrope_section must be three numbers, got \[1, 5\]"),
     (configure(mrope_section=[1, 2, 4]), r"mrope_section must add up to half of head_dim, 6, got \[1, 2, 4\]"),
     *((embed(wrong), PIXELS_ARE) for wrong in (ALL_PIXELS[1:], ALL_PIXELS[:, 1:], ALL_PIXELS.flatten())),
     (position([1, IMAGE, IMAGE], (1, 1, 2)), "a prompt must end with text, got one that ends with an image"),
-    (position([IMAGE, IMAGE, 1, IMAGE, 1], (1, 2, 1)), "given for all their tokens in prompts, 1 tokens are left"),
+    (position([IMAGE, IMAGE, 1, IMAGE, 1], (1, 2, 1)), "every image token of a prompt needs an image, 1 have none"),
     (position([1, IMAGE, 1, IMAGE, 1], (1, 2, 1)), f"{IN_A_ROW}1"),
     (position([1, 1, IMAGE, 1], (1, 2, 1)), f"{IN_A_ROW}2"),
     (extend("text"), "images must be None unless the value model is a vision-language model"),
@@ -307,7 +307,7 @@ REJECTED = [
     (extend(embeds=torch.zeros(1, HIDDEN, dtype=torch.bfloat16)), r"images\.embeds must "),
     (process(PROMPTS), "pixel_values and image_grid_thw must be given: prompts hold tokens of images"),
     (process(PROMPTS[:3], 92, 5), "image_grid_thw must be of the images in prompts, got 2 more"),
-    (process(PROMPTS, 48, 3), "images must be given for all their tokens in prompts, 11 tokens are left"),
+    (process(PROMPTS, 48, 3), "every image token of a prompt needs an image, 11 have none"),
     (process([[1, VIDEO, 2]]), "prompts must hold no videos, got tokens of one"),
     (process(PROMPTS, images=5), "must be given together"),
     (process(PROMPTS, 92, 5, "text"), "must be a vision-language model"),

@@ -1,4 +1,4 @@
-"""Tensor arguments as slices, with strides, and with broken numbers; drafts: chains, trees and absent ones."""
+"""Tensor arguments as slices, with strides and with broken numbers; drafts as chains, as trees and absent."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ SPARE_ROWS = 3  # table rows that no row of the batch uses
 
 
 def rows_and(case: Case, others: str) -> tuple[int, ...]:
-    """The rows of a case, followed by ``others`` more rows; only its rows if ``others`` is not a number."""
+    """The rows of a case, followed by ``others`` more rows if ``others`` is a number."""
     return *case.rows, *(-1 - i for i in range(int(others) if others.isdigit() else 0))
 
 
@@ -25,17 +25,17 @@ def in_fp64(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def padded_rows(x: Tensor, padding: int, value: float = float("nan")) -> Tensor:
-    """The same ``[rows, columns]`` with a row stride larger by ``padding``, and ``value`` between the rows."""
+    """The numbers ``[rows, columns]`` with a row stride larger by ``padding``, and ``value`` between the rows."""
     return torch.nn.functional.pad(x, (0, padding), value=value)[:, : x.shape[1]] if padding else x
 
 
 def slice_of_longer(x: Tensor) -> Tensor:
-    """The same values as a slice of a tensor with one more row on each side: not aligned to 16 bytes if 1-D."""
+    """The numbers as a slice of a tensor with one more row on each side; not aligned to 16 bytes if 1-D."""
     return torch.cat([x[-1:], x, x[:1]])[1:-1] if len(x) else x
 
 
 def limit_rows(arguments: dict[str, Any], rows: int, **tensors: Tensor | None) -> None:
-    """Pass the number of rows on the device; further rows of the tensors are NaN."""
+    """Pass the number of rows on the device. Other rows of the tensors become NaN."""
     given = [x for x in tensors.values() if x is not None]
     arguments["num_rows"] = torch.tensor([rows], dtype=torch.int32, device=given[0].device)
     for x in given:
@@ -52,7 +52,7 @@ def poisoned(draws: Draws, rows: Any, x: Tensor, of: float) -> Tensor:
 
 
 def fill(fields: Any, rows: Any, values: Mapping[str, Tensor], elsewhere: int | None = None) -> None:
-    """Write ``rows`` of the named tensors. ``elsewhere`` is a value for all other rows that exposes reads of them."""
+    """Write ``rows`` of the named tensors. ``elsewhere`` is written to all other rows, to expose reads of them."""
     for name, x in values.items():
         column = getattr(fields, name)
         if elsewhere is not None:
@@ -61,7 +61,7 @@ def fill(fields: Any, rows: Any, values: Mapping[str, Tensor], elsewhere: int | 
 
 
 def to_fill(empty: Any, *, in_slices: bool) -> Any:
-    """Result tensors with numbers that expose elements an operator does not write, optionally as slices."""
+    """Result tensors filled with numbers that expose elements not written by an operator, optionally as slices."""
     filled = [x.copy_(torch.arange(x.numel(), device=x.device).view(x.shape) % 2) for x in empty]
     return empty._make([slice_of_longer(x) for x in filled] if in_slices else filled)
 
@@ -72,12 +72,12 @@ def apart(x: Tensor, more: int) -> Tensor:
 
 
 def columns_apart(table: Any, names: Sequence[str]) -> Any:
-    """The named columns of a table, each in its own memory with another stride; rows of a list stay contiguous."""
+    """The named columns of a table, each in separate memory with another stride. Rows of a list stay contiguous."""
     return table._replace(**{name: strided(getattr(table, name), i) for i, name in enumerate(names)})
 
 
 def strided(x: Tensor, more: int) -> Tensor:
-    """The same numbers with stride ``1 + more``, or rows that are ``more`` elements farther apart, and ones between."""
+    """The same numbers with stride ``1 + more``, or with rows ``more`` elements farther apart, and ones between."""
     return padded_rows(x, more, 1) if x.dim() == 2 else padded_rows(x[:, None], more, 1)[:, 0]
 
 
@@ -87,14 +87,14 @@ DRAFTS: dict[str, list[Any]] = {
     "dtype": ["int32", "int64"],
     "apart": [False, True],  # strided rows of the drafts
 }
-# A prime number of tokens, so that any constant step gives a node different candidates. The first are also drafts.
+# A prime number of tokens, so that any constant step gives different candidates. The first are also drafts.
 VOCABULARY = [0, 7, 3, 151_642, 2**31 - 1, 11, 5, 1, 2, 64, 8]
 DRAFTED = 5
 NO_PARENTS = [-1, -2, -(2**31), 2**31 - 1]
 
 
 def draw_parents(draws: Draws, kind: str, rows, columns: int) -> Tensor:
-    """int32 ``[rows, columns]``: parents of roots, a chain or a tree, or any numbers, also of no earlier column."""
+    """int32 ``[rows, columns]``: parents in roots, a chain or a tree, or any numbers, including invalid columns."""
     column = torch.arange(columns, device=draws.device)
     if kind == "roots":
         return torch.full((len(rows), columns), -1, dtype=torch.int32, device=draws.device)
@@ -109,7 +109,7 @@ def draw_parents(draws: Draws, kind: str, rows, columns: int) -> Tensor:
 
 
 def draw_drafts(draws: Draws, rows, options: Mapping[str, Any]) -> Drafts:
-    """Drafts from few tokens, so that siblings may be equal. Some have ignored ids after the first absent one."""
+    """Drafts from few tokens, so that siblings may be equal. Some have ignored ids after the first absent draft."""
     columns = options["drafts"]
     column = torch.arange(columns, device=draws.device)
     lens = draws.integers("drafts", rows, low=0, high=columns)
@@ -125,7 +125,7 @@ def draw_drafts(draws: Draws, rows, options: Mapping[str, Any]) -> Drafts:
 
 
 def owners_of_nodes(given: CallInputs, x: Tensor) -> Tensor:
-    """Owners of items of nodes: the request, or -1 for requests beyond the batch."""
+    """Owners of items per node: the request, or -1 for requests beyond the batch."""
     drafts = given.arguments.get("drafts")
     owner = torch.arange(len(x), device=x.device) // (1 if drafts is None else 1 + drafts.token_ids.shape[1])
     return owner.masked_fill(owner >= given.rows, -1)

@@ -21,7 +21,7 @@ OPTIONS: dict[str, list[Any]] = _inputs.DRAFTS | {
     "table": ["whole", "columns apart"],
     "tokens": ["one", "1", "3", "9"],  # columns of new tokens
     "held": [1, 4, 16],
-    "step": ["no history", "1", "9", "8589934594"],  # the last one is 2 if truncated to 32 bits
+    "step": ["no history", "1", "9", "8589934594"],  # the last is 2 if truncated to 32 bits
     "spans": [False, True],
     "filters": ["none", "each", "numbers"],
     "slices": [False, True],
@@ -61,7 +61,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     if options["table"] == "columns apart":
         table = _inputs.columns_apart(table, [*columns])
     lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
-    # Some sequences are no longer than their new tokens.
+    # Some sequences consist of new tokens only.
     lengths = torch.where(draws.chance("short", rows, of=0.1), draws.integers("few", rows, low=0, high=5), lengths)
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
     tokens = draws.choose("tokens", rows, new, values=[0, 1, 151_642, 2**31 - 1, 2**33 + 5])

@@ -1,4 +1,4 @@
-"""``candidate_values``: candidates and padding, strided rows, sizes that are no multiple of a block, and all modes of
+"""``candidate_values``: candidates and padding, strided rows, sizes that are not multiples of a block, all modes of
 guidance."""
 
 from typing import Any
@@ -97,7 +97,7 @@ def compare(given: CallInputs, result: Result) -> list[Difference]:
 def exact(
     token_ids, scale, shift, embedding, fc_weight, fc_bias, bins_weight, bins_bias, bin_edges, table, **of_rows
 ) -> tuple[Tensor, Tensor]:
-    """The reference in fp64 on the same inputs, except that the matmul's operand is rounded as in the kernel."""
+    """The reference in fp64 on the same inputs, with the matmul's operand rounded as in the kernel."""
     is_candidate = (token_ids >= 0) & (token_ids < len(embedding))
     e = embedding[token_ids.where(is_candidate, 0).long()].double()
     x = F.silu(shift.double()[:, None] + scale.double()[:, None] * e).to(embedding.dtype).double()

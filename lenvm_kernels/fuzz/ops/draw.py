@@ -1,4 +1,4 @@
-"""``draw``: the cases of ``reweight_scatter``; any int64 as seed, greedy requests, scored and passed tokens."""
+"""``draw``: the cases of ``reweight_scatter`` with any int64 as seed, greedy requests, scored and passed tokens."""
 
 import math
 from dataclasses import replace
@@ -43,7 +43,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     column = draws.integers("drawn column", rows, 1, low=0, high=k - 1)
     drawn = draws.choose("drawn", rows, values=[-1, -2, 0, 5]).int()
     drawn = torch.where(draws.chance("a candidate", rows, of=0.5), candidates.token_ids.gather(1, column)[:, 0], drawn)
-    # A token that is scored alone is in the first column, and needs not be a candidate.
+    # A token that is scored alone is in the first column, and need not be a candidate.
     alone = draws.chance("alone", rows, of=0.3) & (drawn >= 0)
     first = torch.where(alone, drawn, candidates.token_ids[:, 0])
     all_scored = draws.chance("all are scored", rows, of=0.7)

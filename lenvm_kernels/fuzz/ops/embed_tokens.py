@@ -1,4 +1,4 @@
-"""``embed_tokens``: widths that are no multiple of a group or block, absent tokens, ids outside of the vocabulary."""
+"""``embed_tokens``: widths that are not multiples of a group or block, absent tokens, ids outside the vocabulary."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def by_row(given: CallInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compare(given: CallInputs, result: Result) -> list[Difference]:
-    """With the reference in fp64, except for the angles, which are defined in fp32."""
+    """Compare with the reference in fp64, except for the angles, which are defined in fp32."""
     arguments, rows = given.arguments, given.rows
     dtype = arguments["embedding"].dtype
     embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")

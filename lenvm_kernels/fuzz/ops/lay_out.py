@@ -21,8 +21,8 @@ OPTIONS: dict[str, list[Any]] = {
     "longest": [2, 1, 70],  # maximum tokens of a delta that is passed
     "held": [1, 2, 3, 5, 16, 64],
     "max_new": [1, 1, 2, 5],
-    "spare": [0, 1, 40],  # number of tokens of no request, or of dummy requests
-    "table_len": [70, 2000],  # the longer one has several splits
+    "spare": [0, 1, 40],  # number of tokens without a request, or of dummy requests
+    "table_len": [70, 2000],  # the longer table has several splits
     "page_size": [1, 4, 16],
     "dtype": ["int64", "int32", "mixed"],
     "candidate_lens": ["in range", "any"],
@@ -40,7 +40,7 @@ def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
-    """Token ids are distinct, so that any misplaced one is detected."""
+    """Token ids are distinct, so that misplaced tokens are detected."""
     options, draws, count = case.options, case.draws(device), len(case.rows)
     rows, columns = draws.rows(case.rows), options["columns"]
     beyond = 0 if options["candidate_lens"] == "in range" else 2
@@ -77,7 +77,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
 
 
 def _delta(draws: Draws, rows: Tensor, table_rows: Tensor, table_len: int, options: Mapping[str, Any]) -> DeltaTokens:
-    """Deltas of requests in shuffled order, with tokens of no request before, between and after."""
+    """Deltas of requests in shuffled order, with other tokens before, between and after."""
     count = len(rows)
     short = draws.chance("short", rows, of=0.5)
     longest = torch.where(short, min(2, options["longest"]), options["longest"])

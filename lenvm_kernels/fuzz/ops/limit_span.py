@@ -1,4 +1,4 @@
-"""``limit_span``: spans that begin, end and are ended by one or several tokens; no spans; EOS tokens that end spans."""
+"""``limit_span``: spans that begin, end or are ended by one or more tokens; no spans; EOS tokens that end spans."""
 
 import math
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count, vocab, width = len(rows), options["vocab"], options["drafts"]
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
-    # Tokens that end spans or sequences, some of which are also drafts, and some outside of the vocabulary.
+    # Tokens that end spans or sequences. Some are also drafts, and some are outside the vocabulary.
     ids = [0, 3, 7, vocab - 1, vocab, vocab + 3, NO_LIMIT]
     table_rows = draws.places("table_rows", rows, _inputs.SPARE_ROWS)
     table = _table(draws, rows, table_rows, vocab, ids, options["eos"])
@@ -82,7 +82,7 @@ def _padded(lists: Sequence[Sequence[int]], size: int, device: torch.device) -> 
 def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], eos: int) -> GuidanceColumns:
     """A table of requests with sequences of any length, including some shorter than their prompts."""
     device, last = draws.device, vocab - 1
-    # End and start sequences of requests: none, one or several, of one or several tokens. The last ends are pauses.
+    # End and start sequences of requests: none, one or several, with one or several tokens. The last ends are pauses.
     spans: list[tuple[TokenSequences, TokenSequences]] = [
         ((), ()),
         (((3,),), ()),

@@ -1,4 +1,4 @@
-"""``pack_drafts``: candidates that are drafts or not, at all, some or no nodes, with equal siblings."""
+"""``pack_drafts``: candidates at all, some or no nodes, with and without equal drafts, and with equal siblings."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from lenvm_kernels.types import ScoredCandidates
 
 OPTIONS: dict[str, list[Any]] = _inputs.DRAFTS | {
     "columns": [1, 2, 4, 8],
-    "padding": ["no out", "0", "1", "5"],  # requests beyond those with drafts
+    "padding": ["no out", "0", "1", "5"],  # requests beyond the requests with drafts
     "slices": [False, True],
 }
 
@@ -30,7 +30,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     counts = draws.integers("counts", rows, nodes, low=0, high=columns)
     counts = torch.where(draws.chance("not scored", rows, nodes, of=0.3), 0, counts)
     counts = torch.where(draws.chance("nothing scored", rows, of=0.2)[:, None], 0, counts)
-    # Nothing is scored at absent nodes.
+    # No candidates are scored at absent nodes.
     counts[:count, 1:] *= (drafts.token_ids >= 0).cumprod(dim=1)
     counts[count:, 1:] = 0
     positions = draws.integers("positions", rows, nodes, low=0, high=100_000)

@@ -53,7 +53,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         arguments["residual"] = normal("residual", rows, width + 2 * padding)[:, :width]
     if options["norm"] and options["square_sums"]:
         others = draws.uniform("square_sums", rows, square_sums_shape(0, size)[0], low=0.5, high=2.0)
-        # Different from the sums of x, to detect recomputation.
+        # Not the sums of x, to detect recomputation.
         arguments["square_sums"] = padded_rows(sums_of_squares(x) * others.T.float(), padding)
     if options["broken"]:
         x.copy_(poisoned(draws, rows, x, of=0.2))
@@ -75,10 +75,10 @@ def compare(given: CallInputs, result: Result) -> list[Difference]:
     actual, *sums_out = (x[: given.rows] for x in by_row(given, result).values())
     tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
-    # A row with an infinity or NaN has no finite result. The order of the sums decides between infinity and NaN.
+    # A row with an infinity or NaN has no finite result. Whether it is infinity or NaN depends on the order of the sum.
     broken = ~given.arguments["x"][: given.rows].isfinite().all(1)[:, None]
     expected = torch.where(broken & ~actual.isfinite(), actual.double(), expected)
-    # The sums are of the rounded result.
+    # Sums of the rounded result.
     sums, of_sums = sums_of_squares(actual.double()).T, TOLERANCE["embed_tokens"][torch.float32]
     found = [beyond("the result", actual, expected, tolerance)]
     return found + [beyond("the sums of its squares", x, sums, of_sums) for x in sums_out]

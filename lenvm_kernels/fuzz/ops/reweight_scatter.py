@@ -21,19 +21,19 @@ from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
 
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT)
-# Modes whose probabilities are compared where an answer is subtracted from the lengths, which leaves few digits. Cases
-# by hand have the other modes.
+# Modes that are compared if an answer is subtracted from the lengths, which costs precision. The other
+# modes are covered by cases computed by hand.
 ANSWERED = (Mode.UNGUIDED, Mode.VALUE_BIAS, Mode.EQ, Mode.GE, Mode.LE)
-# Error of a root as a share of the range of values. It moves the probabilities in proportion to their sensitivity,
-# which is large where values are clustered. Targets, exponents, and lengths from which an answer is subtracted have the
-# fp32 relative errors below.
+# Error of a root as a share of the range of values. It changes the probabilities in proportion to their sensitivity,
+# which is large for clustered values. Targets, exponents, and lengths after subtraction of an answer have the fp32
+# relative errors below.
 ROOT_SHARE = 4e-6
 FP32_MAX = torch.finfo(torch.float32).max
 TARGET_WIDTH = LENGTH_WIDTH = 2.0**-21
 EXPONENT_ERROR = 1e-6
-# Guaranteed error of the expected value for every row that is tilted to a target, however hard.
+# Guaranteed error of the expected value for all rows that are tilted to a target.
 EXPECTED_VALUE_ERROR = 1e-5
-# Value logits of rows with an answer are multiples of it, so that fp32 differences keep their order.
+# Value logits of rows with an answer are multiples of this step, so that fp32 differences keep their order.
 ANSWERED_STEP = 2.0**-6
 
 READS = ("token_ids", "probs", "status", "lost_mass")  # fields of the candidates
@@ -85,7 +85,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     eos = torch.where(eos_column >= 0, ids.gather(1, eos_column.clamp(min=0)), -2)
     eos = torch.where((eos_column < -k) & (eos_column % 2 == 0), 0, eos)
     columns["eos_token_ids"] = eos.int()
-    # So may one or two tokens that end the span.
+    # One or two tokens that end the span may also be candidates.
     end_column = draws.integers("span end column", rows, 2, low=-3 * k, high=k - 1)
     ends = torch.where(end_column >= 0, ids.gather(1, end_column.clamp(min=0)), -2)
     columns["span_end_token_ids"] = torch.nn.functional.pad(ends, (0, MAX_SPAN_ENDS - 2), value=-2)
@@ -149,7 +149,7 @@ def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Te
 
 
 def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """As :func:`usual_rows`, rows that are hard to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7."""
+    """As :func:`usual_rows`, but hard to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7."""
 
     def uniform(name, low=0.0, high=1.0, *shape):
         return draws.uniform(name, rows, *shape, low=low, high=high)
@@ -200,7 +200,7 @@ class Requests:
         return cls(candidates, value_logits.double(), table, options)
 
     def column(self, name: str) -> Tensor:
-        """fp64 ``[B, 1]``: a column of the table."""
+        """A column of the table, fp64 ``[B, 1]``."""
         return getattr(self.table, name).double()[:, None]
 
     def reference(self, width: float) -> tuple[Tensor, Tensor]:
@@ -268,7 +268,7 @@ def values_of(requests: Requests) -> Tensor:
 
 
 def is_as_near(requests: Requests, guided: Tensor, expected: Tensor) -> Tensor:
-    """bool ``[B]``: requests of mode ``eq`` whose candidate is as near the target as the expected one within fp32."""
+    """bool ``[B]``: requests of mode ``eq`` with a candidate as near the target as expected, within fp32."""
     lengths, target = lengths_of(requests), requests.column("target_length")
     if "generated" in requests.options:
         target = target - requests.column("counts_down") * requests.options["generated"].double()[:, None]
@@ -283,8 +283,8 @@ def is_as_near(requests: Requests, guided: Tensor, expected: Tensor) -> Tensor:
 def conditioning(requests: Requests, v: Tensor, expected: Tensor) -> Tensor:
     """``[B, K]``: error of tilted probabilities due to ROOT_SHARE and to fp32 exponents.
 
-    An error of ``E[w]``, the expected share of the range of values, moves ``p_i`` by ``p_i |w_i - E[w]| / Var[w]``
-    times the error; an error of its exponent, by ``p_i`` times the error.
+    An error of ``E[w]``, the expected share of the range of values, changes ``p_i`` by ``p_i |w_i - E[w]| / Var[w]``
+    times the error; an error of its exponent changes it by ``p_i`` times the error.
     """
     listed, is_there = expected > 0, requests.candidates.probs > 0  # an expected probability may underflow in fp64
     low = torch.where(is_there, v, 2.0).amin(1, keepdim=True)
@@ -314,7 +314,7 @@ OPERATOR = Operator(
     compare=compare,
     most_rows=lambda options: min(65_536, 2**26 // (options["vocab"] + 32 * options["columns"])),
     row_work=row_work,
-    # The interpreter takes as long for a tile of 8,192 candidates as for one of 64; a compiler would take minutes.
+    # The interpreter is as fast with tiles of 8,192 candidates as with 64; a compiler would take minutes.
     constants={"large tiles, small slices": {"TILE": 8192 if INTERPRETED else 128, "SLICE": 256}},
     free=FREE | {"table_rows": "int32"},
     reads={"candidates": READS, "table": ops.ReweightColumns._fields},

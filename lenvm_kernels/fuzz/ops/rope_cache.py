@@ -1,8 +1,8 @@
-"""``rope_cache``: heads, norms and cache layouts, absent rows, tokens that are not cached.
+"""``rope_cache``: heads, norms and cache layouts, absent rows, uncached tokens.
 
 fp32 is compared with the reference in fp64. For bf16 and fp16, the roundings of the norm are part of the definition, so
-the reference computes in the same dtype. Kernel and reference then differ in the last bits of fp32, which rarely flips
-a rounding, an error of one ulp.
+the reference computes in the same dtype. Kernel and reference then differ in the last bits of fp32, which rarely
+changes a rounding by one ulp.
 """
 
 from typing import Any
@@ -101,8 +101,8 @@ def expected_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotated(what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Difference:
-    """Compare relative to the length of each rotated pair, which a rotation preserves, while one of the two numbers may
-    come close to 0."""
+    """Compare relative to the length of each rotated pair, because rotation preserves it and one number of a pair may
+    be close to 0."""
     first, second = expected.double().chunk(2, dim=-1)
     length = torch.hypot(first, second).clamp(min=1e-3).repeat(1, 1, 2)
     return beyond(what, actual.double() / length, expected.double() / length, TOLERANCE["rope_cache"][dtype])

@@ -1,6 +1,6 @@
 """``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with different filters.
 
-Requests of a step are of every status, due or not, with and without a known next token."""
+Requests of a step have every status, are due or not, and have a known or unknown next token."""
 
 import math
 from copy import deepcopy
@@ -89,7 +89,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
 
 
 def table_options(case: Case, device: torch.device, x: Tensor) -> dict[str, Any]:
-    """The guidance of requests with the scores ``x``, and what the end of an output depends on."""
+    """The guidance of requests with the scores ``x``, and the arguments for ends of outputs."""
     options, draws, rows = case.options, case.draws(device), case.rows
     width, vocab = options["max_eos"] + MAX_SPAN_ENDS, x.shape[1]
     # Some ends are invalid, some are duplicates. In half of the rows, one is near the id of the best token.
@@ -157,7 +157,7 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
         "huge": largest / 3 * x,
         "tiny": x - 80,
         "mostly nothing": torch.where(draws.chance("nothing", rows, vocab, of=0.98), -INF, x),
-        # probabilities are powers of 1/2: a sum may meet top_p exactly
+        # probabilities are powers of 1/2, so that a sum may equal top_p
         "halves": -math.log(2.0) * draws.integers("halves", rows, vocab, low=0, high=12),
     }
     of_rows = (torch.where(choice == i, of_kind[name], 0.0) for i, name in enumerate(kinds))
@@ -192,7 +192,7 @@ def compare(given: CallInputs, result: Result) -> list[Difference]:
         differs("token_ids", found.token_ids, token_ids),
         beyond("probs", found.probs, probs, tolerance),
         differs("rows marked as broken", found.lost_mass.isnan(), expected.broken),
-        # The difference from 1 has the error of everything subtracted.
+        # The difference from 1 has the error of all subtracted terms.
         beyond("lost_mass", found.lost_mass, lost_mass, (0.0, sum(tolerance))),
         differs("status before the choice", status, expected.status.where(settled, status)),
         *_differences_of_choice(given, result, found._replace(status=status)),
@@ -200,7 +200,7 @@ def compare(given: CallInputs, result: Result) -> list[Difference]:
 
 
 def _differences_of_choice(given: CallInputs, result: Result, found: Candidates) -> list[Difference]:
-    """Differences from the choice of scored candidates among the candidates that were found."""
+    """Differences in the choice of scored candidates among the selected candidates."""
     if "scored" not in given.arguments:
         return []
     arguments: dict[str, Any] = deepcopy({name: given.arguments.get(name) for name in STEP_OPTIONS})

@@ -19,7 +19,7 @@ OPTIONS: dict[str, list[Any]] = {
     "dtype": ["float32", "bfloat16", "float16"],
     "norm": [False, True],
     "norm_eps": [EPS, 0.1],
-    "square_sums": [False, True],  # this and rows_not_there only with a norm
+    "square_sums": [False, True],  # square_sums and rows_not_there only with a norm
     "fp32_vectors": [False, True],
     "row_padding": [0, 16, 3],
     "token_rows": ["none", "int32", "int64"],

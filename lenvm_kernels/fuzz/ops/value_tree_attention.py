@@ -69,7 +69,7 @@ class Inputs:
     def with_trees(self, trees: list[list[int]], elsewhere: int = -1) -> Inputs:
         """The same requests with one tree each: each candidate's parent as a candidate index, or any other number.
 
-        ``elsewhere`` is the number of delta tokens and padding, which have no parents.
+        ``elsewhere`` is written for delta tokens and padding, which have no parents.
         """
         parents = torch.full((len(self.q),), elsewhere, dtype=torch.int32)
         for end, tree in zip(self.q_offsets[1:].tolist(), trees, strict=True):
@@ -98,12 +98,12 @@ def make_inputs(
     rows: Sequence[int] | None = None,
     longest: int | None = None,
 ) -> Inputs:
-    """Random inputs in an engine's layout: q, k, v are slices of one projection, keys and values are interleaved in the
-    cache, pages are scattered, and requests use shuffled rows of a wider table.
+    """Random inputs in an engine's layout: q, k and v are slices of one projection, keys and values are interleaved in
+    the cache, pages are scattered, and requests use shuffled rows of a wider table.
 
     Args:
         rows: ids of the requests. If None, 0, 1, 2 and so on.
-        longest: cached tokens that a table row must be able to hold. If None, the cached tokens of the longest request.
+        longest: capacity of a table row in cached tokens. If None, the cached tokens of the longest request.
     """
     draws = Draws(seed, device)
     requests = draws.rows(len(cached) if rows is None else rows)
@@ -180,7 +180,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
 
 
 def _among_nan(x: Tensor, more: int) -> Tensor:
-    """The same ``[tokens, heads, D]`` values with larger strides of tokens and heads, and NaN between."""
+    """The numbers ``[tokens, heads, D]`` with larger strides of tokens and heads, and NaN between."""
     wider = torch.nn.functional.pad(x.contiguous(), (0, more, 0, more // 2), value=float("nan"))
     return wider[:, : x.shape[1], : x.shape[2]]
 

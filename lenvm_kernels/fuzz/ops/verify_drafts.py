@@ -1,4 +1,4 @@
-"""``verify_drafts``: draws that follow the drafts for many tokens, few tokens, or not at all."""
+"""``verify_drafts``: draws that follow the drafts for many, few or no tokens."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     drafts = draw_drafts(draws, rows, options)
     width = options["drafts"]
-    # At most nodes, one of the drafts that follow the node is drawn.
+    # At most nodes, a draft that follows the node is drawn.
     drawn = draws.choose("drawn", rows, 1 + width, values=[*VOCABULARY[:DRAFTED], 999, -1, -2])
     follows = draws.chance("follows", rows, 1 + width, of=0.8)
     for j in range(width):

@@ -1,20 +1,20 @@
-"""Ragged linear: ``y = act(W norm(x) + b) + r`` over the first rows of x, whose number is read from device memory.
+"""Ragged linear: ``y = act(W norm(x) + b) + r`` over the first rows of x; their number is read from device memory.
 
-The matmul of the value model's layers (projections of a Qwen2 or Llama decoder layer), fused with what surrounds it:
+The matmul of the value model's layers (projections of a Qwen2 or Llama decoder layer) with fused prologue and epilogue:
 
     y = inv_rms(x) * (x W^T) + b        inv_rms(x) = 1 / sqrt(mean(x^2) + eps), or 1
     y = silu(gate) * up + r             with swiglu: gate and up are the two halves of the columns of y
 
 cuBLAS takes the number of rows from the host, so a CUDA graph captured for the maximum always computes all rows. It
-also chooses tiles and splits by the number of rows, so a row's bits change with the batch. Here, launches depend on
-shapes only, programs without live rows exit at once, and a row's reduction order is the same in any tile.
+also chooses tiles and splits by the number of rows, so a row's bits change with the batch. Here, launches depend only
+on shapes, programs without live rows exit at once, and a row's reduction order is the same in any tile.
 
 RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row. The factor needs
-the row's sum of squares. The call that stores a row also stores the sums of squares of its groups of columns, and the
-next call adds them in order.
+the row's sum of squares: the call that stores a row also stores the sums of squares of its column groups, and the next
+call adds them in order.
 
 Long sums are split over programs, and a second launch adds the parts in order. If the last program of a tile added
-them, most of the GPU would wait for a few programs: measured on an H200, 2.7 times as long for 384 rows.
+them, most of the GPU would wait for a few programs: measured on an H200, it takes 2.7 times as long for 384 rows.
 """
 
 import functools
@@ -46,26 +46,26 @@ from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 # A long sum over few columns is split over more programs; for few rows, at most one per multiprocessor.
 # - down (N = 1536, K = 8960, 28 MB, 8 us of HBM), 5 * 24 programs. Measured on an H200 with 3, 4, 5 and 8 parts: 13.5,
 #   11.2, 10.0 and 10.0 us for 6 rows, and 94, 116, 104 and 105 us for 1,536.
-# - A probe's projection (N = 256, K = 10752), 28 * 4 programs: more parts, up to K / N, with which all parts of a row
-#   have as many numbers as the row of x. Not measured.
+# - A probe's projection (N = 256, K = 10752), 28 * 4 programs: more parts, up to K / N, at which all parts of a row
+#   together are as large as the row of x. Not measured.
 SPLIT_FROM = 3840
 MANY_SPLITS, MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 32, 132
 SPLIT_STEP = 64  # a split's columns are a multiple of this, for any dtype
-# Piece of the result per program that adds parts. Measured on an H200: 384 rows take 31 us with 4, 36 us with 8, 39 us
+# Tile of the result per program that adds parts. Measured on an H200: 384 rows take 31 us with 4, 36 us with 8, 39 us
 # with 16.
 ADD_ROWS, ADD_COLUMNS = 4, SQUARES_GROUP
 MULTIPROCESSORS = 132
-# GPUs on which all TILES use one matmul instruction. Others (sm_100, AMD) choose it by the tile, which could change a
-# row's bits: there, the tile is chosen for a fixed number of rows.
+# GPUs on which all TILES use one matmul instruction. On others (sm_100, AMD), the instruction depends on the tile,
+# which could change a row's bits, so the tile is chosen for a fixed number of rows.
 ONE_INSTRUCTION = ("sm_8", "sm_90", "sm_12")
 FIXED_ROWS = 384
-NUM_WARPS_SM_100 = 4  # of narrow tiles: with eight, they spill
-# Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn:
-# exiting thousands of programs without live rows would take longer than a small batch's work.
+NUM_WARPS_SM_100 = 4  # for narrow tiles, which spill with eight
+# Maximum programs of a launch, four per multiprocessor. With more tiles, each program processes several in turn,
+# because exits of thousands of programs without live rows would take longer than a small batch's work.
 MAX_PROGRAMS = 528
-MAX_SMALL_PROGRAMS = 2048  # of the launch that adds parts; a multiprocessor holds 16: one wave suffices
+MAX_SMALL_PROGRAMS = 2048  # for the launch that adds parts: one wave, 16 per multiprocessor
 # Bytes of a row of x per block of products, whole cache lines. Blocks and splits determine the order of a row's sums.
-# Both constants depend on the weight alone, so that a row's result is bitwise identical in any batch and any tile.
+# Both depend only on the weight, so that a row's result is bitwise identical in any batch and any tile.
 BLOCK_K_BYTES = 128
 
 
@@ -78,11 +78,11 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Tiles by size, the largest first. For each k, a tile fetches one number per row and per column from L2, which bounds
-# most launches: on an H200, 128 x 256 reaches 71 % of the tensor cores' rate, 128 x 128 53 %, 128 x 64 35 %. A launch
-# therefore uses the tile with which a multiprocessor fetches least, and the largest of equal ones.
+# Tiles, the largest first. For each k, a tile fetches one number per row and per column from L2, which limits most
+# launches: on an H200, 128 x 256 reaches 71 % of the tensor cores' rate, 128 x 128 53 %, 128 x 64 35 %. A launch uses
+# the tile with the fewest fetches per multiprocessor, and the largest of several such tiles.
 #
-# sm_90, 16-bit: 64 rows are the least of its matmul instruction. Measured on an H200: gate_up (N = 2 * 8960) of 192
+# sm_90, 16-bit: its matmul instruction has at least 64 rows. Measured on an H200: gate_up (N = 2 * 8960) of 192
 # rows takes 30 us with 64 x 256, and 44 us without that tile.
 TILES_SM_90 = (
     Tile(128, 256, num_warps=8, num_stages=4),
@@ -105,14 +105,14 @@ TILES = (
     Tile(16, 128, num_warps=4, num_stages=3),
     Tile(16, 64, num_warps=4, num_stages=8),
 )
-# Up to this many rows are in one tile: smaller ones would read the weight once per 16 or 32 rows.
+# Up to this number of rows are in one tile, because smaller tiles would read the weight once per 16 or 32 rows.
 FEW_ROWS = 64
-# Bytes of the weight that a launch prefetches before the previous launch has ended: about 3 us of HBM bandwidth. Much
-# more might delay the first loads of the matmul.
+# Bytes of the weight that a launch prefetches before the previous launch has ended: about 3 us of HBM bandwidth. More
+# might delay the first loads of the matmul.
 PREFETCH_BYTES = 10_000_000
 
 
-# Tensors that the matmul reads and writes, except slices of larger tensors. The parts are fp32 [SPLITS, T, N].
+# Tensors of the matmul, except slices of larger tensors. The parts are fp32 [SPLITS, T, N].
 LinearTensors = namedtuple("LinearTensors", "out x weight bias residual partial")
 LinearStrides = namedtuple("LinearStrides", "x residual")  # row strides
 
@@ -134,7 +134,7 @@ def _ragged_linear_kernel(
     STRIDE_WEIGHT: tl.constexpr,  # row stride; a constant saves many address registers
     SPLITS: tl.constexpr,
     SPLIT_LEN: tl.constexpr,  # columns of x per split, a multiple of BLOCK_K
-    PREFETCH_LEN: tl.constexpr,  # columns of a split whose weights a program prefetches while it waits
+    PREFETCH_LEN: tl.constexpr,  # columns of a split that a program prefetches while it waits
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -149,8 +149,8 @@ def _ragged_linear_kernel(
     rows = _live_rows(num_rows_ptr, T)
     row_blocks = tl.cdiv(rows, BLOCK_M)
     tiles = row_blocks * COLUMN_BLOCKS * SPLITS
-    # Registers are scarce, so nothing is hoisted out of the loop over tiles. num_stages=1: if a sum is a single block
-    # of products, Triton would otherwise pipeline this loop, which takes too much memory.
+    # Registers are scarce, so nothing is hoisted out of the loop over tiles. num_stages=1, because Triton would
+    # otherwise pipeline this loop if a sum is a single block of products, which takes too much memory.
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
         # Row blocks vary fastest: concurrent programs share few columns of W, so that HBM is read once.
         block_m = tile % row_blocks
@@ -162,8 +162,8 @@ def _ragged_linear_kernel(
         x_rows = ptr.x + m.to(tl.int64)[:, None] * stride.x
         weight_rows = ptr.weight + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * STRIDE_WEIGHT
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        # The tiles of x must feed only the matmul. A second use in this loop, such as their sum of squares, makes
-        # Triton (3.6 to 3.9) allocate one buffer too few: the next copy overwrites a tile that a wgmma still reads.
+        # The tiles of x must feed only the matmul. With a second use in this loop, such as their sum of squares, Triton
+        # (3.6 to 3.9) allocates one buffer too few: the next copy overwrites a tile that a wgmma still reads.
         for start in range(0, SPLIT_LEN, BLOCK_K):
             k = split * SPLIT_LEN + start + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0)
@@ -210,7 +210,7 @@ def _add_parts_kernel(
 
 
 def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
-    """Number of parts that sums over ``size`` products are split into, for a weight of ``columns`` rows."""
+    """Number of parts of sums over ``size`` products, for a weight of ``columns`` rows."""
     if swiglu or size < SPLIT_FROM:
         return 1
     programs = MAX_SPLIT_PROGRAMS // ceil_div(columns, TILES[-1].block_n)
@@ -227,23 +227,23 @@ def split_len(size: int, splits: int) -> int:
 def fetching_least(
     tiles: tuple[Tile, ...], rows: int, columns: int, splits: int, swiglu: bool, multiprocessors: int
 ) -> Tile:
-    """The tile with which the busiest multiprocessor fetches the fewest numbers for each k."""
+    """The tile with the fewest numbers fetched per k by the busiest multiprocessor."""
 
     def fetched(tile: Tile) -> int:
         count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
         return ceil_div(count, multiprocessors) * (tile.block_m + tile.block_n)
 
     def fits(tile: Tile) -> bool:
-        """Whether it holds few rows at once, no smaller tile does, and its columns are whole groups of squares."""
+        """Whether few rows fit into the tile and into no smaller one, and its columns are whole groups of squares."""
         is_full = rows > tile.block_m // 2 or tile.block_m == tiles[-1].block_m
         is_large = tile.block_m >= min(rows, FEW_ROWS)
         return is_full and is_large and tile.block_n >= (2 if swiglu else 1) * SQUARES_GROUP
 
-    return min(filter(fits, tiles), key=fetched)  # the first, i.e. largest, of equal ones
+    return min(filter(fits, tiles), key=fetched)  # the first of equal tiles, i.e. the largest
 
 
 def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
-    """The tile of a launch with about ``rows`` rows and a weight of ``dtype``. It changes no bit of the result."""
+    """The tile for about ``rows`` rows and a weight of ``dtype``. The result is bitwise identical with any tile."""
     name = architecture()
     if dtype.itemsize == 2 and name in ("sm_90", ""):  # without a GPU, the interpreter uses the tiles of sm_90
         return fetching_least(TILES_SM_90, rows, columns, splits, swiglu, MULTIPROCESSORS)
@@ -255,7 +255,7 @@ def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch
 
 
 def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.dtype]]) -> list[int]:
-    """Row counts that together compile every kernel that linear layers need for any count up to ``most``.
+    """Row counts that together compile all kernels of linear layers with up to ``most`` rows.
 
     Args:
         most: maximum number of rows.
@@ -269,7 +269,7 @@ def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.d
 
 
 def prefetch_len(weight: Tensor, splits: int, split_len: int) -> int:
-    """Columns of each split whose weights a launch prefetches while it waits for the previous launches."""
+    """Columns of each split that a launch prefetches while it waits for the previous launches."""
     bytes_of_column = weight.shape[0] * splits * weight.element_size()
     return min(split_len, PREFETCH_BYTES // bytes_of_column)
 
@@ -312,7 +312,7 @@ def launch_linear(out: Tensor, given):  # out is in the dtype of x, or fp32
         LinearStrides(x.stride(0), with_row_stride(residual)[1]),
         *(num_rows, *with_row_stride(square_sums), *with_row_stride(square_sums_out), norm_eps, tokens),
     )
-    # The compiler might fuse different products and additions in different tiles.
+    # Otherwise the compiler might fuse different products and additions in different tiles.
     options = dict(K=size, N=outputs, SPLITS=splits, enable_fp_fusion=False, **overlapping())
     _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
         *operands,
@@ -330,15 +330,15 @@ def launch_linear(out: Tensor, given):  # out is in the dtype of x, or fp32
     )
     if splits > 1:
         pieces = ceil_div(tokens, ADD_ROWS) * ceil_div(outputs, ADD_COLUMNS)
-        # AMD's warps are twice as wide: with 4 of them, a thread would load 16 bits at a time.
+        # AMD's warps are twice as wide; with 4 of them, a thread would load 16 bits at a time.
         options |= dict(ROWS=ADD_ROWS, COLUMNS=ADD_COLUMNS, num_warps=2 if architecture() == "hip" else 4)
         _add_parts_kernel[(min(pieces, MAX_SMALL_PROGRAMS),)](*operands, **options)
 
 
 def check_options(norm_eps: float | None, square_sums: Tensor | None, expected_rows: int | None) -> float | None:
-    """Check options that :func:`value_head` passes on, and return ``norm_eps`` as a float."""
+    """Check options shared with :func:`value_head`, and return ``norm_eps`` as a float."""
     if norm_eps is None and square_sums is not None:
-        raise ValueError("square_sums belong to the norm: norm_eps must be passed as well")
+        raise ValueError("square_sums needs norm_eps, got None")
     if expected_rows is not None:
         check_int("expected_rows", expected_rows, 0)
     if norm_eps is None:
@@ -363,28 +363,28 @@ def ragged_linear(
 ) -> Tensor:  # [T, N]
     """Linear layer over the first ``num_rows`` rows, with RMSNorm before it and SwiGLU and a residual after it.
 
-    The number of rows is read from device memory, so that a CUDA graph captured for the maximum costs only the rows in
-    use. A row's result is bitwise identical in any batch and at any index. ``expected_rows`` selects one of at most
-    eight tiles, each of which is compiled once per shape and row stride of a weight.
+    The number of rows is read from device memory, so that a CUDA graph captured for the maximum only computes the rows
+    in use. A row's result is bitwise identical in any batch and at any index. ``expected_rows`` selects one of at most
+    eight tiles, each compiled once per shape and row stride of a weight.
 
     Args:
-        x: [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
+        x: [T, K], fp32, bf16 or fp16 (also fp64 on the reference). Rows may be strided.
         weight: [N, K], stored as in ``nn.Linear`` (out, in), in the dtype of ``x``. With ``swiglu``, [2 N, K]: N gate
             rows, then N up rows. Rows may be strided.
-        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x`` or fp32. The norm does not scale it. If ``None``, 0.
+        bias: [N] ([2 N] with ``swiglu``), in the dtype of ``x`` or fp32; not scaled by the norm. If ``None``, 0.
         num_rows: int32 [1]; number of rows, clamped to 0 .. T. Rows from it on are neither read nor written. If
             ``None``, all T.
         norm_eps: divide ``x`` by its root mean square first: ``W (x / sqrt(mean(x^2) + norm_eps))``. The norm's weight
             ``w`` must be folded into ``weight``, as ``W diag(w)``. If ``None``, no norm.
         swiglu: whether to return ``silu(gate) * up`` of the two halves of the columns.
-        residual: [T, N], the dtype of ``x``; added to the result before the only rounding. Rows may be strided. If
+        residual: [T, N], in the dtype of ``x``; added to the result before rounding. Rows may be strided. If
             ``None``, 0.
         square_sums: fp32 [ceil(K / 64), T], with ``norm_eps``; sums of squares of ``x`` over 64 columns each,
-            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. If ``None``, operators of
-            PyTorch compute bitwise identical sums of all T rows first.
+            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. If ``None``, PyTorch operators
+            compute bitwise identical sums for all T rows.
         square_sums_out: fp32 [ceil(N / 64), T], written; the same sums for the result as rounded. Rows may be strided.
             Columns from ``num_rows`` on are not written.
-        expected_rows: approximate number of rows for which the launch is optimized. It changes no bit of the result. If
+        expected_rows: approximate number of rows for which the launch is optimized; the result is bitwise identical. If
             ``None``, T.
         backend: ``auto``, ``triton`` or ``reference``.
 
@@ -406,7 +406,7 @@ def ragged_linear(
     operands, swiglu = (x, weight, bias, num_rows, square_sums, residual, square_sums_out), bool(swiglu)
     backend, sizes = _SPEC.check(backend, *operands, sizes={"swiglu": int(swiglu)})
     if swiglu and sizes["rows"] % 2:
-        raise ValueError(f"weight must have an even number of rows, gate and up, got shape {list(weight.shape)}")
+        raise ValueError(f"weight must have an even number of rows (gate and up), got shape {list(weight.shape)}")
     norm_eps = check_options(norm_eps, square_sums, expected_rows)
     out = torch.empty(sizes["T"], sizes["rows"] // (1 + swiglu), dtype=x.dtype, device=x.device)
     return launch_linear(backend, out, *operands, norm_eps, swiglu, expected_rows)

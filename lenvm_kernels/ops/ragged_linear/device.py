@@ -1,4 +1,4 @@
-"""Device functions of :mod:`lenvm_kernels.ops.ragged_linear`: everything but the loop over products."""
+"""Device functions of :mod:`lenvm_kernels.ops.ragged_linear`: everything except the loop over products."""
 
 import triton
 import triton.language as tl
@@ -17,8 +17,8 @@ def _live_rows(num_rows_ptr, T):
 
 @triton.jit
 def _sums_of_squares(x):  # fp32 [ROWS, COLUMNS] -> fp32 [ROWS, COLUMNS / GROUP]
-    """Sums of squares of each group of columns. Pairs of neighbours are added until one number is left: every addition
-    has two operands, so that no layout, and hence no tile, can change its result."""
+    """Sums of squares of each group of columns. Pairs of neighbours are added until one number is left: each addition
+    has two operands, so the result does not depend on the layout or the tile."""
     ROWS: tl.constexpr = x.shape[0]
     GROUPS: tl.constexpr = x.shape[1] // GROUP
     sums = x * x
@@ -43,7 +43,7 @@ def _first(first_row, first_column, N: tl.constexpr):
 
 @triton.jit
 def _weight_row(column, N: tl.constexpr, SWIGLU: tl.constexpr):
-    """Row of the weight for a column. With SwiGLU, gate and up are interleaved, so that one thread holds both."""
+    """Row of the weight for a column. With SwiGLU, gate and up are interleaved, so that one thread has both."""
     return column // 2 + column % 2 * N if SWIGLU else column
 
 
@@ -59,8 +59,8 @@ def _prefetch_weight(
     PREFETCH_LEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Prefetch the beginning of the weight for the program's first tile, assuming one row block, because the number of
-    rows is not known yet. With more blocks, the prefetched weights belong to another program's tile, which is fine."""
+    """Prefetch the beginning of the weight for the program's first tile. The number of rows is not known yet, so one
+    row block is assumed; with more blocks, another program uses the prefetched weights."""
     COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
     LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
     split = tl.program_id(0) % SPLITS
@@ -127,7 +127,7 @@ def _sum_parts(
     """fp32 [ROWS, COLUMNS]: the parts of sums, added in the order of the splits.
 
     Four neighbours form a separate dimension, so that neighbouring threads load neighbouring blocks of 16 bytes. In the
-    layout of the result, it would load 32 bytes in two instructions, each of which would waste half of every sector.
+    result's layout, a thread would load 32 bytes in two instructions, each of which would waste half of every sector.
     """
     m = tl.arange(0, ROWS)[:, None, None]
     n = 4 * tl.arange(0, COLUMNS // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]

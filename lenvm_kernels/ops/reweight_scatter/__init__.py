@@ -23,11 +23,11 @@ from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _refere
 from lenvm_kernels.reference.reweight_scatter import scatter_probs as _scatter_reference
 from lenvm_kernels.types import Candidates, GuidanceColumns
 
-# Candidates per program, two per lane of its one warp. A program iterates until its last request has converged, and 256
-# candidates spill registers.
+# Candidates per program, two per lane of its warp. A program iterates until its last request has converged, and with
+# 256 candidates registers spill.
 TILE = 64
 SLICE = 16_384  # elements of [B, V] zeroed per program of the scatter. Not measured.
-# The slowest of a million requests took 43: hard_rows(10_000, 8, seed 0 to 99) in tests/ops/test_reweight_scatter.py.
+# The slowest of a million requests takes 43: hard_rows(10_000, 8, seed 0 to 99) in tests/ops/test_reweight_scatter.py.
 MAX_STEPS = tl.constexpr(64)
 
 
@@ -109,7 +109,7 @@ _SCATTERED = {"guided_probs": Tensor, "candidates": Candidates, "modes": Tensor,
 
 @operator(reference=_scatter_reference, takes=_SCATTERED, name="scatter_probs")
 def scatter_probs(out: Tensor, given):
-    """Write guided probabilities into the rows of ``out``, see :func:`reweight_scatter`. Checks no argument."""
+    """Write guided probabilities into the rows of ``out``, see :func:`reweight_scatter`. Arguments are not checked."""
     guided_probs, candidates, modes, table_rows = given
     (requests, vocab), columns = out.shape, guided_probs.shape[1]
     if requests == 0:
@@ -148,23 +148,23 @@ def reweight_scatter(
 ) -> Tensor:
     """Compute the candidates' guided probabilities; with ``probs``, also write them into the rows of ``[B, V]``.
 
-    Every request has its own mode, scale, target and end-of-sequence tokens. The scale of ``near``, ``ge_near`` and
-    ``le_near`` is their strength, at least 0. A request of status ``SINGLE`` returns its one candidate. Requests that
-    are unguided or skipped, by status or by mode, return ``q`` and leave ``probs`` unchanged. A guided request with a
-    value logit that is not finite returns ``q``. It increments ``table.faults``, and so does a request with broken
-    scores. A request whose expected value is below its ``value_min`` also returns ``q``, but is not counted.
+    Each request has its own mode, scale, target and end-of-sequence tokens. The scale of ``near``, ``ge_near`` and
+    ``le_near`` is their strength, at least 0. A request with status ``SINGLE`` returns its only candidate. Requests
+    that are unguided or skipped, by status or by mode, return ``q`` and leave ``probs`` unchanged. A guided request
+    with a non-finite value logit returns ``q``. It increments ``table.faults``, as does a request with broken scores. A
+    request with an expected value below ``value_min`` also returns ``q``, but is not counted.
 
     Args:
         candidates: result of :func:`topk_candidates`; ``B`` requests, ``K`` columns.
-        value_logits: fp32 ``[B, K]``; raw value logits, ``v = sigmoid(z)``. Ignored in padding and, in every mode but
-            ``value_bias``, for end-of-sequence candidates, whose value is 0. If None, ``table.target_logit`` is the
-            value logit of every candidate.
+        value_logits: fp32 ``[B, K]``; raw value logits, ``v = sigmoid(z)``. Ignored in padding and for end-of-sequence
+            candidates, which have the value 0 in all modes except ``value_bias``. If None, ``table.target_logit`` is
+            the value logit of every candidate.
         table: guidance parameters of ``R`` requests.
         table_rows: int32 or int64 ``[B]``; row of each request in the table. If None, request i has row i.
         generated: int32 ``[B]``; tokens generated so far, for targets that are totals. If None, 0.
-        text_breaks: int8 ``[S]``; the :class:`TextBreak` of each token of the vocabulary, see :func:`text_breaks_of`.
-            For the near constraints, a token that ends a sentence uses the nearer of its predicted length and one more
-            token, because the output can end after it, provided it has at least 1/50 of the largest probability. If
+        text_breaks: int8 ``[S]``; the :class:`TextBreak` of each token of the vocabulary (:func:`text_breaks_of`). For
+            the near constraints, a token that ends a sentence and has at least 1/50 of the largest probability uses its
+            predicted length or a length of one more token, whichever is nearer, because the output can end after it. If
             None, no token ends a sentence.
         probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous. The rows of guided and ``SINGLE`` requests are
             overwritten with the candidates' guided probabilities, 0 elsewhere.
@@ -174,14 +174,14 @@ def reweight_scatter(
         fp32 ``[B, K]``, 0 in padding.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance, topk_candidates
         >>> request = dict(top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
         >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **request, max_candidates=2)
         >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 9, "op": "le"})], [{2}], "cpu").columns
-        >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output: the shortest
+        >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output, the shortest choice
         tensor([[0., 1.]])
     """
     operands = (candidates, value_logits, table, table_rows, generated, text_breaks)

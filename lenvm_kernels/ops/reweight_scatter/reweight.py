@@ -1,11 +1,12 @@
 """Device functions of :mod:`lenvm_kernels.ops.reweight_scatter`: guided probabilities of a tile of requests.
 
-fp32 is precise enough because values are never subtracted. A request works in shares of its range, ``w = (v - min v) /
-range`` and ``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. Derived numbers
-are measured from the nearer end: exponents from the favoured end, deviations from the end near the mean. Newton steps
-guarded by a bracket find the root of ``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly linear
-in the tails of more. Relative distances are measured from the smallest, so that no strength underflows all weights, and
-equally near candidates keep the ratios of ``q``. Every mode is computed for every request, to avoid divergence.
+fp32 is precise enough because values are never subtracted. Values are represented as shares of a request's range, ``w =
+(v - min v) / range`` and ``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``.
+Derived numbers are measured from the nearer end: exponents from the favoured end, deviations from the end near the
+mean. Newton steps guarded by a bracket find the root of ``logit E[w]``, which is linear in ``lambda`` for two
+candidates and nearly linear in the tails of more. Relative distances are measured from the smallest, so that no
+strength underflows all weights, and equally near candidates keep the ratios of ``q``. All modes are computed for all
+requests, to avoid divergence.
 """
 
 import triton
@@ -16,7 +17,7 @@ from lenvm_kernels.types import Mode, Status, TextBreak
 
 # Accepted error of logit E[w]: at most 1e-6 of the request's range, and within the resolution of fp32 logarithms.
 _ROOT_TOLERANCE = tl.constexpr(4e-6)
-# The smallest normal fp32. A smaller literal would be fp64 in Triton, and promote its operands.
+# The smallest normal fp32. A smaller literal would be fp64 in Triton and promote its operands.
 _SMALLEST = tl.constexpr(2.0**-126)
 _BIG = tl.constexpr(2.0**127)
 _EOS_Z = tl.constexpr(-(2.0**127))
@@ -80,7 +81,7 @@ def _request_min(x):
 @triton.jit
 def _tilt(log_q, w, top_w, active, tilt):
     """Weights ``q exp(tilt w)`` up to a constant per request; the largest is 1."""
-    # Measured from the favoured end, so that differences there keep their digits.
+    # Measured from the favoured end, so that differences there are precise.
     exponent = tl.where(tilt > 0, -tilt * top_w, tilt * w)
     logit = tl.where(active, log_q + exponent, -_BIG)
     return tl.where(active, tl.exp(logit - _request_max(logit)), 0.0)
@@ -92,9 +93,9 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved, MAX_S
 
     A request stops when it has converged, so its result does not depend on the other requests.
 
-    Every thread evaluates the loop condition from its own copies of the sums, and the loop has barriers, so the copies
-    must be bitwise identical. Fusing a product with the first addition of a cross-thread sum would break this. Launches
-    therefore set ``enable_fp_fusion=False``; `bench.codegen` checks the instructions.
+    Each thread evaluates the loop condition from its own copies of the sums, and the loop has barriers, so the copies
+    must be bitwise identical. Fusing a product with the first addition of a cross-thread sum would break this, so
+    launches set ``enable_fp_fusion=False``; `bench.codegen` checks the instructions.
     """
     target_logit = tl.log(target_w) - tl.log(target_top_w)
     tilt = target_w * 0.0
@@ -104,14 +105,14 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved, MAX_S
         weight = _tilt(log_q, w, top_w, active, tilt)
         total, bottom_part, top_part = _request_sum(weight), _request_sum(weight * top_w), _request_sum(weight * w)
         mean, top_mean = top_part / total, bottom_part / total
-        # Measured from the end near the mean, where the difference keeps its digits. At a mean of 1 - 1e-30, the
+        # Measured from the end near the mean, where the difference is precise. At a mean of 1 - 1e-30, the
         # rounding error of w - mean would dominate the variance.
         deviation = tl.where(mean > 0.5, top_mean - top_w, w - mean)
         variance = _request_sum(weight * deviation * deviation) / total
         error = tl.log(top_part) - tl.log(bottom_part) - target_logit  # +-inf once a part underflows
         low, high = tl.where(error < 0, tilt, low), tl.where(error < 0, high, tilt)
 
-        # d(logit mean) / d(tilt) = variance / (mean (1 - mean)). Towards an open side, a step has limited reach.
+        # d(logit mean) / d(tilt) = variance / (mean (1 - mean)). Towards an open side, the step size is limited.
         # Between bounds, a Newton step is taken only if the last step halved the error; otherwise steps may oscillate.
         newton = tilt - error * (mean * top_mean) / variance
         reach = 8 * tl.abs(tilt) + 8
@@ -133,7 +134,7 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved, MAX_S
 
 @triton.jit
 def _relative_distance(length, least, most, mode):
-    """``ln(least / length)`` below, ``ln(length / most)`` above; 0 between, and on a side the mode leaves free."""
+    """``ln(least / length)`` below, ``ln(length / most)`` above; 0 between and on a side without constraint."""
     is_below, is_above = (mode != _LE_NEAR) & (length < least), (mode != _GE_NEAR) & (length > most)
     ratio = tl.div_rn(tl.where(is_below, least, length), tl.where(is_below, length, most))
     return tl.where(is_below | is_above, tl.log(tl.minimum(ratio, _BIG)), 0.0)
@@ -150,7 +151,7 @@ def _remaining_of_target(target, tolerance, counts_down, generated):
 
 @triton.jit
 def _load_value_logits(value_logits_ptr, stride_request, request, column, table, stride, table_row, mask):
-    """The value logits of candidates; without a tensor, every candidate has the value of the request's target."""
+    """The value logits of candidates. Without a tensor, all candidates have the value of the request's target."""
     if value_logits_ptr is None:
         return tl.load(table.target_logit + table_row * stride.target_logit + 0 * column, mask=mask, other=0.0)
     else:
@@ -160,7 +161,7 @@ def _load_value_logits(value_logits_ptr, stride_request, request, column, table,
 @triton.jit
 def _reweight(request, valid, inputs, options, K: tl.constexpr, MAX_STEPS: tl.constexpr):
     """(table row, token ids, guided probabilities, whether the request is a fault) of a tile of ``[REQUESTS, 1]``
-    requests. Results of requests that are not valid are not stored. ``MAX_STEPS`` limits the root search."""
+    requests. Results of invalid requests are not stored. ``MAX_STEPS`` limits the root search."""
     candidates, value_logits_ptr, stride_value_logits_request, table, stride = inputs
     table_rows_ptr, generated_ptr, text_breaks_ptr, S, E = options
     table_row = request
@@ -262,14 +263,14 @@ def _reweight(request, valid, inputs, options, K: tl.constexpr, MAX_STEPS: tl.co
     tilt = tl.where(mode == _CENTERED_EXP, scale * span, tilt)
 
     weight = _tilt(log_q, w, top_w, active, tilt)
-    # Measured from the favoured logit as in _tilt: the rounding error of a product of large numbers would be visible.
+    # Measured from the favoured logit as in _tilt, to avoid the rounding error of products of large numbers.
     favoured = tl.where(
         scale > 0, _request_max(tl.where(active, raw_z, -_BIG)), _request_min(tl.where(active, raw_z, _BIG))
     )
 
-    # Relative distances |ln((l + 2) / (r + 2))|, with lengths in nats, which overflow for no gamma. The least and most
-    # tokens are clamped to the range of the candidates. This shifts all distances by the same amount, and keeps the
-    # distances from an unreachable target small, where they have more digits. Quotients are clamped to 2**127.
+    # Relative distances |ln((l + 2) / (r + 2))|, with lengths in nats, which do not overflow for any gamma. The least
+    # and most tokens are clamped to the range of the candidates. This shifts all distances equally, and keeps the
+    # distances from an unreachable target small and precise. Quotients are clamped to 2**127.
     candidate_nats, two_tokens = _softplus(z), 2 * nats_per_token
     length = candidate_nats + two_tokens
     earliest = length  # alternative length of a candidate that may end the output
@@ -295,7 +296,7 @@ def _reweight(request, valid, inputs, options, K: tl.constexpr, MAX_STEPS: tl.co
     result = tl.div_rn(weight, tl.maximum(_request_sum(weight), _SMALLEST))
     result = tl.where((tilts_to_target & unmoved) | equally_near, q, result)
 
-    # Hard constraints choose the candidate of least cost. Ties go to the most probable candidate, then to the first.
+    # Hard constraints choose the candidate with the lowest cost, then the most probable, then the first.
     cost = tl.where(mode == _EQ, tl.abs(candidate_nats - nats), z)
     largest = ((mode == _GE) & (remaining > 0)) | (is_soft & above_range)
     cost = tl.where(active, tl.where(largest, -z, cost), _BIG)

@@ -4,15 +4,14 @@
 by at most ``top_p`` of the mass and have ``p >= min_p max(p)``. Source: section 1 of the specification; the candidate
 selection of the LenVM fork of SGLang.
 
-Two launches. The first streams the scores once and stores the maximum and the sum of exponentials of every tile of 128
-tokens. The K best tokens are in the K tiles with the largest maxima, because a token of any other tile has K better
-ones. The second launch, with one program per request, adds the sums and rereads these tiles to extract the tokens.
-No reduction order depends on the number of requests.
+There are two launches. The first streams the scores once and stores the maximum and the sum of exponentials of every
+tile of 128 tokens. The K best tokens are in the K tiles with the largest maxima, because every token of another tile is
+below K maxima. The second launch, with one program per request, adds the sums and rereads these tiles to extract the
+tokens. No reduction order depends on the number of requests.
 
-For a step, the second launch also decides which candidates the value model scores: candidates of all requests that are
-reweighted. A request with a ``value_stride`` is reweighted at the steps at which it is due, and whenever one of its
-candidates would end it. If predicted lengths are requested without reweighting, only the next token is scored, provided
-it is known.
+In a step, the second launch also decides which candidates the value model scores: the candidates of all reweighted
+requests. A request with a ``value_stride`` is reweighted at the steps at which it is due, and when a candidate would
+end it. If lengths are requested without reweighting, only the next token is scored, if it is known.
 """
 
 from collections import namedtuple
@@ -31,19 +30,19 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
 from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, StepRequests
 
-# A thread of the second launch then holds 64 tile maxima: 168 of 255 registers on sm_90 with 8 candidates, no spill.
+# A thread of the second launch then stores 64 tile maxima: 168 of 255 registers on sm_90 with 8 candidates, no spill.
 MAX_VOCAB = 1_048_576
 
 # Tokens per tile: four per lane of a warp in fp32, eight per lane of half a warp in 16 bits, so that both reductions
 # are shuffles without a barrier. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth (67 % with a
 # cold L2 cache), and 7.1 us at B 1; each further candidate takes 1.3 us (88 us with 64). Other sizes of tiles and
-# programs have not been measured.
+# programs are not measured.
 TILE = 128
 # Bytes read by a program of the first launch. Half the size would double the overhead of starting programs; twice the
-# size would leave more multiprocessors idle at B = 1. It must not depend on the batch: Triton 3.6 would distribute a
-# tile with a vocab_mask differently over threads.
+# size would leave more multiprocessors idle at B = 1. Must not depend on the batch, because Triton 3.6 would distribute
+# a tile with a vocab_mask differently over threads.
 PROGRAM_BYTES = 8192
-# In scores. If the vocabulary is a multiple of it, every row of a contiguous tensor begins at a multiple.
+# Alignment in scores. If the vocabulary is a multiple of it, all rows of a contiguous tensor are aligned.
 ALIGNMENT = 16
 
 
@@ -53,8 +52,8 @@ CandidateColumns = namedtuple(
 )
 
 
-# The row stride of a batch of one is arbitrary. ALIGNMENT, not the stride, therefore determines the width of loads, and
-# thereby which thread adds which numbers.
+# The row stride of a batch of one is arbitrary, so ALIGNMENT determines the width of loads, and thereby which thread
+# adds which numbers.
 @kernel(specialized="tile_max_ptr tile_sum_ptr scores_ptr mask_ptr addresses_ptr V")
 def _scan_kernel(
     tile_max_ptr,  # [B, tiles]
@@ -156,7 +155,7 @@ def _launch(out: Candidates, given):
         TILE=TILE,
         TILES=next_power_of_2(tiles),
         num_warps=4 if columns <= 16 else 8,
-        # Fusing a product with an addition across threads would give the threads different entropies.
+        # Otherwise a product fused with an addition across threads would give the threads different entropies.
         enable_fp_fusion=False,
     )
 
@@ -199,53 +198,53 @@ def topk_candidates(
     backend: str = "auto",
     validate: bool = True,
 ) -> Candidates:
-    """Select each request's candidate tokens by top-k, then top-p, then min-p, plus tokens that end the output.
+    """Select each request's candidate tokens by top-k, top-p and min-p, in this order, plus tokens that end the output.
 
-    Tokens are ordered by score, ties by token id. The first token always stays. A token of probability 0 or logit -inf
-    is never a candidate. A broken request (NaN or +inf among its scores, no token to choose, or a temperature that is
-    not finite) becomes unguided and is marked in ``lost_mass``. It does not affect other requests.
+    Tokens are ordered by score, ties by token id. The first token is always kept. A token with probability 0 or logit
+    -inf is never a candidate. A broken request (NaN or +inf in the scores, no selectable token, or a non-finite
+    temperature) becomes unguided and is marked in ``lost_mass``. Other requests are not affected.
 
     A request's parameters in ``table`` add to its filters:
 
-    - A token of ``ending_token_ids`` is a candidate if its probability is at least ``min_end_prob``, regardless of
-      ``top_k``, ``top_p`` and ``min_p``, and no candidate otherwise. If all columns are taken, it replaces the least
-      probable other candidate. The most probable token that does not end the output always stays, so that the output
-      can continue. inf disables these rules. Ids outside the vocabulary are ignored.
+    - A token of ``ending_token_ids`` is a candidate if and only if its probability is at least ``min_end_prob``,
+      regardless of ``top_k``, ``top_p`` and ``min_p``. If all columns are in use, it replaces the least probable other
+      candidate. The most probable token that does not end the output is always kept, so that the output can continue.
+      inf disables these rules. Ids outside the vocabulary are ignored.
     - ``least_share`` is the lower bound of the request's ``min_p``.
-    - Beyond ``due_length`` generated tokens, ``min_end_prob`` halves with each tenth of it, and with each hundredth
-      from 1.5 times of it on. The further past its target a request is, the less probable an end it accepts.
+    - Beyond ``due_length`` generated tokens, ``min_end_prob`` halves with each tenth of ``due_length``, and from 1.5
+      times of it on with each hundredth, so that less probable ends are accepted the later a request is.
     - A request is skipped if the entropy of its renormalised candidates is at or below ``entropy_threshold``.
 
     With ``scored``, the call also decides which candidates the value model scores in a step. A request that is not due
-    and that no candidate ends then gets the status ``NOT_DUE`` instead of ``GUIDE``.
+    and has no candidate that ends it then gets the status ``NOT_DUE`` instead of ``GUIDE``.
 
     Args:
         scores: fp32, bf16 or fp16 ``[B, V]``, V up to 1,048,576; probabilities or logits. Rows may be strided.
-        top_k: int32 ``[B]``, or one number for all requests; number of tokens to keep. ``<= 0`` or ``>= V`` is no
+        top_k: int32 ``[B]``, or one number for all requests; number of tokens to keep. ``<= 0`` or ``>= V`` means no
             limit. The list never exceeds ``max_candidates``.
-        top_p: fp32 ``[B]`` or a number, in (0, 1]; a token stays while the mass before it is ``<= top_p``.
-        min_p: fp32 ``[B]`` or a number, in [0, 1]; a token stays while its probability is ``>= min_p`` times the
+        top_p: fp32 ``[B]`` or a number, in (0, 1]; a token is kept while the mass before it is ``<= top_p``.
+        min_p: fp32 ``[B]`` or a number, in [0, 1]; a token is kept while its probability is ``>= min_p`` times the
             largest.
         max_candidates: K, columns per request, a power of two up to 64.
-        temperature: fp32 ``[B]`` or a number, only with logits. Below 1e-6 a request is greedy: one candidate. None: 1.
-        is_logits: whether ``scores`` are logits, whose softmax at the request's temperature gives the probabilities.
-        guided: bool ``[B]``. Unguided requests are not read, and their results are empty. If None, all are guided.
+        temperature: fp32 ``[B]`` or a number, only with logits; default 1. Below 1e-6, a request is greedy.
+        is_logits: whether ``scores`` are logits; probabilities are their softmax at the request's temperature.
+        guided: bool ``[B]``. Unguided requests are not read and have empty results. If None, all are guided.
         vocab_mask: int32 ``[B, ceil(V / 32)]``, bit 1 = allowed, token ``t`` is bit ``t % 32`` of word ``t // 32`` (as
             packed by xgrammar). Applied before everything else.
         addresses: int64 ``[4]`` of :func:`begin_step`; addresses and row strides of the scores and of the mask, for
-            CUDA graphs. ``scores`` and ``vocab_mask`` then only give dtype and shape, and are not read. Kernels only.
+            CUDA graphs. ``scores`` and ``vocab_mask`` then only give dtype and shape. Not on the reference.
         is_aligned: with ``addresses``, whether each row begins at a multiple of 16 elements, and the first at 16 bytes.
         table: guidance parameters of ``R`` requests. If None, only the filters apply.
         table_rows: int32 or int64 ``[B]``; row of each request in the table. If None, request i has row i.
         generated: int32 ``[B]``; number of generated tokens, for ``due_length``. If None, 0.
-        text_breaks: int8 ``[S]``; the :class:`TextBreak` of each token of the vocabulary, see :func:`text_breaks_of`.
+        text_breaks: int8 ``[S]``; the :class:`TextBreak` of each token of the vocabulary (:func:`text_breaks_of`).
             ``min_end_prob`` is multiplied by 1/10,000 after the end of a sentence, by 1/10 after the end of a line, and
             by 100 elsewhere. If None, it is not scaled.
-        last_tokens: int32 or int64 ``[B]``; required with ``text_breaks``, the token before each request's scores.
+        last_tokens: int32 or int64 ``[B]``; the token before each request's scores, required with ``text_breaks``.
         requests: result of :func:`begin_step`; required with ``scored``.
         drawn: int32 ``[B]``; next tokens that are not drawn from the candidates, negative if unknown. If None, unknown.
-        sample: whether the next token of a request with a single candidate is that candidate.
-        score_all: whether to score the candidates of all requests, reweighted or not.
+        sample: whether a single candidate becomes the next token.
+        score_all: whether to score the candidates of all requests, also without reweighting.
         step: int64 ``[1]``; :attr:`StepHistory.step`, incremented if ``scored`` has a row. If None, no history is kept.
         scored: contiguous :class:`ScoredCandidates` ``[B, K]``, written. If None, the candidates are only selected.
         backend: ``auto``, ``triton`` or ``reference``.
@@ -256,7 +255,7 @@ def topk_candidates(
         :class:`Candidates`.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, the value and what is accepted.
+        TypeError, ValueError: an argument does not match its description. Raised before any launch.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 3.0, 1.0]])

@@ -1,5 +1,5 @@
-"""Second launch of :mod:`lenvm_kernels.ops.topk_candidates`: the best tokens of the best tiles, the filters, and the
-choice of the candidates that the value model scores."""
+"""Second launch of :mod:`lenvm_kernels.ops.topk_candidates`: extracts the best tokens of the best tiles, filters them,
+and chooses the candidates that the value model scores."""
 
 import triton
 import triton.language as tl
@@ -56,7 +56,7 @@ def _exponent_scale(temperature_ptr, request):
 
 @triton.jit
 def _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, ALIGNMENT):
-    """The scores and the mask, with their row strides, at the addresses that a step has stored, unless None.
+    """The scores and the mask, with their row strides, at the addresses stored by a step, unless None.
 
     Rows begin at multiples of ALIGNMENT elements, which determines the width of loads.
     """
@@ -89,13 +89,13 @@ def _load_scores(scores_ptr, stride_scores_request, mask_ptr, stride_mask_reques
 def _store_scored(
     scored, requests, drawn_ptr, sample, request, tokens, count, status, K: tl.constexpr, SCORE_ALL: tl.constexpr
 ):
-    """Store the tokens of a request that the value model scores: its candidates, or only its next token."""
+    """Store the tokens of a request that the value model scores: the candidates, or only the next token."""
     column = tl.arange(0, K)
     is_guide = status == _GUIDE
     next_token = tl.full([], -1, tl.int32)
     if drawn_ptr is not None:
         next_token = tl.load(drawn_ptr + request)
-    only_token = tl.max(tokens, axis=0)  # if there is one candidate, because padding is -1
+    only_token = tl.max(tokens, axis=0)  # the single candidate, because padding is -1
     next_token = tl.where((status == _SINGLE) & (sample != 0), only_token, next_token)
     alone = tl.load(requests.wants_length + request) & (is_guide == 0) & (next_token >= 0)
     scored_count = tl.where(alone, 1, tl.where(is_guide | SCORE_ALL, count, 0))
@@ -126,7 +126,7 @@ def _filter_kernel(
     requests,  # StepRequests or None
     drawn_ptr,  # int32 [B] or None
     step_ptr,  # int64 [1] or None, written
-    sample,  # whether the candidates are drawn from
+    sample,  # whether tokens are drawn from the candidates
     scores_ptr,  # [B, V]
     stride_scores_request,
     mask_ptr,  # [B, ceil(V / 32)] or None
@@ -188,8 +188,8 @@ def _filter_kernel(
         end = tl.load(table.ending_token_ids + table_row * stride.ending_token_ids + slot, mask=slot < E, other=-1)
         is_token = (end >= 0) & (end < V)
         num_ends = tl.sum(is_token.to(tl.int32), axis=0)
-    # The best tiles in order, until no token of the next one passes min_p. Only tokens that end the output can
-    # precede the first token that continues it, which is always a candidate.
+    # The best tiles in order, until no token of the next tile passes min_p. Only tokens that end the output can precede
+    # the first token that continues it, which is always a candidate.
     least_score = min_p * _MARGIN if IS_LOGITS else min_p * best * _MARGIN
     keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
     chosen = tl.full([K], -1, tl.int32)
@@ -214,7 +214,7 @@ def _filter_kernel(
     room = K  # columns for tokens that do not end the output
     is_alone = True  # whether all tokens taken so far end the output
     if table is not None:
-        # End tokens that are candidates regardless of the filters. They take at most all columns but one.
+        # End tokens that are candidates regardless of the filters. They take at most all columns except one.
         end_score = _load_scores(*scores, request, end, is_token, IS_LOGITS)
         end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
         if text_breaks_ptr is not None:
@@ -237,8 +237,8 @@ def _filter_kernel(
         room = K - tl.sum((end_keys != _NO_KEY).to(tl.int32), axis=0)
     tokens, probs = tl.full([K], -1, tl.int32), tl.zeros([K], tl.float32)
     count, mass = 0, 0.0
-    removed = 0.0  # probability of ends that the filters keep and that are too improbable
-    # The extra round after K checks whether the next token would have been kept, i.e. whether K cut the list.
+    removed = 0.0  # probability of ends that pass the filters but not min_end_prob
+    # The extra round after K checks whether the next token would have been kept, i.e. whether K truncates the list.
     cut_by_columns = False
     most = tl.minimum(sought, K + 1)
     k = 0
@@ -251,7 +251,7 @@ def _filter_kernel(
         p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
         keep = (k < limit) & (score > nothing) & (mass + removed <= top_p) & (p >= min_p * first)
         keep = usable & (keep | (k == 0))
-        goes_on = keep  # the filters reject every token after the first one that they reject
+        goes_on = keep  # the filters reject every token after the first rejected one
         if k < K:
             taken = keep
             if table is not None:

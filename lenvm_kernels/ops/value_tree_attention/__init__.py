@@ -6,11 +6,11 @@ all cached tokens, to the new tokens ``t <= j`` with ``t < d``, and to itself:
     out[j] = sum_t softmax_t(sm_scale * q[j] . k[t]) v[t]
 
 The mask follows from ``C``, ``d`` and ``n`` and is never materialized (tree attention of LenVM, arXiv 2604.27039). If
-candidates have parents, the sum also includes a candidate's ancestors: a tree of drafts as in speculative decoding.
+candidates have parents, the sum also includes a candidate's ancestors, as in trees of speculative decoding.
 
-A query tile packs neighbouring tokens of one request with all query heads that share a key/value head. The cached
-prefix is split over programs, as in flash-decoding; the last program to finish merges the splits, in order. Splits,
-tiles and block sizes depend on the request and the row's place in it, never on the batch: a request's result is bitwise
+A query tile packs neighbouring tokens of a request with all query heads that share a key/value head. The cached prefix
+is split over programs, as in flash-decoding; the last program to finish merges the splits, in order. Splits, tiles and
+block sizes depend on the request and the row's place in it, not on the batch, so a request's result is bitwise
 identical in any batch. The plan lists the work: an item is one split of one tile.
 """
 
@@ -39,8 +39,8 @@ from lenvm_kernels.ops.value_tree_attention.plan import (
 )
 from lenvm_kernels.reference.value_tree_attention import value_tree_attention as _reference
 
-# Maximum programs of a launch, about four times what 132 multiprocessors hold. The slot table allows far more splits
-# than most requests have, and a launch sized for all of them would spend more time on idle programs than on attention.
+# Maximum programs of a launch, about four times the capacity of 132 multiprocessors. The slot table allows far more
+# splits than most requests have, and a launch sized for all of them would mostly start idle programs.
 MAX_PROGRAMS = 1024
 MAX_HEAD_DIM = 256
 # Offsets within a query tile are 32-bit.
@@ -50,7 +50,7 @@ MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
 MERGE_COLUMNS = tl.constexpr(32)
 
 
-# The partial results are fp32 [max splits, Hkv, W, Hq / Hkv, D], their sums [max splits, Hkv, W, Hq / Hkv] to base 2.
+# Partial results are fp32 [max splits, Hkv, W, Hq / Hkv, D]; their sums [max splits, Hkv, W, Hq / Hkv] to base 2.
 AttentionTensors = namedtuple(
     "AttentionTensors", "out q k_new v_new k_cache v_cache slot_table parents plan partial_out partial_lse"
 )
@@ -69,7 +69,7 @@ def _load_rows(ptr, row, stride, d, mask):
 
 @triton.jit
 def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N]: pages of a block of cached keys, or rows of a block of new keys, which follow the cached blocks."""
+    """[BLOCK_N]: pages of a block of cached keys, or rows of a block of new keys after the cached blocks."""
     is_new = block >= cached_blocks
     key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.load(pages_ptr + key // PAGE_SIZE, mask=(key < cached) & (block < cached_blocks), other=first_row + key)
@@ -79,8 +79,8 @@ def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: t
 def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
     """One step of the online softmax: ``k`` and ``v`` [BLOCK_N, BLOCK_D], ``visible`` [1 | BLOCK_M, BLOCK_N].
 
-    Every row starts from its own key or sees a key in its first block (a cached token, or delta token 0), so its
-    maximum is finite from then on, and no difference of infinities can arise."""
+    Each row starts from its own key or from a visible key in its first block (a cached token, or delta token 0), so its
+    maximum is finite from then on, and differences of infinities cannot occur."""
     scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(running_max, tl.max(scores, axis=1))
@@ -94,7 +94,7 @@ def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
 @triton.jit
 def _parent_row(row, parents_ptr, first_candidate_row):
     """Rows of the parents of candidates, -1 for no parent; row -1 has none. For any contents of ``parents``, a parent
-    is an earlier candidate of the same request, so that every walk terminates within its request."""
+    is an earlier candidate of the same request, so that each walk terminates within its request."""
     parent = tl.load(parents_ptr + row, mask=row >= 0, other=-1)
     return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
 
@@ -122,7 +122,7 @@ def _merge_splits(
 ):
     """Merge the results of a tile's splits in order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
 
-    Loads bypass L1, which may not contain the writes of other programs."""
+    Loads bypass L1, because it may lack the writes of other programs."""
     m = tl.arange(0, BLOCK_M)
     s = tl.arange(0, MAX_SPLITS)[None, :]
     lse = tl.load(
@@ -140,7 +140,7 @@ def _merge_splits(
         offset = (m * HEAD_DIM)[:, None] + column[None, :]
         acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
         # Loads of four splits are in flight at once. Software pipelining would copy them through shared memory and
-        # wait. Measured on an H200 (B 64, 2,048 cached tokens), the attention takes 110 us with it and 63 us without.
+        # wait: measured on an H200 (B 64, 2,048 cached tokens), the attention takes 110 us with it and 63 us without.
         where = (splits, partial_out_ptr, partial_lse_ptr, stride_split, offset, is_row, is_column)
         for split in tl.range(0, splits, 4, num_stages=1):
             lse_a, x_a = _load_partial(split, *where, HEAD_DIM)
@@ -194,7 +194,7 @@ def _value_tree_attention_kernel(
         first_block = split * cached_blocks // splits
         end_block = (split + 1) * cached_blocks // splits
         end_block += tl.where(is_last_split, tl.cdiv(delta_end, BLOCK_N), 0)
-        # Page numbers are loaded one block ahead, so that the loads of keys and values do not wait for them.
+        # Page numbers are loaded one block ahead, so that loads of keys and values do not wait for them.
         pages_ptr = ptr.slot_table + table_row.to(tl.int64) * stride.table_row
         page = _load_pages(pages_ptr, first_block, cached_blocks, cached, first_row, PAGE_SIZE, BLOCK_N)
 
@@ -216,7 +216,7 @@ def _value_tree_attention_kernel(
         )
 
         # A candidate's own key and value initialize its softmax, in the last split, like delta. Its score is one
-        # element of a matmul with the tile's keys, which no neighbouring candidate can change. The branch frees the
+        # element of a matmul with the tile's keys, which neighbouring candidates cannot change. The branch frees the
         # shared memory of these keys for the stages of the loop over key blocks.
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_token = tl.arange(0, BLOCK_TOKENS)
@@ -233,9 +233,9 @@ def _value_tree_attention_kernel(
         running_sum = tl.where(is_self, 1.0, 0.0)  # [BLOCK_M]
         acc = v_self.to(tl.float32)  # [BLOCK_M, BLOCK_D]
 
-        # Ancestors are added one by one, outside of the matmuls, because they differ between the rows. The rows of the
-        # tile ascend together; rows without a further ancestor stay bitwise unchanged. Delta tokens have a finite
-        # maximum (0) here, so that no difference of infinities can arise.
+        # Ancestors are added one by one, outside of the matmuls, because they differ between rows. The rows of the tile
+        # ascend together; rows without another ancestor stay bitwise unchanged. Delta tokens have a finite maximum (0)
+        # here, so that differences of infinities cannot occur.
         if ptr.parents is not None:
             first_candidate_row = first_row + delta
             ancestor = _parent_row(tl.where(is_self & is_row, row, -1), ptr.parents, first_candidate_row)  # [BLOCK_M]
@@ -282,7 +282,7 @@ def _value_tree_attention_kernel(
             tl.store(out_ptr[:, None] + d[None, :], acc.to(ptr.out.dtype.element_ty), mask=store_mask)
         else:
             # Request ``i`` owns workspace rows from ``min(q_offsets[i], i * SPLIT_TILES * TOKENS)`` on: enough for its
-            # tokens that can be split, and in total no more rows than tokens.
+            # tokens that can be split, and in total at most one row per token.
             workspace_row = tl.minimum(first_row, request * (SPLIT_TILES * TOKENS)) + first_token
             first_partial = (kv_head.to(tl.int64) * workspace_rows + workspace_row) * GROUP
             stride_split = tl.num_programs(0).to(tl.int64) * workspace_rows * GROUP
@@ -298,19 +298,19 @@ def _value_tree_attention_kernel(
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Block sizes, warps and pipeline stages. In bf16 and fp16, only D 256 spills on the GPUs of :mod:`bench.codegen`.
-    On sm_90, shared memory and registers hold two programs per multiprocessor up to D 128. Measured on an H200 (D 128,
-    B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. On other GPUs, a block of 64 keys at D 128, or more
-    stages, would spill or exceed the shared memory.
+    On sm_90, a multiprocessor can run two programs up to D 128. Measured on an H200 (D 128, B 64, 2,048 cached tokens),
+    8 warps take 88 us instead of 63 us. On other GPUs, a block of 64 keys at D 128, or more stages, would spill or
+    exceed the shared memory.
 
     Raises:
         RuntimeError: an AMD GPU with a Triton version that needs an environment variable for it."""
     if architecture() == "hip" and triton.__version__.startswith("3.6.") and triton.knobs.amd.use_buffer_ops:
         raise RuntimeError(
-            "value_tree_attention: Triton 3.6 fails to compile it for AMD's GPUs with buffer operations; set "
-            "AMDGCN_USE_BUFFER_OPS=0, or take Triton 3.7"
+            "value_tree_attention: Triton 3.6 cannot compile it for AMD GPUs with buffer operations; set "
+            "AMDGCN_USE_BUFFER_OPS=0, or install Triton 3.7"
         )
     block_d = max(16, next_power_of_2(head_dim))
-    if dtype == torch.float32:  # full fp32 has no tensor cores: operands are in registers, more for wider heads
+    if dtype == torch.float32:  # full fp32 has no tensor cores; operands are in registers, more for wider heads
         warps = max(8, block_d // 8)
         return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=warps, num_stages=2)
     on_sm_90 = architecture() in ("sm_90", "")  # "" is the interpreter
@@ -404,28 +404,28 @@ def value_tree_attention(
     Cached token ``t`` of request ``i`` is in slot ``slot_table[table_rows[i], t // page_size] * page_size + t %
     page_size``. Slots and table entries past ``cached_lens[i]`` are never read. The cache is not written.
 
-    Launch and workspace sizes depend on tensor shapes only, so CUDA graphs can capture it. A request's result is
-    bitwise independent of the other requests of the batch, and a candidate's of all candidates but its ancestors.
+    Launch and workspace sizes depend only on tensor shapes, so CUDA graphs can capture the call. A request's result is
+    bitwise independent of other requests in the batch, and a candidate's result of all candidates except its ancestors.
 
     Args:
-        q: queries, fp32, bf16 or fp16 (fp64 too with the reference).
-        k_new, v_new: keys and values of the new tokens, same dtype. ``Hq`` is a multiple of ``Hkv``.
-        k_cache, v_cache: keys and values of cached tokens by slot, same dtype.
-        slot_table: a row of pages for each request slot of the engine; with ``page_size=1``, a row of slots.
+        q: queries, fp32, bf16 or fp16 (also fp64 on the reference).
+        k_new, v_new: keys and values of the new tokens, in the dtype of ``q``. ``Hq`` is a multiple of ``Hkv``.
+        k_cache, v_cache: keys and values of cached tokens by slot, in the dtype of ``q``.
+        slot_table: a row of pages per request; with ``page_size=1``, a row of slots.
         table_rows: row of each request in ``slot_table``.
         cached_lens: number of cached tokens of each request, clamped to 0 .. ``max pages * page_size``.
         q_offsets: first new row of each request, starting at 0, then the number of rows in use. Rows of ``out`` from
-            ``q_offsets[B]`` on (padding of a captured graph) are left untouched.
+            ``q_offsets[B]`` on (padding of a captured graph) are not written.
         candidate_lens: number of candidates among the new tokens of each request.
-        parents: row of ``q`` of each candidate's parent. A candidate whose entry is not the row of an earlier candidate
-            of the same request (e.g. -1) follows the delta directly. Entries of delta tokens and padding are ignored.
-            If ``None``, no candidate has a parent.
+        parents: row of ``q`` of each candidate's parent. A candidate with any other entry than an earlier candidate of
+            the same request (e.g. -1) follows the delta. Entries of delta tokens and padding are ignored. If ``None``,
+            no candidate has a parent.
         page_size: slots per page.
         sm_scale: factor on the scores. If ``None``, ``1 / sqrt(D)``.
-        out: result tensor to reuse. If ``None``, allocated, with arbitrary rows from ``q_offsets[B]`` on.
+        out: result tensor to reuse. If ``None``, it is allocated, and rows from ``q_offsets[B]`` on are arbitrary.
         plan: plan of the :class:`RaggedLayout` of the same requests (:func:`lay_out`), which all layers share. If
-            ``None``, it is computed. The kernel takes the requests' rows and lengths from the plan alone.
-        counters: zeros, at least ``num_counters(B, Hkv)``, which are zeros again afterwards. Launches that may overlap
+            ``None``, it is computed. The kernel reads the requests' rows and lengths only from the plan.
+        counters: at least ``num_counters(B, Hkv)`` zeros, which are zeros again afterwards. Launches that may overlap
             must not share them. If ``None``, they are allocated.
         backend: ``auto``, ``triton`` (``D`` up to 256, up to 64 query heads per key/value head, strides of ``q`` and
             ``out`` below 2**25) or ``reference``.

@@ -1,6 +1,6 @@
-"""Work list of :mod:`lenvm_kernels.ops.value_tree_attention`: query tiles, and the splits of keys for each.
+"""Work list of :mod:`lenvm_kernels.ops.value_tree_attention`: query tiles and their splits of keys.
 
-:func:`lenvm_kernels.lay_out` writes the plan of a forward, which all layers share. A call without a plan makes its own.
+:func:`lenvm_kernels.lay_out` writes the plan of a forward, which all layers share. A call without a plan computes one.
 """
 
 import triton
@@ -12,21 +12,21 @@ from lenvm_kernels.ops._device import kernel, wait_for_inputs
 
 # Rows of a query tile: (token, head of the group) pairs. The minimum for sm_90's warp-group matmul (HGMMA).
 BLOCK_M = tl.constexpr(64)
-# Cached tokens per split. Short splits are better for few requests, because they fill the GPU, and long splits for
-# many. Splits must not depend on the batch. Measured on an H200, in us with splits of 256, 512 and 1,024: 2,048 cached
-# tokens take 17, 20, 29 at B 1 and 80, 63, 50 at B 64; 8,192 take 246, 248, 180 at B 64; 512, which only 256 splits,
+# Cached tokens per split. Short splits fill the GPU with few requests, and long splits are better for many requests.
+# Splits must not depend on the batch. Measured on an H200, in us with splits of 256, 512 and 1,024: 2,048 cached tokens
+# take 17, 20, 29 at B 1 and 80, 63, 50 at B 64; 8,192 take 246, 248, 180 at B 64; 512, which is split only with 256,
 # take 14, 16, 16 at B 1, 21, 22, 22 at B 64 and 82, 55, 55 at B 256.
 SPLIT_LEN = tl.constexpr(512)
-# A remainder of at most this many tokens does not get another split.
+# A remainder of at most this number of tokens does not get another split.
 SPLIT_SLACK = tl.constexpr(128)
-# Maximum splits of a request. Bounds the workspace; a request of 8k tokens still fills 16 programs per key/value head.
+# Maximum splits of a request. Limits the workspace; a request of 8k tokens still fills 16 programs per key/value head.
 MAX_SPLITS = tl.constexpr(16)
-# Number of leading tiles of a request that are split. Two hold 1 delta token and 8 candidates even for groups of 8
+# Number of leading tiles of a request that are split. Two contain 1 delta token and 8 candidates even for groups of 8
 # heads. With more, a prompt would need a workspace of its size.
 SPLIT_TILES = tl.constexpr(2)
-# Requests whose items are summed at once by the planning kernel, and items stored at once.
+# Requests for which the planning kernel sums items at once, and items stored at once.
 PLAN_BLOCK = tl.constexpr(256)
-# Numbers per plan item, see load_item; 32 bytes.
+# Numbers per plan item, see load_item; 32 bytes in total.
 ITEM_SIZE = tl.constexpr(8)
 
 
@@ -46,7 +46,7 @@ def num_items(tokens, cached, TILE_TOKENS: tl.constexpr):
 def store_items(
     plan_ptr, first_item, most_items, request, table_row, first_row, tokens, delta, cached, TILE_TOKENS: tl.constexpr
 ):
-    """Store the items of one request: all splits of the first tile, then of the second, then the other tiles."""
+    """Store the items of a request: all splits of the first tile, all splits of the second, then the other tiles."""
     splits = num_splits(cached)
     split_items = tl.minimum(tl.cdiv(tokens, TILE_TOKENS), SPLIT_TILES) * splits
     items = num_items(tokens, cached, TILE_TOKENS)
@@ -73,7 +73,7 @@ def load_item(plan_ptr, item):
 
 @triton.jit
 def _new_and_cached(request, q_offsets_ptr, cached_lens_ptr, num_requests, max_len):
-    """(new tokens, cached tokens) of requests, 0 beyond the last one; at most the tokens that the slot table holds."""
+    """(new tokens, cached tokens) of requests, 0 beyond the last one; at most the capacity of the slot table."""
     exists = request < num_requests
     start = tl.load(q_offsets_ptr + request, mask=exists, other=0)
     end = tl.load(q_offsets_ptr + request + 1, mask=exists, other=0)
@@ -120,7 +120,7 @@ def most_splits(max_len: int) -> int:
 def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
     """(splits, tokens W) of the partial results, fp32 ``[splits, Hkv, W, group, D + 1]``. W is 0 for a single split.
 
-    ``group`` is ``Hq / Hkv``; ``max_len`` is the number of tokens that a row of the slot table can hold."""
+    ``group`` is ``Hq / Hkv``; ``max_len`` is the capacity in tokens of a row of the slot table."""
     splits = most_splits(max_len)
     split_tokens = SPLIT_TILES.value * (BLOCK_M.value // group)
     return splits, min(total_tokens, num_requests * split_tokens) if splits > 1 else 0
@@ -148,7 +148,7 @@ def make_plan(
     group: int,
     max_len: int,
 ) -> Tensor:  # int32 [1 + items, 8]
-    """The plan of one call of :func:`value_tree_attention`; B is at least 1. Rows beyond the items are arbitrary."""
+    """The plan of a call of :func:`value_tree_attention`; B is at least 1. Rows beyond the items are arbitrary."""
     requests = len(table_rows)
     plan = q_offsets.new_empty(plan_shape(total_tokens, requests, group, max_len))
     arguments = (plan, table_rows, cached_lens, q_offsets, candidate_lens, requests, len(plan) - 1, max_len)

@@ -1,4 +1,4 @@
-"""Changes to the engine's processes, each of which imports this module as ``SGLANG_EXTERNAL_MODEL_PACKAGE``."""
+"""Patches for the engine's processes, which import this module as ``SGLANG_EXTERNAL_MODEL_PACKAGE``."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,12 @@ from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.step import GuidedStep
 
-# Called when the batch of a data-parallel rank is padded; this backend of the engine lacks it.
+# Called when the batch of a data-parallel rank is padded, but this backend lacks it.
 TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
 
 
 def fail_on_request(method):
-    """Let a method of the guided step fail on a rank, once, when the file LENVM_TEST_FAIL names both."""
+    """Make a method of the guided step fail once on a rank, both named in the file LENVM_TEST_FAIL."""
     original, file = getattr(GuidedStep, method), Path(os.environ["LENVM_TEST_FAIL"])
 
     def failing(*args, **kwargs):

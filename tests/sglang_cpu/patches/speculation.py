@@ -1,9 +1,9 @@
-"""Speculative decoding in SGLang on a CPU: plain PyTorch in place of the compiled kernels that are missing here.
+"""Speculative decoding in SGLang on a CPU: plain PyTorch instead of compiled kernels.
 
-SGLang 0.5.23 supports this path on CPUs with AMX, by kernels of its CPU build of ``sgl_kernel``. :func:`install`
-replaces the names that the engine has imported from the stub of ``sgl_kernel``, adds two kinds of attention to the
-backend ``torch_native``, and lets the scheduler overlap. The rest is the engine's own code, which on a CPU verifies by
-argmax at any temperature.
+SGLang 0.5.23 supports speculation on CPUs with AMX, with kernels in its CPU build of ``sgl_kernel``. :func:`install`
+replaces the names that the engine imports from the stub of ``sgl_kernel``, adds two kinds of attention to the backend
+``torch_native``, and enables overlap in the scheduler. The rest is the engine's code, which verifies by argmax at any
+temperature on a CPU.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def slots_between(rows, table, starts, ends):
-    """The slots that a table of requests' slots has from one position to another, request after request."""
+    """The slots in a slot table between two positions, request after request."""
     spans = zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
     return torch.cat([table[row, start:end] for row, start, end in spans])
 
 
 def assign_req_to_token_pool(rows, table, starts, ends, slots, _width):
-    """In place of ``assign_req_to_token_pool_cpu``: enter new slots into the table, request after request."""
+    """Replaces ``assign_req_to_token_pool_cpu``: write new slots to the table, request after request."""
     at = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = slots[at : at + end - start].to(table.dtype)
@@ -38,29 +38,29 @@ def assign_req_to_token_pool(rows, table, starts, ends, slots, _width):
 
 
 def assign_extend_cache_locs(rows, table, starts, ends, out, _width):
-    """In place of ``assign_extend_cache_locs_cpu``: the slots that a verified or a moved token's values go to."""
+    """Replaces ``assign_extend_cache_locs_cpu``: the target slots of verified or moved tokens."""
     slots = slots_between(rows, table, starts, ends)
     out[: len(slots)] = slots
 
 
 def assign_draft_cache_locs_contiguous(rows, table, seq_lens, out, _width, topk, steps):
-    """In place of ``assign_draft_cache_locs_contiguous_cpu``: slots for the drafts, branch after branch."""
+    """Replaces ``assign_draft_cache_locs_contiguous_cpu``: slots of the drafts, branch after branch."""
     out.copy_(slots_between(rows, table, seq_lens, seq_lens + topk * steps))
 
 
 def fill_bonus_tokens(accepted, lens, out, _stride):
-    """In place of ``fill_bonus_tokens_cpu``: the last accepted token of every request, from which it goes on."""
+    """Replaces ``fill_bonus_tokens_cpu``: the last accepted token of each request, from which it continues."""
     out.copy_(accepted.gather(1, lens[:, None].long() - 1)[:, 0])
 
 
 def fill_accept_out_cache_loc(index, slots, out):
-    """In place of ``fill_accept_out_cache_loc_cpu``: the slots of the accepted tokens, without gaps."""
+    """Replaces ``fill_accept_out_cache_loc_cpu``: the slots of accepted tokens, without gaps."""
     kept = slots[index[index >= 0].long()]
     out[: len(kept)] = kept
 
 
 def copy_all_layer_kv_cache(addresses, strides, targets, sources):
-    """In place of ``copy_all_layer_kv_cache_cpu``: move the accepted tokens' keys and values, at addresses."""
+    """Replaces ``copy_all_layer_kv_cache_cpu``: move keys and values of accepted tokens, given by address."""
     slots = 1 + int(max(targets.max(), sources.max()))
     for address, stride in zip(addresses.tolist(), strides.tolist(), strict=True):
         memory = (ctypes.c_uint8 * (slots * stride)).from_address(address)
@@ -71,10 +71,10 @@ def copy_all_layer_kv_cache(addresses, strides, targets, sources):
 def build_tree(
     parent_list, chosen, seq_lens, mask, positions, index, next_token, next_sibling, topk, depth, nodes, mode
 ):
-    """In place of ``build_tree_kernel_efficient_cpu``: the attention mask and the links of every tree of drafts.
+    """Replaces ``build_tree_kernel_efficient_cpu``: the attention mask and the links of each tree of drafts.
 
-    Node 0 is the last committed token. Node ``i`` is the draft that was proposed as number ``chosen[i - 1]``: ``topk``
-    at a time, first below the root, then below each draft that ``parent_list`` names.
+    Node 0 is the last committed token. Node ``i`` is the draft with the number ``chosen[i - 1]``: ``topk`` drafts at a
+    time, first below the root, then below each draft in ``parent_list``.
     """
     assert mode == spec_tree.TreeMaskMode.QLEN_ONLY
     sees = torch.eye(nodes, dtype=torch.bool).repeat(len(seq_lens), 1, 1)
@@ -85,7 +85,7 @@ def build_tree(
         parents = parent_list[row].tolist()
         node_of = {number: node for node, number in enumerate(numbers, start=1)}
         parent_of = [None, *(0 if number < topk else node_of[parents[number // topk]] for number in numbers)]
-        for node in range(1, nodes):  # a parent's number is lower than its children's, and the numbers ascend
+        for node in range(1, nodes):  # parents come before their children, and numbers ascend
             sees[row, node] |= sees[row, parent_of[node]]
         link(parent_of, next_token[row], next_sibling[row])
     mask.copy_(sees.flatten())
@@ -93,14 +93,14 @@ def build_tree(
 
 
 def link(parent_of, next_token, next_sibling):
-    """Link every node of a tree to its first child and to its next sibling; -1 stands for none."""
+    """Link each node of a tree to its first child and its next sibling, -1 without one."""
     for node in reversed(range(1, len(parent_of))):
         next_sibling[node] = next_token[parent_of[node]]
         next_token[parent_of[node]] = node
 
 
 def reconstruct_indices_from_tree_mask(mask, seq_lens, positions, index, next_token, next_sibling, batch_size, nodes):
-    """In place of the CUDA kernel of this name, which has no build for a CPU: the links of NGRAM's trees."""
+    """Replaces the CUDA kernel of this name, which has no CPU build: the links of NGRAM's trees."""
     sees = mask.view(batch_size, nodes, nodes).bool() & torch.ones(nodes, nodes).tril(-1).bool()
     index.copy_(torch.arange(index.numel()).view_as(index))
     next_token.fill_(-1)
@@ -121,7 +121,7 @@ def verify_tree_greedy(
     retrive_next_sibling,
     target_predict,
 ):
-    """In place of ``verify_tree_greedy_cpu``: from the root on, follow the child that the base model chose."""
+    """Replaces ``verify_tree_greedy_cpu``: follow the child chosen by the base model from the root on."""
     tokens, best = candidates.tolist(), target_predict.tolist()
     children, siblings = retrive_next_token.tolist(), retrive_next_sibling.tolist()
     for row in range(len(tokens)):
@@ -139,13 +139,13 @@ def verify_tree_greedy(
 
 
 def gather_spec_extras(rows, *tables):
-    """In place of the Triton kernel of this name: rows of the tensors that one step passes to the next."""
+    """Replaces the Triton kernel of this name: rows of tensors that a step passes to the next step."""
     return [None if table is None else table[rows] for table in tables]
 
 
 def attend_to_tree(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-    """In place of ``torch_native``'s attention over prompts, which does not support verification: a draft attends to
-    the committed tokens and to the drafts in the tree's mask. Sliding windows are not supported."""
+    """Replaces ``torch_native``'s attention over prompts, which does not support verification: a draft attends to the
+    committed tokens and to the drafts in the tree's mask. Sliding windows are not supported."""
     if not forward_batch.forward_mode.is_target_verify():
         return attend_to_prompt(self, q, k, v, layer, forward_batch, save_kv_cache)
     assert layer.sliding_window_size is None or layer.sliding_window_size < 0
@@ -170,7 +170,7 @@ attend_to_prompt = TorchNativeAttnBackend.forward_extend
 
 
 class DraftBackend(TorchNativeAttnBackend):
-    """One step's attention of the draft model: every branch attends to the committed tokens and to its own drafts."""
+    """Attention of a step of the draft model: each branch attends to the committed tokens and to its drafts."""
 
     table = seq_lens = None
 
@@ -180,7 +180,7 @@ class DraftBackend(TorchNativeAttnBackend):
 
 
 class DraftBackends:
-    """One backend per draft step; ``torch_native`` has none that drafts in several steps.
+    """One backend per draft step, because ``torch_native`` does not draft in several steps.
 
     The drafts of a branch have ``steps`` separate slots after the committed tokens, in the layout of
     :func:`assign_draft_cache_locs_contiguous`.
@@ -203,13 +203,13 @@ class DraftBackends:
 
 
 def create_decode_backend(factory):
-    """In place of the factory's method, whose list of backends for drafts lacks ``torch_native``."""
+    """Replaces the factory's method, because its list of draft backends lacks ``torch_native``."""
     steps = factory.speculative_num_steps
     return DraftBackends(factory.draft_model_runner, factory.topk, steps) if steps > 1 else None
 
 
 def overlap(self):
-    """Before the draft model is loaded: overlap again, which the engine disables for speculation on a CPU."""
+    """Enable overlap again, which the engine disables for speculation on a CPU, before the draft model is loaded."""
     if not self.server_args.disable_overlap_schedule:  # the requested value, not the resolved one
         get_context().override("tests", disable_overlap_schedule=False)
         self.enable_overlap = self.tp_worker.enable_overlap = True
@@ -240,7 +240,7 @@ def install():
         TorchNativeAttnBackend: {"forward_extend": attend_to_tree},
         DraftBackendFactory: {
             "create_decode_backend": create_decode_backend,
-            "create_draft_extend_backend": lambda _: None,  # the draft model's own backend suffices
+            "create_draft_extend_backend": lambda _: None,  # the draft model's backend is enough
         },
         scheduler.Scheduler: {"maybe_init_draft_worker": overlap},
     }

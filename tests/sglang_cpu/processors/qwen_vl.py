@@ -1,6 +1,6 @@
 """The engine's processor of Qwen2.5-VL on a CPU, named by ``SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE``.
 
-The engine's own module imports another model's processor, which looks up kernels that are missing here.
+The engine's module imports another model's processor, which needs kernels that a CPU lacks.
 """
 
 import torch
@@ -13,4 +13,4 @@ from sglang.srt.multimodal.processors import qwen_vl  # noqa: E402
 
 
 class QwenVLImageProcessor(qwen_vl.QwenVLImageProcessor):
-    """Unchanged. The engine accepts only classes of the package itself."""
+    """Unchanged, because the engine only accepts classes of this package."""

@@ -1,7 +1,7 @@
-"""Lets torchvision be imported beside a CPU build of torch.
+"""Makes torchvision importable with a CPU build of torch.
 
-Its wheel's operators are a CUDA build and do not load, and it then looks for their schemas in vain. Nothing that
-generates text calls them.
+The operators in its wheel are a CUDA build and do not load, so their schemas are missing. Text generation does not call
+them.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Lets vLLM's second model runner, whose kernels are Triton's, run on a CPU in Triton's interpreter. For tests only."""
+"""Runs the Triton kernels of vLLM's second model runner on a CPU in Triton's interpreter, for tests."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ triton.backends.backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=
 
 
 def with_boolean_mask(method, place):
-    """vLLM's kernels have integers for masks, which a compiler takes and the interpreter does not."""
+    """vLLM's kernels use integers as masks, which the compiler accepts but the interpreter does not."""
 
     def masked(self, *args, **kwargs):
         mask = args[place]
@@ -33,7 +33,7 @@ for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
 
 
 class TopKInTorch:
-    """vLLM's kernel for top-k and top-p does not run in the interpreter: its own PyTorch version takes its place."""
+    """Replaces vLLM's kernel for top-k and top-p, which does not run in the interpreter, by its PyTorch version."""
 
     module = "vllm.v1.sample.ops.topk_topp_sampler"
 

@@ -1,4 +1,4 @@
-"""In place of SGLang's compiled kernels, which have no CPU build: each raises an error when it is called."""
+"""Replaces SGLang's compiled kernels, which have no CPU build. Each raises an error when it is called."""
 
 
 def __getattr__(name):
@@ -6,6 +6,6 @@ def __getattr__(name):
         raise AttributeError(name)
 
     def missing(*_, **__):
-        raise RuntimeError(f"sgl_kernel.{name} was called, which has no CPU build")
+        raise RuntimeError(f"sgl_kernel.{name} has no CPU build")
 
     return missing
