@@ -495,6 +495,9 @@ def main() -> int:
         for name in args.servers:
             try:
                 with server(args, name, about) as target:
+                    for _, other, _ in args.engines.values() if name == "base" else ():
+                        with suppress(OSError):
+                            other.call("metrics")  # which ends after its imports: they would take time of measurements
                     idle = ["idle"] if args.in_process and name == list(args.servers)[1] else []
                     for each, k, concurrency in product([*idle, name], args.k, args.concurrency):
                         row, failures = measure(args, each, target, k, concurrency)

@@ -21,13 +21,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.worker.gpu import model_runner  # noqa: F401 - imported before an engine is timed
 
-from bench.models import DIMENSIONS, VOCAB, make_config, random_probe
+from bench.models import DIMENSIONS, RANDOM_PROBE, VOCAB, make_config, random_probe
 from lenvm_kernels.engines.vllm import guide  # noqa: F401
 from lenvm_kernels.values.probe import ProbeConfig, write_probe
 
 # The architectures of DIMENSIONS, by the first part of a name.
 ARCHITECTURES = {"Qwen2.5": "Qwen2ForCausalLM", "Qwen3": "Qwen3ForCausalLM", "SmolLM2": "LlamaForCausalLM"}
-RANDOM_PROBE = "random-probe"
+
 # Fields of a completion that are no sampling parameters.
 OTHER_FIELDS = ("model", "prompt", "stream", "stream_options", "vllm_xargs")
 
@@ -38,7 +38,7 @@ def write_config(name: str, vocab_size: int, folder: Path) -> None:
     sizes = dict(zip(fields, DIMENSIONS[name], strict=False))
     architecture = ARCHITECTURES[name.partition("-")[0]]
     common = dict(architectures=[architecture], vocab_size=vocab_size, max_position_embeddings=32_768)
-    common |= dict(eos_token_id=vocab_size - 1, tie_word_embeddings=name != "Qwen2.5-7B")
+    common |= dict(dtype="bfloat16", eos_token_id=vocab_size - 1, tie_word_embeddings=name != "Qwen2.5-7B")
     AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower(), **sizes, **common).save_pretrained(folder)
 
 
@@ -49,6 +49,12 @@ def write_value_model(name: str, vocab_size: int, folder: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = {key: torch.randn(of, dtype=torch.bfloat16, device=device) * of[-1] ** -0.5 for key, of in shapes.items()}
     save_file({key: tensor.cpu() for key, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def free_bytes() -> int:
+    """Free memory of the GPU, 0 without one."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 class Engine:
@@ -81,15 +87,14 @@ class Engine:
             write_value_model(value_model, config.vocab_size, values)
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
         arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options]))
-        begun = time.perf_counter()
+        free, begun = free_bytes(), time.perf_counter()
         self.llm = vllm.LLM.from_engine_args(arguments)
         found: dict[str, Any] = {"start_s": time.perf_counter() - begun}
         cache = self.llm.llm_engine.vllm_config.cache_config
         found["kv_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
+        (caches,) = self.llm.collective_rpc(lambda worker: sum(x.nbytes for x in worker.model_runner.kv_caches))
         if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            (caches,) = self.llm.collective_rpc(lambda worker: sum(x.nbytes for x in worker.model_runner.kv_caches))
-            found["start_gib"] = (total - free - caches) / 2**30
+            found["start_gib"] = (free - free_bytes() - caches) / 2**30
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         return {"version": vllm.__version__, "torch": torch.__version__, "device": device, "measures": found}
 
