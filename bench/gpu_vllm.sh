@@ -109,7 +109,7 @@ PY
 }
 
 unpack() {
-    "$PYTHON" -m tarfile -e "$archive" "$1"
+    "$PYTHON" -m tarfile --filter data -e "$archive" "$1"
     "${pip[@]}" install -q --no-index --no-deps --no-build-isolation --editable "$root"
     cat > "$1/env.sh" <<ENV
 export PYTHONPATH="$(realpath "$1")\${PYTHONPATH:+:\$PYTHONPATH}"
@@ -119,26 +119,29 @@ ENV
     source "$1/env.sh"
     cd "$root"
     "$PYTHON" - <<'PY'
-"""Smoke test: vLLM with the plugin is importable, and a kernel of its library agrees with PyTorch."""
+"""Smoke test: vLLM and the plugin are importable, and two of the packed kernels agree with PyTorch."""
 
 from importlib.metadata import entry_points
 
 import torch
 import vllm._custom_ops as ops
+from torch.nn import functional
 from vllm import LLM  # noqa: F401
 from vllm.platforms import current_platform
-from vllm.vllm_flash_attn import flash_attn_interface
+from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-current_platform.import_kernels()
 (plugin,) = entry_points(group="vllm.logits_processors")
-print(f"{type(current_platform).__name__}, {plugin.load().__name__}, FA3 {flash_attn_interface.FA3_AVAILABLE}")
-if torch.cuda.is_available():
-    x = torch.randn(7, 896, device="cuda", dtype=torch.bfloat16)
-    weight, out = torch.rand_like(x[0]), torch.empty_like(x)
-    ops.rms_norm(out, x, weight, 1e-6)
-    expected = torch.nn.functional.rms_norm(x.float(), (896,), weight.float(), 1e-6)
-    torch.testing.assert_close(out.float(), expected, atol=0.05, rtol=0.02)
-    print("rms_norm agrees with PyTorch on", torch.cuda.get_device_name())
+print(f"{type(current_platform).__name__}, {plugin.load().__name__}", flush=True)
+with torch.device("cuda"):
+    x, weight = torch.randn(7, 896, dtype=torch.bfloat16), torch.rand(896, dtype=torch.bfloat16)
+    qkv, ends = torch.randn(3, 4, 64, 128, dtype=torch.bfloat16), torch.tensor([0, 64], dtype=torch.int32)
+ops.rms_norm(out := torch.empty_like(x), x, weight, 1e-6)
+torch.testing.assert_close(out, functional.rms_norm(x, (896,), weight, 1e-6), atol=0.05, rtol=0.02)
+lens = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=64, max_seqlen_k=64)
+out = flash_attn_varlen_func(*qkv.transpose(1, 2), **lens, causal=True, fa_version=3)
+expected = functional.scaled_dot_product_attention(*qkv, is_causal=True).transpose(0, 1)
+torch.testing.assert_close(out, expected, atol=0.05, rtol=0.02)
+print("the kernels agree with PyTorch on", torch.cuda.get_device_name())
 PY
 }
 
