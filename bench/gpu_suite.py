@@ -31,7 +31,7 @@ from bench.ops import operators
 
 # Time limits in seconds, the most doubtful parts first.
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-SECONDS = {"tests": 150, "step": 120, "profile": 40} | ({"vllm-7b": 270, "vllm-0.5b": 150} if HAS_VLLM else {})
+SECONDS = {"tests": 150, "step": 140, "profile": 40} | ({"vllm-7b": 270, "vllm-0.5b": 150} if HAS_VLLM else {})
 SECONDS |= {"value_tree_attention": 50, "topk_candidates": 35, "ragged_linear": 40, "value_head": 25}
 SECONDS |= {name: 15 for name in operators() if name not in SECONDS}
 LOG_LINES = 40  # of a part without other results, in summary.json
