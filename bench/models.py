@@ -22,7 +22,8 @@ DIMENSIONS = {
     "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, False),
     "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, True),
 }
-# A probe: layers to read in a base model of 28 layers, sizes, and bins of lengths.
+RANDOM_PROBE = "random-probe"  # in place of the path of a probe
+# A probe: layers of a base model of 28 layers whose states are read, sizes, and bins of lengths.
 PROBE_LAYERS, PROBE_SIZE, PROBE_OUTPUTS, PROBE_BINS = (14, 21, 28), 128, 128, 33
 
 

@@ -151,9 +151,9 @@ BENCHMARK = Benchmark(
     dict(values="Qwen2.5-1.5B", B=64, L=CACHED, launch="graph"),
     axes=dict(
         launch=["python"],
+        values=["none", "probe 7B", "Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
         B=[1, 8, 256],
         L=[128, 2048, 8192],
-        values=["none", "probe 7B", "Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
     ),
     others=[
         dict(B=1, launch="python"),

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import openai
 from transformers import AutoModelForCausalLM
 
-from bench import load
+from bench import load, serve
 from lenvm_kernels.engines.own_slots import PAGE_SIZE
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
@@ -479,3 +480,18 @@ def test_requests_in_python(folder, tmp_path):
     subprocess.run(command, env=os.environ | variables, check=True)
     steps = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
     assert [len(row["tokens"]) for row in rows_of(steps, Status.GUIDE)] == [3, 4, 5]
+
+
+def test_engines_in_process_are_measured(folder):
+    """Plain, the plugin without guided requests, ``none``, a random probe and a value model; one does not exist."""
+    flags = f"--engine vllm --in-process --value-model none random-probe {folder}/x {folder}/value --out {folder} "
+    flags += f"--model {folder}/base --concurrency 1 3 --max-tokens 4 --prompt-tokens 9 -- --max-model-len 64"
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": f"{SITE}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "bench.serve", *flags.split(), "--enforce-eager", "--dtype", "float32"]
+    assert subprocess.run(command, cwd=ROOT, env=os.environ | variables).returncode == 2
+    summary, steps = json.loads((folder / "summary.json").read_text()), dict.fromkeys(serve.UNGUIDED)
+    rows = {(row["server"], row["concurrency"]): row for row in summary["conditions"]}
+    assert [*rows] == list(product(("base", "idle", "none", "random-probe", "value"), (1, 3)))
+    for (name, count), row in rows.items():
+        assert (row["requests"], row["failed"], row.get("guided_steps")) == (count, 0, steps.get(name, 4))
+        assert row["decode_ms"] > 0 and row["kv_tokens"] > 0
