@@ -24,7 +24,7 @@ help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
 	@echo "make serve   the same model in SGLang on a CPU, port 30000, in 3 GiB of memory; makes .venv-sglang and demo-models"
 	@echo "make test    every test"
-	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, 18 minutes beside the tests"
+	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, 18 minutes in parallel with make test"
 	@echo "make test-vllm      the logits processor in the real vLLM server on a CPU, 7 minutes"
 	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors"
 	@echo "make versions       tests with the oldest and newest PyTorch, Triton, transformers and numpy; 8 GiB of disk"

@@ -317,7 +317,7 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
         found += [f"{subject} {f.model} {f.kernel}: {what}" for what, is_wrong in wrong.items() if is_wrong]
     if subject == CALLS:
         missing = kernels().keys() - {f.name for f in figures}
-        found += [f"{subject}: {name} is launched by none of them" for name in sorted(missing)]
+        found += [f"{subject}: {name} is never launched" for name in sorted(missing)]
     return found
 
 

@@ -267,7 +267,7 @@ class TwoForwardStep:
             self.table[request.row, request.cached : request.cached + len(part)] = part
         model, config, (b, longest, attended) = self.value_model, self.value_model.config, seen.shape
         # The attention kernels require mask rows at multiples of 8 elements. Query heads that share a key head become
-        # queries of it, so that all attention kernels apply.
+        # its queries, so that all attention kernels apply.
         padded, kv_heads = -(-attended // 8) * 8, config.num_kv_heads
         mask = torch.full((b, longest, padded), -math.inf, dtype=model.dtype, device=self.device)
         mask[:, :, :attended].masked_fill_(seen, 0.0)

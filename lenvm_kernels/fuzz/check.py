@@ -73,7 +73,7 @@ def _differences(case, operator, function, device, other_batches) -> Iterator[tu
     whole = operator.outputs(given, result)
     more = torch.tensor([*case.rows, *(max(case.rows) + i for i in (1, 2, 3))])
     for than, rows in (
-        ("in another order, beside more rows", tuple(more[case.draws("cpu").places("order", more)].tolist())),
+        ("in another order, among more rows", tuple(more[case.draws("cpu").places("order", more)].tolist())),
         ("alone", (case.rows[case.seed % len(case.rows)],)),
     ):
         other = operator.inputs(replace(case, rows=rows), device)

@@ -119,7 +119,7 @@ class GuidanceParams:
 
     @property
     def needs_step(self) -> bool:
-        """Whether the request takes part in guided steps; a request with only a span does."""
+        """Whether guided steps must handle the request: it is guided, predicts lengths, or has a span."""
         return self.mode != Mode.UNGUIDED or self.return_values or self.has_span
 
     @property

@@ -1,4 +1,4 @@
-"""``lenvm_config.json`` beside a value model: training settings that its tensors do not determine.
+"""``lenvm_config.json`` of a value model: training settings that the tensors do not determine.
 
 The target forms follow the paper's training code, LlamaFactory-LenVM in eric-ai-lab/Length-Value-Model. The
 ``discounted_return`` is the paper's value; the other two forms predict a length or its logarithm.

@@ -177,7 +177,7 @@ class ValueModel:
             head: the value head, if it is stored separately from the backbone: a ``.safetensors`` or ``.bin`` file, a
                 directory or ``owner/name`` with one, or a dictionary with ``v_head.fc.{weight,bias}`` and
                 ``v_head.summary.{weight,bias}``. It takes precedence over ``v_head.*`` in the backbone's files, which
-                take precedence over a file beside the adapter or the backbone (:func:`head_beside`).
+                take precedence over a file in the directory of the adapter or the backbone.
             adapter: a directory or ``owner/name`` with a low-rank adapter of the backbone (:func:`read_adapter`), which
                 is merged into the weights; ``lenvm_config.json`` is read from its directory. If None, the adapter in
                 the directory of ``path``, if there is one.

@@ -211,8 +211,8 @@ def topk_candidates(
       candidate. The most probable token that does not end the output is always kept, so that the output can continue.
       inf disables these rules. Ids outside the vocabulary are ignored.
     - ``least_share`` is the lower bound of the request's ``min_p``.
-    - Beyond ``due_length`` generated tokens, ``min_end_prob`` halves with each tenth of ``due_length``, and from 1.5
-      times of it on with each hundredth, so that less probable ends are accepted the later a request is.
+    - Beyond ``due_length`` generated tokens, ``min_end_prob`` halves with each tenth of ``due_length``; from 1.5 times
+      ``due_length`` on, it halves with each hundredth. Late requests therefore accept less probable ends.
     - A request is skipped if the entropy of its renormalised candidates is at or below ``entropy_threshold``.
 
     With ``scored``, the call also decides which candidates the value model scores in a step. A request that is not due
