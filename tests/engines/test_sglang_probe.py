@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from lenvm_kernels.engines.settings import Settings
 from lenvm_kernels.engines.sglang.guide import SGLangGuide
 from lenvm_kernels.engines.sglang.hooks import guidance_of
-from lenvm_kernels.engines.sglang.states import ProbeGuide, input_embedding
+from lenvm_kernels.engines.sglang.states import INNER_PROBE_OPTIONS, PROBE_OPTIONS, ProbeGuide, input_embedding
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.values import LengthProbe
 from tests.helpers.models import random_model
@@ -189,10 +189,8 @@ def weight(folder):
 def load_probe(path, base, drafts=0, layers=LAYERS, **options):
     """The guidance of a process that has loaded a base model."""
     runner = SimpleNamespace(model=base, model_config=SimpleNamespace(num_hidden_layers=layers))
-    defaults = dict(enable_torch_compile=False, speculative_algorithm=None, pp_size=1)
-    defaults["enable_return_aux_hidden_states"] = False
-    options = SimpleNamespace(**defaults | options)
-    return ProbeGuide(Settings(path), torch.device("cpu"), drafts, runner, options)
+    options = {name: accepted[0] for name, (accepted, _) in (PROBE_OPTIONS | INNER_PROBE_OPTIONS).items()} | options
+    return ProbeGuide(Settings(path), torch.device("cpu"), drafts, runner, SimpleNamespace(**options))
 
 
 class Hooked:

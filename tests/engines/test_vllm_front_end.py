@@ -229,8 +229,6 @@ def test_first_model_runner_without_a_front_end(monkeypatch):
     logits = torch.randn(2, 5)
     assert processor.apply(logits) is logits and processor.is_argmax_invariant()
     assert not processor.add_request(0, SamplingParams(extra_args=TARGET))
-    with pytest.raises(ValueError, match="value_mode must be one of"):
-        LenVMProcessor.validate_params(SamplingParams(extra_args={"value_mode": "loud"}))
     monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
     with pytest.raises(ValueError, match=SECOND):
         LenVMProcessor(config(is_second=False), None, False)
