@@ -154,7 +154,7 @@ UNSUPPORTED = [
     ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "enable_multi_layer_eagle must be False"),
     ({"speculative_algorithm": "NGRAM", "enable_mixed_chunk": True}, "enable_mixed_chunk must be False .* speculative"),
     ({"startup_weight_load_mode": "overlap"}, "startup_weight_load_mode must be serial .*, got overlap"),
-    ({"sampling_backend": "other"}, "sampling_backend must be one of the engine's own .* got other: OtherSampler does"),
+    ({"sampling_backend": "other"}, "sampling_backend must be built into the engine .* got other: OtherSampler does"),
 ]
 
 
@@ -235,7 +235,7 @@ def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch, clean_
 
 @pytest.mark.parametrize(
     ("has_windows", "has_states", "kind"),
-    [(True, False, "sliding windows"), (False, True, "layers with a state"), (False, False, None)],
+    [(True, False, "sliding windows"), (False, True, "recurrent layers"), (False, False, None)],
 )
 def test_base_models_with_other_pools_are_rejected(monkeypatch, has_windows, has_states, kind):
     """A value model is rejected with such a base model, because it needs the engine's slots."""

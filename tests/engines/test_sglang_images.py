@@ -60,7 +60,7 @@ def test_image_tokens_of_prompt_and_output(value_model):
 
 
 VIDEO = SimpleNamespace(name="VIDEO")
-NOT_PIXELS = "videos, audio and embeddings of images cannot be combined with guidance in custom_params"
+NOT_PIXELS = "videos, audio and image embeddings cannot be combined with guidance in custom_params"
 
 
 @pytest.mark.parametrize(
