@@ -158,7 +158,7 @@ def test_preemption_and_small_cache_of_value_model(folder):
     share = (working + KVCache.num_bytes(value_model, 9 * PAGE_SIZE - 1)) / 2**30
     options = ("--block-size", "32", "--num-gpu-blocks-override", "12")
     with running_server(folder, "tight", *options, LENVM_MEMORY_SHARE=str(share), LENVM_CHUNK_TOKENS="16") as server:
-        assert f"whose cache of {8 * PAGE_SIZE} tokens takes" in server.log.read_text()
+        assert f"a cache of {8 * PAGE_SIZE} tokens takes" in server.log.read_text()
         prompts = prompts_of(*[20] * 10, seed=7)
         sequences, _, steps = generate(server, prompts, [MODES[i % 10] for i in range(10)], max_tokens=60)
         assert server.metrics()["vllm:num_preemptions_total"] > 0

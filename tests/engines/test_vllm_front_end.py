@@ -261,7 +261,7 @@ def test_ranks_with_different_settings_are_rejected(monkeypatch, group, theirs):
     monkeypatch.setattr(NEW_GUIDE, lambda *args: made.append(args) or "guide")
     monkeypatch.setenv("LENVM_GAMMA", "0.9")
     monkeypatch.setenv("LENVM_TRACE", "trace.jsonl")
-    message = rf"alike on all tensor-parallel ranks, got Settings.*gamma=0.9, .*{theirs}"
+    message = rf"equal on all tensor-parallel ranks, got Settings.*gamma=0.9, .*{theirs}"
     with pytest.raises(ValueError, match=message) if theirs else nullcontext():
         LenVMProcessor(config(), "states")
     assert len(made) == (theirs is None)

@@ -666,13 +666,13 @@ def with_inner_layers(base):
     return model
 
 
-INNER = r"got one of layers \[1\], too"
+INNER = r"got one that also reads layers \[1\]"
 NO_PROBE = "LENVM_VALUE_MODEL must not be a probe with this base model: ModuleList"
 REFUSED = [
     ("probe", lambda base: base[:1], {}, f"{NO_PROBE} has no input embedding that is not quantized"),
     ("probe", lambda base: base[:2], {}, f"{NO_PROBE} computes its logits without vLLM's LogitsProcessor"),
-    ("inner", lambda base: base, {}, f"{INNER}: ModuleList shows no others"),
-    ("inner", with_inner_layers, {"speculator": object.__new__(EagleSpeculator)}, f"{INNER}: the model that drafts"),
+    ("inner", lambda base: base, {}, f"{INNER}: ModuleList does not return others"),
+    ("inner", with_inner_layers, {"speculator": object.__new__(EagleSpeculator)}, f"{INNER}: the draft model"),
     ("value", lambda base: base, {"cache_config": {"kv_cache_memory_bytes": 2**20}}, r"SHARE must be above \d+\.\d+"),
 ]
 
