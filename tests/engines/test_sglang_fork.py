@@ -172,7 +172,7 @@ SERVED = [
         {"a": ask(5, TILT, top_k=5)} | {name: ask(6, params, top_k=ALL) for name, (params, _) in BAD.items()},
         "prefill a@1 b@2 c@3 d@4; decode abcd; decode bcd; forwards",
         unguided="bcd",
-        logs={f"request {name} has bad custom_params and is not guided: {text}": 1 for name, (_, text) in BAD.items()},
+        logs={f"{name} has invalid custom_params and is not guided: {text}": 1 for name, (_, text) in BAD.items()},
     ),
 ]
 SCENARIOS = [
@@ -211,7 +211,7 @@ SCENARIOS = [
         unguided="b",
         pages=3,
         environment={"LENVM_CHUNK_TOKENS": "16", "LENVM_MAX_CANDIDATES": "8", "LENVM_GAMMA": "0.9"},
-        logs={"cache is full": 1, "requests with a top_k above 8, or none, are drawn from their 8 most probable": 1},
+        logs={"cache is full": 1, "requests with a top_k above 8, or without one, only draw": 1},
     ),
     Scenario(
         "value strides of a request and of the server; every step that may end the sequence is guided",
@@ -343,7 +343,7 @@ def test_scenario(modules, plain, monkeypatch, caplog, scenario, is_inproc):
     assert all(4 <= guided[name] <= 8 for name in scenario.strided)
     # With values from a server, a request without a top_k is cut.
     is_long = scenario is JOIN_AND_LEAVE and not is_inproc
-    for message, count in (scenario.logs | {"more than 64 candidates; the others are left out": is_long}).items():
+    for message, count in (scenario.logs | {"more than 64 candidates, and the rest is cut off": is_long}).items():
         assert caplog.text.count(message) == count, message
 
 
