@@ -133,7 +133,7 @@ def test_hugging_face_names_are_found_in_cache(model, given, put_into_cache):
     settings = Settings.from_environment()
     assert settings == Settings(snapshot, snapshot, gamma=0.75) and settings.reads_images
     given(value_model="namezz/lvm-y")
-    with pytest.raises(ValueError, match=r"^LENVM_VALUE_MODEL must be .*: namezz/lvm-y is no .*/hub, or could"):
+    with pytest.raises(ValueError, match=r"^LENVM_VALUE_MODEL must be .*: namezz/lvm-y is not .*/hub, nor could"):
         Settings.from_environment()
 
 
