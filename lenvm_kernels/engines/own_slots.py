@@ -1,4 +1,4 @@
-"""Separate cache slots for a value model in engines that do not share theirs. Makes no host-device sync."""
+"""Separate cache slots for a value model in engines that do not share their slots. Makes no host-device sync."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PAGE_SIZE = 16
 
 
 class Room(NamedTuple):
-    """The result of :meth:`OwnSlots.reserve`: ``reclaimed`` rows outside the step have lost their slots, so that their
-    tokens must be computed again; ``refused`` rows of the step do not fit into the cache, and hold no slots."""
+    """Result of :meth:`OwnSlots.reserve`: ``reclaimed`` rows outside the step lost their slots, so their tokens must be
+    recomputed; ``refused`` rows of the step do not fit into the cache and hold no slots."""
 
     reclaimed: list[int]
     refused: list[int]
@@ -57,9 +57,8 @@ class Places(NamedTuple):
 class OwnSlots:
     """Slots of a value model's cache, by table row.
 
-    Engines do not report when a request leaves, so slots are also taken from the rows that have been in no step for
-    longest. Requests that begin with the same tokens share the full pages of these tokens while one of them holds them.
-    For arguments, see :class:`PagedSlots`, which ``slots`` is.
+    Engines do not report when a request leaves, so slots are reclaimed from the least recently used rows. Requests with
+    a common prefix share its full pages while one of them holds the pages. For arguments, see :class:`PagedSlots`.
     """
 
     def __init__(
@@ -72,22 +71,22 @@ class OwnSlots:
         page_size: int = PAGE_SIZE,
     ) -> None:
         self.slots = PagedSlots(requests, max_len, page_size=page_size, num_pages=num_pages, device=device)
-        self._last_used: dict[int, None] = {}  # rows that hold slots, the most recently used last
+        self._last_used: dict[int, None] = {}  # rows with slots, most recently used last
         self._page_of: dict[bytes, int] = {}  # the last page of each computed prefix
         self._prefix_of: dict[int, bytes] = {}  # its inverse
         self._prefixes: dict[int, list[bytes]] = {}  # per row, a digest per full page of its prompt
 
     def admit(self, table_row: int, token_ids: Sequence[int], moved: int = 0) -> int:
-        """Give a row to a new request; the slots of its previous request are freed.
+        """Assign a row to a new request and free the slots of the previous one.
 
         Args:
             table_row: row of the request.
-            token_ids: the first tokens of the request; an empty sequence shares nothing. The first token of an image
-                must be a number that identifies the image.
+            token_ids: first tokens of the request; an empty sequence shares nothing. The first token of an image must
+                be a number that identifies the image.
             moved: offset of the rotary positions; requests with different offsets share nothing.
 
         Returns:
-            Number of tokens that other requests with the same prefix have computed.
+            Number of tokens already computed by other requests with the same prefix.
         """
         self._prefixes[table_row] = prefixes = self._digests(token_ids, moved)
         pages = [self._page_of[prefix] for prefix in takewhile(self._page_of.__contains__, prefixes)]
@@ -104,10 +103,10 @@ class OwnSlots:
         self._prefixes.pop(table_row, None)
 
     def reserve(self, lengths: Mapping[int, int]) -> Room:
-        """Make room for a step, by the number of tokens of each row. If the cache is too small, the longest requests
-        are refused."""
+        """Reserve slots for a step; ``lengths`` are the tokens of each row. If the cache is too small, the longest
+        requests are refused."""
         by_length = sorted(lengths, key=lengths.__getitem__)
-        for row in by_length:  # none of them may be the oldest
+        for row in by_length:  # must not be reclaimed
             self._last_used.pop(row, None)
         room = Room([], [])
         for row in by_length:
@@ -125,7 +124,7 @@ class OwnSlots:
         return room
 
     def computed(self, table_row: int, length: int) -> None:
-        """Mark the first ``length`` tokens of a row as computed, or as computed before anything reads them."""
+        """Mark the first ``length`` tokens of a row as computed; their computation must be launched before any read."""
         pages = self.slots.pages(table_row)
         for i, prefix in enumerate(self._prefixes.get(table_row, ())[: length // self.slots.page_size]):
             if prefix not in self._page_of:
@@ -156,9 +155,9 @@ class OwnSlots:
 
         Args:
             step: the guided step on these slots.
-            parts: at most one per request; :meth:`reserve` has made room for them.
-            token_ids: returns the token ids of all parts from their table rows and positions, int64 ``[D]``.
-            lens: int32 ``[B]``; tokens to keep of each part, if the host only has an upper bound. If None, all.
+            parts: at most one per request; :meth:`reserve` must have reserved their slots.
+            token_ids: function from table rows and positions, int64 ``[D]``, to the token ids of all parts.
+            lens: int32 ``[B]``; number of tokens per part, if the host only has an upper bound. If None, all.
             images: images among the tokens.
         """
         at = self.places(parts)
@@ -169,7 +168,7 @@ class OwnSlots:
             self.computed(part.table_row, part.end)
 
     def _digests(self, token_ids: Sequence[int], moved: int) -> list[bytes]:
-        """A digest per full page: of ``moved`` and of the tokens up to the page's end."""
+        """One digest per full page, computed from ``moved`` and all tokens up to the end of the page."""
         size, running, digests = self.slots.page_size, hashlib.blake2b(array("q", [moved]), digest_size=16), []
         for end in range(size, len(token_ids) + 1, size):
             running.update(array("q", token_ids[end - size : end]))
@@ -177,13 +176,13 @@ class OwnSlots:
         return digests
 
     def _forget(self, pages: Sequence[int]) -> None:
-        """Forget the prefixes of pages that are free now."""
+        """Forget the prefixes of freed pages."""
         for prefix in [self._prefix_of.pop(page) for page in pages if page in self._prefix_of]:
             del self._page_of[prefix]
 
 
 def pages_for(value_model: ValueModel, requests: int, max_len: int, num_bytes: float | None) -> int:
-    """Number of pages that fit into ``num_bytes``, at most what all requests can fill. If None, there is no limit."""
+    """Number of pages that fit into ``num_bytes``, at most the pages that all requests can fill. None is no limit."""
     most = requests * -(-max_len // PAGE_SIZE)
     page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE)
     return most if num_bytes is None else min(most, int(num_bytes) // page_bytes)

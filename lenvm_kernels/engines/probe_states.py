@@ -1,4 +1,4 @@
-"""The states of a ``transformers`` model that a probe reads, captured by hooks on its layers."""
+"""Probe inputs from a ``transformers`` model, captured by hooks on its layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 
 class ProbeStates:
-    """The states of some ``layers`` (:class:`ProbeConfig`) in the last forward of a causal language model.
+    """The states of ``layers`` (:class:`ProbeConfig`) in the last forward of a causal language model.
 
-    If ``last``, only the last position is kept. The hooks on the model are removed when this object is deleted. Raises
-    ValueError as :func:`layers_of`.
+    If ``last``, only the last position is kept. The hooks are removed when this object is deleted. Raises ValueError as
+    :func:`layers_of`.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], *, last: bool) -> None:
@@ -40,7 +40,7 @@ class ProbeStates:
         """The states ``[B, L H]``, or ``[B, S, L H]`` of all positions. Can be taken once per forward.
 
         Raises:
-            RuntimeError: there was no forward since the last call.
+            RuntimeError: no forward since the last call.
         """
         if not self._kept:
             raise RuntimeError("the base model has not run since its states were taken")
@@ -51,7 +51,7 @@ def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers of a causal language model.
 
     Raises:
-        ValueError: the model has no module list of the length ``num_hidden_layers`` of its configuration.
+        ValueError: the model has no module list of ``num_hidden_layers`` modules.
     """
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]

@@ -1,7 +1,7 @@
 """Reports of guided steps: Prometheus metrics, a trace, and predicted lengths in SGLang's responses.
 
-Importable without an engine. Reports travel as SGLang's auxiliary output: tensors that the scheduler copies to the host
-together with the sampled tokens, and reads after they have arrived. So no report causes a host-device sync.
+Importable without an engine. A report is an auxiliary output of SGLang: the scheduler copies its tensors to the host
+together with the sampled tokens, and reads them after they have arrived. So reports cause no host-device sync.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMAINING_LENGTHS, OUTPUT_LENGTH, OUTCOME = "predicted_remaining_lengths", "pred
 class Metrics:
     """Prometheus metrics of one scheduler process, on the server's ``/metrics``.
 
-    Make it after the engine has set ``PROMETHEUS_MULTIPROC_DIR``, which prometheus_client reads when it is imported.
+    Create it after the engine has set ``PROMETHEUS_MULTIPROC_DIR``, because prometheus_client reads it on import.
 
     Args:
         **labels: labels of every metric.
@@ -53,36 +53,36 @@ class Metrics:
             return {value: metric.labels(**labels, **{label: value}) for value in values}
 
         self.guided_steps = counter("guided_steps", "Steps in which at least one request has guidance.")
-        self.fallbacks = counter("fallbacks", "Steps whose guidance failed; their requests lost it.")
-        self.without_room = counter("without_room", "Requests that lost guidance: the value model's cache was full.")
-        self.lora_requests = counter("lora_requests", "Guided requests whose LoRA adapter the values do not describe.")
-        self.lost_mass = counter("lost_mass", "Probability cut off by the limit on candidates, over guided rows.")
+        self.fallbacks = counter("fallbacks", "Failed guided steps; their requests lost guidance.")
+        self.without_room = counter("without_room", "Requests that lost guidance to a full value model cache.")
+        self.lora_requests = counter("lora_requests", "Guided requests with a LoRA adapter, which values ignore.")
+        self.lost_mass = counter("lost_mass", "Probability cut off by the limit on candidates in guided rows.")
         self.value_model_milliseconds = counter("value_model_milliseconds", "Time of guided steps and of prompts.")
         statuses = [*(status.name.lower() for status in Status), _BROKEN]
-        self.rows = counters("rows", "Rows of guided steps, by what became of them.", "status", statuses)
+        self.rows = counters("rows", "Rows of guided steps, by status.", "status", statuses)
         self.verifications = counters("verifications", "Verifications of drafts.", "guided", ("yes", "no"))
-        self.verified_tokens = counters("verified_tokens", "Tokens of verifications.", "guided", ("yes", "no"))
+        self.verified_tokens = counters("verified_tokens", "Tokens accepted in verifications.", "guided", ("yes", "no"))
         text = "Memory of the value model's keys and values."
         size = client.Gauge("lenvm:cache_bytes", text, list(labels), multiprocess_mode="mostrecent")
         self.cache_bytes = size.labels(**labels)
 
 
 class EndMetrics:
-    """Prometheus metrics of the guided requests of one process that have ended; for arguments, see :class:`Metrics`."""
+    """Prometheus metrics of ended guided requests of one process; for arguments, see :class:`Metrics`."""
 
     def __init__(self, **labels: Any) -> None:
         import prometheus_client as client
 
-        text = "Distance of the length from the target, as a share of the target."
+        text = "Distance between length and target, as a share of the target."
         names, buckets = [*labels, "constraint"], (0.05, 0.1, 0.15, 0.2, 0.25, 0.5, 1.0)
         self._labels, self._length_error = labels, client.Histogram("lenvm:length_error", text, names, buckets=buckets)
-        text = "Guided requests in which a hard limit forced an end, or a landing was forced."
+        text = "Guided requests with an end forced by a hard limit, or a forced landing."
         self._forced_ends = client.Counter("lenvm:forced_ends", text, list(labels)).labels(**labels)
-        text = "Guided requests that have ended, by the engine's reason."
+        text = "Ended guided requests, by the engine's reason."
         self._finished = client.Counter("lenvm:finished", text, [*labels, "reason"])
 
     def count(self, outcome: Mapping[str, Any], reason: str) -> None:
-        """Count a request by :meth:`GuidanceParams.outcome`. An aborted request has no length error."""
+        """Count a request by its :meth:`GuidanceParams.outcome`. An aborted request has no length error."""
         if (target := outcome["target"]) and reason != "abort":
             error = self._length_error.labels(**self._labels, constraint=outcome["constraint"])
             error.observe(abs(outcome["length"] - target) / target)
@@ -91,7 +91,7 @@ class EndMetrics:
 
 
 def not_finite(steps: int) -> str | None:
-    """The ``lost`` of a response, by the number of steps that lost their guidance."""
+    """``lost`` in a response, from the number of steps that lost guidance."""
     return f"scores or values were not finite, number of steps: {steps}" if steps else None
 
 
@@ -104,7 +104,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Times the work that is launched inside."""
+        """Time the work launched inside."""
         if self._on_gpu:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -117,7 +117,7 @@ class Stopwatch:
             self._spans.append(partial(float, 1e3 * (time.perf_counter() - seconds)))
 
     def take(self) -> Callable[[], float]:
-        """Discard the work timed so far. Returns a function that returns its milliseconds once it is done."""
+        """Reset, and return a function that returns the milliseconds of the work so far once it is done."""
         spans, self._spans = self._spans, []
         return lambda: sum(span() for span in spans)
 
@@ -125,8 +125,8 @@ class Stopwatch:
 # --- the trace: a JSON line per step in the file of LENVM_TRACE ---
 
 
-def write_line(file: Path, output: StepOutput, at: Any, columns: dict[str, list[Any]], **of_step: Any) -> None:
-    """Append a step's line: the fields of the step, and the ``columns`` and the step's output at the rows ``at``."""
+def write_line(file: Path, output: StepOutput, at: Any, columns: dict[str, list[Any]], **fields: Any) -> None:
+    """Append a line with fields of the step, and per row in ``at`` the ``columns`` and the step's output."""
     candidates = output.candidates
     tensors = dict(
         status=candidates.status,
@@ -136,7 +136,7 @@ def write_line(file: Path, output: StepOutput, at: Any, columns: dict[str, list[
     )
     columns = columns | {name: tensor[at].tolist() for name, tensor in tensors.items() if tensor is not None}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    line = json.dumps(of_step | {"rows": rows}) + "\n"
+    line = json.dumps(fields | {"rows": rows}) + "\n"
     with file.open("ab", buffering=0) as trace:  # one write per line: ranks write to the same file
         trace.write(line.encode())
 
@@ -149,10 +149,10 @@ def trace_batch(
     drawn: torch.Tensor,
     chosen: VerifiedTokens,
 ) -> None:
-    """Append the line of a batch of SGLang, a row per new token: with drafts, a row per accepted node.
+    """Append the line of a batch of SGLang, with a row per new token.
 
-    ``lengths`` are the lengths of the sequences before, and ``drawn`` the tokens of the step's rows, negative in rows
-    that the engine draws.
+    ``lengths`` are the previous lengths of the sequences, and ``drawn`` the tokens of the step's rows, negative in rows
+    drawn by the engine.
     """
     lens, before = chosen.lens.tolist(), lengths.tolist()
     places = [(i, j) for i, n in enumerate(lens) for j in range(n)]
@@ -169,9 +169,9 @@ def trace_batch(
 def trace_nodes(
     file: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output: StepOutput, at: torch.Tensor
 ) -> None:
-    """Append the line of a batch of vLLM, a row per node: ``tokens`` are the sequence before the draw, drafts included.
+    """Append the line of a batch of vLLM, with a row per node; ``tokens`` are the sequence and drafts before the draw.
 
-    ``at [rows]`` are the nodes of the engine's rows; other rows have no node.
+    ``at [rows]`` are the nodes of the engine's rows, with a larger number for rows without a node.
     """
     rows = (at < len(output.probs)).nonzero().flatten()
     tokens: list[list[int]] = []
@@ -183,7 +183,7 @@ def trace_nodes(
         strict=True,
     ):
         tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
-    assert output.tokens is not None  # they are sampled
+    assert output.tokens is not None
     drawn = output.tokens[at[rows]].tolist()
     columns = dict(tokens=tokens, node=ctx.expanded_local_pos[rows].tolist(), token=drawn)
     write_line(file, output, at[rows], columns)
@@ -194,17 +194,16 @@ def trace_nodes(
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report of one step to the host, on the device or already copied.
+    """Report of one step, on the device or already copied to the host.
 
     Attributes:
-        status: int8 ``[B, N]``; a :class:`Status` for each of N tokens, several if drafts were verified; None without
-            metrics.
-        lost_mass: fp32 ``[B, N]``; probability that the limit on candidates cut off; None without metrics.
-        faults: int32 ``[B]``; steps in which each request has lost guidance since it was admitted.
+        status: int8 ``[B, N]``; :class:`Status` per token, with N > 1 if drafts were verified; None without metrics.
+        lost_mass: fp32 ``[B, N]``; probability cut off by the limit on candidates; None without metrics.
+        faults: int32 ``[B]``; number of steps in which each request lost guidance since it was admitted.
         remaining_lengths: fp32 ``[B, N]``; predicted after each token, NaN where not requested; None if not requested.
         prompt_lengths: fp32 ``[B, 1]``; predicted for each prompt, NaN where not requested; None if not requested.
         metrics: metrics of the process, or None.
-        milliseconds: gives the time of the value model's work.
+        milliseconds: function for the time of guided steps and prompts.
     """
 
     status: torch.Tensor | None
@@ -221,7 +220,7 @@ class StepReport:
         return replace(self, **copies)
 
     def consume(self, batch: ScheduleBatch, commits: Sequence[CommittedTokens | None]) -> None:
-        """See SGLang's ``HostAuxiliaryOutput``: the tensors have arrived. Rows without a commit are not reported."""
+        """See SGLang's ``HostAuxiliaryOutput``. Rows without a commit are not reported."""
         committed = {i: commit for i, commit in enumerate(commits) if commit is not None}
         broken, faults = set(), self.faults.tolist()
         for i in committed:
@@ -240,12 +239,12 @@ class StepReport:
                         _append(batch.reqs[i], key, index, number)
 
     def _count(self, metrics: Metrics, batch: ScheduleBatch, committed: dict[int, int], broken: set[int]) -> None:
-        """Count the step; ``committed`` are numbers of tokens by row, ``broken`` the rows that lost guidance."""
+        """Count the step; ``committed`` is the number of tokens by row, and ``broken`` rows lost guidance."""
         assert self.status is not None and self.lost_mass is not None
         status, lost_mass = self.status.tolist(), self.lost_mass.tolist()
         metrics.value_model_milliseconds.inc(self.milliseconds())
         counts, lost = Counter[str](), 0.0
-        for i, count in committed.items():  # summed first: a counter of Prometheus takes microseconds
+        for i, count in committed.items():  # summed first, because a Prometheus counter takes microseconds
             for j in range(count):
                 counts[_BROKEN if i in broken else Status(status[i][j]).name.lower()] += 1
                 lost += lost_mass[i][j] if status[i][j] != Status.UNGUIDED else 0.0
@@ -259,7 +258,7 @@ class StepReport:
 
 
 def _append(req: Req, key: str, index: int, length: float) -> None:
-    """Append to a request's response the number of the output token ``index``; earlier tokens without one get None."""
+    """Append ``length`` to a request's response for output token ``index``, after None for tokens without one."""
     if req.customized_info is None:
         req.customized_info = {}
     numbers = req.customized_info.setdefault(key, [])

@@ -1,4 +1,4 @@
-"""The settings of the plugins: environment variables or a JSON file. Importable without an engine."""
+"""Settings of the plugins, from environment variables or a JSON file. Importable without an engine."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ CONFIG_VARIABLE = "LENVM_CONFIG"
 MAX_DELTA = 16
 # Capacity of a request's row in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
-# Fields that concern the answer after a thought alone.
+# Fields that only concern the answer after a thought.
 _OF_ANSWERS = {*TARGETS, "value_constraint", "tolerance", "strength", "soft_max_tokens"}
-# Fields that depend on the tokenizer's marks, and fields that may be texts.
+# Fields that depend on the tokenizer's marks, and fields that may be given as text.
 _NEED_MARKS, _TEXT_FIELDS = {*BUDGETS, *TARGETS, "soft_max_tokens"}, ("end_message", "landing")
-NONE = "none"  # value_model of guidance without one
+NONE = "none"  # value_model for guidance without values
 
 
 class SettingText(NamedTuple):
-    """How a setting's text is parsed, the accepted values in words, and a condition on the parsed value."""
+    """Parser of a setting's text, the accepted values in words, and a condition on the parsed value."""
 
     parse: Callable[[str], Any]
     accepted: str
     accepts: Callable[[Any], bool] = lambda _: True
 
     def read(self, source: str, text: str) -> Any:
-        """The value. Raises ValueError that names the source, what came and what is accepted."""
+        """Parse ``text``. Raises ValueError with the source, the text and the accepted values."""
         came = repr(text)
         try:
             if self.accepts(value := self.parse(text)):
@@ -81,17 +81,17 @@ _SWITCH = SettingText({"0": False, "1": True, "False": False, "True": True}.__ge
 
 @dataclass(frozen=True)
 class Settings:
-    """The plugin's settings, which every process of the engine reads (:meth:`current`).
+    """The plugin's settings, read in each process of the engine (:meth:`current`).
 
-    Each is the environment variable of its name in capitals after ``LENVM_``, or the key of its name in the JSON file
-    that ``LENVM_CONFIG`` names. Variables take precedence.
+    A setting is the environment variable ``LENVM_`` with its name in capitals, or the key with its name in the JSON
+    file ``LENVM_CONFIG``. Variables take precedence.
     """
 
     value_model: Annotated[Path | None, _MODEL] = None
     """Location of the value model (:meth:`ValueModel.from_pretrained`) or probe (:meth:`LengthProbe.from_pretrained`).
-    None stands for ``none``, the default: only the end tokens meet targets (:class:`GuidedStep`)."""
+    None stands for ``none``, the default: targets are met by end tokens only (:class:`GuidedStep`)."""
     value_head: Annotated[Path | None, _HEAD] = None
-    """Location of the head. If None, the head is with the model."""
+    """Location of the head. If None, the head is in the model's directory."""
     gamma: Annotated[float | None, SettingText(float, "a number > 0 and < 1", lambda x: 0 < x < 1)] = None
     """Default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997."""
     dtype: Annotated[torch.dtype | None, _DTYPE] = None
@@ -99,29 +99,29 @@ class Settings:
     max_candidates: Annotated[int | None, _POWER] = None
     """Candidates per row. If None, 8 with a value model and 64 without."""
     chunk_tokens: Annotated[int, _COUNT] = 4096
-    """Tokens of a prompt that are computed at a time."""
+    """Maximum number of prompt tokens in one forward of the value model."""
     memory_share: Annotated[float | None, SettingText(float, "a number > 0 and <= 1", lambda x: 0 < x <= 1)] = None
-    """Share of the memory for the engine's caches that the value model's cache and steps may take. If None, all of it
-    in SGLang, where the engine does not start if they need more, and 0.2 in vLLM, where they are given this share."""
+    """Share of the memory for the engine's caches that the value model's cache and steps take. In SGLang a limit above
+    which the server does not start, without a limit if None; in vLLM their share, 0.2 if None."""
     value_stride: Annotated[int, _COUNT] = 1
     """Default of requests, in steps of the engine."""
     graphs: Annotated[bool | None, _SWITCH] = None
     """Whether guided steps run from CUDA graphs. If None, on a GPU if the engine uses CUDA graphs."""
     defaults: Annotated[Mapping[str, Any], _DEFAULTS] = field(default_factory=dict)
-    """Parameters of requests without any. Under ``reasoning_effort`` and ``verbosity``, objects have further ones for
-    each value of these fields of chat requests."""
+    """Parameters for requests without any. Objects under ``reasoning_effort`` and ``verbosity`` have further parameters
+    for each value of these fields of chat requests."""
     tokenizer: Annotated[str | None, SettingText(str, "a directory or a name")] = None
     """Location of the base model's tokenizer, for thinking budgets and forced texts. If None, the engine's in SGLang
     and vLLM, otherwise the one in the value model's directory."""
     predictions: Annotated[Path | None, SettingText(Path, "a file")] = None
     """File to which vLLM appends a JSON line per request with ``return_values``."""
     trace: Annotated[Path | None, SettingText(Path, "a file")] = None
-    """File to which every guided step appends a JSON line, for debugging: it makes a host-device sync."""
+    """File to which each guided step appends a JSON line, for debugging, because it makes a host-device sync."""
 
     @classmethod
     @functools.cache
     def current(cls, tokenizer: str | None = None) -> Settings:
-        """The settings of this process, read once; ``tokenizer`` is the engine's, for settings that name none."""
+        """The settings of this process, read once. ``tokenizer`` is the default of that setting."""
         settings = cls.from_environment()
         return replace(settings, tokenizer=settings.tokenizer or tokenizer)
 
@@ -133,8 +133,8 @@ class Settings:
             value_model: name and text of an engine's own option, which takes precedence over ``LENVM_VALUE_MODEL``.
 
         Raises:
-            ValueError: naming the variable or the file's key, what came and what is accepted; or ``lenvm_config.json``
-                is invalid.
+            ValueError: invalid setting; the message names the variable or key, the value and the accepted values. Also
+                if ``lenvm_config.json`` is invalid.
         """
         given = _given_texts() | ({} if value_model is None else {"value_model": value_model})
         settings = cls(**{name: _TEXTS[name].read(*source) for name, source in given.items()})
@@ -154,42 +154,42 @@ class Settings:
 
     @cached_property
     def has_probe(self) -> bool:
-        """Whether ``value_model`` is a probe, which :meth:`load_probe` loads."""
+        """Whether ``value_model`` is a probe."""
         return self.value_model is not None and is_probe(self.value_model)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether ``value_model`` reads the tokens of sequences: it is neither ``none`` nor a probe."""
+        """Whether values are computed from tokens: ``value_model`` is neither ``none`` nor a probe."""
         return self.value_model is not None and not self.has_probe
 
     @cached_property
     def reads_images(self) -> bool:
-        """Whether the value model's architecture, as stated in its directory, reads images."""
+        """Whether the value model reads images, by the architecture in its directory."""
         return self.value_model is not None and reads_images(self.value_model)
 
     @cached_property
     def strength(self) -> float | None:
-        """Default ``strength`` of requests, from the value model's ``lenvm_config.json``. If None, it has none."""
+        """Default ``strength`` in the value model's ``lenvm_config.json``, or None."""
         return None if self.value_model is None else LenVMConfig.read(self.value_model).strength
 
     @cached_property
     def thoughts(self) -> Thoughts | None:
-        """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
+        """The base model's marks of thoughts, or None without a tokenizer. Loading takes seconds."""
         return load_thoughts(self.tokenizer or (None if self.value_model is None else str(self.value_model)))
 
     def stop_tokens(self, texts: Sequence[str] | str | None) -> set[int]:
-        """The tokens that are stop strings of a request. A stop string of several tokens is not known to be an end."""
+        """The stop strings of a request that are single tokens. Longer stop strings are ignored."""
         texts = [texts] if isinstance(texts, str) else texts or []
         encoded = [self.thoughts.encode(text) for text in texts] if self.thoughts and self.thoughts.encode else []
         return {tokens[0] for tokens in encoded if len(tokens) == 1}
 
     @property
     def has_choices(self) -> bool:
-        """Whether the defaults differ by fields of chat requests."""
+        """Whether the defaults depend on fields of chat requests."""
         return not self.defaults.keys().isdisjoint(SELECTORS)
 
     def defaults_of(self, selected: Mapping[str, str]) -> dict[str, Any]:
-        """The parameters of requests without any, by values of :data:`SELECTORS`."""
+        """The parameters for requests without any, by values of :data:`SELECTORS`."""
         fields = {name: value for name, value in self.defaults.items() if name not in SELECTORS}
         for name, value in selected.items():
             fields |= self.defaults.get(name, {}).get(value, {})
@@ -197,10 +197,10 @@ class Settings:
 
     @staticmethod
     def is_asked(custom_params: Mapping[str, Any] | None) -> bool:
-        """Whether a request has guidance parameters. An empty :data:`NAMESPACE` turns the defaults off.
+        """Whether a request has guidance parameters. An empty :data:`NAMESPACE` disables the defaults.
 
         Raises:
-            ValueError: naming the parameter.
+            ValueError: invalid parameter name.
         """
         given = custom_params or {}
         return NAMESPACE in given or bool(read_names(given, others="shared"))
@@ -214,22 +214,22 @@ class Settings:
         has_schema: bool = False,
         engine_budget: float | None = None,
     ) -> GuidanceParams:
-        """:func:`parse_guidance` of a server's request, with the defaults of the settings and the value model.
+        """:func:`parse_guidance` for a request to a server, with the defaults of settings and value model.
 
         Parameters of other components are ignored (:func:`read_names`).
 
         Args:
-            custom_params: parameters of the request, None without.
-            stop_token_ids: ids that end its output.
-            max_tokens: the limit of new tokens, None without.
-            has_schema: a grammar or schema restricts the output, and a target is an upper limit by default.
-            engine_budget: limit that the engine itself applies to a thought, None without. It is also a
-                ``thinking_budget`` if the other parameters concern the answer alone.
+            custom_params: parameters of the request, or None.
+            stop_token_ids: tokens that end its output.
+            max_tokens: limit of new tokens, or None.
+            has_schema: whether a grammar or schema restricts the output; a target is then an upper limit by default.
+            engine_budget: limit that the engine itself applies to a thought, or None. It is also a ``thinking_budget``
+                if the other parameters only concern the answer.
 
         Raises:
-            ValueError: naming the field, what came and what is accepted; also if the request needs a value model and
-                there is none, cannot be combined with a probe, or has more tokens than a row of the device table.
-                Requests without parameters are unguided instead.
+            ValueError: invalid parameters; the message names the field, the value and the accepted values. Also if the
+                value model or probe does not support the request, or it has more tokens than a row of the device table.
+                A request without parameters is unguided instead.
         """
         custom_params = custom_params or {}
         is_asked = self.is_asked(custom_params)
@@ -276,11 +276,10 @@ class Settings:
         return params
 
     def load_probe(self, num_layers: int, embedding: torch.Tensor) -> LengthProbe:
-        """The probe of a base model with ``num_layers`` and an input ``embedding [V, H]``, on its device.
+        """The probe for a base model with ``num_layers`` and input ``embedding [V, H]``, on the embedding's device.
 
         Raises:
-            ValueError: ``LENVM_DTYPE`` is not the dtype of the embedding, which the engine's states have; or as
-                :meth:`LengthProbe.from_pretrained`.
+            ValueError: ``LENVM_DTYPE`` differs from the embedding's dtype; or as :meth:`LengthProbe.from_pretrained`.
         """
         assert self.value_model is not None
         if self.dtype not in (None, embedding.dtype):
@@ -289,7 +288,7 @@ class Settings:
         return LengthProbe.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
 
     def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel:
-        """The value model on a device, for settings that :attr:`reads_tokens`; ``dtype`` is the base model's."""
+        """Load the value model onto a device, if :attr:`reads_tokens`. ``dtype`` is the base model's."""
         assert self.value_model is not None
         options: dict[str, Any] = dict(gamma=self.gamma, dtype=self.dtype or dtype, device=device)
         return ValueModel.from_pretrained(self.value_model, self.value_head, **options)
@@ -297,13 +296,13 @@ class Settings:
     def working_bytes(
         self, values: ValueModel | LengthProbe | None, *, max_delta: int, max_drafts: int = 0, **sizes: int
     ) -> int:
-        """Bytes that an engine's steps and prompts take (:func:`working_bytes`, with its ``sizes``)."""
+        """Bytes of working memory for steps and prompts (:func:`working_bytes`, with its ``sizes``)."""
         of_step: dict[str, Any] = dict(max_delta=max_delta, max_drafts=max_drafts, max_candidates=self.max_candidates)
         prompts = working_bytes(values, **sizes, tokens=self.chunk_tokens) if isinstance(values, ValueModel) else 0
         return working_bytes(values, **sizes, **of_step) + prompts
 
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
-        """Configuration of a :class:`GuidedStep`; ``has_graphs`` states whether the engine itself uses CUDA graphs."""
+        """Configuration of a :class:`GuidedStep`; ``has_graphs`` is whether the engine uses CUDA graphs."""
         own = {name: getattr(self, name) for name in ("max_candidates", "chunk_tokens", "value_stride")}
         graphs = self.graphs if has_graphs or self.graphs is not None else False
         return StepConfig(max_eos=MAX_END_TOKENS, graphs=graphs, **own, **sizes)
@@ -314,7 +313,7 @@ _TEXTS: dict[str, SettingText] = {name: hint.__metadata__[0] for name, hint in _
 
 
 def _given_texts() -> dict[str, tuple[str, str]]:
-    """The source and the text of each setting in the environment and in the file of ``LENVM_CONFIG``."""
+    """The source and the text of each setting in the environment and in the file ``LENVM_CONFIG``."""
     config = os.environ.get(CONFIG_VARIABLE, "").strip()
     given = _read_file(Path(config)) if config else {}
     for name in _TEXTS:

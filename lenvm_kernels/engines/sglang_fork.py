@@ -47,19 +47,19 @@ _GUIDANCE_FUNCTIONS = "lvm_combined_guidance", "lvm_expectation_guidance", "lvm_
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning, each message once per process."""
+    """Log each warning once per process."""
     logger.warning(message)
 
 
 class ForkHooks:
-    """Called around the fork's functions: each method takes the replaced function, then that function's arguments."""
+    """Replacements of the fork's functions. Each takes the replaced function, then its arguments."""
 
     def __init__(self) -> None:
-        self._gamma: float | None = None  # default of requests, from a value model in the process. If None, 0.997
+        self._gamma: float | None = None  # default of requests, the value model's. If None, 0.997
         self._replaced = [pkgutil.resolve_name(f"{_SAMPLING}:{name}") for name in _GUIDANCE_FUNCTIONS]
 
     def initialize(self, original: Callable, runner: ModelRunner, min_per_gpu_memory: float) -> None:
-        """Load the value model after the base model and its pools, not at the first request."""
+        """Load the value model after the base model and its pools."""
         original(runner, min_per_gpu_memory)
         sampler = getattr(runner.sampler, "lvm_guided_sampler", None)
         if sampler is None or runner.is_draft_worker or sampler._fn not in self._replaced:
@@ -68,17 +68,17 @@ class ForkHooks:
             sampler._inproc, self._gamma = InprocRunner(settings, runner), settings.gamma
 
     def sample(self, original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
-        """Pass the batch to the sampler of guidance before its tokens are drawn."""
+        """Pass the batch to the guided sampler before its tokens are drawn."""
         sampler = getattr(runner.sampler, "lvm_guided_sampler", None)
         if sampler is not None:
             sampler.lenvm_batch = batch
         return original(runner, logits_output, batch)
 
     def extract_token_temperature_scale(self, _: Callable, req: Req) -> dict[int, float] | None:
-        """Divisors of the temperatures of single tokens."""
+        """Temperature divisor per token."""
         self._parse(req)
         scales = req.lenvm_guidance.token_temperature_scale
-        # The fork drops ids outside the vocabulary, but only from an int64 tensor.
+        # The fork drops ids outside the vocabulary, if they fit into int64.
         return {token: scale for token, scale in scales.items() if token < 2**31} or None
 
     def apply(
@@ -92,10 +92,10 @@ class ForkHooks:
         top_ks: torch.Tensor,  # [B]
         min_ps: torch.Tensor,  # [B]
     ) -> torch.Tensor | None:
-        """Guided ``probs``, rewritten in place; None if no request is guided."""
+        """Guided ``probs``, in place; None if no request is guided."""
         is_inproc = isinstance(sampler._inproc, InprocRunner)
         if sampler._fn not in self._replaced:
-            warn_once(f"LenVM: lvm_guided_fn is {sampler._fn!r}, not one of the fork's three: the fork's path stays")
+            warn_once(f"LenVM: lvm_guided_fn is {sampler._fn!r}, not one of the fork's three: the fork calls it")
         elif is_inproc or not sampler._get_inproc_provider():
             reqs, sampling = list(reqs), Sampling(top_ks.int(), top_ps.float(), min_ps.float())
             for req in reqs:
@@ -112,7 +112,7 @@ class ForkHooks:
         return logits.view(*hidden_states.shape[:-1], 1)
 
     def _parse(self, req: Req) -> None:
-        """Set a request's parameters and end-of-sequence tokens once. A request with bad parameters is not guided."""
+        """Set a request's parameters and end-of-sequence tokens once. With invalid parameters, it is not guided."""
         if hasattr(req, "lenvm_guidance"):
             return
         from sglang.srt.lvm.lvm_value_utils import get_eos_token_ids
@@ -123,16 +123,16 @@ class ForkHooks:
             given = read_names(custom_params, others="ignored") if isinstance(custom_params, dict) else {}
             params = parse_guidance(given, gamma=self._gamma, constraint="eq")  # the fork's default constraint
             if params.has_span:
-                raise ValueError("end_token_ids and landing must be absent in the fork, whose sampler reads neither")
+                raise ValueError("end_token_ids and landing must be absent in the fork: its sampler ignores them")
             req.lenvm_guidance = params
         except ValueError as error:  # an exception would end the scheduler
-            logger.warning("LenVM: request %s has bad custom_params and is not guided: %s", req.rid, error)
+            logger.warning("LenVM: request %s has invalid custom_params and is not guided: %s", req.rid, error)
 
 
 def inproc_settings(options: Any) -> Settings | None:
-    """The settings of a value model in the engine's process, from the server's options; None if they name none.
+    """The settings of a value model in the engine's process, from the server's options, or None without one.
 
-    Raises ValueError, naming a bad option or setting, its value and what is accepted.
+    Raises ValueError for an invalid option or setting, naming it, the value and the accepted values.
     """
     path = options.lvm_guided_inproc_model_path
     if not options.lvm_guided_inproc or not path:
@@ -140,8 +140,8 @@ def inproc_settings(options: Any) -> Settings | None:
     overrides = json.loads(options.lvm_guided_inproc_json_model_override_args or "{}")
     if set(overrides) - {"architectures"}:
         raise ValueError(
-            "--lvm-guided-inproc-json-model-override-args must name nothing but architectures, "
-            f"got {', '.join(overrides)}: change config.json of the value model instead"
+            "--lvm-guided-inproc-json-model-override-args must name only architectures, "
+            f"got {', '.join(overrides)}: change the value model's config.json instead"
         )
     settings = Settings.from_environment(("--lvm-guided-inproc-model-path", path))
     if settings.value_model is None:
@@ -152,7 +152,7 @@ def inproc_settings(options: Any) -> Settings | None:
 def guide_by_server(
     sampler: LvmGuidedSampler, reqs: Sequence[Req], probs: torch.Tensor, sampling: Sampling
 ) -> torch.Tensor | None:
-    """:meth:`ForkHooks.apply` with values of a server (``--lvm-guided-url``)."""
+    """As :meth:`ForkHooks.apply`, with values from a server (``--lvm-guided-url``)."""
     device, params = probs.device, [req.lenvm_guidance for req in reqs]
     if all(p.mode == Mode.UNGUIDED for p in params):
         return None
@@ -170,7 +170,7 @@ def guide_by_server(
     )
     if candidates.lost_mass.nan_to_num(0.0).max() > 0:
         warn_once(
-            f"LenVM: a row has more than {MAX_CANDIDATES} candidates; the others are left out: lower its top_k or "
+            f"LenVM: a row has more than {MAX_CANDIDATES} candidates, and the rest is cut off: lower its top_k or "
             "top_p, or raise its min_p"
         )
     unchanged = (candidates.status == Status.UNGUIDED) | (candidates.status == Status.SKIP)
@@ -190,19 +190,19 @@ def guide_by_server(
 
 
 class InprocRunner:
-    """Guides the batches of one model runner.
+    """Guides the batches of a model runner.
 
-    Requests are identified by their row of the engine's request pool. Their slots are freed when they have ended, or
-    when they are in no batch and the room is needed. A request that returns without slots, or with other tokens than
-    the step has, is computed again.
+    Requests are identified by their row in the engine's request pool. Their slots are freed when they have ended, or
+    reclaimed while they are in no batch. A request that returns without slots, or with tokens that differ from the
+    step's, is recomputed.
 
     Args:
         settings: the value model and its steps.
-        runner: runner of the base model, with its pools. Its options state the share of the free memory for the value
+        runner: runner of the base model, with its pools. Its options limit the share of the free memory for the value
             model's weights, cache and steps.
 
     Raises:
-        ValueError: the value model has another vocabulary, or does not fit; the message names the option.
+        ValueError: the vocabularies differ, or the value model does not fit; the message names the option.
     """
 
     def __init__(self, settings: Settings, runner: ModelRunner) -> None:
@@ -212,7 +212,7 @@ class InprocRunner:
         value_model = settings.load_value_model(runner.dtype, device)
         check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.vocab_size, options.tokenizer_path)
         if engine.is_multimodal:
-            value_model.vision_tower  # noqa: B018, loaded before the rest of the memory is divided
+            value_model.vision_tower  # noqa: B018, must be loaded before the remaining memory is divided
         share = options.lvm_guided_inproc_mem_fraction_static or options.mem_fraction_static
         room = int(share * free - (free - free_bytes(runner)))
         rows, max_len = runner.req_to_token_pool.req_to_token.shape
@@ -222,7 +222,7 @@ class InprocRunner:
         pages = pages_for(value_model, requests, max_len, room - working)
         if pages < 1:
             raise ValueError(
-                f"--lvm-guided-inproc-mem-fraction-static leaves {room / 2**30:.2f} GiB beside the value model's "
+                f"--lvm-guided-inproc-mem-fraction-static leaves {room / 2**30:.2f} GiB after the value model's "
                 f"weights, and its steps take {working / 2**30:.2f} GiB: raise it, or lower --max-running-requests, "
                 "LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
             )
@@ -250,18 +250,18 @@ class InprocRunner:
 
         Args:
             batch: the forward of the batch.
-            reqs: its requests in row order; ``lenvm_guidance`` of each holds its parameters, ``lenvm_end_tokens`` its
-                end-of-sequence tokens.
-            probs: fp32, bf16 or fp16 ``[B, V]``; rewritten in place.
+            reqs: its requests in row order, with parameters in ``lenvm_guidance`` and end-of-sequence tokens in
+                ``lenvm_end_tokens``.
+            probs: fp32, bf16 or fp16 ``[B, V]``; changed in place.
             sampling: filters of the requests, as tensors.
 
         Returns:
-            ``probs``, with the filters of every row applied; None if no request is guided and ``probs`` is unchanged.
+            ``probs``, with the filters of all rows applied; None if no request is guided and ``probs`` is unchanged.
         """
-        lengths, prompts = {}, []  # lengths of the guided requests by table row, and tokens to compute before
+        lengths, prompts = {}, []  # lengths of guided requests by table row, and tokens to compute first
         for req, length in zip(reqs, batch.seq_lens_cpu.tolist(), strict=False):  # a padded batch has more lengths
             row = req.req_pool_idx
-            # After a retraction the engine may drop a token; a request also changes its row after a chunk.
+            # After a retraction, the engine may drop a token. After a chunk, a request changes its row.
             if row not in self._guided or self._guided[row] is not req or length != req.lenvm_length + 1:
                 if not self._is_due(req, length):
                     self._end(row)
@@ -274,7 +274,7 @@ class InprocRunner:
         room = self.own.reserve(lengths)
         for row in room.refused:
             warn_once(
-                "LenVM: the value model's cache is full; requests go on without guidance. Raise "
+                "LenVM: the value model's cache is full, so requests lose guidance. Raise "
                 "--lvm-guided-inproc-mem-fraction-static."
             )
             self._guided[row].lenvm_guidance = GuidanceParams()
@@ -297,11 +297,11 @@ class InprocRunner:
         if req.lenvm_guidance.mode == Mode.UNGUIDED or req.sampling_params.top_k == 1:  # one candidate
             return False
         if length < len(req.origin_input_ids) + len(req.output_ids):
-            return False  # a chunk of the prompt: the token drawn after it is dropped
+            return False  # the token drawn after a chunk of the prompt is dropped
         try:
             if req.input_embeds is not None:
                 raise ValueError("input_embeds cannot be combined with guidance in custom_params")
-            # The engine keeps the placeholders of earlier turns' images, beyond the vocabulary, but not their pixels.
+            # The engine keeps only placeholders, beyond the vocabulary, of images in earlier turns.
             if req.session_id is not None and max(req.origin_input_ids) >= self.step.config.vocab_size:
                 raise ValueError("images in a session cannot be combined with guidance in custom_params")
             has_images = req.multimodal_inputs is not None
@@ -313,13 +313,13 @@ class InprocRunner:
         return True
 
     def _admit(self, req: Req, length: int) -> tuple[PromptPart, list[int]]:
-        """Give a request its row; returns the part of its sequence to compute before the step, and its tokens."""
+        """Admit a request into its row. Returns the part of its sequence to compute before the step, and its tokens."""
         row, images = req.req_pool_idx, req.lenvm_images
-        tokens = [*req.origin_input_ids, *req.output_ids][: length - 1]  # the last may be on the device only
+        tokens = [*req.origin_input_ids, *req.output_ids][: length - 1]  # the last token may only be on the device
         if req.sampling_params.top_k > (most := self.step.config.max_candidates):
             warn_once(
-                f"LenVM: requests with a top_k above {most}, or none, are drawn from their {most} most probable tokens "
-                "at most: lower top_k, or raise LENVM_MAX_CANDIDATES up to 64"
+                f"LenVM: requests with a top_k above {most}, or without one, only draw from their {most} most probable "
+                "tokens: lower top_k, or raise LENVM_MAX_CANDIDATES up to 64"
             )
         identities, moved = (tokens, 0) if images is None else (images.identities(tokens), images.moved)
         computed = self.own.admit(row, identities, moved)
@@ -333,13 +333,13 @@ class InprocRunner:
         return PromptPart(row, computed, length - 1), tokens[computed:]
 
     def _end(self, row: int) -> None:
-        """End the guidance of the request in a row, if there is one, and free its slots."""
+        """End the guidance of the request in a row, if any, and free its slots."""
         if self._guided.pop(row, None) is not None:
             self.step.remove_request(row)
             self.own.release(row)
 
     def _extend(self, prompts: Sequence[tuple[PromptPart, list[int]]]) -> None:
-        """Compute prompts up to their last token."""
+        """Compute prompts, without their last token."""
         if not prompts:
             return
         located: list[tuple[PromptImages | None, int, int]] = []
@@ -357,7 +357,7 @@ class InprocRunner:
                 images.embeds = None
 
     def _may_keep_filters(self, req: Req) -> bool:
-        """Whether a request has filters, and its row may not be guided in this step; the device decides."""
+        """Whether a request has filters, and its row may be unguided in this step. The device has the exact status."""
         params, sampling = req.lenvm_guidance, req.sampling_params
         has_filters = sampling.top_k < self.step.config.vocab_size or sampling.top_p < 1 or sampling.min_p > 0
         stride = params.value_stride or self.step.config.value_stride
@@ -366,7 +366,7 @@ class InprocRunner:
 
 
 def free_bytes(runner: ModelRunner) -> float:
-    """The free memory of a runner's device, the minimum of all ranks that draw the same tokens."""
+    """Free memory of a runner's device, the minimum over the tensor-parallel ranks."""
     from sglang.srt.utils.common import get_available_gpu_memory
 
     group = runner.tp_group
@@ -377,9 +377,9 @@ def free_bytes(runner: ModelRunner) -> float:
 def keep_filters(
     probs: torch.Tensor, rows: torch.Tensor, sampling: Sampling, where: torch.Tensor | None = None
 ) -> None:
-    """Set tokens of ``probs [B, V]`` to 0 that the filters of their row drop, in ``rows``, int64 ``[R]``.
+    """Apply the filters of ``rows``, int64 ``[R]``, to ``probs [B, V]`` in place.
 
-    ``where``, bool ``[R]``, limits the rows that change.
+    ``where``, bool ``[R]``, selects the rows that change.
     """
     top_k, top_p, min_p = (torch.as_tensor(x)[rows, None] for x in sampling[:3])
     before = probs[rows]
@@ -397,7 +397,7 @@ REPLACED: dict[str, Callable] = {
     f"{_SAMPLING}:_extract_token_temperature_scale": ForkHooks.extract_token_temperature_scale,
     f"{_RUNNER}.initialize": ForkHooks.initialize,
     f"{_RUNNER}.sample": ForkHooks.sample,
-    # Also the head of the Qwen2.5-VL value model.
+    # Also used by the Qwen2.5-VL value model.
     "sglang.srt.models.qwen2_lvm:MLP2SiLUValueHead.forward": ForkHooks.value_head,
     "sglang.srt.models.qwen3_lvm:MLP2SiLUValueHead.forward": ForkHooks.value_head,
 }
@@ -411,7 +411,7 @@ def install() -> dict[str, Callable]:
         The replaced functions of the fork, by ``module:name``.
 
     Raises:
-        ImportError: the fork is not installed, or is another version; the message names the difference. Nothing was
+        ImportError: the fork is not installed, or its version differs; the message names the difference. Nothing is
             replaced.
     """
     try:
@@ -419,8 +419,8 @@ def install() -> dict[str, Callable]:
         originals = {name: pkgutil.resolve_name(name) for name in REPLACED}
     except (RuntimeError, ImportError, AttributeError) as error:
         raise ImportError(
-            "install() needs the LenVM fork of SGLang (eric-ai-lab/Length-Value-Model, sglang-LenVM), and another "
-            f"version does not fit: {error}"
+            "install() needs the LenVM fork of SGLang (eric-ai-lab/Length-Value-Model, sglang-LenVM) in the tested "
+            f"version: {error}"
         ) from error
     hooks = ForkHooks()
     for name, function in REPLACED.items():
@@ -432,7 +432,7 @@ def install() -> dict[str, Callable]:
 
 
 def _hooked(hook: Callable, hooks: ForkHooks, original: Callable) -> Callable:
-    """A function that may become a method, and calls a hook around the fork's function."""
+    """A function, which may become a method, that calls a hook around the fork's function."""
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:

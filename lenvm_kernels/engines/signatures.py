@@ -1,7 +1,7 @@
-"""Signatures of the engines' internal functions that the plugins wrap, call or read, as recorded in tested versions.
+"""Recorded signatures of engine functions that the plugins wrap, call or read, in tested versions.
 
-A process with guidance compares the installed signatures with the recorded ones, and rejects differences by name.
-``signatures.json`` is written by ``python -m tools.engine_signatures``.
+A process with guidance compares installed signatures with them, and rejects differences by name.
+``python -m tools.engine_signatures`` writes ``signatures.json``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
-# The parameters of a constructor are not compared: it is wrapped for the object that it has made.
+# Recorded for constructors, because a wrapper only uses the created object.
 ANYTHING = "..."
 
 
 def recorded(engine: str) -> dict[str, dict[str, str]]:
-    """The signatures by target, for each recorded version. A target is a module and a name in it."""
+    """Signatures by target, for each recorded version. A target is ``module:name``."""
     return json.loads(FILE.read_text(encoding="utf-8"))[engine]
 
 
@@ -28,7 +28,7 @@ USED = {engine: tuple(next(iter(recorded(engine).values()))) for engine in ("sgl
 
 
 def signature_of(target: str) -> str | None:
-    """The parameter names of a target, with ``=`` after those with a default; None if the target does not exist."""
+    """The parameter names of a target, with ``=`` after names with a default; None if the target does not exist."""
     module, name = target.split(":")
     try:
         found: Any = reduce(getattr, name.split("."), importlib.import_module(module))
@@ -41,7 +41,7 @@ def signature_of(target: str) -> str | None:
 
 
 def written(parameters: list[tuple[str, Any, bool]]) -> str:
-    """Parameters, given by name, kind and whether they have a default, in the format of the file."""
+    """Parameters, given as name, kind and whether they have a default, in the format of the file."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     texts, is_keyword_only = [], False
     for name, kind, has_default in parameters:
@@ -65,7 +65,7 @@ def differences(engine: str) -> dict[str, str]:
 
 
 def check(engine: str) -> None:
-    """Raise RuntimeError, naming the targets, if any of an engine matches no recorded version."""
+    """Raise RuntimeError, naming the targets, if an engine's targets match no recorded version."""
     if wrong := differences(engine):
         texts = "; ".join(f"{target.split(':')[1]} {what}" for target, what in wrong.items())
         tried = ", ".join(recorded(engine))

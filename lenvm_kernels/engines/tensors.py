@@ -30,7 +30,7 @@ def _leave_only_kernel(logits_ptr, stride_row, tokens_ptr, V, BLOCK: tl.constexp
 
 
 def leave_only(logits: torch.Tensor, tokens: torch.Tensor, backend: str = "auto") -> None:
-    """Mask all tokens but ``tokens [N]`` in logits ``[N, V]``, in place, so that any sampler of an engine returns them.
+    """Mask all tokens except ``tokens [N]`` in logits ``[N, V]``, in place, so that any sampler returns ``tokens``.
 
     Rows with a negative token are unchanged. ``backend`` is ``auto``, ``triton`` or ``reference``.
     """
@@ -55,9 +55,9 @@ def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.
 
 
 def last_tokens(batch: "ForwardBatch", requests: int) -> StepBatch:
-    """The sequences of a batch of SGLang or of its fork, with the last token of each, from tensors on the device.
+    """The sequences of a batch of SGLang or of its fork, with the last token of each.
 
-    Under the overlapping scheduler, the tokens are not available on the host.
+    Reads tensors on the device, because the overlapping scheduler does not have the tokens on the host.
     """
     last: Any = slice(0, requests)
     if not batch.forward_mode.is_decode():
@@ -66,7 +66,7 @@ def last_tokens(batch: "ForwardBatch", requests: int) -> StepBatch:
         batch.input_ids[last],
         batch.req_pool_indices[:requests],
         batch.seq_lens[:requests].int(),
-        # A prefill batch runs between decode steps, or is mixed with one.
+        # Strides only count batches that decode.
         counts=batch.forward_mode.is_decode() or batch.forward_mode.is_mixed(),
     )
 

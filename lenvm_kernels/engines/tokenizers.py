@@ -1,4 +1,4 @@
-"""What an engine's plugin reads from tokenizers. Guidance works without: a failure is logged."""
+"""Data that plugins read from tokenizers. Guidance also works without a tokenizer, so failures are logged."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from lenvm_kernels.guidance import Thoughts, text_breaks_of
 
 logger = logging.getLogger(__name__)
-# Functions of an engine by the location of its tokenizer: the loader, and :func:`load_with`'s ``marks``.
+# Loader and ``marks`` of an engine (:func:`load_with`), by the location of its tokenizer.
 _engines: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[str, str] | None]]] = {}
 
 
 def load_with(
     path: str, loader: Callable[[], Any], marks: Callable[[Any], tuple[str, str] | None] = lambda _: None
 ) -> None:
-    """Load the tokenizer at a location with an engine's own functions, which apply the engine's options.
+    """Make :func:`load_tokenizer` use an engine's loader for a location, which applies the engine's options.
 
-    ``marks`` returns start and end of a thought in the engine's reasoning parser for a tokenizer; None without one.
+    ``marks`` returns start and end of a thought by the engine's reasoning parser, or None without a parser.
     """
     _engines.setdefault(path, (loader, marks))
 
@@ -38,7 +38,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_thoughts(path: str | None) -> Thoughts | None:
-    """The marks of :func:`load_tokenizer`. None without a tokenizer, or if it cannot be loaded."""
+    """The marks of thoughts of a tokenizer. None without one, or if it cannot be loaded."""
     if path is None:
         return None
     marks = None
@@ -47,10 +47,10 @@ def load_thoughts(path: str | None) -> Thoughts | None:
         try:
             marks = _engines[path][1](tokenizer) if path in _engines else None
         except Exception as error:
-            logger.warning("the reasoning parser has no marks of thoughts, so the vocabulary is searched (%s)", error)
+            logger.warning("the reasoning parser has no marks of thoughts; the vocabulary is searched (%s)", error)
         return Thoughts.of(tokenizer, marks)
     except Exception as error:
-        logger.info("the marks of thoughts are not known: the tokenizer %s cannot be loaded (%s)", path, error)
+        logger.info("no marks of thoughts, because the tokenizer %s cannot be loaded (%s)", path, error)
         return None
 
 
@@ -64,9 +64,9 @@ def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | N
 
 
 def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, base_tokenizer: str) -> None:
-    """Raise ValueError unless both models have the same tokens; their embeddings may be padded differently.
+    """Raise ValueError unless both models have the same tokens. Vocabulary sizes may differ by padding.
 
-    ``value_model`` is a directory with a tokenizer; the sizes are the sizes of the two vocabularies.
+    ``value_model`` is a directory with a tokenizer.
     """
     if value_size == base_size:
         return

@@ -1,4 +1,4 @@
-"""The models that the engines' servers load, and an environment without settings."""
+"""Models for the engines' servers, and an environment without settings."""
 
 import importlib
 import os
@@ -10,7 +10,7 @@ from lenvm_kernels.engines.settings import Settings
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
-    """Random checkpoints for the engine of a test file: a base model and a value model."""
+    """Random checkpoints of a base model and a value model."""
     engine = "sglang" if "sglang" in request.module.__name__ else "vllm"
     folder = tmp_path_factory.mktemp("models")
     importlib.import_module(f"tests.helpers.{engine}_server").write_checkpoints(folder)
@@ -19,7 +19,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture
 def clean_settings(monkeypatch):
-    """An environment without settings, and none that were read before."""
+    """An environment without settings, and without cached settings."""
     for name in [name for name in os.environ if name.startswith("LENVM_")]:
         monkeypatch.delenv(name)
     Settings.current.cache_clear()

@@ -1,4 +1,4 @@
-"""The engine signatures that the plugins use, against the recorded ones. Each engine's own tests check real ones."""
+"""Recorded engine signatures, against fake packages. Each engine's tests check the real package."""
 
 import re
 

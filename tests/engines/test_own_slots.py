@@ -1,4 +1,4 @@
-"""Cache slots of requests whose end is not reported: reservation, reclamation and sharing."""
+"""Cache slots of requests without a reported end: reservation, reclamation and sharing."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,29 +12,29 @@ def make_pool(num_pages, rows=6, max_len=40):
     return OwnSlots(rows, max_len, page_size=SIZE, num_pages=num_pages)
 
 
-def test_row_that_has_waited_longest_loses_its_slots():
+def test_least_recently_used_row_loses_its_slots():
     pool = make_pool(6)
     for row in (3, 1, 4):
         assert pool.reserve({row: 8}) == ([], [])
     pool.reserve({3: 8})
-    pool.admit(2, range(7))  # a row without slots loses none
+    pool.admit(2, range(7))  # a row without slots is not reclaimed
     assert pool.reserve({0: 4, 5: 4}) == ([1], [])
     assert pool.reserve({0: 4, 3: 12}) == ([4], [])
     assert [len(pool.slots.pages(row)) for row in range(6)] == [1, 0, 0, 3, 0, 1]
 
 
-def test_rows_that_need_the_most_slots_are_refused():
+def test_longest_rows_are_refused():
     pool = make_pool(5)
     pool.reserve({2: 8})
     room = pool.reserve({1: 16, 5: 12, 3: 4})
     assert room == ([2], [1]) and [len(pool.slots.pages(row)) for row in (1, 2, 3, 5)] == [0, 0, 1, 3]
-    # A refused row also loses the slots that it had.
+    # A refused row also loses its previous slots.
     assert pool.reserve({3: 20}) == ([5], [])
     assert pool.reserve({3: 24, 0: 1}) == ([], [3]) and pool.slots.free_pages == 4
 
 
-def test_prefix_computed_by_several_rows_is_shared_from_the_first():
-    """Both rows came in one step, when there was nothing to share."""
+def test_prefix_is_shared_from_the_first_of_several_rows():
+    """Both rows were admitted in one step, before a prefix was computed."""
     pool, tokens = make_pool(20), list(range(9))
     for row in (3, 1):
         pool.admit(row, tokens)
@@ -57,11 +57,11 @@ ROW = st.integers(0, 5)
     num_pages=st.integers(1, 14),
     events=st.lists(st.tuples(ROW, st.integers(0, 2), st.integers(0, 30), st.lists(ROW, max_size=4)), max_size=30),
 )
-def test_rows_share_pages_for_equal_tokens_only(num_pages, events):
-    """Requests with few different prompts come and grow; ``memory`` records the tokens behind each slot."""
+def test_rows_only_share_pages_of_equal_tokens(num_pages, events):
+    """Requests with few different prompts are added and grow; ``memory`` stores the tokens of each slot."""
     pool = make_pool(num_pages)
     tokens_of = {row: [] for row in range(6)}
-    memory = {}  # by slot: the tokens from which its keys and values were computed
+    memory = {}  # by slot, the tokens of its keys and values
 
     def write(row, start, end):
         for position in range(start, end):

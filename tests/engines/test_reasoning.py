@@ -1,7 +1,7 @@
-"""A model that thinks and calls tools, whose next tokens a table defines, in the engine of this environment.
+"""A model that thinks and calls tools, with next tokens from a table, in the engine of this environment.
 
-Each guided token of each engine must be the token that a guided step draws from the table in this process. So guided
-text is the same in all engines.
+Each guided token must be the token drawn from the table by a guided step in this process, so guided text is the same in
+all engines.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from tests.helpers.models import tokenizer_of
 
 MARKS = {"<pad>": ".", "<unk>": ".", "<eos>": "$", "<think>": "[", "</think>": "]"}
 MARKS |= {"<tool_call>": "(", "</tool_call>": ")"}
-# Words of thoughts and answers, which may follow each other; words of plans and calls, which have one order.
+# Words of thoughts and answers in any order, and words of plans and calls in a fixed order.
 THOUGHT, ANSWER = ([*(f"{kind}{i}" for i in range(20)), f"{kind}."] for kind in "ta")
 PLAN, CALL = ([f"{kind}{i}" for i in range(40)] for kind in "pc")
 WORDS = [*MARKS, *THOUGHT, *ANSWER, *PLAN, *CALL]
@@ -32,7 +32,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}{{
 
 
 def next_words():
-    """The probabilities of the words after each word."""
+    """Probabilities of the next word, by word."""
     after = {"<think>": dict.fromkeys(THOUGHT, 1.0), "</think>": dict.fromkeys(ANSWER, 1.0), "<tool_call>": {"c0": 1.0}}
     for words, end in ((THOUGHT, "</think>"), (ANSWER, "<eos>")):
         *inside, stop = words
@@ -44,7 +44,7 @@ def next_words():
 
 
 def scripted_model():
-    """A Llama whose layer adds nothing: the next token depends on the last one alone."""
+    """A Llama with a layer of zeros, so that the next token only depends on the last token."""
     size = len(WORDS)
     sizes = dict(vocab_size=size, hidden_size=size, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8)
     config = LlamaConfig(**sizes, tie_word_embeddings=False, bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
@@ -60,7 +60,7 @@ def scripted_model():
     return model
 
 
-# Parameters, the prompt after two words, and the output as a pattern with one character per token: its kind's letter.
+# Parameters, the prompt after two words, and a pattern of the output with one letter per token, its kind.
 BUDGET, BOTH = {"thinking_budget": 40}, {"thinking_budget": 40, "target_length": 30}
 CASES = [
     (BUDGET, "<think>", "t{20,50}]a{9,}[$]?"),
@@ -68,7 +68,7 @@ CASES = [
     (BOTH | {"thinking_budget": 0}, "<think>", "]a{20,36}[$]"),
     (BOTH | {"thinking_budget": 0, "end_message": "t1 t2 t."}, "<think>", "ttt]a{20,36}[$]"),
     (BOTH | {"end_message": "t1 t.", "hard_limit": 15}, "<think> t1 t1", "t{13}tt]a{20,36}[$]"),
-    # The prompt holds 30 tokens of the thought.
+    # 30 tokens of the thought are in the prompt.
     (BOTH, "<think>" + " t1" * 30, "t{0,20}]a{20,36}[$]"),
     ({"target_length": 90, "target_length_mode": "total", **BUDGET}, "<think>", "t{20,50}]a{20,60}[$]"),
     ({"target_sentences": 3, **BUDGET}, "<think>", "t{20,50}]a+[$]"),
@@ -112,7 +112,7 @@ def transformers_engine(scripted):
 def sglang_engine(scripted):
     from tests.helpers.sglang_server import running_server
 
-    # The server's own first request has no token that this vocabulary knows.
+    # The server's warm-up request has no token of this vocabulary.
     with running_server(scripted.folder, "sglang", "--skip-server-warmup", LENVM_VALUE_MODEL="none") as server:
 
         def complete(guidance, prompt, seed, temperature):
@@ -140,7 +140,7 @@ def vllm_engine(scripted):
 
 
 def draws(scripted, guidance, prompt, output, seed, temperature):
-    """The token that a guided step draws in place of each token of an output; -1 where the request is unguided."""
+    """Tokens drawn by guided steps at each token of an output, -1 where the request is unguided."""
     thoughts, breaks = Thoughts.of(scripted.tokenizer), text_breaks_of(scripted.tokenizer)
     params = parse_guidance(guidance, thoughts=thoughts, has_values=False, max_tokens=MAX_TOKENS)
     config = StepConfig(vocab_size=len(WORDS), text_breaks=breaks)
@@ -159,7 +159,7 @@ def draws(scripted, guidance, prompt, output, seed, temperature):
 
 @pytest.fixture(scope="module")
 def engine(scripted):
-    """The engine of this environment, by name, and its function that completes a prompt."""
+    """The name of this environment's engine, and a function that completes a prompt with it."""
     engines = {"sglang": sglang_engine, "vllm": vllm_engine, "transformers": transformers_engine}
     name = next(name for name in engines if importlib.util.find_spec(name))
     with engines[name](scripted) as complete:
@@ -168,7 +168,7 @@ def engine(scripted):
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_thoughts_tool_calls_and_answers(scripted, engine, case):
-    """One sampled and one greedy output of each request. transformers samples with torch's generator."""
+    """One sampled and one greedy output per request. transformers samples with torch's generator."""
     (name, complete), (guidance, text, pattern) = engine, CASES[case]
     prompt = tokens_of(text)
     for temperature in (1.0, 0.0):

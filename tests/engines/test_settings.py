@@ -27,7 +27,7 @@ def model(tmp_path, clean_settings):
 
 @pytest.fixture
 def given(model, monkeypatch):
-    """Function that writes a settings file (or arbitrary text in its place) and sets environment variables."""
+    """Function that writes a settings file (or arbitrary text) and sets environment variables."""
 
     def write(file=None, **variables):
         if file is not None:
@@ -40,7 +40,7 @@ def given(model, monkeypatch):
     return write
 
 
-# The file, the variables, whether guidance is off, whether a variable is set, and whether there is a value model.
+# File, variables, whether guidance is off, whether a variable is set, and whether there is a value model.
 SWITCHES = [
     (None, {}, False, False, False),
     (None, {"value_model": " "}, False, False, False),
@@ -64,7 +64,7 @@ def test_guidance_without_values_is_on_by_default(model, given, file, given_vari
 
 
 # fmt: off
-# Per setting: texts with their values, the accepted values in words, and rejected texts. "{model}" is an existing path.
+# Per setting: texts with values, the accepted values in words, and rejected texts. "{model}" is an existing path.
 SOURCE = "an existing directory or .gguf file, a name on Hugging Face, none or off"
 COUNT, SHARE, MODEL = "an integer of at least 1", "a number > 0 and ", {"{model}": "{model}"}
 EACH = {
@@ -99,8 +99,8 @@ def test_settings_are_read_from_variables_and_files(model, given, name, text, so
     assert Settings.from_environment() == Settings(model, **{name: model if value == "{model}" else value})
 
 
-# A setting and its value from each source, in order of precedence: the request or the engine's option, the variable,
-# the settings file, lenvm_config.json, the default.
+# A setting and its value from each source, by precedence: request or engine option, variable, settings file,
+# lenvm_config.json, default.
 PRECEDENCE = [
     ("gamma", [0.8, 0.95, 0.93, 0.9, 0.997]),
     ("strength", [3.0, None, None, 8.5, 5.0]),
@@ -112,7 +112,7 @@ PRECEDENCE = [
 @pytest.mark.parametrize(("name", "values"), PRECEDENCE)
 @pytest.mark.parametrize("first", range(5))
 def test_precedence(model, given, name, values, first):
-    """Sources from ``first`` on provide a value."""
+    """Only sources from ``first`` on have a value."""
     of_request, variable, in_file, beside_model, _ = [x if i >= first else None for i, x in enumerate(values)]
     LenVMConfig(**({} if beside_model is None else {name: beside_model})).write(model)
     in_file = {name: in_file} if name in EACH else {}
@@ -133,7 +133,7 @@ def test_hugging_face_names_are_found_in_cache(model, given, put_into_cache):
     settings = Settings.from_environment()
     assert settings == Settings(snapshot, snapshot, gamma=0.75) and settings.reads_images
     given(value_model="namezz/lvm-y")
-    with pytest.raises(ValueError, match=r"^LENVM_VALUE_MODEL must be .*: namezz/lvm-y is no .*/hub, or could"):
+    with pytest.raises(ValueError, match=r"^LENVM_VALUE_MODEL must be .*: namezz/lvm-y is not .*/hub, nor could"):
         Settings.from_environment()
 
 
@@ -177,7 +177,7 @@ def test_step_config_from_settings(model, has_graphs, graphs):
     assert settings.step_config(has_graphs=has_graphs, vocab_size=99, max_delta=5) == StepConfig(**expected)
 
 
-# By source: the default strength, the error of value_head, and unsupported requests with their errors.
+# By source: default strength, error of value_head, and an unsupported request with its error.
 MINIMUM = {"target_length": 9, "value_min": 0.5}
 UNSUPPORTED = [
     ("none", 10, "without a value model", {"return_values": True}, "return_values must not be given without a value"),
@@ -186,8 +186,8 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("source", "strength", "of_head", "request_", "message"), UNSUPPORTED)
-def test_sources_that_read_no_tokens(given, model, source, strength, of_head, request_, message):
-    """The plugin is active and rejects parameters that need a value model."""
+def test_sources_that_do_not_read_tokens(given, model, source, strength, of_head, request_, message):
+    """The plugin is active, and rejects parameters that need a value model."""
     if source == "probe":
         write_random_probe(model, random_pair("qwen2")[0])
     given(value_model=model if source == "probe" else source, gamma="0.9")
@@ -203,7 +203,7 @@ def test_sources_that_read_no_tokens(given, model, source, strength, of_head, re
         Settings.from_environment()
 
 
-# Tokens of a request at the maximum and above it, and the field that is named.
+# Requests with the maximum number of tokens and one more, and the error.
 LIMITS = [({"target_length": 9}, 48, None), ({"token_temperature_scale": {i: 2.0 for i in range(32)}}, 0, None)]
 LIMITS += [({"target_length": 9}, 49, "stop_token_ids must be of at most 48 tokens together with guidance, got 49")]
 LIMITS += [({"token_temperature_scale": {i: 2.0 for i in range(33)}}, 0, "token_temperature_scale .* 32 .*, got 33")]
@@ -211,13 +211,13 @@ LIMITS += [({"token_temperature_scale": {i: 2.0 for i in range(33)}}, 0, "token_
 
 @pytest.mark.parametrize(("fields", "stops", "message"), [*LIMITS, ({"session_id": "of another"}, 99, None)])
 def test_requests_with_too_many_tokens_are_rejected(fields, stops, message):
-    """Unguided requests have no row of the device table."""
+    """Unguided requests are not limited, because they have no row of the device table."""
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         Settings(None).parse_request(fields, range(stops))
 
 
 def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
-    """None, with a warning, if the engine's tokenizer cannot be loaded."""
+    """None, with a warning, if the engine's tokenizer does not load."""
     path = save_checkpoint(tmp_path, seed=0, words=["<unk>", "<eos>", "<pad>", "a", "b.", "c\n"])
     assert load_text_breaks(path, 8).tolist() == [0, 0, 0, 0, 2, 65, 0, 0]
     assert load_text_breaks(None, 6) is None and not caplog.records
@@ -225,8 +225,8 @@ def test_text_breaks_of_engine_tokenizer(tmp_path, caplog):
     assert "outputs may end within sentences: the tokenizer" in caplog.text and "nowhere" in caplog.text
 
 
-def test_tokenizer_of_an_engine_is_loaded_by_the_engine(model, tmp_path):
-    """Once for each use. The value model's is loaded by transformers."""
+def test_engine_tokenizer_is_loaded_by_the_engine(model, tmp_path):
+    """It is loaded once. transformers loads the value model's tokenizer."""
     path, loaded = save_checkpoint(tmp_path / "words", seed=0, words=["<think>", "</think>"]), []
     tokenizers = [AutoTokenizer.from_pretrained(path)] * 3 + [SimpleNamespace(get_vocab=dict)]
     for i, tokenizer in enumerate(tokenizers):
@@ -241,14 +241,14 @@ def test_tokenizer_of_an_engine_is_loaded_by_the_engine(model, tmp_path):
     assert loaded == [0, 1, 2, 3]
 
 
-# Tokenizers of the setting, the engine and the value model, named by the id of their end of a thought, and the one
-# that is read. "none" marks no thoughts.
+# Tokenizers of the setting, the engine and the value model, named by the id that ends a thought ("none": no thoughts),
+# and the expected id.
 TOKENIZERS = [("7", "8", "9", 7), (None, "8", "9", 8), (None, None, "9", 9), (None, None, "none", None)]
 
 
 @pytest.mark.parametrize(("setting", "engine", "value_model", "end"), [*TOKENIZERS, (None, None, None, None)])
-def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting, engine, value_model, end):
-    """It is loaded only if a request needs it: loading takes seconds."""
+def test_source_of_thought_marks(model, given, tmp_path, setting, engine, value_model, end):
+    """The tokenizer is only loaded if a request needs it, because loading takes seconds."""
 
     def path_of(name):
         words = [f"w{i}" for i in range(20)]
@@ -267,7 +267,7 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
         assert settings.parse_request({"thinking_budget": 9}).end_token_ids == ((end,),)
     assert settings.parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == ((3,), (4,))
     assert not settings.parse_request({"target_length": 9}).end_token_ids
-    # An engine applies its budget alone if it knows no thoughts.
+    # Without marks of thoughts, only the engine applies its budget.
     params = settings.parse_request({"target_length": 9}, engine_budget=30)
     assert bool(params.end_token_ids) == (end is not None)
 
@@ -275,7 +275,7 @@ def test_tokenizer_that_defines_thought_markers(model, given, tmp_path, setting,
 LOW = {"thinking_budget": 50, "end_token_ids": [7]}
 DEFAULTS = {"soft_max_tokens": True, "reasoning_effort": {"low": LOW, "high": {"target_length": 300}}}
 DEFAULTS["verbosity"] = {"low": {"target_length": 20}}
-# A request's custom_params, its other parameters, and what it has of a target, a mode and a limit.
+# A request's custom_params, its other parameters, and its target and mode.
 DEFAULTED = [
     (None, {}, (None, Mode.UNGUIDED)),  # the default needs max_tokens
     (None, {"max_tokens": 100}, (80, Mode.LE_NEAR)),
@@ -305,7 +305,7 @@ def test_defaults_of_requests_without_parameters(model, given, custom_params, ot
     assert params.hard_limit == (63 if expected[0] == 50 else None)
 
 
-# Marks of the engine's parser, the budget that the engine itself applies, the parameters, and the ends and the budget.
+# Marks of the engine's parser, the engine's budget, parameters, and the expected ends and budget.
 PARSERS = [
     (None, None, {"thinking_budget": 9}, (((1,),), ((0,),), 9)),
     (("<a>", "</a>"), None, {"thinking_budget": 9}, (((3,),), ((2,),), 9)),

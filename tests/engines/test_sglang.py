@@ -1,6 +1,6 @@
 """The SGLang plugin in a real server on CPU. ``make test-sglang`` builds the environment; skipped without SGLang.
 
-Every test checks the trace of guided steps, because a server without guidance also generates plausible tokens.
+All tests check the trace of guided steps, because a server without guidance also generates plausible tokens.
 """
 
 import re
@@ -27,13 +27,13 @@ ENDING = dict(ignore_eos=False, stop_token_ids=STOPS, max_new_tokens=40, min_p=0
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    """A server of which a test lets a guided step fail."""
+    """A server in which a test can make a guided step fail."""
     variables = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches", "LENVM_TEST_FAIL": str(folder / "fail")}
     with running_server(folder, "engine", *OPTIONS, **variables) as server:
         yield server
 
 
-def test_unguided_requests_draw_the_same_tokens_without_the_plugin(folder, engine):
+def test_unguided_requests_are_unchanged_by_the_plugin(folder, engine):
     """Servers with the same seed, with and without the plugin, return the same tokens for unguided rows.
 
     This test must run first, because draws depend on all earlier draws of the engine.
@@ -46,8 +46,8 @@ def test_unguided_requests_draw_the_same_tokens_without_the_plugin(folder, engin
     assert same == [False, True, False, True] and steps and not no_steps
 
 
-def test_guided_requests_share_only_prefixes_with_values(engine):
-    """A guided request must not reuse the cached prompt of an unguided one; the next guided request reuses its own."""
+def test_guided_requests_only_share_guided_prefixes(engine):
+    """A guided request does not reuse the cached prompt of an unguided request, only of a guided request."""
     prompts = prompts_of(40, seed=1)
     for guidance, is_cached in ((None, False), (MODES[0], False), (MODES[1], True), (MODES[2], True), (None, True)):
         results, steps = engine.generate(prompts, [guidance])
@@ -56,8 +56,7 @@ def test_guided_requests_share_only_prefixes_with_values(engine):
 
 
 def test_second_turn_reuses_computed_tokens(engine):
-    """It reuses exactly the tokens that the value model had computed in the first: none that follow a span, and none of
-    the last ones before its end, which were pending."""
+    """It reuses exactly the tokens computed by the value model, without tokens after a span or pending at its end."""
     (prompt,), guidance = prompts_of(30, seed=11), {"end_token_ids": [7], "hard_limit": 20, "value_stride": 999_999}
     (first,), _ = engine.generate([prompt], [GENTLE | guidance], max_new_tokens=60)
     longer, before_end = [[*prompt, *first["output_ids"], 5, 6]], first["output_ids"].index(7)
@@ -67,7 +66,7 @@ def test_second_turn_reuses_computed_tokens(engine):
 
 
 def test_prefills_of_other_requests_do_not_count_towards_a_stride(engine):
-    """A request with a stride of 2 is guided at every second of its steps, whatever prefills run in between."""
+    """A request with a stride of 2 is guided in every second of its steps, with prefills in between."""
     prompts, before = prompts_of(9, 30, seed=15), len(engine.lines())
     with ThreadPoolExecutor() as pool:
         strided = GENTLE | {"value_stride": 2}
@@ -79,14 +78,14 @@ def test_prefills_of_other_requests_do_not_count_towards_a_stride(engine):
         mode: [row["status"] == Status.GUIDE for row in rows_of(result, [s for s in steps if s["mode"] == mode])]
         for mode in ("EXTEND", "DECODE")
     }
-    # If another prompt is in the batch, the request's own may be split into two chunks.
+    # With another prompt in the batch, the request's prompt may be split into two chunks.
     prompt, due = guided["EXTEND"][-1], guided["DECODE"]
     assert len(due) >= 119 and due == [prompt ^ bool(i % 2) for i in range(len(due))]
 
 
 def test_spans(engine):
-    """A span ends by an end token or at its limit, the sequence ends only after it, and then guidance is off. The last
-    prompt leaves no span open, as from a chat template with thinking disabled."""
+    """A span ends by an end token or at its limit; the sequence ends after it, without guidance. The last prompt has no
+    open span, as from a chat template with thinking disabled."""
     prompts, ends = prompts_of(9, 12, 70, 5, 30, 8, 9, seed=13), [7, *range(100, 103)]
     prompts[6] += [7, 12]
     span = GENTLE | {"end_token_ids": ends, "hard_limit": 11}
@@ -103,8 +102,8 @@ def test_spans(engine):
 
 
 def test_greedy_requests(engine):
-    """A greedy request with guidance takes the most probable candidate by the guided weights, alone and in a batch;
-    without guidance, the base model's."""
+    """A greedy request takes the most probable candidate by guided weights, alone and in a batch; without guidance, by
+    the base model's."""
     prompts, guidance = prompts_of(9, 9, seed=3), [MODES[0], MODES[0]]
     plain, no_steps = engine.generate(prompts[:1], [None], temperature=0.0)
     found = []
@@ -123,7 +122,7 @@ def test_greedy_requests(engine):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_predicted_lengths_are_returned(engine, temperature):
-    """Only for requests with ``return_values``: guided, unguided, skipped or greedy, with prompts of several chunks."""
+    """Requests with ``return_values`` are guided, unguided, skipped or greedy, with prompts of several chunks."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants | GENTLE, wants, wants | MODES[2] | {"value_entropy_threshold": 100.0}, GENTLE, None]
     prompts = prompts_of(9, 70, 12, 5, 7, seed=8)
@@ -133,13 +132,13 @@ def test_predicted_lengths_are_returned(engine, temperature):
 
 
 def test_metrics(folder, engine):
-    """Counted steps and rows equal the numbers in the trace. The model has the name that the engine's metrics have."""
+    """Counted steps and rows equal the trace. The model has the same name as in the engine's metrics."""
     prompts, before = prompts_of(9, 12, 6, seed=10), engine.metrics()
     _, steps = engine.generate(prompts, [MODES[0], MODES[4] | {"value_entropy_threshold": 100.0}, None])
     more = {name: value - before.get(name, 0.0) for name, value in engine.metrics().items()}
     assert more["guided_steps_total"] == len(steps)
     rows = Counter(Status(row["status"]).name.lower() for step in steps for row in step["rows"])
-    for status, count in rows.items():  # the overlapping scheduler computes one step more than a request returns
+    for status, count in rows.items():  # the overlapping scheduler computes one step too many
         assert count - 3 <= more[f"rows_total {status}"] <= count
     assert rows["guide"] and rows["skip"] and rows["unguided"] and more["rows_total broken"] == 0
     assert more["value_model_milliseconds_total"] > 0 and more["fallbacks_total"] == 0
@@ -150,8 +149,8 @@ def test_metrics(folder, engine):
 
 
 def test_seeds_and_samples(engine):
-    """A guided request with a seed is reproducible, alone and in a batch. The samples of a prompt differ; with a seed,
-    the same samples are returned again, and the first sample equals the answer of ``n = 1``."""
+    """A seeded guided request is reproducible, alone and in a batch. Samples of a prompt differ; with a seed they are
+    reproducible, and the first sample equals the answer with ``n = 1``."""
     prompts, found = prompts_of(9, 12, 4, seed=4), []
     alone, _ = engine.generate(prompts[:1], [GENTLE], sampling_seed=5)
     again, _ = engine.generate(prompts, [GENTLE, MODES[0], None], sampling_seed=5)
@@ -166,14 +165,14 @@ def test_seeds_and_samples(engine):
 
 
 class Negated(CustomLogitProcessor):
-    """A processor whose second run would restore the logits."""
+    """A processor that restores the logits in a second run."""
 
     def __call__(self, logits, custom_param_list=None):
         return -logits
 
 
 def test_custom_logit_processors_run_once(engine):
-    """Candidates and unguided tokens are the least probable ones, also in a batch with a guided request."""
+    """Candidates and unguided tokens are the least probable tokens, also in a batch with a guided request."""
     (prompt,), found, before = prompts_of(9, seed=16), [], len(engine.lines())
     for guidance in (None, GENTLE):
         params = [{**SAMPLING, "temperature": 0.0, "custom_params": x} for x in (None, guidance)]
@@ -184,8 +183,8 @@ def test_custom_logit_processors_run_once(engine):
     assert rows_of(found[1][1], engine.steps(before))[0]["token_ids"][0] == unguided[0]
 
 
-def test_failures_end_guidance_of_their_requests(folder, engine):
-    """What a failed request leaves in the radix cache is not reused, and later requests are guided."""
+def test_failed_step_ends_guidance_of_its_requests(folder, engine):
+    """Tokens of a failed request in the radix cache are not reused, and later requests are guided."""
     prompts, before = prompts_of(20, seed=17), engine.metrics()["fallbacks_total"]
     for method in ("extend", "step"):
         (folder / "fail").write_text(f"{method} 0")

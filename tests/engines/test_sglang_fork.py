@@ -41,7 +41,7 @@ class Plain:
         save_file(self._head, path / "value_head.safetensors")
 
     def values(self, sequences, items=()):
-        """Value logits of the last tokens of sequences that begin with the same prompt, which has images ``items``."""
+        """Value logits of the last tokens of sequences with the same prompt, which has images ``items``."""
         tokens, images = torch.tensor(sequences), {}
         if items:
             items = sorted(items, key=lambda item: item.offsets)
@@ -66,7 +66,7 @@ def with_own_filters(request, probs):
 
 
 def expected_row(plain, request, probs, environment):
-    """Guided ``probs [V]`` by the specification with values of plain forwards, and what decides the row."""
+    """Guided ``probs [V]`` by the specification, with values of plain forwards, and the kind of the row."""
     items = getattr(request.multimodal_inputs, "mm_items", ())
     gamma, most = (environment.get(f"LENVM_{x}", y) for x, y in (("GAMMA", DEFAULT_GAMMA), ("MAX_CANDIDATES", 64)))
     values, defaults = partial(plain.values, items=items), dict(gamma=float(gamma), constraint="eq")
@@ -78,11 +78,11 @@ def expected_row(plain, request, probs, environment):
 
 
 def ask(parts, params, *, text=0, placeholder=None, changes=None, **filters):
-    """A function that makes a request, given its id.
+    """A function that creates a request from an id.
 
-    The prompt has random tokens (``parts`` is or has their number) and images ``(rows, columns, seed)``, whose
-    ``placeholder``, if None, depends on the pixels and is outside the vocabulary, as in the engine. ``changes`` are
-    other attributes of the request.
+    ``parts`` of the prompt are numbers of random tokens and images ``(rows, columns, seed)``. If ``placeholder`` is
+    None, it depends on the pixels and is outside the vocabulary, as in the engine. ``changes`` are other attributes of
+    the request.
     """
 
     def request_of(name):
@@ -92,7 +92,7 @@ def ask(parts, params, *, text=0, placeholder=None, changes=None, **filters):
                 generator = torch.Generator().manual_seed(text + len(tokens) + part)
                 tokens += torch.randint(3, 83, (part,), generator=generator).tolist()
             else:
-                items.insert(0, Item(len(tokens), *part))  # in the reverse of their order in the prompt
+                items.insert(0, Item(len(tokens), *part))  # in reverse order
                 tokens += [items[0].hash % 2**30 if placeholder is None else placeholder] * (part[0] * part[1])
         request = Request(name, tokens, params, **filters)
         request.multimodal_inputs = SimpleNamespace(mm_items=items) if items else None
@@ -104,7 +104,7 @@ def ask(parts, params, *, text=0, placeholder=None, changes=None, **filters):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests by name, and what happens to them in one engine.
+    """Requests by name, and events in an engine.
 
     Commands of ``script`` name requests by letters: ``prefill a@4[16:30]`` (in row 4, the tokens from 16 to 30),
     ``decode ab``, ``finish a``, and ``drop a`` (its last token). After a step, ``forwards 9 1`` checks the number of
@@ -114,12 +114,12 @@ class Scenario:
     name: str
     requests: dict[str, Any]
     script: str
-    unguided: str = ""  # requests that keep their own filters in all steps
+    unguided: str = ""  # requests that are never guided
     strided: str = ""  # requests that are guided in 4 to 8 steps
     lag: int = 0  # number of tokens that the host lacks in a decode batch
     pages: int | None = None  # pages of the value model's cache. If None, enough for all requests
     environment: dict[str, str] = field(default_factory=dict)
-    logs: dict[str, int] = field(default_factory=dict)  # messages, and how often each is logged
+    logs: dict[str, int] = field(default_factory=dict)  # messages, and their numbers in the log
 
 
 # Scenarios that also run with values from a server.
@@ -172,7 +172,7 @@ SERVED = [
         {"a": ask(5, TILT, top_k=5)} | {name: ask(6, params, top_k=ALL) for name, (params, _) in BAD.items()},
         "prefill a@1 b@2 c@3 d@4; decode abcd; decode bcd; forwards",
         unguided="bcd",
-        logs={f"request {name} has bad custom_params and is not guided: {text}": 1 for name, (_, text) in BAD.items()},
+        logs={f"{name} has invalid custom_params and is not guided: {text}": 1 for name, (_, text) in BAD.items()},
     ),
 ]
 SCENARIOS = [
@@ -211,7 +211,7 @@ SCENARIOS = [
         unguided="b",
         pages=3,
         environment={"LENVM_CHUNK_TOKENS": "16", "LENVM_MAX_CANDIDATES": "8", "LENVM_GAMMA": "0.9"},
-        logs={"cache is full": 1, "requests with a top_k above 8, or none, are drawn from their 8 most probable": 1},
+        logs={"cache is full": 1, "requests with a top_k above 8, or without one, only draw": 1},
     ),
     Scenario(
         "value strides of a request and of the server; every step that may end the sequence is guided",
@@ -280,7 +280,7 @@ def make(modules, plain, monkeypatch):
 
 
 def test_install_replaces_every_name_once(monkeypatch):
-    """In another version, it replaces none."""
+    """In another version of the fork, nothing is replaced."""
     sampler = use_stand_in(monkeypatch)[SAMPLING].LvmGuidedSampler
     found = lambda: {name: pkgutil.resolve_name(name) for name in sglang_fork.REPLACED}  # noqa: E731
     before = found()
@@ -343,12 +343,12 @@ def test_scenario(modules, plain, monkeypatch, caplog, scenario, is_inproc):
     assert all(4 <= guided[name] <= 8 for name in scenario.strided)
     # With values from a server, a request without a top_k is cut.
     is_long = scenario is JOIN_AND_LEAVE and not is_inproc
-    for message, count in (scenario.logs | {"more than 64 candidates; the others are left out": is_long}).items():
+    for message, count in (scenario.logs | {"more than 64 candidates, and the rest is cut off": is_long}).items():
         assert caplog.text.count(message) == count, message
 
 
 def step(scenario, engine, plain, requests, places, command):
-    """Take a step with requests in ``places``, as in a script, and draw from its rows; returns the guided requests."""
+    """Take a step with requests in ``places``, as in a script, and draw tokens. Returns the guided requests."""
     batch, guided, decided_by = [requests[place[0]] for place in places], Counter(), set()
     given = [re.fullmatch(r"\w(?:@(\d+))?(?:\[(\d*):(\d*)\])?", place).groups() for place in places]
     ends = [int(end or len(request.tokens)) for (_, _, end), request in zip(given, batch, strict=True)]
@@ -374,8 +374,8 @@ def step(scenario, engine, plain, requests, places, command):
 
 
 def test_request_fields_other_than_guidance(modules, make):
-    """The fork applies token temperatures itself, with int64 ids, and returns no lengths; the table has 64 end tokens
-    per request."""
+    """The fork applies token temperatures, with int64 ids, and does not return lengths. The table has 64 end tokens per
+    request."""
     extract, scales = modules[SAMPLING]._extract_token_temperature_scale, {"5": 2.0, "6": 0.5, str(10**30): 2.0}
     params, ends = {**TILT, "token_temperature_scale": scales, "return_values": True}, {EOS, *range(1000, 1080)}
     request, engine = ask(9, params, changes=dict(eos_token_ids=ends), top_k=6)("a"), make()
@@ -387,7 +387,7 @@ def test_request_fields_other_than_guidance(modules, make):
 
 
 def test_batches_read_back_nothing_to_the_host(make, monkeypatch):
-    """Prompts, guided, unguided and skipped rows, and a finished request, with the Triton kernels."""
+    """Prompts, guided, unguided and skipped rows, and a finished request, with Triton kernels."""
     make_config = Settings.step_config
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     engine, c = make(), ask(9, {**TILT, "entropy_threshold": 9.0}, top_k=3, min_p=0.01)("c")
@@ -402,7 +402,7 @@ def test_batches_read_back_nothing_to_the_host(make, monkeypatch):
 
 def test_value_model_is_loaded_at_start(make, monkeypatch):
     """From the fork's option, in the base model's dtype, with its vision tower before the memory is measured again.
-    ``LENVM_VALUE_MODEL`` is ignored, other settings apply."""
+    ``LENVM_VALUE_MODEL`` is ignored."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
     engine = make()
     step, slots = engine.runner.step, engine.runner.own.slots
@@ -423,7 +423,7 @@ def test_value_model_is_loaded_at_start(make, monkeypatch):
 
 
 def test_cache_size_follows_memory_fraction(make, monkeypatch):
-    """The cache gets the option's share of the initially free memory, minus weights and working memory of steps."""
+    """The cache takes the option's share of the initially free memory, without weights and working memory."""
     free, weights, share = 620_000, 100_000, 0.7
     memory = dict(free=[free, free - weights])
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
@@ -458,7 +458,7 @@ def test_bad_options_are_rejected_at_start(make, option, value, message):
 @pytest.mark.parametrize(
     "options", [dict(lvm_guided_inproc_model_path=None), dict(function=min), dict(is_draft_worker=True)]
 )
-def test_other_value_models_are_left_to_the_fork(modules, make, caplog, options):
+def test_fork_handles_other_value_models(modules, make, caplog, options):
     """No model is loaded, and the fork's ``apply`` is called."""
     engine = make(**options)
     assert engine.runner is None
@@ -470,7 +470,7 @@ def test_other_value_models_are_left_to_the_fork(modules, make, caplog, options)
     assert len(calls) == 2 and calls[0][:2] == ("apply", engine.lvm_guided_sampler) and len(calls[0]) == 8
     warning = "lvm_guided_fn is <built-in function min>, not one of the fork's three"
     assert caplog.text.count(warning) == ("function" in options)
-    # A server without --enable-lvm-guided-sampling has no sampler of guidance.
+    # A server without --enable-lvm-guided-sampling has no guided sampler.
     engine.model_runner.sampler = lambda *args: ("drawn", *args)
     engine.model_runner.initialize(3.0)
     assert calls[2:] == [("initialize", engine.model_runner, 3.0)]

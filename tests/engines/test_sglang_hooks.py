@@ -1,4 +1,4 @@
-"""The hooks of the SGLang plugin without a server. Skipped without SGLang."""
+"""Hooks of the SGLang plugin without a server. Skipped without SGLang."""
 
 import itertools
 import json
@@ -53,7 +53,7 @@ def guide(folder, monkeypatch):
 
 @pytest.mark.parametrize("cap", [None, 2000])
 def test_pool_leaves_memory_for_the_step(guide, cap):
-    """The pool uses the memory that the step does not need, up to a few slots; a requested smaller pool is kept."""
+    """The pool uses the remaining memory up to a few slots, or has the requested smaller size."""
     cell, budget = 1000, 40_000_000
     configurator = SimpleNamespace(
         page_size=1,
@@ -78,14 +78,14 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
     guide.settings = replace(guide.settings, memory_share=0.01)
     with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE is 0.01, but the guided step takes 0\.\d+ of"):
         guide.leave_room(original, configurator, budget)
-    guide.step = None  # sized again after the capture of graphs, beside the value model's cache
+    guide.step = None  # sized again after graph capture, when the value model's cache exists
     assert guide.leave_room(original, configurator, budget, cap_tokens=cap).max_total_num_tokens == (
         cap or budget // cell
     )
 
 
 class Work(list):
-    """A stream that records submitted work without running it, and how much work of another stream it waits for."""
+    """A stream that only records submitted work, and the amount of another stream's work that it waits for."""
 
     waits_for = None
 
@@ -99,8 +99,8 @@ class Work(list):
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
 @pytest.mark.parametrize("is_delayed", [False, True])
 @pytest.mark.parametrize("is_guided", [True, False])
-def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_delayed, is_guided):
-    """With the engine's own barrier, in the order of its overlapping scheduler; grammars delay sampling."""
+def test_slot_table_is_not_overwritten_before_its_last_read(guide, monkeypatch, mode, is_delayed, is_guided):
+    """The engine's barrier in the order of its overlapping scheduler; grammars delay sampling."""
     forward_stream = Work()
     monkeypatch.setattr(guide, "extend", lambda batch: forward_stream.append("the value model reads a prompt's slots"))
     monkeypatch.setattr(guide, "report", lambda *_: forward_stream.append("the value model reads a step's slots"))
@@ -132,11 +132,11 @@ def test_slot_table_is_kept_until_its_last_read(guide, monkeypatch, mode, is_del
         draw()
     scheduler._apply_war_barrier()
     if is_delayed:
-        assert scheduler.schedule_stream.waits_for == len(forward_stream)  # results are processed in the meantime
+        assert scheduler.schedule_stream.waits_for == len(forward_stream)  # before results are processed
     guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, result, scheduled)
     assert len(forward_stream) == 1 + is_guided * (1 + mode.is_extend())
     assert scheduler.schedule_stream.waits_for == len(forward_stream)
-    # An idle engine draws nothing: any attempt to set up a barrier fails.
+    # An idle engine sets up no barrier, which would fail here.
     guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, SimpleNamespace(), None, None)
 
 
@@ -154,7 +154,7 @@ UNSUPPORTED = [
     ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "enable_multi_layer_eagle must be False"),
     ({"speculative_algorithm": "NGRAM", "enable_mixed_chunk": True}, "enable_mixed_chunk must be False .* speculative"),
     ({"startup_weight_load_mode": "overlap"}, "startup_weight_load_mode must be serial .*, got overlap"),
-    ({"sampling_backend": "other"}, "sampling_backend must be one of the engine's own .* got other: OtherSampler does"),
+    ({"sampling_backend": "other"}, "sampling_backend must be built into the engine .* got other: OtherSampler does"),
 ]
 
 
@@ -167,14 +167,14 @@ def test_unsupported_options_are_rejected_at_start(monkeypatch, tmp_path, given,
     options = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
     assert given.keys() <= options.keys()
     runner = SimpleNamespace(is_draft_worker=False, device="cpu", server_args=SimpleNamespace(**options | given))
-    other = type("OtherSampler", (), {"forward": lambda self: None})  # of another plugin
+    other = type("OtherSampler", (), {"forward": lambda self: None})  # from another plugin
     runner.sampler = other() if given.get("sampling_backend") == "other" else object.__new__(Sampler)
     with pytest.raises(ValueError, match=message):
         SGLangPlugin().load(None, runner)
 
 
 SOFT = {"soft_max_tokens": True}
-DEFAULTS = SOFT | {"reasoning_effort": {"low": {"target_length": 30}}}  # chats are hooked for these
+DEFAULTS = SOFT | {"reasoning_effort": {"low": {"target_length": 30}}}  # require hooks for chats
 HOOKS_MODULE, MANAGERS = "lenvm_kernels.engines.sglang.hooks", "sglang.srt.managers"
 
 
@@ -193,7 +193,7 @@ HOOKS_MODULE, MANAGERS = "lenvm_kernels.engines.sglang.hooks", "sglang.srt.manag
     ],
 )
 def test_failures_of_the_entry_point(monkeypatch, caplog, clean_settings, environment, failing, message):
-    """The engine's loader ignores exceptions. They end the process by name if any variable is set."""
+    """The engine's loader ignores exceptions, so they end the process if any variable is set."""
     for name, text in environment.items():
         monkeypatch.setenv(name, text)
     registered = []
@@ -215,8 +215,8 @@ def test_failures_of_the_entry_point(monkeypatch, caplog, clean_settings, enviro
     assert ("guidance is off, because" in caplog.text) == (message is None and failing in ("import", "signatures"))
 
 
-def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch, clean_settings):
-    """With no variable set, requests with guidance are rejected, and all others are served."""
+def test_server_without_settings_starts_without_guidance(monkeypatch, clean_settings):
+    """Without any variable, requests with guidance are rejected, and other requests are served."""
     process = SGLangPlugin()
     process.load(None, SimpleNamespace(is_draft_worker=False))  # no hook was applied
     assert process.guide is None and process.off.startswith("LenVM does not fit this SGLang: it could not hook")
@@ -235,10 +235,10 @@ def test_server_that_did_not_ask_for_guidance_starts_without(monkeypatch, clean_
 
 @pytest.mark.parametrize(
     ("has_windows", "has_states", "kind"),
-    [(True, False, "sliding windows"), (False, True, "layers with a state"), (False, False, None)],
+    [(True, False, "sliding windows"), (False, True, "recurrent layers"), (False, False, None)],
 )
 def test_base_models_with_other_pools_are_rejected(monkeypatch, has_windows, has_states, kind):
-    """A value model is rejected with such a base model, because it needs the engine's slots."""
+    """A value model is rejected, because it uses the slots of the engine's pool."""
     monkeypatch.setattr(value_model_module, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
     runner = SimpleNamespace(is_hybrid_swa=has_windows, model_config=None)
     message = f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}"
@@ -256,7 +256,7 @@ SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50})
         (parse_guidance(GENTLE), range(40, 50), 30, 16, 30),  # the whole prompt is computed at once
         (parse_guidance(GENTLE), range(40, 70), 50, 48, 50),  # after a retraction
         (parse_guidance(GENTLE), range(40, 70), 0, 48, 48),  # after a retraction, with a cached prefix
-        (parse_guidance(GENTLE), range(40, 60), 20, 16, 35),  # the running step has tokens that the host lacks
+        (parse_guidance(GENTLE), range(40, 60), 20, 16, 35),  # tokens of the running step are not on the host
         (SPAN, [*range(40, 60), 9, 50, 7, *range(60, 70)], 20, 16, 35),  # 20 tokens before the first end of the span
         (SPAN, range(40, 70), 20, 16, 45),
         (replace(SPAN, start_token_ids=(8,)), [8, *range(40, 60), 9, 50, 7, *range(60, 66)], 20, 16, 45),  # can reopen
@@ -270,7 +270,7 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
     req.origin_input_ids, req.output_ids = [3] * 30, list(output)
     given = []
     guide.checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
-    guide.drafts = 60  # any of which may be pending
+    guide.drafts = 60  # all may be pending
     guide.checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
     is_read = params is not None and params.needs_step
     assert given == [expected, max(prefilled, protected) if is_read else expected]
@@ -289,7 +289,7 @@ def request_in(row, asked, **fields):
     return SimpleNamespace(**req | fields)
 
 
-def test_responses_state_why_guidance_was_lost():
+def test_responses_have_the_reason_for_lost_guidance():
     guide, kept = SGLangGuide(Settings(), torch.device("cpu")), dict(lenvm_lost=None, finished=lambda: True)
     guide.step, kept["output_ids_through_stop"] = MagicMock(text_breaks=()), [7, 8]
     reqs = [request_in(row, NEAR, lenvm_broken=n, **kept) for row, n in enumerate((0, 2, 0))]
@@ -301,7 +301,7 @@ def test_responses_state_why_guidance_was_lost():
 
 
 def test_steps_without_guidance_are_counted_across_admissions():
-    """Rows that commit no token are not counted. The device counts anew after a retraction."""
+    """Rows without a committed token are not counted. The device counts from 0 after a retraction."""
     reqs, commit = [request_in(row, NEAR, lenvm_broken_before=0) for row in (0, 1)], MagicMock()
     for faults, commits in (((0, 1), (commit, None)), ((2, 1), (commit, commit)), ((2, 1), (commit, commit))):
         report = StepReport(None, None, torch.tensor(faults), None, None, None, lambda: 0.0)
@@ -318,8 +318,8 @@ def test_steps_without_guidance_are_counted_across_admissions():
 
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_requests_are_admitted_once(is_prefill):
-    """In each prefill batch, and in the first decode batch if another server has computed the prompt. A request that
-    has ended, which the overlapping scheduler still has in the batch, is skipped."""
+    """In each prefill batch, or in the first decode batch if another server has computed the prompt. An ended request,
+    still in the batch of the overlapping scheduler, is skipped."""
     guide, given, rows = SGLangGuide(Settings(), torch.device("cpu")), [], (4, 1, 3)
     guide.step = SimpleNamespace(
         add_request=lambda row, *args, **kwargs: given.append((row, True)),
@@ -333,13 +333,13 @@ def test_requests_are_admitted_once(is_prefill):
     assert batch.lenvm_reqs == [reqs[0], reqs[2]] and guide.fallbacks == 0
     assert given == [(4, True), (3, True)] * (1 + is_prefill)
     given.clear()
-    reqs[0].lenvm_guidance, reqs[0].lenvm_row = None, None  # an unguided request takes the row of a guided one
+    reqs[0].lenvm_guidance, reqs[0].lenvm_row = None, None  # an unguided request replaces a guided request
     guide.admit(batch, reqs[:1], is_prefill=is_prefill)
     assert given == [(4, False)]
 
 
 def test_lora_requests_are_counted(guide):
-    """A value model does not know the adapter; without one there is nothing to know."""
+    """Only with a value model, which ignores the adapter."""
     for values, lora_id in ((guide, "adapter"), (guide, None), (SGLangGuide(Settings(), guide.device), "adapter")):
         counted = itertools.count()
         values.metrics = SimpleNamespace(lora_requests=SimpleNamespace(inc=counted.__next__))
@@ -349,8 +349,8 @@ def test_lora_requests_are_counted(guide):
         assert values.fallbacks == 0 and next(counted) == (values is guide and lora_id is not None)
 
 
-def test_samples_are_sent_with_parameters_of_their_own():
-    """Each sample of a prompt has another seed, and nested parameters pass the engine's msgpack."""
+def test_samples_are_sent_with_separate_parameters():
+    """Samples of a prompt have different seeds, and nested parameters are accepted by the engine's msgpack."""
     custom_params = NEAR | {"end_token_ids": [[7, 3], 9], "token_temperature_scale": {"5": 2.0}, "other": [1, 2]}
     shared = SamplingParams(custom_params=custom_params, sampling_seed=5)
     manager = SimpleNamespace(server_args=ServerArgs(model_path="x", device="cpu"))
@@ -392,14 +392,14 @@ def test_requests_that_cannot_be_guided_are_rejected(folder, changes, message):
         assert guidance_of(request, Settings(folder / "value")) is None
     if changes.keys() & {"positional_embed_overrides", "mm_inputs"}:
         request.sampling_params.custom_params = NEAR
-        assert guidance_of(request, Settings()) is not None  # only a value model cannot read these
+        assert guidance_of(request, Settings()) is not None  # these are only rejected with a value model
 
 
 @pytest.mark.parametrize(("effort", "default"), [(None, 80), ("low", 30), ("high", 80)])
 @pytest.mark.parametrize("custom_params", [None, {"other": [1, 2]}, NEAR])
 @pytest.mark.parametrize("uses_pickle", [False, True])
 def test_defaults_of_chats_and_responses(monkeypatch, clean_settings, effort, default, custom_params, uses_pickle):
-    """By the reasoning effort of the request, which the front end adds to its parameters."""
+    """Defaults depend on the reasoning effort, which the front end adds to the request's parameters."""
     monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(DEFAULTS))
     messages, plugin = [{"role": "user", "content": "w1"}], SGLangPlugin()
     manager = SimpleNamespace(server_args=ServerArgs(model_path="x", device="cpu"))
@@ -430,7 +430,7 @@ def test_end_tokens_match_those_of_the_engine(ignore_eos, tokenizer, expected):
     assert end_tokens(req) == expected and end_tokens(req, {9}) == expected | {9}
 
 
-# --- the engine's plugin loader and lenvm doctor, in separate processes because hooks cannot be removed ---
+# --- the engine's plugin loader and lenvm doctor, in separate processes, because hooks cannot be removed ---
 
 REMOVE = "from sglang.srt.layers.sampler import Sampler; del Sampler._preprocess_logits"
 TRIED = ", ".join(recorded("sglang"))
@@ -466,8 +466,8 @@ def test_hooks_and_signatures(before, environment, wrong):
         assert [check["name"] for check in checks] == ["signatures"] and checks[0]["found"].endswith(TRIED)
 
 
-def test_loader_of_the_engine_ends_with_a_plugin_that_does_not_fit():
-    """The loader ignores exceptions of a plugin, but not the end of the process."""
+def test_unfit_plugin_ends_the_process():
+    """The engine's loader ignores exceptions, but not SystemExit."""
     load = "from sglang.srt.plugins import load_plugins; load_plugins(); print('served')"
     result = run(f"{REMOVE}\n{load}", {"LENVM_TRACE": "t"})
     assert result.returncode == 1 and result.stdout == ""

@@ -1,4 +1,4 @@
-"""Images in SGLang with the plugin: the tokens passed to the value model, and its values in a real server."""
+"""Images in the SGLang plugin: tokens passed to the value model, and its values in a real server."""
 
 import base64
 import io
@@ -37,7 +37,7 @@ def request(length, *items):
 
 
 def test_image_tokens_of_prompt_and_output(value_model):
-    """One item has two images, and the items are not in prompt order."""
+    """An item has two images, and the items are not in prompt order."""
     grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
     both = Item(
         8, 2, 2, offsets=[(8, 9), (11, 12)], image_grid_thw=grids, model_specific_data=dict(image_grid_thw=grids)
@@ -60,7 +60,7 @@ def test_image_tokens_of_prompt_and_output(value_model):
 
 
 VIDEO = SimpleNamespace(name="VIDEO")
-NOT_PIXELS = "videos, audio and embeddings of images cannot be combined with guidance in custom_params"
+NOT_PIXELS = "videos, audio and image embeddings cannot be combined with guidance in custom_params"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ class Reference:
         return value_logits(self.model, self.head, tokens, **images, **types)[0, -1].item()
 
 
-HAS_SGLANG = find_spec("sglang") is not None  # before other tests import stubs of it
+HAS_SGLANG = find_spec("sglang") is not None  # before other tests import stubs
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +173,8 @@ def engine(folder):
 
 
 def check_values(folder, engine, prompts, **sampling):
-    """Send prompts, each a text and its images, and check every value of every guided step against a plain forward;
-    returns the results."""
+    """Send prompts of texts and images, check all values of all guided steps against plain forwards, and return the
+    results."""
     before, reference = len(engine.lines()), Reference(folder)
     params = {**SAMPLING, "max_new_tokens": 8, "custom_params": GENTLE, **sampling}
     images = [[as_url(image) for image in images] for _, images in prompts]
@@ -196,7 +196,7 @@ A, B, C = (84, 56, 0), (56, 140, 1), (112, 84, 2)
 
 
 def test_values_after_images_match_plain_forwards(folder, engine):
-    """Prefill chunks of eight tokens split images; one request has none. Repeated with prompts in the radix cache."""
+    """Prefill chunks of eight tokens split images; one request is text. Repeated with prompts in the radix cache."""
     prompts = [
         (f"w5 w6 {PICTURE} w9 w10 {PICTURE} w11", [picture(*A), picture(*B)]),
         ("w7 w8 w9", []),
@@ -208,7 +208,7 @@ def test_values_after_images_match_plain_forwards(folder, engine):
 
 
 def test_prefixes_shared_with_image_prompts(folder, engine):
-    """The same prefix before images of different sizes, before text, and before the same image."""
+    """A prefix before images of different sizes, before text, and before the same image."""
     start = " ".join(f"w{i}" for i in range(30, 54))
     prompts = [
         (f"{start} {PICTURE} w9", [picture(*A)]),

@@ -1,6 +1,6 @@
 """The SGLang plugin on several ranks, with engine options that affect the hooked functions, and under load.
 
-Tensor-parallel ranks trace the same steps into one file: every line occurs twice if and only if the ranks are bitwise
+Tensor-parallel ranks write their traces into one file: every line occurs twice if and only if the ranks are bitwise
 identical.
 """
 
@@ -49,8 +49,8 @@ def ranks(folder):
 
 
 def agreed(server):
-    """The steps of the trace without duplicates, once both ranks have written all of them."""
-    end = time.monotonic() + 20  # the second rank reaches its last step after the first has answered
+    """The steps of the trace without duplicates, after both ranks have written all steps."""
+    end = time.monotonic() + 20  # the second rank may write its last step after the response
     while set((lines := Counter(server.lines())).values()) - {2}:
         assert time.monotonic() < end, f"ranks disagree: {[line for line, n in lines.items() if n != 2][:2]}"
         time.sleep(0.1)
@@ -59,8 +59,8 @@ def agreed(server):
 
 @torch.no_grad()
 def ask(folder, server, prompts, guidance, **request):
-    """Results, after a check of the log-probabilities of drawn tokens with the base model: different tokens on one rank
-    would change them."""
+    """Send requests and check log-probabilities of drawn tokens with the base model, because different tokens on one
+    rank would change them. Returns the results."""
     results, _ = server.generate(prompts, guidance, request=dict(return_logprob=True, **request))
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
     for prompt, result in zip(prompts, results, strict=True):
@@ -72,7 +72,7 @@ def ask(folder, server, prompts, guidance, **request):
 
 
 def test_tensor_parallel_ranks_agree(folder, ranks):
-    """Every mode and unguided requests, with prompts in chunks, then with prompts in the radix cache."""
+    """All modes and unguided requests, with prompts in chunks, then with prompts in the radix cache."""
     prompts = prompts_of(*PROMPT_LENGTHS)
     for is_cached in (False, True):
         results = ask(folder, ranks, prompts, GUIDANCE)
@@ -85,13 +85,13 @@ def test_tensor_parallel_ranks_agree(folder, ranks):
     ("method", "rank", "is_lost"), [("extend", 0, True), ("extend", 1, True), ("step", 0, True), ("step", 1, False)]
 )
 def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
-    """Guidance ends on both ranks if the first one fails. The second one's draws are unused: its failure is ignored."""
+    """If the first rank fails, guidance ends on both. A failure of the second rank has no effect."""
     prompts, fallbacks = prompts_of(20, 20, seed=10 * len(method) + rank), ranks.metrics()["fallbacks_total"]
     (folder / "fail").write_text(f"{method} {rank}")
     results = ask(folder, ranks, prompts, [GENTLE, None])
     assert not (folder / "fail").exists(), "the rank did not fail"
     assert ranks.metrics()["fallbacks_total"] == fallbacks + is_lost
-    time.sleep(2)  # the second rank reaches its last step after the first has answered
+    time.sleep(2)  # the second rank may write its last step after the response
     steps = ranks.steps()
     drawn = [row["token"] for row in rows_of(results[0], steps) if row["length"] >= 20]
     if not is_lost:
@@ -100,7 +100,7 @@ def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
         assert drawn == []
     else:
         assert drawn and max(drawn) < 0
-    # What the failed request left in the radix cache is not reused.
+    # Tokens of the failed request in the radix cache are not reused.
     for cached in (0 if method == "extend" else 19, 19):
         results = ask(folder, ranks, prompts[:1], [GENTLE])
         assert cached_tokens(results) == [cached]
@@ -108,7 +108,7 @@ def test_failure_on_one_rank(folder, ranks, method, rank, is_lost):
 
 
 def test_data_parallel_attention(tmp_path):
-    """Two ranks with separate requests, whose batches the engine pads to the same size; then one rank has none."""
+    """Two ranks with separate requests in batches padded to the same size; then one rank has no requests."""
     write_checkpoints(tmp_path, random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=HIDDEN // 4)))
     prompts, options = prompts_of(*PROMPT_LENGTHS), ("--tp", "2", "--dp", "2", "--enable-dp-attention", *CHUNKS)
     with running_server(tmp_path, "attention", *options, **TWO_RANKS) as server:
@@ -137,10 +137,10 @@ def test_mixed_prefill_and_decode_batches(folder):
 
 
 def test_strides_and_requests_that_cannot_be_guided(tmp_path):
-    """The scheduler rejects such requests, because the engine loads no plugins in several HTTP workers.
+    """The scheduler rejects such requests, because the engine loads no plugins in further HTTP workers.
 
-    Requests without a stride use the server's. Each row is guided at its own steps, with correct values. The base model
-    is a mixture of experts, and the radix cache and the overlapping scheduler are disabled."""
+    The server's stride is the default. Values are correct in the steps in which a row is guided. The base model is a
+    mixture of experts, and the radix cache and the overlapping scheduler are disabled."""
     sizes = TINY | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
     write_checkpoints(tmp_path, random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes)))
     options = ("--disable-overlap-schedule", "--disable-radix-cache", "--enable-streaming-session", *CHUNKS)
@@ -148,7 +148,7 @@ def test_strides_and_requests_that_cannot_be_guided(tmp_path):
     prompts = prompts_of(*PROMPT_LENGTHS, seed=2)
     guided, unguided = ({**SAMPLING, "custom_params": custom_params} for custom_params in (GENTLE, None))
     beams, prompt = {"beam_width": 2, "n": 2}, {"input_ids": prompts[0]}
-    # Imports of a worker take long on a busy machine.
+    # A worker starts slowly on a busy machine.
     variables = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120", "LENVM_VALUE_STRIDE": "4"}
     with running_server(tmp_path, "refusing", *options, **variables) as server:
         session = requests.post(f"{server.url}/open_session", json={"capacity_of_str_len": 500, "streaming": True})
@@ -180,12 +180,12 @@ def test_strides_and_requests_that_cannot_be_guided(tmp_path):
 
 
 MORE_THAN_ANY_GETS = 300
-# The engine checks for leaked slots after every step, not only when idle, and exits if it finds one.
+# The engine checks for leaked slots after every step, not only when idle, and exits on a leak.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_TEST_RETRACT": "1"}
 
 
 def leave_early(engine, body, *, after, abort):
-    """Abort a request by its id after some chunks of its stream, or hang up. Returns the last chunk that was read."""
+    """Abort a request by its id after some chunks of its stream, or hang up. Returns the last chunk."""
     with requests.post(f"{engine.url}/generate", json={**body, "stream": True}, stream=True, timeout=300) as response:
         assert response.ok, response.text
         lines = (line.removeprefix(b"data: ") for line in response.iter_lines() if line)
@@ -198,12 +198,11 @@ def leave_early(engine, body, *, after, abort):
 
 @pytest.mark.parametrize(("running", "count"), [(running_server, 200), (running_speculation, 80)])
 def test_many_requests_with_aborts(tmp_path, running, count):
-    """Without and with drafts. Each prompt is sent twice; in every eight requests, one is aborted by its id and one
-    client hangs up."""
+    """Each prompt is sent twice. Per eight requests, one is aborted by its id, and one client hangs up."""
     write_checkpoints(tmp_path)
     prompts = prompts_of(*[3 + i * 7 % 50 for i in range(count // 2)], seed=8) * 2
-    rids = [f"{i:03}" for i in range(count)]  # the engine aborts every request whose id begins with the given one
-    guidance = [*MODES, None]  # eleven, so each of them is also used by requests that are cut short
+    rids = [f"{i:03}" for i in range(count)]  # the engine aborts all requests with an id prefix
+    guidance = [*MODES, None]  # eleven, so that aborted requests use all
     lengths = [4 + i * 5 % 37 for i in range(count)]
     leaving = {i: "abort" if i % 8 else "hang up" for i in range(0, count, 4)}
 
@@ -222,7 +221,7 @@ def test_many_requests_with_aborts(tmp_path, running, count):
     with running(tmp_path, "load", "--chunked-prefill-size", "64", **CHECKS) as engine:
         with ThreadPoolExecutor(count) as pool:
             results = list(pool.map(ask, range(count)))
-        flush = dict(params={"timeout": 60}, timeout=90)  # rejected if the engine is not idle by then
+        flush = dict(params={"timeout": 60}, timeout=90)  # rejected if the engine is not idle
         assert requests.post(f"{engine.url}/flush_cache", **flush).ok
         steps, (load,) = engine.steps(), requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"]
         assert (
@@ -234,7 +233,7 @@ def test_many_requests_with_aborts(tmp_path, running, count):
     log = engine.log.read_text()
     assert "Traceback" not in log and "LenVM: a step failed" not in log and "leak" not in log
 
-    # At most 32 requests run at once. The number in one step depends on arrivals and retractions.
+    # At most 32 requests run at once, fewer depending on arrivals and retractions.
     assert 16 < max(len({row["rid"] for row in step["rows"]}) for step in steps) <= 32
     assert any(results[i]["meta_info"]["num_retractions"] for i in range(count) if i not in leaving)
     for i, result in enumerate(results):

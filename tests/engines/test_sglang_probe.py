@@ -42,7 +42,7 @@ from tests.helpers.sglang_server import (
 
 LAYERS, GAMMA = 3, 0.9
 PROBES = {"last": (LAYERS,), "deep": (2, LAYERS, 1)}
-NEAR = [  # with targets below max_new_tokens, which would lower them
+NEAR = [  # targets are below max_new_tokens, which would lower them
     {"target_length": 12},
     {"target_length": 14, "value_constraint": "ge_near"},
     {"target_length": 10, "value_constraint": "le_near"},
@@ -52,7 +52,7 @@ ATOL = 5e-4  # on value logits of O(1), fp32
 
 @pytest.fixture(scope="module")
 def folder(folder):
-    """The checkpoints of all SGLang tests, and two probes of the base: of its last states, and also of inner layers."""
+    """The checkpoints of all SGLang tests, and two probes of the base model: last states, and several layers."""
     base = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY | {"num_hidden_layers": LAYERS}), seed=0)
     base.save_pretrained(folder / "base")
     for name, layers in PROBES.items():
@@ -77,7 +77,7 @@ def values_of(folder, rows):
 
 
 def check_steps(folder, prompts, guidance, results, steps):
-    """Check every value of every traced step with the probe on a plain forward; returns the number of values."""
+    """Check all values of all traced steps with the probe on a plain forward. Returns the number of values."""
     rows, found = [], []
     for prompt, params, result in zip(prompts, guidance, results, strict=True):
         traced, sequence = guided_rows(prompt, result, steps), [*prompt, *result["output_ids"]]
@@ -86,13 +86,13 @@ def check_steps(folder, prompts, guidance, results, steps):
         found += [row["value_logits"] for row in traced]
     is_there = torch.tensor([token_ids for *_, token_ids in rows]) >= 0
     found, expected = torch.tensor(found)[is_there], values_of(folder, rows)[0][is_there]
-    assert expected.std() > 100 * ATOL, "other states would give these values, too"
+    assert expected.std() > 100 * ATOL, "other states would give the same values"
     torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
     return len(found)
 
 
 def test_every_mode_in_batch_with_unguided_requests(folder, engine):
-    """Prompts shorter and longer than a chunk, then from the radix cache, which all requests share."""
+    """Prompts are shorter and longer than a chunk, then in the radix cache, which all requests share."""
     prompts, guidance = prompts_of(*range(3, 90, 6)), [*MODES, *NEAR, None, {}]
     engine.generate(prompts[9:10], [None], max_new_tokens=1)
     for is_cached in (False, True):
@@ -102,14 +102,14 @@ def test_every_mode_in_batch_with_unguided_requests(folder, engine):
         batches = [{row["length"] > lens[row["rid"]] for row in step["rows"]} for step in steps]
         assert {True} in batches and (is_cached or {True, False} in batches)
         assert all(cached_tokens(results)) if is_cached else cached_tokens(results)[9]
-    # For log-probabilities of prompts, the engine computes logits of more rows than it samples from.
+    # For log-probabilities of prompts, the engine computes logits of more rows than it samples.
     results, steps = engine.generate(prompts, guidance, request=dict(return_logprob=True, logprob_start_len=1))
     assert check_steps(folder, prompts, guidance, results, steps) > 13 * 16
     assert len(results[9]["meta_info"]["input_token_logprobs"]) == len(prompts[9]) - 1
 
 
 def test_predicted_lengths(folder, engine):
-    """Lengths after the drawn tokens, guided or not; the output's length is predicted after its first token."""
+    """Lengths are predicted after drawn tokens, guided or not; the output's length after its first token."""
     wants = {"return_values": True}
     prompts, guidance = prompts_of(9, 40, 14, seed=2), [wants, wants | NEAR[0], wants | GENTLE]
     results, _ = engine.generate(prompts, guidance)
@@ -124,7 +124,7 @@ def test_predicted_lengths(folder, engine):
 
 
 def test_output_is_unchanged_by_drafts(folder, engine):
-    """EAGLE's draft model receives the same states as without a probe, and its drafts are accepted."""
+    """EAGLE's draft model gets the same states as without a probe, and its drafts are accepted."""
     prompts, tokens = prompts_of(*range(4, 70, 12), seed=20), dict(sampling_seed=5, max_new_tokens=24)
     guidance = [GENTLE, MODES[1], *NEAR, GENTLE | {"return_values": True}]
     plain, _ = engine.generate(prompts, guidance, **tokens)
@@ -142,18 +142,18 @@ def test_output_is_unchanged_by_drafts(folder, engine):
 
 
 def test_two_ranks(folder):
-    """Tensor-parallel ranks agree, and have a part of the embedding each."""
+    """Tensor-parallel ranks agree, each with a part of the embedding."""
     prompts, guidance = prompts_of(*range(3, 72, 6)), [*MODES, NEAR[0], None]
     with running_probe(folder, "ranks", "--tp", "2", **TWO_RANKS) as server:
         results, _ = server.generate(prompts, guidance)
-        time.sleep(2)  # the second rank reaches its last step after the first has answered
+        time.sleep(2)  # the second rank may write its last step after the response
         steps, counts = server.steps(), Counter(server.lines())
     assert check_steps(folder, prompts, guidance, results, steps) > 11 * 16
     assert set(counts.values()) == {2}
 
 
 class Base(torch.nn.Module):
-    """The attributes of an engine's base model that the adapter reads."""
+    """The engine's base model, with the attributes that the adapter reads."""
 
     def __init__(self, weight):
         super().__init__()
@@ -176,7 +176,7 @@ class DeepBase(Base):
 
 
 class OtherBase(DeepBase):
-    """A base model that interprets layer numbers as numbers of the captured layers themselves."""
+    """A base model that captures the layers with the given numbers."""
 
     first_layer = 0
 
@@ -202,7 +202,7 @@ class Hooked:
         self.guide = load_probe(folder / "deep", self.base, 2)
 
     def kept(self, rows):
-        """The states that a step of ``rows`` rows reads."""
+        """The states read by a step of ``rows`` rows."""
         return self.guide.states_of(torch.empty(rows))
 
     def prune(self, states, metadata):
@@ -223,12 +223,12 @@ def hooked(folder, weight):
 
 
 def rows_of_states(count, seed=0):
-    """Distinct states ``[count, H]`` per layer: the inputs of two layers, and the last states."""
+    """Distinct states ``[count, H]``: inputs of two layers, and the last states."""
     return list(torch.randn(3, count, HIDDEN, generator=torch.Generator().manual_seed(seed)))
 
 
 def test_memory_of_states(hooked):
-    """Memory beside the step's, for each node of each request."""
+    """Bytes per node of a request, in addition to the step."""
     without = SGLangGuide(hooked.guide.settings, torch.device("cpu"), drafts=2)
     sizes = SimpleNamespace(context_len=512, vocab_size=VOCAB), 5
     states = 15 * 3 * HIDDEN * 4
@@ -236,7 +236,7 @@ def test_memory_of_states(hooked):
 
 
 def test_replayed_graph_keeps_states_without_hook(hooked):
-    """Operations captured for several batch sizes store the states of each replay."""
+    """Operations captured for several batch sizes store the states in each replay."""
     hooked.guide.allocate(6)
     metadata = LogitsMetadata(ForwardMode.DECODE)
     graphs = {
@@ -251,7 +251,7 @@ def test_replayed_graph_keeps_states_without_hook(hooked):
 
 
 def sharded(parts, rank, **more):
-    """The part of a tensor-parallel embedding on one rank."""
+    """The part of a tensor-parallel embedding on a rank."""
     group = SimpleNamespace(all_gather=lambda part, dim: torch.cat(parts, dim=dim))
     sizes = dict(tp_size=len(parts), num_added_embeddings=0, org_vocab_size=10)
     return SimpleNamespace(weight=parts[rank], tp_group=group, **sizes | more)
@@ -282,8 +282,8 @@ def test_input_embedding_of_base_model():
         ("last", Base, {"enable_torch_compile": True}, "enable_torch_compile must be False together with a probe"),
         ("deep", DeepBase, {"speculative_algorithm": "EAGLE3"}, r"must be one of .* probe of layers \[2, 3, 1\]"),
         ("deep", DeepBase, {"enable_return_aux_hidden_states": True}, "enable_return_aux_hidden_states must be False"),
-        ("deep", Base, {}, r"must be a probe of the last state alone for a Base, .* reads layers \[1, 2\]"),
-        ("deep", OtherBase, {}, "must be a probe of the last state alone for a OtherBase"),
+        ("deep", Base, {}, r"must be a probe of the last state for a Base, .* also reads layers \[1, 2\]"),
+        ("deep", OtherBase, {}, "must be a probe of the last state for a OtherBase"),
         ("last", Base, {"layers": 4}, "the base model must be 'tiny' with 3 layers, got one with 4"),
         ("last", Base, {"speculative_algorithm": "EAGLE3"}, None),
         ("deep", DeepBase, {"speculative_algorithm": "EAGLE"}, None),
@@ -294,8 +294,8 @@ def test_options_unsupported_by_probes_are_rejected_at_start(folder, weight, pro
         load_probe(folder / probe, base(weight), **given)
 
 
-def test_probe_follows_updated_weights(hooked, weight, caplog):
-    """Values equal a probe's on the new embedding. With another base model's embedding, requests are rejected."""
+def test_probe_after_weight_update(hooked, weight, caplog):
+    """Values use the new embedding. With another base model's embedding, requests are rejected."""
     guide, states = hooked.guide, torch.randn(2, 3 * HIDDEN)
     hooked.base.embed_tokens = SimpleNamespace(weight=weight.clone())
     guide.runner = SimpleNamespace(model=hooked.base)

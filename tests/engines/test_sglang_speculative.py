@@ -1,4 +1,4 @@
-"""Guidance with SGLang's speculative decoding in a real server on CPU, where it verifies by argmax.
+"""Guidance with speculative decoding in a real SGLang server on CPU, where it verifies by argmax.
 
 ``sglang_cpu/patches/speculation.py`` replaces the engine's GPU kernels.
 """
@@ -71,8 +71,8 @@ def outputs(server, guidance, **sampling):
 
 
 def test_output_is_unchanged_by_drafts(engine, texts):
-    """Guided requests in a mixed batch get the tokens of decoding without drafts, also with prompts in the radix cache.
-    Drafts of the base model itself are accepted, and the metrics count them."""
+    """Guided requests in a mixed batch get the same tokens as without drafts, also with prompts in the radix cache. The
+    base model's drafts are accepted, and counted by metrics."""
     state = requests.get(f"{engine.url}/server_info", timeout=60).json()["internal_states"][0]
     assert state["disable_overlap_schedule"] == (engine.kind == "pages")
     prompts, guidance = [*PROMPTS, *prompts_of(9, 14, seed=21)], [*GUIDANCE, None, None]
@@ -93,7 +93,7 @@ def test_output_is_unchanged_by_drafts(engine, texts):
 
 
 def test_several_spans_and_closings(engine):
-    """Between spans the engine verifies as in an unguided request, and the value model still computes the tokens."""
+    """Between spans, the engine verifies as in unguided requests, and the value model still computes tokens."""
     prompts, guidance = PROMPTS[:4], [GENTLE | asked for asked in SEVERAL]
     results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
     assert engine.check_steps(prompts, results, steps) > 60
@@ -114,8 +114,8 @@ def test_strides_and_predicted_lengths(engine):
 
 
 def test_without_a_value_model(folder):
-    """Targets are met by end tokens alone. Outputs are the same on two ranks, in two stages of a pipeline, with drafts,
-    and with unguided requests in the batch, whose cached prompts guided requests may reuse."""
+    """Targets are met by end tokens only. Outputs are the same on two ranks, in two pipeline stages, with drafts,
+    and with unguided requests in the batch. Guided requests may reuse cached prompts of unguided requests."""
     prompts, found = prompts_of(40, 9, 70, 5, 12, seed=24), []
     guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
     tokens = dict(sampling_seed=5, max_new_tokens=80, ignore_eos=False, stop_token_ids=STOPS)
@@ -151,7 +151,7 @@ LIST, OBJECT = r'"long"(,("long"|"short")){8,20}', r'\{"n":[0-9]{1,3},"kind":("l
 
 
 def test_grammars_and_drafts(tmp_path):
-    """Guided answers match their grammar and are unchanged by drafts, some of which are accepted."""
+    """Guided answers match their grammar, and are unchanged by drafts; some drafts are accepted."""
     write_checkpoints(tmp_path)
     save_tokenizer(tmp_path / "base")
     asked = [(LIST, {"target_length": 8}), (LIST, {"target_length": 20}), (OBJECT, GENTLE), (LIST, GENTLE)]

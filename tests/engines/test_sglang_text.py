@@ -1,6 +1,6 @@
 """The SGLang plugin in a real server with a real model and tokenizer: SmolLM2 with the shipped value head.
 
-Tests compare the trace of guided steps with the base model's scores of the same output, computed in this process.
+Tests compare the trace of guided steps with the base model's scores of the output, computed in this process.
 """
 
 import json
@@ -46,7 +46,7 @@ def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     model, tokenizer = write_smollm2(folder)
     yield SimpleNamespace(folder=folder, model=model, tokenizer=tokenizer)
-    (folder / "base" / "model.safetensors").unlink()  # half a gigabyte that pytest would keep
+    (folder / "base" / "model.safetensors").unlink()  # half a gigabyte, which pytest would keep
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def chat(smollm2, text):
 
 
 def answers(engine, prompts, sampling):
-    """Send requests at once with the parameters ``sampling``, one mapping each; returns the results."""
+    """Send requests at once, each with a mapping of ``sampling``. Returns the results."""
     response = engine.post(input_ids=prompts, sampling_params=[{**SAMPLING, **params} for params in sampling])
     assert response.ok, response.text
     return response.json()
@@ -72,21 +72,20 @@ def answers(engine, prompts, sampling):
 def traced(engine, rid):
     """Rows of a request in the trace, in token order; at least one is guided."""
     rows = [row for step in engine.steps() for row in step["rows"] if row["rid"] == rid]
-    assert any(row["status"] == Status.GUIDE for row in rows), "not one step was guided"
+    assert any(row["status"] == Status.GUIDE for row in rows), "no step was guided"
     return sorted(rows, key=lambda row: row["length"])
 
 
 @torch.no_grad()
 def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None):
-    """Check candidates and guided probabilities of each traced row against the oracle, with scores of the base model.
-
-    Values are taken from the trace.
+    """Check candidates and guided probabilities of traced rows against the oracle, with scores of the base model and
+    values from the trace.
 
     Args:
         prompt, output: tokens of the request.
         rows: rows of the request in the trace.
         guidance: ``custom_params`` of the request.
-        adjust: function of the logits ``[n, V]`` of the ``n`` output tokens; changes them as the engine should.
+        adjust: function that applies the expected changes to logits ``[n, V]`` of the ``n`` output tokens.
     """
     logits = smollm2.model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].double()
     if adjust is not None:
@@ -103,7 +102,7 @@ def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None):
 
 
 def test_targets_are_met_by_whole_sentences(smollm2, engine):
-    """Requests have a target only; the server finds ends of sentences by its tokenizer."""
+    """Requests only have a target; the server finds ends of sentences with its tokenizer."""
     prompts = [chat(smollm2, text) for text in held_out_prompts()[::4]]
     sampling = [
         {"max_new_tokens": 100, "sampling_seed": i, "custom_params": {"target_length": 40}} for i in range(len(prompts))
@@ -114,7 +113,7 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
     texts = [smollm2.tokenizer.decode(result["output_ids"], skip_special_tokens=True) for result in results]
     print(*zip(lengths, texts, strict=True), sep="\n")
     print(sum(abs(n - 40) <= 10 for n in lengths), "near,", sum(map(ends_sentence, texts)), "whole, of", len(texts))
-    # 8 % of unguided answers are as near.
+    # 8 % of unguided answers are as close.
     assert sum(abs(n - 40) <= 10 for n in lengths) >= 0.5 * len(texts)
     assert sum(map(ends_sentence, texts)) >= 0.7 * len(texts)
     for meta in (result["meta_info"] for result in results):
@@ -125,7 +124,7 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
     counted = {name: value - before.get(name, 0.0) for name, value in engine.metrics().items()}
     assert {reason: counted[f"finished_total {reason}"] for reason in reasons} == reasons
     assert counted["length_error_count near"] == len(results) and counted["forced_ends_total"] == 0
-    # In a stream, the last chunk has it; unguided requests of the same batch have none.
+    # In a stream, the last chunk has the outcome; unguided requests in the batch have none.
     params = [sampling[0], {"max_new_tokens": 100}]
     response = engine.post(input_ids=prompts[:2], sampling_params=[SAMPLING | x for x in params], stream=True)
     chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith(b"data: {")]
@@ -134,7 +133,7 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
 
 
 def test_openai_endpoints(smollm2, engine):
-    """Values and draws of the chat endpoint, streamed and not, and of completions; bad parameters are rejected."""
+    """Values and draws of chats, streamed or not, and of completions; invalid parameters are rejected."""
     client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
     extra = {"top_k": SAMPLING["top_k"], "min_p": SAMPLING["min_p"], "custom_params": GENTLE}
     request = dict(model="base", temperature=1.0, max_tokens=12, seed=3)
@@ -172,7 +171,7 @@ def test_openai_endpoints(smollm2, engine):
 
 @pytest.fixture(scope="module")
 def served(smollm2):
-    """The server that ``make serve`` starts."""
+    """The server of ``make serve``."""
     makefile, port = (ROOT / "Makefile").read_text(), free_port()
     server = Server(smollm2.folder, "served", f"http://127.0.0.1:{port}")
     recipe = re.search(r"^\t(LENVM_VALUE_MODEL=.*?)\$\(ARGS\)$", makefile, re.DOTALL | re.MULTILINE)[1]
@@ -187,7 +186,7 @@ def served(smollm2):
 
 
 def check_answer(served, answer):
-    """Check that the answer is not empty, ends by itself, and was guided."""
+    """Check that the answer is not empty, not cut off, and guided."""
     (choice,) = answer["choices"]
     print(answer["usage"]["completion_tokens"], "tokens:", choice["message"]["content"])
     assert choice["message"]["content"].strip() and choice["finish_reason"] == "stop"
@@ -210,7 +209,7 @@ def test_openai_example_runs(served, monkeypatch, capsys):
 
 
 def test_memory_of_make_serve(smollm2, served):
-    """All processes take less than the README's 3 GiB after many concurrent answers. Shared memory counts once."""
+    """All processes take less than the README's 3 GiB after many concurrent answers; shared memory counts once."""
     prompts = [chat(smollm2, text) for text in held_out_prompts()[:32]]
     answers(served, prompts, [{"custom_params": GENTLE}] * len(prompts))
     (server,) = (child for child in psutil.Process().children() if served.url.rpartition(":")[2] in child.cmdline())
@@ -219,8 +218,8 @@ def test_memory_of_make_serve(smollm2, served):
     assert sum(gib) < 3
 
 
-def test_answers_under_load_match_those_of_quiet_server(engine):
-    """With invalid requests and clients that hang up in between; schemas, spans and shared prefixes."""
+def test_answers_under_load_match_idle_server(engine):
+    """Invalid requests, clients that hang up, schemas, spans and shared prefixes."""
     requests = load.bodies_of("sglang", "default", 16, ("schema", "values"), 28)
     report = load.run(engine.url, load.quiet(engine.url, requests[::3]), 30, workers=4)
     assert not report.wrong and not report.different, report.markdown()

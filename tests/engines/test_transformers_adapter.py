@@ -1,4 +1,4 @@
-"""The ``transformers`` adapter: ``generate`` on tiny models, against a plain implementation of the step."""
+"""The ``transformers`` adapter: ``generate`` with tiny models, against a plain implementation of the step."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -44,8 +44,8 @@ SCORES = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A base model, a value model, its value logits at the last tokens of sequences by full forwards of
-    ``transformers``, and a function that makes a processor for the prompts."""
+    """A base model, a value model, a function for value logits at the last tokens of sequences by full forwards, and a
+    function that creates a processor for the prompts."""
     base, backbone = (
         random_model(model_class, config(**TINY), seed=seed)
         for seed, (model_class, config) in enumerate([(LlamaForCausalLM, LlamaConfig), (Qwen2ForCausalLM, Qwen2Config)])
@@ -62,7 +62,7 @@ def tiny():
 
 
 def with_likely(*ends):
-    """Logits processors that keep the probability of these tokens high."""
+    """Logits processors that raise the probability of these tokens."""
 
     def process(ids, scores):
         scores = scores.clone()
@@ -79,7 +79,7 @@ def lengths_of(new, ends=(EOS,)):
 
 
 def steps_of(output):
-    """(row, step, tokens before it, scores, drawn token) of every row of ``generate``'s output up to its end."""
+    """(row, step, previous tokens, scores, drawn token) for each row of ``generate``'s output up to its end."""
     width = IDS.shape[1]
     for row, sequence in enumerate(output.sequences.tolist()):
         start = int((IDS[row] == PAD).sum())
@@ -90,7 +90,7 @@ def steps_of(output):
 
 
 class Case(NamedTuple):
-    """Guidance of one call of ``generate``, and how many rows each kind of step must decide at least."""
+    """Guidance of a call of ``generate``, and the minimum number of rows per kind."""
 
     guidance: object
     least: dict
@@ -109,10 +109,10 @@ CASES = {
     "own parameters": Case(
         [{"target_length": 6, "op": "eq_soft", "gamma": 0.9}, SHORTER, {"target_length": 3, "gamma": 0.8}], {"GUIDE": 9}
     ),
-    # Later steps have every token of the skipped ones.
+    # Later steps get all tokens of the skipped steps.
     "skipped steps": Case(SHORTER | {"entropy_threshold": 1.9}, {"SKIP": 3, "GUIDE": 6}, 12, NEUTRAL),
     "spans": Case(SPANS, {"GUIDE": 8, "hard limit": 2, "after span": 12, "unguided": 3}, 16, HOT),
-    # One prompt has an end, as from a chat template with thinking disabled: no token after it is guided or forced.
+    # A prompt with an end, as from a chat template with thinking disabled, is neither guided nor forced.
     "closed span": Case(
         SHORTER | {"end_token_ids": [13], "hard_limit": 2}, {"GUIDE": 4, "hard limit": 1, "after span": 4}, 4, HOT
     ),
@@ -121,7 +121,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_generate_match_plain_steps(tiny, name):
-    """Every row of every step, its drawn token, and the recorded values and probabilities."""
+    """All rows of all steps, their drawn tokens, and the recorded values and probabilities."""
     case, oracle = CASES[name], PlainStep(tiny.values, EOS)
     options = dict(max_new_tokens=case.steps, record=name == "own parameters", **case.sampling)
     processor = tiny.make(guidance=case.guidance, **options)
@@ -147,7 +147,7 @@ def test_rows_of_generate_match_plain_steps(tiny, name):
     assert processor.faults == [0, 0, 0]
 
 
-def test_thought_markers_are_read_from_tokenizer(tiny):
+def test_thought_marks_are_read_from_tokenizer(tiny):
     words = [f"w{i}" for i in range(VOCAB)]
     plain, thinking = tokenizer_of(words), tokenizer_of(["<think>", *words[1:17], "</think>", *words[18:]])
     budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"}, max_new_tokens=20)
@@ -177,7 +177,7 @@ def test_unguided_rows_are_unchanged_by_the_processor(tiny, filters):
 
 
 def test_output_lengths_are_predicted_from_prompts(tiny, monkeypatch):
-    """Rows with ``return_values``, guided or not. Unguided rows draw the same tokens, with no forward per step."""
+    """Rows with ``return_values``, guided or not. Unguided rows draw the same tokens, without forwards in steps."""
     guidance = [{"return_values": True, "gamma": 0.9} | SHORTER, SHORTER, {"return_values": True, "gamma": 0.95}]
     processor = tiny.make(guidance=guidance)
     output = tiny.base.generate(**PROMPTS, **processor.generation_kwargs, pad_token_id=PAD)
@@ -210,7 +210,7 @@ def test_token_temperature_scale(tiny):
 
 
 def test_ended_rows_are_not_guided(tiny, monkeypatch):
-    """From the first of several end-of-sequence tokens on, whatever padding ``generate`` appends."""
+    """Rows end at the first of several end-of-sequence tokens, with any padding."""
     monkeypatch.setattr(tiny.base.generation_config, "eos_token_id", [EOS, 33])
     processor, tokens = tiny.make(record=True), IDS
     processor(tokens, SCORES)
@@ -223,7 +223,7 @@ def test_ended_rows_are_not_guided(tiny, monkeypatch):
     assert tiny.make()(IDS, torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
 
 
-def test_non_finite_scores_affect_their_row_only(tiny):
+def test_non_finite_scores_only_affect_their_row(tiny):
     clean, broken, processor = tiny.make()(IDS, SCORES), SCORES.clone(), tiny.make()
     broken[1, 7] = torch.nan
     torch.testing.assert_close(processor(IDS, broken)[[0, 2]], clean[[0, 2]])
@@ -233,7 +233,7 @@ def test_non_finite_scores_affect_their_row_only(tiny):
 
 
 def test_outcomes_of_rows(tiny):
-    """Rows that have ended before the others, prompts of several lengths, and an unguided row."""
+    """Rows end at different steps, prompts have different lengths, and a row is unguided."""
     processor = tiny.make(guidance=[{"target_length": 9}, None, {"thinking_budget": 5, "end_token_ids": [PAD]}])
     outputs = torch.tensor([[7, 8, EOS, PAD], [7, 8, EOS, PAD], [7, 8, PAD, EOS]])
     first, second, third = processor.outcomes(torch.cat([IDS, outputs], dim=1))
@@ -284,7 +284,7 @@ def test_generate_rejects_bad_arguments_by_name(tiny, changes, message):
         generate(tiny.base, **PROMPTS | {"target_length": 5, "max_new_tokens": 4} | changes)
 
 
-def test_vocabularies_may_differ_in_padding_only(tiny):
+def test_vocabularies_may_only_differ_in_padding(tiny):
     other = LlamaForCausalLM(LlamaConfig(**TINY | {"vocab_size": VOCAB + 3}))
     with pytest.raises(ValueError, match="value_model must share the base model's vocabulary of 64 tokens, got 61"):
         tiny.make(model=other)
@@ -292,7 +292,7 @@ def test_vocabularies_may_differ_in_padding_only(tiny):
 
 
 def grown(columns, changed=None):
-    """The prompts with a number of new tokens and another token at ``changed``."""
+    """The prompts with new tokens, and a different token at ``changed``."""
     tokens = torch.cat([IDS, torch.full((3, columns), 30)], dim=1)
     if changed is not None:
         tokens[changed] += 1
@@ -355,7 +355,7 @@ def test_generate_loads_values_from_a_path(tiny, tmp_path, kind):
 
 
 def test_generate_meets_target_without_value_model(tiny):
-    """With the model's own sampling parameters and another processor before this package's."""
+    """With the model's sampling parameters, and another processor before this package's."""
 
     def lengths(target, **options):
         options |= dict(max_new_tokens=40, logits_processor=with_likely(EOS), pad_token_id=PAD)
@@ -370,7 +370,7 @@ def test_generate_meets_target_without_value_model(tiny):
     assert weak.min() < 10 and weak.max() == 40
 
 
-# Arguments of ``generate`` with other ends than the model's, and these ends.
+# Arguments of ``generate`` that set ends, and the expected ends.
 ENDS = {
     "list": (dict(eos_token_id=[7, 9]), {7, 9}),
     "configuration": (dict(generation_config=GenerationConfig(eos_token_id=[7])), {7}),
@@ -381,7 +381,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_end_tokens_of_generate_are_the_ends(tiny, name):
-    """They meet the target, and the model's own end is a token like any other."""
+    """They meet the target, and the model's end is an ordinary token."""
     options, ends = ENDS[name]
     torch.manual_seed(2)
     options |= dict(max_new_tokens=60, logits_processor=with_likely(EOS, *ends), pad_token_id=PAD)
@@ -399,7 +399,7 @@ GREEDY = [
 
 @pytest.mark.parametrize("greedy", GREEDY)
 def test_greedy_generate_is_guided(tiny, greedy):
-    """Each token is the most probable one, guided or not. Filters and seeds change nothing."""
+    """Each token is the most probable, guided or not. Filters and seeds have no effect."""
     options, outputs = dict(max_new_tokens=8, pad_token_id=PAD), []
     for filters in (FILTERS | {"top_k": 0}, NEUTRAL):
         guided = options | dict(value_model=tiny.value_model, guidance=[SHORTER, None, SHORTER])

@@ -1,6 +1,6 @@
 """The vLLM processor in a real server on CPU. ``make test-vllm`` builds the environment; skipped without vLLM.
 
-Every test checks the trace of guided steps, because a server without guidance also generates plausible tokens.
+All tests check the trace of guided steps, because a server without guidance also generates plausible tokens.
 """
 
 import json
@@ -36,7 +36,7 @@ from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
 from tests.helpers.vllm_server import NGRAM, PIECES, SITE, WORDS, running_server, write_checkpoints
 
 ROOT = Path(__file__).parents[2]
-# Start and end of a thought for the engine's own budget. The tokenizer splits other words into several tokens.
+# Start and end of a thought for the engine's budget; the tokenizer splits other words.
 START, END = WORDS.index("<unk>"), WORDS.index("<pad>")
 GAMMA = 0.9  # of servers that predict lengths
 REASONING = json.dumps({"reasoning_start_str": WORDS[START], "reasoning_end_str": WORDS[END]})
@@ -63,8 +63,8 @@ def server(request):
 
 
 def generate(engine, prompts, guidance, each=None, **sampling):
-    """Send all prompts at once, with further parameters of ``each``; returns prompts with outputs, the responses, and
-    the guided steps."""
+    """Send all prompts at once, with further parameters in ``each``. Returns prompts with outputs, responses and
+    guided steps."""
     before = len(engine.steps())
 
     def answer(i):
@@ -84,7 +84,7 @@ def rows_of(steps, *status):
     return [row for step in steps for row in step["rows"] if row["status"] in (status or tuple(Status))]
 
 
-# Guidance and further parameters of requests. The engine's filters select the candidates of strong guidance.
+# Guidance and further parameters of requests. With strong guidance, the engine's filters select the candidates.
 FAR = {"value_mode": "centered_exp", "value_scale": 40.0}
 UNGUIDED = [(None, {}), ({}, {}), (None, {"temperature": 0.0})]
 REQUESTS = [
@@ -99,7 +99,7 @@ REQUESTS = [
 
 
 def test_every_kind_of_request_in_one_batch(engine):
-    """Prompts shorter and longer than a prefill chunk."""
+    """Prompts are shorter and longer than a prefill chunk."""
     count, requests = len(REQUESTS), REQUESTS + UNGUIDED
     prompts = prompts_of(*(3 + 9 * i % 110 for i in range(len(requests))))
     guidance, each = zip(*requests, strict=True)
@@ -113,10 +113,10 @@ def test_every_kind_of_request_in_one_batch(engine):
     for i in (14, 15):  # greedy requests take the most probable candidate
         for row in rows_of([{"rows": rows[i]}], Status.GUIDE):
             assert row["token"] == row["token_ids"][row["probs"].index(max(row["probs"]))]
-    # Among this many tokens, some logit is above 0 and becomes by far the largest.
+    # With this many tokens, a logit is above 0 and becomes by far the largest.
     assert set(sequences[count - 2][-24:]) <= set(range(40, 60))
     assert set(sequences[count - 1][-24:]) <= set(range(80, 100))
-    # On a busy machine the requests may not all run at once.
+    # On a busy machine, the requests may not run at once.
     batches = [[row["status"] for row in step["rows"]] for step in steps]
     assert any(len(batch) >= 6 and {Status.GUIDE, Status.UNGUIDED} <= {*batch} for batch in batches)
     # Unguided requests draw the same tokens in a batch without guidance.
@@ -149,9 +149,9 @@ def test_bad_requests_are_rejected_without_side_effects(engine):
 
 
 def test_preemption_and_small_cache_of_value_model(folder):
-    """The engine preempts requests, and the value model has too few slots for all and recomputes tokens.
+    """The engine preempts requests, and the value model has too few slots, so tokens are recomputed.
 
-    A prompt of 200 tokens does not fit into the value model's cache: only the guidance of that request ends.
+    A prompt of 200 tokens does not fit into the value model's cache, so that request loses guidance.
     """
     value_model = ValueModel.from_pretrained(folder / "value", dtype=torch.float32)
     sizes = dict(requests=16, max_len=256, vocab_size=VOCAB)
@@ -159,7 +159,7 @@ def test_preemption_and_small_cache_of_value_model(folder):
     share = (working + KVCache.num_bytes(value_model, 9 * PAGE_SIZE - 1)) / 2**30
     options = ("--block-size", "32", "--num-gpu-blocks-override", "12")
     with running_server(folder, "tight", *options, LENVM_MEMORY_SHARE=str(share), LENVM_CHUNK_TOKENS="16") as server:
-        assert f"whose cache of {8 * PAGE_SIZE} tokens takes" in server.log.read_text()
+        assert f"a cache of {8 * PAGE_SIZE} tokens takes" in server.log.read_text()
         prompts = prompts_of(*[20] * 10, seed=7)
         sequences, _, steps = generate(server, prompts, [MODES[i % 10] for i in range(10)], max_tokens=60)
         assert server.metrics()["vllm:num_preemptions_total"] > 0
@@ -174,12 +174,12 @@ def test_preemption_and_small_cache_of_value_model(folder):
 
 
 def repeating(seed, *lengths):
-    """Repetitive prompts, from which drafts are found."""
+    """Repetitive prompts, which yield drafts."""
     return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
 
 
 def test_several_spans_and_closings(server):
-    """The value model also computes tokens between spans. The engine accepts lists in lists as JSON text."""
+    """The value model also computes tokens between spans. The engine accepts nested lists as JSON text."""
     prompts = repeating(18, 9, 20, 5, 12)
     guidance = [
         {name: json.dumps(x) if name in ("end_token_ids", "start_token_ids") else x for name, x in asked.items()}
@@ -197,7 +197,7 @@ def test_several_spans_and_closings(server):
 
 
 def test_earlier_of_two_budgets_ends_thought(server):
-    """The engine's own budget and the span's hard limit; the prompt opens the thought."""
+    """The engine's budget and the span's hard limit; the prompt opens the thought."""
     prompts = [[*prompt, START] for prompt in repeating(16, 3, 9, 5, 20)]
     for budget, limit in ((5, 11), (11, 5)):
         span = {"end_token_ids": [END], "hard_limit": limit}
@@ -213,7 +213,7 @@ def test_earlier_of_two_budgets_ends_thought(server):
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_drafts_of_models(folder, method):
-    """Drafts of the base model itself, and of an EAGLE head; one request in the batch is unguided."""
+    """Drafts from the base model, and from an EAGLE head; one request in the batch is unguided."""
     model = folder / ("base" if method == "draft_model" else "eagle")
     speculation = {"method": method, "model": str(model), "num_speculative_tokens": 3}
     with running_server(folder, method, speculation=speculation, TORCHDYNAMO_DISABLE="1") as server:
@@ -228,7 +228,7 @@ def test_drafts_of_models(folder, method):
 
 
 def test_drafts_do_not_change_the_text(engine, speculating):
-    """Guided requests with a seed; many drafts are accepted."""
+    """Guided requests have a seed; many drafts are accepted."""
     draws, texts, name = 40, [], "vllm:spec_decode_num_accepted_tokens_total"
     options = dict(n=draws, seed=5, top_k=2, max_tokens=9, temperature=0.7)
     for server in (engine, speculating):
@@ -240,9 +240,9 @@ def test_drafts_do_not_change_the_text(engine, speculating):
     assert texts[0] == texts[1] and len({*map(tuple, texts[0])}) >= 6
 
 
-def test_installed_plugin_guides_without_any_setting(folder):
-    """By end tokens alone, with drafts. A thinking budget ends at the given tokens; parameters that need values are
-    rejected."""
+def test_guidance_without_settings(folder):
+    """Guidance by end tokens only, with drafts. A thinking budget ends at the given tokens; parameters that need values
+    are rejected."""
     with running_server(folder, "default", speculation=NGRAM, has_settings=False) as server:
         name = r"LenVM: guidance by end tokens alone.*; 16 requests, 64 candidates each; .* without CUDA"
         assert re.search(name, server.log.read_text())
@@ -271,7 +271,7 @@ def test_installed_plugin_guides_without_any_setting(folder):
 
 
 def write_models(folder, layers=None, **changes):
-    """Write a base model of three layers, a value model and, with ``layers``, a probe; returns the base and options."""
+    """Write a base model of three layers, a value model and, with ``layers``, a probe. Returns base and options."""
     write_checkpoints(folder, num_hidden_layers=3, **changes)
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     if layers is None:
@@ -281,7 +281,7 @@ def write_models(folder, layers=None, **changes):
 
 
 def check_probe_steps(folder, prompts, guidance, steps):
-    """As :func:`check_steps` with a probe, for prompts with different beginnings; returns the values."""
+    """As :func:`check_steps`, with a probe, for prompts with different beginnings. Returns the values."""
     rows, values = [], []
     for row in rows_of(steps, Status.GUIDE):
         (i,) = (i for i, prompt in enumerate(prompts) if row["tokens"][: len(prompt)] == prompt)
@@ -293,9 +293,9 @@ def check_probe_steps(folder, prompts, guidance, steps):
 
 
 def check_predictions(file, prompts, guidance, responses, value):
-    """Check the lines of the requests with ``return_values``, by the engine's request ids.
+    """Check the lines of requests with ``return_values``, by the engine's request ids.
 
-    ``value(prompt)`` returns the expected value logit, and the tokens before the predicted ones.
+    ``value(prompt)`` returns the expected value logit, and the number of tokens before the prediction.
     """
     lines, checked = [json.loads(line) for line in file.read_text().splitlines()], 0
     for prompt, params, response in zip(prompts, guidance, responses, strict=True):
@@ -315,7 +315,7 @@ PREDICTED = [WANTS, GENTLE | WANTS, GENTLE, {"target_length": 9} | WANTS, None]
 
 
 def test_predicted_lengths_are_written_to_file(folder, speculating):
-    """One line per request with ``return_values``; prompts in chunks, with drafts."""
+    """One line per request with ``return_values``, with prompts in chunks and drafts."""
     prompts = repeating(28, 3, 60, 5, 9, 20)
     _, responses, _ = generate(speculating, prompts, PREDICTED, max_tokens=12)
 
@@ -329,8 +329,7 @@ def test_predicted_lengths_are_written_to_file(folder, speculating):
     ("is_tied", "layers", "speculation"), [(False, None, None), (True, (3, 1, 2), None), (True, (2, 3), NGRAM)]
 )
 def test_probe_values_match_plain_forwards(tmp_path, is_tied, layers, speculation):
-    """Values from the base model's states, with prompts in chunks, changing batches, drafts, prompt log-probabilities,
-    and a grammar."""
+    """Prompts in chunks, changing batches, drafts, prompt log-probabilities, and a grammar."""
     base, options = write_models(tmp_path, layers or (3,), tie_word_embeddings=is_tied)
     options |= dict(speculation=speculation, LENVM_PREDICTIONS=str(tmp_path / "lengths"))
     with running_server(tmp_path, "engine", **options) as server:
@@ -362,7 +361,7 @@ def test_probe_values_match_plain_forwards(tmp_path, is_tied, layers, speculatio
     check_predictions(tmp_path / "lengths", prompts[:5], PREDICTED, responses, value)
 
 
-# Without TORCHDYNAMO_DISABLE a rank compiles the lookup in its part of the embedding, which needs Triton.
+# Without TORCHDYNAMO_DISABLE, a rank compiles the embedding lookup, which needs Triton.
 TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -370,14 +369,14 @@ TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
     ("kind", "layers", "speculation"), [("tensor", None, NGRAM), ("tensor", (2, 3), NGRAM), ("pipeline", None, None)]
 )
 def test_parallel_ranks_agree(tmp_path, kind, layers, speculation):
-    """Each tensor-parallel rank has its own value model or probe and a part of the base model, and one rank counts
-    metrics. The last rank of a pipeline guides."""
+    """Each tensor-parallel rank has a value model or probe and a part of the base model; one rank counts metrics. The
+    last rank of a pipeline guides."""
     _, options = write_models(tmp_path, layers)
     options |= dict(speculation=speculation, **TWO)
     with running_server(tmp_path, "ranks", f"--{kind}-parallel-size", "2", **options) as server:
         prompts, guidance = repeating(26, 3, 60, 5, 9, 20, 30), [*MODES[:4], None, MODES[7]]
         sequences, _, _ = generate(server, prompts, guidance, max_tokens=24)
-        time.sleep(2)  # the second rank reaches its last step after the first has answered
+        time.sleep(2)  # the second rank may write its last step after the response
         lines = Counter(server.trace.read_text().splitlines())
         assert set(lines.values()) == {2 if kind == "tensor" else 1}
         steps = [json.loads(line) for line in lines]
@@ -389,8 +388,8 @@ def test_parallel_ranks_agree(tmp_path, kind, layers, speculation):
         assert found["fallbacks_total"] == 0 and found["guided_steps_total"] <= len(lines)
 
 
-def test_answers_under_load_match_those_of_quiet_server(speculating, monkeypatch):
-    """With invalid requests and clients that hang up in between; schemas, spans and shared prefixes."""
+def test_answers_under_load_match_idle_server(speculating, monkeypatch):
+    """Invalid requests, clients that hang up, schemas, spans and shared prefixes."""
     monkeypatch.setattr(load, "QUESTIONS", [f"w{i} w2 w3 w{i}" for i in range(4)])
     requests = load.bodies_of("vllm", "base", 24, ("schema",), 7)
     report = load.run(speculating.url, load.quiet(speculating.url, requests), 15, workers=4)
@@ -400,7 +399,7 @@ def test_answers_under_load_match_those_of_quiet_server(speculating, monkeypatch
 
 
 def answers_to_schema(engine, guidance):
-    """(prompts with answers, guided steps) of requests with a JSON schema; checks answers and candidates against it."""
+    """Send requests with a JSON schema, check answers and candidates; returns prompts with answers, guided steps."""
     before = len(engine.steps())
 
     def ask(i):
@@ -456,7 +455,7 @@ def test_documented_client_and_request(tmp_path, monkeypatch, capsys):
             assert choice["lenvm"] == expected | {"length": found["usage"]["completion_tokens"] - 1}
         metrics = server.metrics()
         assert metrics["finished_total stop"] == metrics["length_error_count near"] == 2
-    (tmp_path / "base" / "model.safetensors").unlink()  # half a gigabyte that pytest would keep
+    (tmp_path / "base" / "model.safetensors").unlink()  # half a gigabyte, which pytest would keep
 
 
 IN_PYTHON = """
@@ -469,7 +468,7 @@ assert result.outputs[0].lenvm["length"] == 3
 
 
 def test_requests_in_python(folder, tmp_path):
-    """The front end and the worker are in one process."""
+    """Front end and worker are in one process."""
     variables = dict(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_CI_ENV="1")
     variables |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=f"{SITE}:{os.environ.get('PYTHONPATH', '')}")
     variables |= dict(LENVM_VALUE_MODEL=str(folder / "value"), LENVM_TRACE=str(tmp_path / "trace"))

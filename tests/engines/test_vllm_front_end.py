@@ -1,4 +1,4 @@
-"""Servers of vLLM that cannot guide requests, and requests that cannot be guided: named, and harmless to others."""
+"""Rejection of vLLM servers that cannot guide requests, and of requests that cannot be guided."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, clean_settings):
-    """Restores the methods that front ends wrap."""
+    """Restores the methods wrapped by front ends."""
     for owner, name in (
         (EngineArgs, "create_engine_config"),
         (InputProcessor, "process_inputs"),
@@ -67,7 +67,7 @@ def config(is_second=True, **changes):
 
 
 PIPELINE, SLEEP = dict(parallel_config={"pipeline_parallel_size": 2}), dict(model_config={"enable_sleep_mode": True})
-# Value source, configuration with the version of vLLM, and reason against guidance.
+# Value source, configuration and version of vLLM, and reason against guidance.
 SERVERS = [
     ("", {}, None),
     ("", dict(version="0.33.1+cu130"), None),
@@ -99,7 +99,7 @@ SERVERS = [
 
 @pytest.mark.parametrize(("source", "changes", "reason"), SERVERS)
 def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch, source, changes, reason):
-    """It ends by name if a setting turns guidance on. Otherwise it starts, and its requests are rejected by name."""
+    """It ends if a setting turns guidance on. Otherwise, it starts and rejects guided requests."""
     monkeypatch.setattr(vllm, "__version__", changes.get("version", "0.32.0"))
     if source:
         monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
@@ -121,7 +121,7 @@ def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch,
             InputProcessor.process_inputs(None, Request(sampling))
 
 
-def test_guidance_that_is_off_changes_nothing(monkeypatch):
+def test_disabled_guidance_changes_nothing(monkeypatch):
     monkeypatch.setenv("LENVM_VALUE_MODEL", "off")
     before = EngineArgs.create_engine_config
     front_end.install()
@@ -130,7 +130,7 @@ def test_guidance_that_is_off_changes_nothing(monkeypatch):
 
 
 def test_variables_reach_every_worker(monkeypatch):
-    """Ray copies no ``LENVM_*`` variable to its workers. Without any, the engine's configuration is unchanged."""
+    """Ray does not copy ``LENVM_*`` variables to workers. Without any, the configuration is unchanged."""
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: config())
     front_end.install()
     front_end.install()
@@ -147,7 +147,7 @@ def test_variables_reach_every_worker(monkeypatch):
 
 @dataclass
 class Request:
-    """What ``InputProcessor.process_inputs`` returns."""
+    """Result of ``InputProcessor.process_inputs``."""
 
     sampling_params: SamplingParams
     lora_request: object = None
@@ -159,7 +159,7 @@ TEXT = "the prompt must be text together with guidance by a value model, got"
 ADAPTER = "a LoRA adapter must be absent together with guidance by a value model or probe"
 MARKED, LORA, IMAGES = {"watermarking": True}, {"lora_request": "adapter"}, {"mm_features": [1]}
 EMBEDS = {"prompt_embeds": torch.zeros(2, 3)}
-# Value source, parameters and contents of a request, and the error if it contains guidance.
+# Value source, parameters and contents of a request, and its error with guidance.
 REQUESTS = [
     ("none", {}, LORA | IMAGES | EMBEDS, None),
     ("none", MARKED, {}, "watermarking must be false together with guidance, got true"),
@@ -196,7 +196,7 @@ SELECTED["verbosity"] = {"high": {"target_length": 70}}
 @pytest.mark.parametrize("xargs", [None, OTHERS, TARGET])
 @pytest.mark.parametrize("has_defaults", [True, False])
 def test_defaults_of_chats_and_responses(monkeypatch, effort, verbosity, default, xargs, has_defaults):
-    """By the reasoning effort and the verbosity of the request. A request that cannot be guided is not."""
+    """Defaults depend on reasoning effort and verbosity. A request that cannot be guided is unguided."""
     if has_defaults:
         monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(SELECTED))
     monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
@@ -217,14 +217,14 @@ def test_defaults_of_chats_and_responses(monkeypatch, effort, verbosity, default
         assert guidance_of(sampling, LenVMProcessor.settings()) is None
 
 
-def test_defaults_that_need_a_file_reject_no_request(folders, monkeypatch):
+def test_defaults_that_need_a_file_do_not_reject_requests(folders, monkeypatch):
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders["model"]))
     monkeypatch.setenv("LENVM_DEFAULTS", '{"return_values": true}')
     assert guidance_of(SamplingParams(), Settings.from_environment()).return_values
 
 
 def test_first_model_runner_without_a_front_end(monkeypatch):
-    """As in a process whose VLLM_PLUGINS excludes it: the worker ends, if a setting turns guidance on."""
+    """VLLM_PLUGINS may exclude the front end. The worker ends if a setting turns guidance on."""
     processor = LenVMProcessor(config(is_second=False), None, False)
     logits = torch.randn(2, 5)
     assert processor.apply(logits) is logits and processor.is_argmax_invariant()
@@ -239,7 +239,7 @@ NEW_GUIDE = "lenvm_kernels.engines.vllm.processor.new_guide"
 
 @pytest.fixture
 def group(monkeypatch):
-    """The tensor-parallel group of a worker of the last stage."""
+    """The tensor-parallel group of a worker in the last stage."""
     group = SimpleNamespace(world_size=1, cpu_group="ranks")
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
@@ -248,7 +248,7 @@ def group(monkeypatch):
 
 @pytest.mark.parametrize("theirs", [None, "gamma=0.99", "off"])
 def test_ranks_with_different_settings_are_rejected(monkeypatch, group, theirs):
-    """Ranks would draw different tokens. Files of a rank may differ."""
+    """They would draw different tokens. Output files may differ."""
     made, group.world_size = [], 2
 
     def all_gather_object(found, mine, group):
@@ -259,14 +259,14 @@ def test_ranks_with_different_settings_are_rejected(monkeypatch, group, theirs):
     monkeypatch.setattr(NEW_GUIDE, lambda *args: made.append(args) or "guide")
     monkeypatch.setenv("LENVM_GAMMA", "0.9")
     monkeypatch.setenv("LENVM_TRACE", "trace.jsonl")
-    message = rf"alike on all tensor-parallel ranks, got Settings.*gamma=0.9, .*{theirs}"
+    message = rf"equal on all tensor-parallel ranks, got Settings.*gamma=0.9, .*{theirs}"
     with pytest.raises(ValueError, match=message) if theirs else nullcontext():
         LenVMProcessor(config(), "states")
     assert len(made) == (theirs is None)
 
 
 @pytest.mark.parametrize("is_explicit", [False, True])
-def test_failure_at_start_ends_servers_with_settings_only(monkeypatch, caplog, group, is_explicit):
+def test_failure_at_start_only_ends_servers_with_settings(monkeypatch, caplog, group, is_explicit):
     monkeypatch.setattr(NEW_GUIDE, MagicMock(side_effect=RuntimeError("on purpose")))
     if is_explicit:
         monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
@@ -302,8 +302,8 @@ LenVMProcessor.validate_params(SimpleNamespace(extra_args={{"target_length": 5}}
         ("0.32.0", {INTERFACE: "class LogitsProcessor: pass\n"}, {"triton": None}, True, "triton"),
     ],
 )
-def test_other_environments_are_not_harmed(site, version, files, modules, is_second, message):
-    """Another version of vLLM, without the modules that guidance uses; and an environment without Triton."""
+def test_plugin_does_not_break_other_environments(site, version, files, modules, is_second, message):
+    """Another version of vLLM, without modules used by guidance, and an environment without Triton."""
     folder = site({"vllm/__init__.py": f"__version__ = '{version}'\n"} | files)
     environment = os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-c", USE.format(modules=modules, is_second=is_second)]

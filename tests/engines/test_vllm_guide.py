@@ -1,4 +1,4 @@
-"""The vLLM processor in a worker, without the engine: scenarios of a fake engine against an oracle, and refusals."""
+"""The vLLM processor in a worker of a fake engine: scenarios against an oracle, and rejections."""
 
 import json
 from collections import ChainMap
@@ -58,7 +58,7 @@ def oracle(value_model):
 
 
 def layer_of(kind, weight=None):
-    """A layer of the engine without its constructor, which needs an engine; its output is the hidden states."""
+    """A layer of the engine, without calling its constructor; its output is the hidden states."""
     made = object.__new__(kind)
     torch.nn.Module.__init__(made)
     made.forward = lambda lm_head, hidden_states: hidden_states
@@ -68,7 +68,7 @@ def layer_of(kind, weight=None):
 
 
 class Runner(GPUModelRunner):
-    """The attributes of the engine's model runner that a probe needs."""
+    """The engine's model runner, with the attributes that a probe needs."""
 
     def __init__(self, config, req_states, model, speculator):
         self.vllm_config, self.model_config, self.req_states = config, config.model_config, req_states
@@ -86,7 +86,7 @@ class Runner(GPUModelRunner):
 
 
 class Add(NamedTuple):
-    """A request enters a slot. ``prompt_len``: tokens before its output, if the engine has preempted it."""
+    """A request enters a slot. ``prompt_len`` is the length of its prompt, if the engine has preempted it."""
 
     slot: int
     tokens: list
@@ -99,10 +99,10 @@ class Step(NamedTuple):
     """A step of the engine.
 
     Attributes:
-        rows: by slot, the tokens that its sequence has grown by and the drafts after them; or, for a part of a prompt,
-            the length of the sequence.
-        kinds: what decides each row: a word of the oracle, or one of :data:`UNCHANGED`.
-        likely: tokens whose logits are raised.
+        rows: by slot, the new tokens of its sequence and the drafts after them; or, for a part of a prompt, the length
+            of the sequence.
+        kinds: kind of each row, from the oracle or in :data:`UNCHANGED`.
+        likely: tokens with raised logits.
         fails: whether the guided step fails.
         computed: number of prompt tokens that the value model computes before the step. If None, it is not checked.
     """
@@ -115,9 +115,9 @@ class Step(NamedTuple):
 
 
 class Engine:
-    """The state of vLLM that a processor reads: requests in slots, their tokens, and the rows of a step.
+    """The state of vLLM read by a processor: requests in slots, their tokens, and the rows of a step.
 
-    ``computed`` are the lengths of the parts of prompts that the value model has computed for the last step.
+    ``computed`` are the lengths of the prompt parts computed by the value model for the last step.
     """
 
     trace = None  # the file of guided steps
@@ -154,12 +154,12 @@ class Engine:
         self.guide.step.extend = counted
 
     def write(self, slot, start, tokens):
-        """What the engine's request states do with the tokens of a new request."""
+        """Stores the tokens of a new request, as the engine's request states do."""
         self.tokens[slot] = 10**9
         self.tokens[slot, start : len(tokens)] = torch.tensor(tokens)
 
     def add(self, slot, tokens, guidance, prompt_len=None, params=None):
-        """Admit a request; no token of its prompt, or of its output before a preemption, is computed yet."""
+        """Admit a request, without computed tokens of its prompt, or of its output before a preemption."""
         defaults = dict(temperature=0.7, top_k=5, stop_token_ids=[EOS], ignore_eos=True, extra_args=guidance, seed=1)
         params = SamplingParams(**defaults | (params or {}))
         self.requests[slot] = Add(slot, tokens, guidance, prompt_len or len(tokens), params)
@@ -169,10 +169,10 @@ class Engine:
         self.req_states.all_token_ids.stage_write(slot, 0, tokens)
         return self.guide.add_request(slot, params, guidance_of(params, self.guide.settings))
 
-    def step(self, rows, logits=None, likely=(), of_step=None):
-        """Take a step with :attr:`Step.rows`; returns logits before and after, sequences by row, and the context.
+    def step(self, rows, logits=None, likely=(), view=None):
+        """Take a step with :attr:`Step.rows`. Returns logits before and after, sequences by row, and the context.
 
-        ``of_step``: number of rows of the whole step before these and in all, if the engine verifies it in parts.
+        ``view`` is the index of the first row in the step, and the step's number of rows, if it is verified in parts.
         """
         nodes, sequences, bounds = [], [], []
         for slot, row in rows.items():
@@ -184,7 +184,7 @@ class Engine:
             for node in range(1 + len(drafts)):
                 nodes.append((slot, node))
                 sequences.append([*self.tokens[slot, :length].tolist(), *drafts[:node]])
-        slots, (before, total) = np.array(list(rows)), of_step or (0, len(nodes))
+        slots, (before, total) = np.array(list(rows)), view or (0, len(nodes))
         pos = torch.zeros(total, dtype=torch.int64)
         pos[before : before + len(nodes)] = torch.tensor([len(tokens) - 1 for tokens in sequences])
         context = LogitsContext(
@@ -206,7 +206,7 @@ class Engine:
         return logits, changed, sequences, context
 
     def traced(self):
-        """Guided probabilities by token, fp64 ``[V]``, after each sequence of the last step, by guided steps."""
+        """Guided probabilities, fp64 ``[V]``, by sequence of the last step."""
         lines = self.trace.read_text().splitlines() if self.trace.exists() else []
         self.trace.unlink(missing_ok=True)
         steps = [{} for _ in lines]
@@ -224,12 +224,12 @@ def trace(tmp_path, monkeypatch):
 
 
 def kept(logits):
-    """The tokens with finite logits in each row."""
+    """Tokens with finite logits per row."""
     return [row.isfinite().nonzero().flatten().tolist() for row in logits]
 
 
 def run(engine, oracle, events):
-    """Run the events of a scenario, and check every row of every step against the oracle."""
+    """Run the events of a scenario, and check all rows of all steps against the oracle."""
     for number, event in enumerate(events):
         if isinstance(event, Add):
             assert engine.add(*event) == (event.guidance is not None)
@@ -262,7 +262,7 @@ def fail(*args, **options):
 
 
 G, AFTER, ON = "GUIDE", "after span", ([], [])
-# Rows without guidance in this step, which the oracle does not compute.
+# Rows without guidance in a step, which the oracle does not compute.
 UNCHANGED = CHUNK, LOST, NONE, NOT_DUE = "chunk", "lost", "unguided", "not due"
 SHARED = [*PROMPT[:50], 1, 2, 3]
 ENDED = [*PROMPT[:9], 20, 21, END, 20, 21]  # a prompt of 9 tokens, and an output that has ended its span
@@ -288,8 +288,8 @@ SCENARIOS = {
         Step({1: ([8], [3, 4, 5]), 4: ON, 0: ([2], [1, 2, 3])}, [*[G] * 5, *[NONE] * 4]),
         Step({1: ([3, 4], [3, 4, 5]), 4: ([7], [6, 7, 8])}, [G] * 8),
     ],
-    # Spans after an end in the prompt, as from a chat template with thinking disabled; open spans; and spans and a
-    # target of requests that the engine has preempted, which are added again with their outputs.
+    # Spans after an end in the prompt, as from a chat template with thinking disabled; open spans; and preempted
+    # requests with spans and a target, which are added again with their outputs.
     "spans and preempted requests": [
         Add(4, [*PROMPT[:6], END, 9], SPAN),
         Add(2, PROMPT[:8], SPAN),
@@ -299,8 +299,8 @@ SCENARIOS = {
         Step({4: ON, 2: ON, 0: ON, 3: ON, 1: ON}, [AFTER, G, AFTER, G, G], likely=(EOS,)),
         Step({3: ([9], [])}, ["hard limit"]),
     ],
-    # With fewer drafts than the maximum, among other requests. The span in slot 4 ends in a draft, and then in the
-    # first of two new tokens. The span in slot 2 ends at its limit.
+    # Fewer drafts than the maximum, among other requests. The span in slot 4 ends in a draft, then in the first of two
+    # new tokens. The span in slot 2 ends at its limit.
     "spans with drafts": [
         Add(4, PROMPT[:9], SPAN),
         Add(1, PROMPT[3:9], None),
@@ -313,8 +313,8 @@ SCENARIOS = {
         ),
         Step({4: ([END, 20], [])}, [AFTER], likely=(EOS,)),
     ],
-    # Twelve pages of slots: the requests that have waited longest lose them and are recomputed, also if the span has
-    # ended meanwhile, or tokens of steps that were not due are not computed yet.
+    # Twelve pages of slots: the least recently used requests lose their slots and are recomputed, also after the end of
+    # a span, or with pending tokens.
     "reclaimed slots": [
         Add(4, PROMPT[:9], SPAN),
         Add(5, PROMPT[2:9], TILT | {"value_stride": 5}),
@@ -330,7 +330,7 @@ SCENARIOS = {
         Step({3: ([5], []), 2: ([6], [4])}, [G, G, G]),
         Step({4: ([20], [])}, [AFTER]),
     ],
-    # More than the cache has: the longest request continues without guidance.
+    # The cache is too small: the longest request loses guidance.
     "refused slots": [
         Add(1, PROMPT, TILT),
         Add(2, PROMPT[1:50], TILT),
@@ -351,7 +351,7 @@ SCENARIOS = {
         Step({1: ON, 3: ([9], [])}, [G, G]),
     ],
     # Three full pages of a common prefix of 50 tokens are computed once while a request holds their slots: for a free
-    # slot, for the slot that holds the pages, and in chunks shorter than the prefix.
+    # slot, for the slot with the pages, and in chunks shorter than the prefix.
     "common prefix": [
         Add(3, SHARED, TILT),
         Step({3: ON}, [G], computed=52),
@@ -386,13 +386,13 @@ def test_rows_match_plain_steps(value_model, oracle, monkeypatch, name):
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
-    """Prompts whole and in chunks; first and later steps, with drafts for some requests, spans and metrics."""
+    """Whole prompts and chunks; first and later steps, with drafts for some requests, spans and metrics."""
     make_config = Settings.step_config
     monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     monkeypatch.setattr(Engine, "trace", None)  # it reads back
     engine = Engine(value_model if has_model else None, drafts=3)
     engine.guide.report = Report(torch.device("cpu"), Counts())
-    # Numbers that have arrived on the host are read there.
+    # Numbers are read on the host after they have arrived.
     monkeypatch.setattr(engine.guide.report, "collect", lambda: None)
     monkeypatch.setattr(engine.guide, "apply", no_read_back()(engine.guide.apply))
     engine.add(4, PROMPT, {"target_length": 30})
@@ -403,8 +403,8 @@ def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
         assert any(len(tokens) == 1 for tokens in kept(after)) and not engine.guide.fallbacks
 
 
-def test_requests_without_a_seed_draw_differently_and_alike_on_all_ranks(value_model):
-    """Another rank of a data-parallel engine draws other tokens, except for requests with a seed."""
+def test_draws_of_ranks_without_a_seed(value_model):
+    """Data-parallel ranks draw different tokens, except for requests with a seed."""
     drawn = []
     for rank in (0, 0, 1):
         engine = Engine(None, parallel_config={"data_parallel_rank": rank})
@@ -427,9 +427,9 @@ def test_requests_without_a_seed_draw_differently_and_alike_on_all_ranks(value_m
         (True, {"stop": ["EE"]}, False),
     ],
 )
-def test_ends_are_those_of_the_engine(ignores, stops, ends, monkeypatch):
-    """With ``ignore_eos``, the end of sequence is an ordinary token. Stop tokens still end the output, and stop strings
-    of one token."""
+def test_end_tokens_match_the_engine(ignores, stops, ends, monkeypatch):
+    """With ``ignore_eos``, end of sequence is an ordinary token. Stop tokens, and stop strings of one token, still end
+    the output."""
     monkeypatch.setattr(Settings, "thoughts", Thoughts(encode=lambda text: [EOS] * len(text)))
     params = SamplingParams(extra_args={"target_length": 2}, ignore_eos=ignores, seed=1, top_k=5, **stops)
     params.update_from_generation_config({"eos_token_id": [EOS]}, EOS)
@@ -446,7 +446,7 @@ def test_ends_are_those_of_the_engine(ignores, stops, ends, monkeypatch):
     assert (probs[EOS] > 0.99) == ends and (abs(probs[EOS] - plain) < 1e-4) != ends
 
 
-def test_failing_metrics_do_not_fail_the_step(value_model, oracle, caplog):
+def test_steps_continue_after_a_failure_of_metrics(value_model, oracle, caplog):
     engine = Engine(value_model)
     engine.guide.report = MagicMock(collect=fail)
     run(engine, oracle, [Add(1, PROMPT[:9], TILT), Step({1: ON}, [G])])
@@ -466,8 +466,8 @@ class Group:
         return tokens
 
 
-def test_ranks_leave_the_tokens_of_the_first_one(monkeypatch):
-    """Also if guidance fails on one of them; every rank takes part in each broadcast."""
+def test_ranks_use_the_tokens_of_the_first_rank(monkeypatch):
+    """Also if guidance fails on a rank; all ranks take part in each broadcast."""
     groups, engines = [Group(0)], []
     groups.append(Group(1, groups[0]))
     for group in groups:
@@ -521,7 +521,7 @@ VERIFIED = [
     *({4: ([5], [8, token]), 1: ([8, token], [token, 8]), 0: ON, 2: ([6], [8, 8])} for token in (8, 9, 10)),
     Add(4, [5, 6, 7, 8, 9], NINE),
     {4: ON, 1: ([8, 7], [8])},
-    Add(5, PROMPT, NINE),  # in two chunks, beside drafts
+    Add(5, PROMPT, NINE),  # in two chunks, in batches with drafts
     {5: 20, 1: ([5], [9])},
     {5: ON, 1: ([5], [8, 8])},
 ]
@@ -529,7 +529,7 @@ VERIFIED = [
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_accepted_drafts_are_counted(value_model, has_model):
-    """Drafts that equal the drawn tokens, and the token after them; rows without drafts or guidance are not counted."""
+    """Accepted drafts and the next token are counted; rows without drafts or guidance are not."""
     engine, metrics, times, accepted = Engine(value_model if has_model else None, drafts=2), Counts(), 0, 0
     engine.guide.report = Report(torch.device("cpu"), metrics)
     for event in VERIFIED:
@@ -548,7 +548,7 @@ def test_accepted_drafts_are_counted(value_model, has_model):
 
 
 def test_rows_are_counted_by_status(value_model):
-    """Rows of guided requests, and in steps without drafts of all; rows whose token the engine discards are not."""
+    """Rows of guided requests are counted, in steps without drafts all rows; rows with a discarded token are not."""
     engine, metrics = Engine(value_model), Counts()
     engine.guide.report = Report(torch.device("cpu"), metrics)
     engine.add(2, PROMPT[:9], TILT, params={"top_k": VOCAB - 1, "temperature": 2.0})
@@ -570,14 +570,14 @@ def test_rows_are_counted_by_status(value_model):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_memory_is_kept_until_the_first_guided_request(value_model, drafts):
-    """Also for the scores of requests with different numbers of drafts, which are copied; not in steps of a warm-up."""
+def test_memory_is_reserved_until_the_first_guided_request(value_model, drafts):
+    """With drafts, also for the copy of scores. Warm-up steps do not free it."""
     engine = Engine(value_model, drafts=drafts)
     guide, sizes = engine.guide, dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB)
-    of_step = guide.settings.working_bytes(
+    working = guide.settings.working_bytes(
         guide.step.values.value_model, **sizes, max_delta=MAX_DELTA + drafts, max_drafts=drafts
     )
-    assert guide.kept_free.numel() - of_step == (drafts > 0) * SLOTS * (1 + drafts) * VOCAB * 4
+    assert guide.kept_free.numel() - working == (drafts > 0) * SLOTS * (1 + drafts) * VOCAB * 4
     engine.add(1, PROMPT[:9], None)
     engine.step({1: ON})
     assert guide.kept_free is not None
@@ -588,7 +588,7 @@ def test_memory_is_kept_until_the_first_guided_request(value_model, drafts):
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("part_bytes", [2**28, 2 * 4 * VOCAB * 4])
 def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_bytes, calls):
-    """Only parts of guided requests are computed. A stride counts these and the engine's own parts as one step."""
+    """Only parts with guided requests are computed. A stride counts all parts of a step as one."""
     monkeypatch.setattr(vllm_guide, "PART_BYTES", part_bytes)
     engine, stride = Engine(value_model, drafts=3), {"value_stride": 2}
     for slot in range(5):
@@ -600,9 +600,9 @@ def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_byt
         engine.traced()
         for part in (rows,) if calls == 1 else (rows[:1], rows[1:]):  # the first of two parts has no drafts
             slots = [slot for slot, (_, drafts) in part for _ in range(1 + len(drafts))]
-            logits = torch.zeros(len(slots), VOCAB)  # more than one candidate, and no end: both are decided in any step
+            logits = torch.zeros(len(slots), VOCAB)  # several candidates without an end, so rows need values
             logits[:, EOS] = -torch.inf
-            found = kept(engine.step(dict(part), logits, of_step=(done, 1 + 2 + 3 + 4 + 4))[1])
+            found = kept(engine.step(dict(part), logits, view=(done, 1 + 2 + 3 + 4 + 4))[1])
             done += len(slots)
             assert [len(tokens) == 1 for tokens in found] == [number % 2 == 0 and slot != 2 for slot in slots]
         assert len(engine.traced()) == calls + (part_bytes != 2**28)
@@ -610,7 +610,7 @@ def test_scores_of_drafts_are_copied_in_parts(value_model, monkeypatch, part_byt
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    """The directory of a probe and its base model's modules in the engine, whose embedding has padding rows."""
+    """The directory of a probe, and its base model's modules in the engine; the embedding has padding rows."""
     base, folder = models.random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
     write_random_probe(folder, base)
     weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
@@ -620,24 +620,24 @@ def probe(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", [LogitsLayer, LogitsProcessorWithLoRA])
-def test_states_are_those_of_the_rows_of_a_step(probe, kind):
-    """Also if the engine verifies drafts for some requests at a time, in views of the step's rows."""
+def test_states_match_the_rows_of_a_step(probe, kind):
+    """Also if the engine verifies drafts in parts, in views of the step's rows."""
     base, hidden = torch.nn.ModuleList([*probe[1][:2], layer_of(kind)]), torch.randn(3, HIDDEN)
     engine, scores = Engine(probe[0], base=base, drafts=3), torch.randn(3, VOCAB)
 
-    def probs(rows, first, of_step=None):
+    def probs(rows, first, view=None):
         """Guided probabilities of slot 4 and its draft, with logits from row ``first`` on."""
         engine.add(2, PROMPT[:5], None)
         engine.add(4, PROMPT[:9], TILT)
-        if of_step is None:
+        if view is None:
             base[2](lm_head=None, hidden_states=hidden[first:])
         else:
             base[2](None, hidden)
-        engine.step(rows, scores[first:], of_step=of_step)
+        engine.step(rows, scores[first:], view=view)
         return torch.stack([found for tokens, found in engine.traced()[0].items() if len(tokens) > 6])
 
     rows = {4: ([8], [6])}
-    beside, alone, viewed = probs({2: ([6], [])} | rows, 0), probs(rows, 1), probs(rows, 1, of_step=(1, 3))
+    beside, alone, viewed = probs({2: ([6], [])} | rows, 0), probs(rows, 1), probs(rows, 1, view=(1, 3))
     assert torch.equal(beside, alone) and torch.equal(beside, viewed)
     assert len(alone) == 2 and not engine.guide.fallbacks
 
@@ -645,7 +645,7 @@ def test_states_are_those_of_the_rows_of_a_step(probe, kind):
 @pytest.mark.parametrize("is_probe", [False, True])
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_new_weights_and_sleep(probe, is_probe, sleeps):
-    """Sleep discards the tensors of a step. A probe projects new embeddings, and checks them."""
+    """Sleep discards the tensors of a step. New embeddings are checked and projected by a probe."""
     folder, base = probe
     base = torch.nn.ModuleList([layer_of(VocabParallelEmbedding, base[1].weight.detach().clone()), base[2]])
     engine = Engine(folder if is_probe else None, model_config={"enable_sleep_mode": sleeps}, base=base)
@@ -666,13 +666,13 @@ def with_inner_layers(base):
     return model
 
 
-INNER = r"got one of layers \[1\], too"
+INNER = r"got one that also reads layers \[1\]"
 NO_PROBE = "LENVM_VALUE_MODEL must not be a probe with this base model: ModuleList"
 REFUSED = [
     ("probe", lambda base: base[:1], {}, f"{NO_PROBE} has no input embedding that is not quantized"),
     ("probe", lambda base: base[:2], {}, f"{NO_PROBE} computes its logits without vLLM's LogitsProcessor"),
-    ("inner", lambda base: base, {}, f"{INNER}: ModuleList shows no others"),
-    ("inner", with_inner_layers, {"speculator": object.__new__(EagleSpeculator)}, f"{INNER}: the model that drafts"),
+    ("inner", lambda base: base, {}, f"{INNER}: ModuleList does not return others"),
+    ("inner", with_inner_layers, {"speculator": object.__new__(EagleSpeculator)}, f"{INNER}: the draft model"),
     ("value", lambda base: base, {"cache_config": {"kv_cache_memory_bytes": 2**20}}, r"SHARE must be above \d+\.\d+"),
 ]
 

@@ -305,10 +305,10 @@ REJECTED = [
     (extend(rows=torch.tensor([0, -1, -1])), r"images\.rows must "),
     (extend(embeds=torch.zeros(1, HIDDEN + 1)), r"images\.embeds must "),
     (extend(embeds=torch.zeros(1, HIDDEN, dtype=torch.bfloat16)), r"images\.embeds must "),
-    (process(PROMPTS), "pixel_values and image_grid_thw must be given: prompts hold tokens of images"),
+    (process(PROMPTS), "pixel_values and image_grid_thw must be given, because prompts contain image tokens"),
     (process(PROMPTS[:3], 92, 5), "image_grid_thw must be of the images in prompts, got 2 more"),
     (process(PROMPTS, 48, 3), "every image token of a prompt needs an image, 11 have none"),
-    (process([[1, VIDEO, 2]]), "prompts must hold no videos, got tokens of one"),
+    (process([[1, VIDEO, 2]]), "prompts must not contain videos, got video tokens"),
     (process(PROMPTS, images=5), "must be given together"),
     (process(PROMPTS, 92, 5, "text"), "must be a vision-language model"),
 ]

@@ -1,10 +1,9 @@
-"""Draft tokens of SGLang's speculative decoding, and their verification by the tokens drawn at their nodes. Imported
-only with speculative decoding.
+"""Verification of SGLang's draft tokens by the tokens drawn at their nodes. Imported only with speculative decoding.
 
 The engine verifies a tree of drafts from the logits at all of its nodes (:class:`Drafts`). At the nodes of guided
-requests, a token is drawn from the candidates, and all others are masked out of the logits. Any verification of the
-engine, by rejection with any threshold or by argmax, then accepts a draft exactly if it is that token, and otherwise
-draws that token. So speculation changes neither the text of a guided request with a seed nor any distribution.
+requests, a token is drawn from the candidates, and all other tokens are masked out of the logits. The engine's
+verification, by argmax or by rejection with any threshold, then accepts a draft only if it equals the drawn token, and
+otherwise samples the drawn token. So speculation changes neither distributions nor the text of a seeded request.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def verify(
     unmasked: torch.Tensor | None = None
 
     def apply(logits: torch.Tensor) -> None:
-        """In place of the grammar's mask, which is the engine's last change to the logits before verification."""
+        """Replaces the grammar's mask, which is the engine's last change to the logits before verification."""
         nonlocal unmasked
         if grammar_mask is not None:
             grammar_mask.apply(logits)
@@ -64,29 +63,29 @@ def verify(
 
 
 def drafts_of(verify_input: EagleVerifyInput) -> Drafts:
-    """The drafts of a batch. The engine's first token of each request is the last token of its sequence."""
+    """The drafts of a batch. In the engine's tensors, node 0 is the last token of the sequence."""
     token_ids = verify_input.draft_token.view(-1, verify_input.draft_token_num)
     parents = parents_of(verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
     return Drafts(token_ids[:, 1:], parents[:, 1:])
 
 
 def parents_of(first_children: torch.Tensor, next_siblings: torch.Tensor) -> torch.Tensor:
-    """int32 ``[B, 1 + D]``: the draft that each node follows, -1 for the root and its children.
+    """int32 ``[B, 1 + D]``: number of the draft before each node, -1 for the root and its children.
 
     Args:
-        first_children: int ``[B, 1 + D]``; the first child of each node, -1 for none.
-        next_siblings: int ``[B, 1 + D]``; the next node with the same parent, -1 for none.
+        first_children: int ``[B, 1 + D]``; the first child of each node, or -1.
+        next_siblings: int ``[B, 1 + D]``; the next node with the same parent, or -1.
     """
     (b, nodes), device = first_children.shape, first_children.device
     node = torch.arange(nodes, device=device).expand(b, nodes)
 
     def sources(targets: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-        """The node that each node is the target of, else ``otherwise``."""
-        found = torch.cat((otherwise, otherwise[:, :1]), dim=1)  # the last column is for those without a target
+        """Per node, the node that has it as target, else ``otherwise``."""
+        found = torch.cat((otherwise, otherwise[:, :1]), dim=1)  # the last column collects nodes without a target
         return found.scatter(1, targets.long().where(targets >= 0, nodes), node)[:, :nodes]
 
     first_one = sources(next_siblings, node)
-    for _ in range((nodes - 1).bit_length()):  # each round doubles the number of siblings that it goes back
+    for _ in range((nodes - 1).bit_length()):  # each round doubles the distance
         first_one = first_one.gather(1, first_one)
     parent = sources(first_children, torch.zeros_like(node))
     return (parent.gather(1, first_one) - 1).int()

@@ -1,8 +1,8 @@
-"""The guidance of SGLang's requests with ``none``, and the part that all sources of values share.
+"""Guidance in SGLang with ``none``, and the code shared by all sources of values.
 
 Just before the engine's sampler, a guided step (:class:`lenvm_kernels.step.GuidedStep`) draws the tokens of guided
-requests, and leaves only these tokens in their rows of the logits (:func:`leave_only`). The sampler then returns them
-at any temperature and with any filter. Only images and the trace make a host-device sync, so that the overlapping
+requests and masks all other tokens in their rows of the logits (:func:`leave_only`). The sampler then returns the drawn
+tokens at any temperature and with any filter. Only images and the trace make a host-device sync, so the overlapping
 scheduler stays ahead.
 """
 
@@ -44,36 +44,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The kind of each hook and its function, by target. The function takes the arguments of the target, preceded by its
-# result (AFTER) or by the target itself (AROUND).
+# Kind and function of each hook, by target. The function takes the target's result (AFTER) or the target (AROUND), then
+# the target's arguments.
 Hooks = dict[str, tuple[str, Callable]]
-# Options of the engine, each with the accepted values and the reason.
+# Accepted values of options of the engine, and the reason.
 EngineOptions = dict[str, tuple[tuple[Any, ...], str]]
 NOT_TRIED = "not tried"
-# The engine's own limit of requests, if the user sets none.
+# The engine's default limit of requests.
 MAX_REQUESTS = 4096
-# In place of the tokens of a batch, on every rank: the step of the first rank has failed.
+# Sent to all ranks instead of tokens if the step of the first rank has failed.
 LOST = -2
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
 
 
 class SGLangGuide:
-    """The guidance of one scheduler process, which has one model runner that samples.
+    """The guidance of a scheduler process, in which one model runner samples.
 
     Attributes:
         settings: settings of the plugin.
         device: device of the base model.
         drafts: draft tokens per request and step.
-        model: what computes values. If None, nothing does.
+        model: probe or value model. If None, there are no values.
         step: the guided step, set by :meth:`take_slots`.
         runner: model runner of the base model, set by :meth:`take_slots`.
-        ranks: tensor-parallel ranks that draw the same tokens. None if there is one.
-        grown_by: with drafts, the new tokens since the last step and their number, per table row. None without.
+        ranks: tensor-parallel ranks that draw the same tokens, or None if there is only one.
+        grown_by: new tokens since the last step and their number, per table row. None without drafts.
         metrics, ends: metrics of this process; None without ``--enable-metrics``.
-        fallbacks: number of failures of steps and prompts.
-        failure: why requests with guidance are rejected. If None, they are accepted.
-        node_bytes: bytes beside the step, for each node of a request.
+        fallbacks: number of failed steps and prompts.
+        failure: reason for rejecting requests with guidance. If None, they are accepted.
+        node_bytes: bytes per node of a request, in addition to the step.
     """
 
     step: GuidedStep
@@ -94,10 +94,10 @@ class SGLangGuide:
         self._stopwatch = Stopwatch(device)
         self._reserved: torch.Tensor | None = None
         self._table_rows: set[int] = set()  # rows of requests in the guidance table
-        self._rows = self._ones = torch.empty(0)  # the numbers of a batch's rows and of their tokens, without drafts
-        self._batch: ForwardBatch | None = None  # which the engine is sampling
-        self._drawn: Drawn | None = None  # the last step; None if it has failed, or no request needed one
-        self._agreed: torch.Tensor | None = None  # int32 [rows], its tokens on all ranks; None if none needed one
+        self._rows = self._ones = torch.empty(0)  # numbers of a batch's rows, and 1 token each
+        self._batch: ForwardBatch | None = None  # being sampled by the engine
+        self._drawn: Drawn | None = None  # the last step; None if it failed or was not needed
+        self._agreed: torch.Tensor | None = None  # int32 [rows]; its tokens on all ranks, None if it was not needed
 
     @property
     def hooks(self) -> Hooks:
@@ -113,23 +113,23 @@ class SGLangGuide:
     # --- memory ---
 
     def num_bytes(self, engine: ModelConfig, requests: int, slots: int = 0) -> int:
-        """Bytes that steps of ``requests`` requests take, and what is cached for the ``slots`` of the engine's pool."""
+        """Bytes for steps of ``requests`` requests and for the cache with the ``slots`` of the engine's pool."""
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size, **self._sizes)
         nodes = requests * (1 + self.drafts)
         return self.settings.working_bytes(self.model, **sizes) + nodes * self.node_bytes + self.cache_bytes(slots)
 
     def cache_bytes(self, slots: int) -> int:
-        """Bytes that are cached for the ``slots`` of the engine's pool."""
+        """Bytes of the value model's cache with the ``slots`` of the engine's pool."""
         return 0
 
     def reserve(self, runner: ModelRunner, max_requests: int | None) -> None:
-        """Hold the memory of steps until :meth:`take_slots`, so that the engine's pool leaves room for it."""
+        """Allocate the memory of steps until :meth:`take_slots`, so that the engine's pool leaves room for it."""
         if self.device.type == "cuda":
             num_bytes = self.num_bytes(runner.model_config, max_requests or MAX_REQUESTS)
             self._reserved = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def take_slots(self, _: Any, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
-        """After the engine allocated its pools: create the guided step on its slots and its slot table."""
+        """After the engine has allocated its pools: create the guided step on its slots and slot table."""
         if runner.is_draft_worker:
             return
         pool, settings, options = runner.token_to_kv_pool, self.settings, resolved_view(runner.server_args)
@@ -165,15 +165,15 @@ class SGLangGuide:
         logger.info(text, settings.value_model or NONE, rows, candidates, gib, graphs)
 
     def discard_read_done(self) -> None:
-        """Before the engine overwrites its slot table: nothing, because the step does not read it."""
+        """Make the scheduler wait for the step before it overwrites its slot table, which only a value model reads."""
 
     # --- requests ---
 
     def note_request(self, req: Req) -> None:
-        """After a request was created in the scheduler."""
+        """Called after a request was created in the scheduler."""
 
     def note_batch(self, batch: Batch, reqs: Sequence[Req]) -> None:
-        """Attach its requests to a batch of the engine."""
+        """Store the requests of a batch of the engine in the batch."""
         batch.lenvm_all = list(reqs)
         batch.lenvm_reqs = [req for req in reqs if req.lenvm_guidance is not None]
         batch.lenvm_failed = False
@@ -191,13 +191,13 @@ class SGLangGuide:
         self.admit(batch, [req for req in reqs if id(req) not in decoding], is_prefill=is_prefill)
 
     def admit(self, batch: ForwardBatch, reqs: list[Req], *, is_prefill: bool) -> None:
-        """Write requests into the table: all requests of a prefill batch, also again after they were retracted, and
-        requests of another batch that were prefilled by another server."""
+        """Write requests into the table: all requests of a prefill batch, also after a retraction, and in other batches
+        requests that were prefilled by another server."""
         if not batch.lenvm_reqs and not self._table_rows:
             return
         with self.failing_softly(batch):
             for req in reqs:
-                if req.kv.req_pool_idx is None:  # it has ended, and the overlapping scheduler still has it in the batch
+                if req.kv.req_pool_idx is None:  # has ended, but is still in the overlapping batch
                     continue
                 table_row = int(req.kv.req_pool_idx)
                 if not is_prefill and req.lenvm_row == table_row:
@@ -210,7 +210,7 @@ class SGLangGuide:
 
     def _admit(self, req: Req, table_row: int) -> None:
         params, seed = req.lenvm_guidance, req.sampling_params.sampling_seed
-        req.lenvm_broken_before = req.lenvm_broken  # the table counts anew
+        req.lenvm_broken_before = req.lenvm_broken  # the table counts from 0
         self.step.add_request(
             table_row,
             params,
@@ -228,22 +228,22 @@ class SGLangGuide:
         self._table_rows.discard(table_row)
 
     def lose(self, reqs: Sequence[Req]) -> None:
-        """End the guidance of requests. Tokens that a value model may not have computed are not inserted into the radix
-        cache."""
+        """End the guidance of requests. The value model may not have computed all their tokens, so that these are not
+        inserted into the radix cache."""
         for req in reqs:
             if req.lenvm_guidance is not None:
                 req.lenvm_lost, req.lenvm_guidance = req.lenvm_guidance, None
                 if self.settings.reads_tokens:
                     req.skip_radix_cache_insert = True
-                if req.kv.req_pool_idx is not None:  # otherwise it has already left
+                if req.kv.req_pool_idx is not None:  # None after it has left
                     self._clear(int(req.kv.req_pool_idx))
 
     def add_outcomes(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
-        """Before outputs are sent: add the outcome of the guidance of requests that have ended, in lists."""
+        """Before outputs are sent: add lists with the guidance outcome of requests that have ended."""
         try:
             outcomes = [[*self._outcome(req)] if req.finished() else [] for req in outputs.output_reqs]
         except Exception:  # a report must not end the engine
-            logger.exception("LenVM: responses do not state the outcome of their guidance")
+            logger.exception("LenVM: responses lack the outcome of their guidance")
             return
         if any(outcomes):
             outputs.customized_info[OUTCOME] = outcomes
@@ -260,8 +260,8 @@ class SGLangGuide:
     # --- steps ---
 
     def sample(self, original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
-        """Around the sampling of a batch's tokens, in which the engine calls :meth:`draw`."""
-        if not getattr(batch, "lenvm_reqs", None):  # e.g. a batch that the engine makes for the capture of graphs
+        """Around the sampling of a batch, in which the engine calls :meth:`draw`."""
+        if not getattr(batch, "lenvm_reqs", None):  # e.g. a batch for graph capture
             return original(runner, logits_output, batch)
         self._batch, self._drawn, self._agreed = batch, None, None
         try:
@@ -297,7 +297,7 @@ class SGLangGuide:
         unmasked = self.leave_drawn(batch, logits, rows, info, copies=return_logprob)
         if unmasked is not None:
             kwargs.setdefault("logprob_logits", unmasked)
-        if info.has_custom_logit_processor:  # it was applied above, and must not be applied again
+        if info.has_custom_logit_processor:  # already applied above
             info = copy.copy(info)
             info.has_custom_logit_processor = False
         return original(sampler, logits_output, info, return_logprob, *args, **kwargs)
@@ -312,13 +312,13 @@ class SGLangGuide:
         *,
         copies: bool,
     ) -> torch.Tensor | None:
-        """Draw the tokens of guided requests, and leave only these in their rows of the logits, in place.
+        """Draw the tokens of guided requests, and mask all other tokens in their rows of the logits, in place.
 
         Args:
-            batch, info: the engine's batch and its filters.
+            batch, info: the engine's batch and its sampling parameters.
             logits: ``[B, V]``, or ``[B (1 + D), V]`` with drafts.
             rows, drafts: inputs of the step.
-            copies: whether to return a copy of the unmasked logits. None is returned if no request needs a step.
+            copies: whether to return a copy of the unmasked logits, if any request needs a step.
         """
         self._drawn = self._agreed = None
         with self.failing_softly(batch):
@@ -337,11 +337,11 @@ class SGLangGuide:
         return unmasked
 
     def states_of(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """The base model's states in the rows of the logits. None if the source reads none."""
+        """The base model's states in the rows of the logits. None without a probe."""
         return None
 
     def _run(self, batch: Batch, prepared: PreparedStep, info: SamplingBatchInfo, *, is_prompt: bool) -> Drawn:
-        """The guided step of a batch; ``is_prompt`` if first tokens after prompts are drawn."""
+        """The guided step of a batch. ``is_prompt`` is True if it draws the first tokens after prompts."""
         rows = prepared.batch
         wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
         temperature, prompt_lengths = info.temperatures.flatten(), None
@@ -355,9 +355,9 @@ class SGLangGuide:
         return Drawn(rows, output, wants_values, prompt_lengths)
 
     def report(self, batch: Batch, logits_output: LogitsProcessorOutput, chosen: VerifiedTokens) -> None:
-        """After the engine has chosen tokens: append a report on the step to its output, which the host reads later.
+        """After the engine has chosen tokens: append a report to its output, which the host reads later.
 
-        The ``nodes`` of the chosen tokens ``[B, N]`` are rows of the step, int64 and not negative.
+        ``nodes`` of the chosen tokens ``[B, N]`` are rows of the step, int64 and not negative.
         """
         drawn, agreed = self._drawn, self._agreed
         if agreed is not None and self.ranks is not None:
@@ -375,7 +375,7 @@ class SGLangGuide:
                 lengths = self.step.predict(rows._replace(tokens=tokens, lengths=rows.lengths + lens, new_lens=lens))
             elif drawn.wants_values and output.remaining_lengths is not None:
                 lengths = output.remaining_lengths[nodes]
-            if lengths is not None and not self.step.values.needs_tokens:  # the host reads it after a prompt only
+            if lengths is not None and not self.step.values.needs_tokens:  # only read after a prompt
                 prompt_lengths = 1 + lengths[:, :1]
         if batch.lenvm_reqs:
             faults, candidates = self.step.faults[rows.table_rows], output.candidates
@@ -386,22 +386,22 @@ class SGLangGuide:
             trace_batch(self.settings.trace, batch, rows.lengths, output, agreed, chosen)
 
     def timed(self) -> AbstractContextManager[None]:
-        """Times the work that is launched inside, if there are metrics."""
+        """Time the work launched inside, if there are metrics."""
         return nullcontext() if self.metrics is None else self._stopwatch.running()
 
     @contextmanager
     def failing_softly(self, batch: Batch) -> Iterator[None]:
         """On an error inside, end the guidance of the batch's requests instead of the engine.
 
-        Their next tokens would follow tokens that the value model has not computed, so guidance is off until they end.
-        Tensor-parallel ranks must schedule alike, so the first rank sends :data:`LOST` instead of its tokens, and
-        all end the guidance when the host reads them. A failure on another rank changes nothing: its draws are unused.
+        The value model has not computed some of their tokens, so guidance is off until they end. Tensor-parallel ranks
+        must schedule identically, so the first rank sends :data:`LOST` instead of tokens, and all ranks end the
+        guidance when the host reads it. A failure on another rank has no effect, because its draws are not used.
         """
         try:
             yield
         except Exception:
             if not self.fallbacks:
-                logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
+                logger.exception("LenVM: a step failed; its requests lost guidance. Further failures are only counted.")
             self.count_failure()
             if self.ranks is None:
                 self.lose(batch.lenvm_reqs)
@@ -410,7 +410,7 @@ class SGLangGuide:
                 batch.lenvm_failed = True
 
     def count_failure(self) -> None:
-        """Count a failure of a step or of a prompt."""
+        """Count a failed step or prompt."""
         self.fallbacks += 1
         if self.metrics is not None:
             self.metrics.fallbacks.inc()
@@ -427,7 +427,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class LostGuidance:
-    """The engine's auxiliary output by which all ranks end the guidance of a batch whose step failed on the first."""
+    """Auxiliary output that makes all ranks end the guidance of a batch if its step failed on the first rank."""
 
     tokens: torch.Tensor
     guide: SGLangGuide
@@ -443,7 +443,7 @@ class LostGuidance:
 
 
 def append(logits_output: LogitsProcessorOutput, output: Any) -> None:
-    """Append an auxiliary output. The stages of a pipeline cannot pass it on, and the engine would end."""
+    """Append an auxiliary output. A pipeline stage cannot pass it on, and the engine would crash."""
     if get_parallel().pp_size == 1:
         others = logits_output.auxiliary_device_output
         logits_output.auxiliary_device_output = append_auxiliary_output(others, output)
@@ -455,7 +455,7 @@ def needs_step(batch: Batch) -> bool:
 
 
 def check_options(options: Any, accepted_values: EngineOptions, feature: str) -> None:
-    """Raise ValueError unless ``feature`` can be combined with each option of the engine."""
+    """Raise ValueError unless ``feature`` can be combined with the engine's options."""
     for option, (accepted, reason) in accepted_values.items():
         if (given := getattr(options, option)) not in accepted:
             texts = ", ".join(map(str, accepted))
@@ -464,14 +464,14 @@ def check_options(options: Any, accepted_values: EngineOptions, feature: str) ->
 
 
 def seed_of(text: str) -> int:
-    """A seed, at least 0, that depends on a text alone."""
+    """A non-negative seed that only depends on a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def end_tokens(req: Req, stops: Set[int] = frozenset()) -> set[int]:
-    """The tokens at which the engine ends a request's output, with the tokens of stop strings; their value is 0."""
+    """Tokens with value 0: the tokens at which the engine ends a request's output, and ``stops`` of stop strings."""
     params, tokenizer = req.sampling_params, req.tokenizer
-    if params.ignore_eos:  # the engine then also ignores stop tokens
+    if params.ignore_eos:  # also disables stop tokens
         return set(stops)
     ids = {*stops, *(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
     ids |= {getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())}

@@ -1,5 +1,5 @@
-"""The hooks that each process of the engine registers, and the parameters of requests, which the server's front end and
-its schedulers read. A scheduler's guidance adds further hooks after the base model was loaded."""
+"""The hooks registered in each process of the engine, and the parsing of requests in front end and schedulers. A
+scheduler's guidance adds further hooks after the base model was loaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS: EngineOptions = {
     "speculative_algorithm": ((None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"), NOT_TRIED),
     "speculative_adaptive": ((False,), "the step takes a fixed number of drafts"),
     "enable_multi_layer_eagle": ((False,), NOT_TRIED),
-    "dllm_algorithm": ((None,), "it never reaches the sampler that guidance is in"),
+    "dllm_algorithm": ((None,), "it does not call the sampler hooked by guidance"),
     "startup_weight_load_mode": (("serial",), "weights are read and graphs captured after the base model is loaded"),
     "attn_cp_size": ((1,), NOT_TRIED),
     "enable_pdmux": ((False,), "prompts and draws would be computed at the same time"),
@@ -50,11 +50,11 @@ DRAFT_OPTIONS: EngineOptions = {"enable_mixed_chunk": ((False,), NOT_TRIED)}
 
 
 class SGLangPlugin:
-    """The hooks of one process of the engine.
+    """The hooks of a process of the engine.
 
     Attributes:
-        guide: the guidance of a scheduler process. None before it is loaded, and in other processes.
-        off: why requests with guidance are rejected. If None, they are accepted.
+        guide: guidance of a scheduler process; None before it is loaded, and in other processes.
+        off: reason for rejecting requests with guidance. If None, they are accepted.
     """
 
     def __init__(self, off: str | None = None) -> None:
@@ -63,7 +63,7 @@ class SGLangPlugin:
         self._settings: Settings | None = None
 
     def check_request(self, manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Before a tokenized request is sent: reject it, with status 400, if it cannot be guided."""
+        """Before a tokenized request is sent: reject it with status 400 if it cannot be guided."""
         if self.off is not None:
             check_off(request, self.off)
             return
@@ -72,7 +72,7 @@ class SGLangPlugin:
             separate_sample(request)
 
     def pass_selected(self, sampling: dict[str, Any], request: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """After a chat request's sampling parameters were made: add the fields that select defaults."""
+        """After a chat request is converted to sampling parameters: add the fields that select defaults."""
         return sampling | {"custom_params": with_selected(sampling.get("custom_params"), request)}
 
     def add_meta_info(
@@ -86,13 +86,13 @@ class SGLangPlugin:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Around the update of a response's ``meta_info``, which gives each request of a batch the keys of all."""
+        """Around the update of a response's ``meta_info``, which adds the keys of all requests of the batch."""
 
         def is_empty(key: str) -> bool:
             ours = key in (REMAINING_LENGTHS, OUTPUT_LENGTH) and key not in state.customized_info_accumulated
             return ours and all(number is None for number in customized_info[key][index])
 
-        # Not a list with an element per output token, of which a stream would send a part.
+        # A list would be cut to the new output tokens in a stream.
         for outcome in customized_info.get(OUTCOME, {index: ()})[index]:
             meta_info[OUTCOME] = outcome
         others = {key: values for key, values in customized_info.items() if key != OUTCOME and not is_empty(key)}
@@ -107,8 +107,8 @@ class SGLangPlugin:
                 check_off(req, self.off)
             elif self.guide is not None:
                 req.lenvm_guidance = guidance_of(req, self.guide.settings, self.guide.failure)
-        except ValueError as error:  # not seen by check_request: the engine loads no plugins in further HTTP workers
-            req.lenvm_guidance = req.input_embeds = None  # it keeps one token, and runs once to be answered
+        except ValueError as error:  # the engine loads no plugins in further HTTP workers, so check_request was skipped
+            req.lenvm_guidance = req.input_embeds = None  # the request runs once, with one token, to be answered
             req.set_finish_with_abort(str(error))  # status 400
         if self.guide is not None:
             self.guide.note_request(req)
@@ -127,14 +127,14 @@ class SGLangPlugin:
 
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-# The kind of each hook, and its method of SGLangPlugin.
+# Kind of each hook, and the method of SGLangPlugin.
 HOOKS = {
     f"{_MANAGER}._send_one_request": ("BEFORE", "check_request"),
     f"{_MANAGER}.update_request_meta_info": ("AROUND", "add_meta_info"),
     "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", "note_guidance"),
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": ("AFTER", "load"),
 }
-# Further hooks if the defaults of requests differ by fields of chat requests.
+# Registered only if defaults depend on fields of chat requests.
 _PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
 CHAT_HOOKS = {
     f"{_PROTOCOL}.{name}.to_sampling_params": ("AFTER", "pass_selected")
@@ -143,11 +143,11 @@ CHAT_HOOKS = {
 
 
 def register() -> None:
-    """Register the hooks in a process of the engine; if the plugin is off, only the hooks that reject requests.
+    """Register the hooks in a process of the engine. If the plugin is off, only register hooks that reject requests.
 
     Raises:
         ValueError: invalid settings.
-        RuntimeError: the engine's functions are not the recorded ones.
+        RuntimeError: the engine's functions differ from the recorded signatures.
     """
     signatures.check("sglang")
     hooks = HOOKS
@@ -161,7 +161,7 @@ def register() -> None:
 
 
 def load_guide(runner: ModelRunner) -> SGLangGuide:
-    """The guidance of a scheduler process, with its further hooks.
+    """Load the guidance of a scheduler process and install its hooks.
 
     Raises:
         RuntimeError: a function could not be hooked.
@@ -175,8 +175,8 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
         check_options(options, DRAFT_OPTIONS, "guidance and speculative decoding")
     if (sampler := type(runner.sampler)).forward is not Sampler.forward:
         raise ValueError(
-            f"sampling_backend must be one of the engine's own together with guidance, got {options.sampling_backend}: "
-            f"{sampler.__name__} does not call the function that guidance is in"
+            f"sampling_backend must be built into the engine together with guidance, got {options.sampling_backend}: "
+            f"{sampler.__name__} does not call the function hooked by guidance"
         )
     settings = settings_of(options)
     settings.thoughts  # noqa: B018, loads the tokenizer before the first request
@@ -200,12 +200,12 @@ def load_guide(runner: ModelRunner) -> SGLangGuide:
 
         hooks |= {"sglang.srt.speculative.eagle_utils.eagle_sample": ("AROUND", partial(verify, guide))}
     for target, (kind, function) in hooks.items():
-        HookRegistry._apply_target(target, [(HookType[kind], function, None)])  # also over the hooks of other plugins
+        HookRegistry._apply_target(target, [(HookType[kind], function, None)])  # works if other plugins hook the target
     return guide
 
 
 def settings_of(options: Any) -> Settings:
-    """The settings of this process. Its tokenizer is loaded as the engine loads it."""
+    """The settings of this process, with the tokenizer loaded by the engine's function."""
     path, names = options.tokenizer_path, ("tokenizer_mode", "trust_remote_code", "revision", "tokenizer_backend")
 
     def marks(tokenizer: Any) -> tuple[str, str] | None:
@@ -219,13 +219,13 @@ def settings_of(options: Any) -> Settings:
 
 
 def guidance_of(request: Request, settings: Settings, failure: str | None = None) -> GuidanceParams | None:
-    """The parameters of a request in any process, or None without guidance.
+    """The parameters of a request, or None without guidance.
 
-    ``failure`` is why requests with guidance are rejected. If None, they are accepted.
+    ``failure`` is the reason for rejecting requests with guidance. If None, they are accepted.
 
     Raises:
-        ValueError: naming the field of ``custom_params``, what came and what is accepted; or a feature that cannot be
-            combined with guidance.
+        ValueError: invalid ``custom_params``; the message names the field, the value and the accepted values. Also if a
+            feature cannot be combined with guidance.
     """
     sampling = request.sampling_params
     if sampling.custom_params is None and not settings.defaults:
@@ -247,18 +247,18 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
     given = {
         "beam_width": (sampling.beam_width or 1) > 1,  # beams are not drawn
         "watermark": sampling.watermark is not None,  # it replaces the drawn token
-        # The engine aborts a request if its token is outside the engine's filters.
+        # The engine aborts a request if its token is removed by the engine's filters.
         "return_sampling_mask": getattr(request, "return_sampling_mask", False),
     }
     if settings.reads_tokens:
-        # Requests before they are scheduled have no session, and requests for embeddings no input embeddings.
+        # A request has no session before it is scheduled. Requests for embeddings have no input embeddings.
         session = getattr(request, "session", None)
         given |= {
             "input_embeds": getattr(request, "input_embeds", None) is not None,
             "positional_embed_overrides": request.positional_embed_overrides is not None,
             # If the value model reads images, the scheduler rejects unsupported ones (PromptImages).
             "images, videos and audio": getattr(request, "mm_inputs", None) is not None and not settings.reads_images,
-            # Its requests share slots outside the radix cache, which are not computed for requests without guidance.
+            # Its requests share slots outside the radix cache, and requests without guidance leave these uncomputed.
             "a streaming session": session is not None and session.streaming,
         }
     if found := [name for name, is_given in given.items() if is_given]:
@@ -269,9 +269,9 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
 
 
 def check_off(request: Request, reason: str) -> None:
-    """Raise ValueError with the reason if a request has parameters of guidance, although there is none.
+    """Raise ValueError with the reason if a request has guidance parameters.
 
-    The engine itself reads a ``thinking_budget``. Names that may be another component's are ignored.
+    ``thinking_budget`` is also a parameter of the engine. Names that may belong to other components are ignored.
     """
     custom_params = request.sampling_params.custom_params
     if isinstance(custom_params, dict):
@@ -284,10 +284,10 @@ def check_off(request: Request, reason: str) -> None:
 
 
 def separate_sample(request: Request) -> None:
-    """Give a guided request that is about to be sent its own sampling parameters.
+    """Copy the sampling parameters of a guided request before it is sent.
 
-    The ``n`` samples of a prompt are sent one after the other and share one object. Each sample that is sent changes
-    the seed in this object, so that the next sample draws other tokens.
+    The ``n`` samples of a prompt are sent one after the other and share one object. Each call changes the seed in this
+    object, so that the next sample draws other tokens.
     """
     shared = request.sampling_params
     request.sampling_params = own = copy.copy(shared)
@@ -298,6 +298,6 @@ def separate_sample(request: Request) -> None:
 
 
 def _for_msgpack(value: Any) -> Any:
-    """A parameter as the engine's msgpack accepts it: nested lists and objects as JSON text."""
+    """Encode nested lists and objects as JSON text, because the engine's msgpack rejects them."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return json.dumps(value) if any(isinstance(part, (list, dict)) for part in parts) else value

@@ -1,4 +1,4 @@
-"""Images in the prompts of SGLang and of its LenVM fork, for a value model that reads images."""
+"""Images in prompts of SGLang and of its LenVM fork, for a value model that reads images."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class PromptImages:
-    """The images of a request's prompt: their positions, and their embeddings while the prompt is computed.
+    """The positions of the images in a request's prompt, and their embeddings while the prompt is computed.
 
     Args:
-        req: the request, whose prompt has one token per embedding of an image.
+        req: the request; its prompt has one token per image embedding.
         value_model: the value model that reads the images.
 
     Attributes:
-        length: number of tokens of the prompt.
+        length: number of prompt tokens.
         moved: offset of the rotary positions (:func:`image_positions`). Prompts with a common prefix but different
             offsets have different cached keys.
 
@@ -37,7 +37,7 @@ class PromptImages:
             raise ValueError(f"images in a session cannot be {reason}")
         self._items: list[MultimodalDataItem] = req.multimodal_inputs.mm_items
         if not all(has_pixels(item) for item in self._items):
-            raise ValueError(f"videos, audio and embeddings of images cannot be {reason}: only pixels of images can")
+            raise ValueError(f"videos, audio and image embeddings cannot be {reason}: only pixels of images can")
         tower = value_model.vision_tower
         if tower is None:
             raise ValueError(f"images cannot be {reason}: the value model has no vision tower")
@@ -58,13 +58,13 @@ class PromptImages:
     def embed(self, first: int, value_model: ValueModel) -> None:
         """Compute the embeddings if the prompt has images from token ``first`` on."""
         if self.embeds is None and (self._rows[first:] >= 0).any():
-            # In the fork, a copy of the pixels to the host may still run; only copies in the same stream wait for it.
+            # In the fork, the pixels' copy to the host may still run; only copies in the same stream wait for it.
             pixel_values = torch.cat([item.feature.to(value_model.device, non_blocking=True) for item in self._items])
             grids = torch.cat([item.image_grid_thw for item in self._items])
             self.embeds = value_model.embed_images(pixel_values, grids)
 
     def identities(self, token_ids: Sequence[int]) -> list[int]:
-        """``token_ids`` of the prompt and its output, with each image's first token replaced by a hash of the image."""
+        """Replace the first token of each image in ``token_ids``, prompt and output, by a hash of the image."""
         ids = list(token_ids)
         for item in self._items:
             for first, _ in item.offsets:
@@ -72,7 +72,7 @@ class PromptImages:
         return ids
 
     def of_tokens(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions ``[3, count]`` of the sequence's tokens from ``first`` on, and their rows of the embeddings."""
+        """Positions ``[3, count]`` of tokens from ``first`` on, and their rows of the embeddings, -1 for text."""
         after = torch.arange(max(first, self.length), max(first + count, self.length))
         which = slice(first, first + count)
         positions = torch.cat([self._positions[:, which], after.expand(3, -1)], dim=1)
@@ -80,7 +80,7 @@ class PromptImages:
 
 
 def has_pixels(item: MultimodalDataItem) -> bool:
-    """Whether an item is an image in the format of the engine's processor for Qwen's models."""
+    """Whether an item is an image in the format of the engine's processor for Qwen models."""
     has_grid = isinstance(item.model_specific_data.get("image_grid_thw"), torch.Tensor) and bool(item.offsets)
     return item.is_image() and isinstance(item.feature, torch.Tensor) and has_grid
 
@@ -88,11 +88,11 @@ def has_pixels(item: MultimodalDataItem) -> bool:
 def image_tokens(
     parts: Sequence[tuple[PromptImages | None, int, int]], tokens: int, value_model: ValueModel
 ) -> ImageTokens | None:
-    """The images among ``tokens`` tokens, on the value model's device; None if there are no images.
+    """The images among ``tokens`` tokens, on the value model's device, or None without images.
 
     Args:
-        parts: consecutive parts, each with the request's images, its first token and its number of tokens.
-        tokens: total number of tokens; those after the parts are padding.
+        parts: consecutive parts, each with the request's images, first token and number of tokens.
+        tokens: total number of tokens; tokens after the parts are padding.
         value_model: the value model that reads the images.
     """
     if all(images is None for images, _, _ in parts):
@@ -106,7 +106,7 @@ def image_tokens(
             positions[:, here] = torch.arange(first, first + length)
             continue
         positions[:, here], part_rows = images.of_tokens(first, length)
-        if images.embeds is not None:  # otherwise the rest is text, or the request has lost its guidance
+        if images.embeds is not None:  # None if the rest is text, or guidance was lost
             rows[here] = torch.where(part_rows >= 0, part_rows + count, -1)
             embeds.append(images.embeds)
             count += len(images.embeds)

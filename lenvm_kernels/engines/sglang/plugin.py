@@ -1,7 +1,7 @@
-"""Entry point of the plugin for unforked SGLang (``sglang.srt.plugins``). Imports nothing of the engine or of torch.
+"""Entry point of the plugin for unforked SGLang (``sglang.srt.plugins``). Does not import the engine or torch.
 
-The engine's loader only logs exceptions. A failure therefore ends the process with ``SystemExit`` if the user has set
-any ``LENVM_*`` variable.
+The engine's loader only logs exceptions, so if any ``LENVM_*`` variable is set, a failure ends the process with
+``SystemExit``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def plugin() -> None:
     """
     managers = "sglang.srt.managers"
     if f"{managers}.detokenizer_manager" in sys.modules and f"{managers}.scheduler" not in sys.modules:
-        return  # the detokenizer's process calls no hooked function
+        return  # the detokenizer process calls no hooked function
     try:
         from lenvm_kernels.engines.sglang.hooks import register
 

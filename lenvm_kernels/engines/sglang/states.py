@@ -1,8 +1,7 @@
 """Guidance by a probe in SGLang. Imported only with a probe.
 
-The engine can return the hidden states of sampled rows itself (``return_hidden_states_mode``). A probe does not use
-them: with EAGLE3 the engine returns the inputs of other layers instead, models with a multi-token predictor return
-states before the final norm, and no mode returns inner layers together with the last state.
+The engine's ``return_hidden_states_mode`` is not used: with EAGLE3 it returns the inputs of other layers, models with a
+multi-token predictor return states before the final norm, and no mode returns inner layers and the last state.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBE_OPTIONS: EngineOptions = {
-    "pp_size": ((1,), "only the last stage has the states of all layers, and only the first the embedding"),
+    "pp_size": ((1,), "the last stage has the states, but only the first has the embedding"),
     "enable_torch_compile": ((False,), NOT_TRIED),
 }
-_OTHER_LAYERS = "it has the base model hand over what other layers read"
+_OTHER_LAYERS = "it makes the base model return the inputs of other layers"
 INNER_PROBE_OPTIONS: EngineOptions = {
     "speculative_algorithm": ((None, "EAGLE", "STANDALONE", "NGRAM"), _OTHER_LAYERS),
     "enable_return_aux_hidden_states": ((False,), _OTHER_LAYERS),
@@ -38,18 +37,15 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 
 
 class ProbeGuide(SGLangGuide):
-    """The guidance of one scheduler process with a probe.
+    """The guidance of a scheduler process with a probe.
 
-    The engine runs forwards from CUDA graphs, whose replay calls no hook. So the base model's states in each row that
-    tokens may be sampled from are copied to a fixed address, and a graph that captured the copy repeats it. The step
-    reads the states on the forward's stream, before the next forward.
-
-    If the probe reads inner states, before the last one, the base model must return the inputs of its layers, as it
-    does for EAGLE3.
+    The replay of a CUDA graph calls no hook. So the base model's states of all rows that may be sampled are copied to a
+    fixed address, and captured graphs repeat the copy. The step reads the states on the forward's stream, before the
+    next forward. For states before the last one, the base model must return inputs of its layers, as for EAGLE3.
 
     Raises:
-        ValueError: an option that a probe cannot be combined with, another base model than the probe's, or a base model
-            that does not return the inner states.
+        ValueError: an option cannot be combined with a probe, the probe belongs to another base model, or the base
+            model does not return the inner states.
     """
 
     def __init__(
@@ -65,17 +61,17 @@ class ProbeGuide(SGLangGuide):
         if inner:
             check_options(options, INNER_PROBE_OPTIONS, f"a probe of layers {list(layers)}")
         if inner and hasattr(base, "set_eagle3_layers_to_capture"):
-            base.set_eagle3_layers_to_capture([layer - 1 for layer in inner])  # numbered by the layer before
-        # Models interpret the numbers differently, but all store the layers that read the states.
+            base.set_eagle3_layers_to_capture([layer - 1 for layer in inner])  # numbered by the previous layer
+        # Models interpret the numbers differently, but store the same layers.
         kept = [getattr(module, "layers_to_capture", ()) for module in base.modules()]
         if inner and inner not in (sorted(found) for found in kept if isinstance(found, (list, tuple, set))):
             raise ValueError(
-                f"LENVM_VALUE_MODEL must be a probe of the last state alone for a {type(base).__name__}, which does "
-                f"not hand over what layers read, got one that reads layers {inner}, too"
+                f"LENVM_VALUE_MODEL must be a probe of the last state for a {type(base).__name__}, which does not "
+                f"return the inputs of its layers, got a probe that also reads layers {inner}"
             )
         self._places = [[*inner, last].index(layer) for layer in layers]
         self.node_bytes = probe.config.state_size * probe.dtype.itemsize
-        # A draft model has other processors.
+        # Excludes the processors of a draft model.
         self._processors = {id(module) for module in base.modules() if isinstance(module, LogitsProcessor)}
         self._inner_states: Any = None
         self._states: torch.Tensor | None = None
@@ -92,18 +88,18 @@ class ProbeGuide(SGLangGuide):
         return super().hooks | hooks
 
     def take_slots(self, _: Any, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
-        """As in :class:`SGLangGuide`; the engine has not captured its graphs yet."""
+        """As in :class:`SGLangGuide`, before the engine captures its graphs."""
         super().take_slots(_, runner, *args, **kwargs)
         if not runner.is_draft_worker:
             self.allocate(self.step.max_requests * (1 + self.drafts))
 
     def allocate(self, rows: int) -> None:
-        """Allocate memory for the states of ``rows`` rows; further rows of a forward are padding."""
+        """Allocate memory for the states of ``rows`` rows. Further rows of a forward are padding."""
         probe = self.probe
         self._states = torch.zeros(rows, probe.config.state_size, dtype=probe.dtype, device=probe.device)
 
     def states_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[rows, L H]``; the states of the base model's last forward in the rows of the logits."""
+        """The base model's states of the last forward, ``[rows, L H]``, in the rows of the logits."""
         assert self._states is not None
         return self._states[: len(logits)]
 
@@ -119,7 +115,7 @@ class ProbeGuide(SGLangGuide):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Around a processor's forward, which would return the inner states as the hidden states of requests."""
+        """Around a processor's forward, which would return the inner states as a request's hidden states."""
         if id(processor) in self._processors:
             self._inner_states, aux_hidden_states = aux_hidden_states, None
         try:
@@ -136,7 +132,7 @@ class ProbeGuide(SGLangGuide):
         aux_hidden_states: Any,
         metadata: Any,
     ) -> tuple:
-        """Around a processor's selection of the rows for logits, and of the sampled rows among them."""
+        """Around a processor's selection of rows for logits and of the sampled rows among them: copy their states."""
         is_base = id(processor) in self._processors
         given = self._inner_states if is_base and self._has_inner else aux_hidden_states
         pruned = original(processor, hidden_states, before_norm, given, metadata)
@@ -158,21 +154,21 @@ class ProbeGuide(SGLangGuide):
     def update_probe(self, *args: Any, **kwargs: Any) -> None:
         """After an update of the base model's weights: project its embedding again.
 
-        If the model is not the probe's any more, further requests with guidance are rejected.
+        If the model does not fit the probe any more, further requests with guidance are rejected.
         """
         try:
             self.probe.update(input_embedding(self.runner.model))
             self.failure = None
         except ValueError as error:
             self.failure = str(error)
-            logger.error("LenVM: requests with guidance are rejected since the weights were updated: %s", error)
+            logger.error("LenVM: requests with guidance are rejected after a weight update: %s", error)
 
 
 def input_embedding(model: Any) -> torch.Tensor:
-    """The whole input embedding ``[V, H]`` of a base model, gathered from the tensor-parallel ranks.
+    """The input embedding ``[V, H]`` of a base model, gathered from the tensor-parallel ranks.
 
     Raises:
-        ValueError: the model has no input embedding as a plain tensor, or one with tokens added for LoRA.
+        ValueError: the input embedding is missing, not a plain tensor, or has tokens added for LoRA.
     """
     if hasattr(model, "get_input_embeddings"):
         module = model.get_input_embeddings()

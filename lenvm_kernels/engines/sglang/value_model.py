@@ -1,8 +1,8 @@
 """Guidance by a value model in SGLang. Imported only with a value model.
 
-Its keys and values are stored in the engine's slots, so that chunked prefill, retraction and aborts need no extra
-handling. Guided requests use a separate namespace of the radix cache, so that they never reuse a prefix that the value
-model has not computed.
+Its keys and values are stored in the engine's slots, so chunked prefill, retraction and aborts need no extra handling.
+Guided requests use a separate namespace of the radix cache, so they never reuse prefixes that the value model has not
+computed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
-_OTHER_SLOTS = "the value model lives in the slots of the engine's own pool"
+_FOREIGN_KEYS = "the value model has no keys and values of prompts computed elsewhere"
+_OTHER_SLOTS = "the value model uses the slots of the engine's pool"
 VALUE_MODEL_OPTIONS: EngineOptions = {
-    "pp_size": ((1,), "not built"),
+    "pp_size": ((1,), "not implemented"),
     "disaggregation_mode": (("null",), "the value model reads the tokens of prompts"),
     "enable_hierarchical_cache": ((False,), _FOREIGN_KEYS),
     "enable_lmcache": ((False,), _FOREIGN_KEYS),
@@ -50,16 +50,16 @@ VALUE_MODEL_OPTIONS: EngineOptions = {
     "dcp_size": ((1,), _OTHER_SLOTS),
 }
 RADIX_NAMESPACE = "lenvm|"
-# Maximum number of tokens per request, without drafts, that may be pending after a step.
+# Maximum number of pending tokens per request after a step, excluding drafts.
 MAX_WAITING = MAX_DELTA - 1
 _CACHE = "sglang.srt.mem_cache"
 
 
 class ValueModelGuide(SGLangGuide):
-    """The guidance of one scheduler process with a value model.
+    """The guidance of a scheduler process with a value model.
 
     Raises:
-        ValueError: an option or a base model that a value model cannot be combined with.
+        ValueError: an option or the base model cannot be combined with a value model.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ValueModelGuide(SGLangGuide):
         self.value_model = value_model = settings.load_value_model(runner.dtype, device)
         super().__init__(settings, device, drafts, value_model)
         if runner.model_config.is_multimodal:
-            value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
+            value_model.vision_tower  # noqa: B018, must be loaded before the engine's pool takes the memory
         sizes = value_model.config.vocab_size, runner.model_config.vocab_size
         check_vocabulary(settings.value_model, *sizes, options.tokenizer_path)
 
@@ -89,18 +89,18 @@ class ValueModelGuide(SGLangGuide):
     # --- memory ---
 
     def cache_bytes(self, slots: int) -> int:
-        """Bytes of the value model's cache for the ``slots`` of the engine's pool."""
+        """As in :class:`SGLangGuide`."""
         return KVCache.num_bytes(self.value_model, slots)
 
     def leave_room(
         self, original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None
     ) -> Any:
         """Around the sizing of the engine's pool: reserve the memory of guidance."""
-        if configurator.is_draft_worker or hasattr(self, "step"):  # after the capture of graphs, all memory is taken
+        if configurator.is_draft_worker or hasattr(self, "step"):  # memory is already divided
             return original(configurator, budget_bytes, cap_tokens=cap_tokens)
 
         def sized(part: int) -> tuple[Any, int]:
-            """The pool for a part of the budget, in 1/4096, and the bytes that guidance takes in addition."""
+            """The pool for a part of the budget, in 1/4096, and the additional bytes for guidance."""
             pool = original(configurator, budget_bytes * part // 4096, cap_tokens=cap_tokens)
             requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
             slots = pool.max_total_num_tokens + configurator.page_size
@@ -109,22 +109,22 @@ class ValueModelGuide(SGLangGuide):
         def is_too_large(part: int) -> bool:
             return budget_bytes * part // 4096 + sized(part)[1] > budget_bytes
 
-        # The memory of guidance grows with the slots of the pool. The largest pool that leaves room for it is taken.
+        # Guidance takes more memory for a larger pool, so search for the largest pool that leaves room for it.
         part = bisect_left(range(1, 4096), True, key=is_too_large)
         remedies = (
             "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
         )
         if part == 0:
             raise ValueError(
-                f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: {budget_bytes / 2**30:.2f} GiB are left "
-                f"for it and the guided step; {remedies}"
+                f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: the pool and the guided step have "
+                f"{budget_bytes / 2**30:.2f} GiB together; {remedies}"
             )
         pool, guidance_bytes = sized(part)
         share, most = guidance_bytes / budget_bytes, self.settings.memory_share
         if most is not None and share > most:
             raise ValueError(
                 f"LENVM_MEMORY_SHARE is {most:g}, but the guided step takes {share:.3f} of the "
-                f"{budget_bytes / 2**30:.2f} GiB beside the weights; {remedies}"
+                f"{budget_bytes / 2**30:.2f} GiB left by the weights; {remedies}"
             )
         logger.info("LenVM: guidance takes %.2f GiB, %.1f %%", guidance_bytes / 2**30, 100 * share)
         return pool
@@ -132,17 +132,17 @@ class ValueModelGuide(SGLangGuide):
     def discard_read_done(self) -> None:
         """Make the scheduler also wait for the value model before it overwrites the slot table.
 
-        The engine's event marks the base model's last read of the table, which precedes the value model's reads.
-        Without an event, the scheduler waits for all work that is queued on its forward stream.
+        The engine's event marks the base model's last read of the table, which is before the value model's reads.
+        Without an event, the scheduler waits for all work on its forward stream.
         """
         self.runner.shared_read_done_event = None
 
     def sample_delayed(
         self, original: Callable, scheduler: Scheduler, result: Any, batch: ScheduleBatch | None
     ) -> None:
-        """Around the sampling of a batch that had to wait for the results of the previous one, e.g. for a grammar.
+        """Around sampling that waited for the results of the previous batch, e.g. for a grammar.
 
-        The engine applied its barrier against overwriting the slot table before that, so it is applied again.
+        The engine's barrier against overwriting the slot table came before sampling, so it is applied again.
         """
         is_delayed = result is not None and result.delay_sample_func is not None
         reads_slots = is_delayed and batch is not None and any(req.lenvm_guidance is not None for req in batch.reqs)
@@ -153,13 +153,13 @@ class ValueModelGuide(SGLangGuide):
     # --- prompts ---
 
     def note_request(self, req: Req) -> None:
-        """Set the namespace of the radix cache of a request with guidance."""
+        """Set the radix cache namespace of a guided request."""
         req.lenvm_images, req.lenvm_prefilled = None, 0
         if req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
             req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
     def note_images(self, _: None, req: Req, *args: Any, **kwargs: Any) -> None:
-        """After a request in the scheduler got its images, before a prefix is matched in the radix cache."""
+        """After a scheduled request gets its images, before its prefix is matched in the radix cache."""
         if req.lenvm_guidance is None or not req.lenvm_guidance.needs_step:
             return
         try:
@@ -179,27 +179,27 @@ class ValueModelGuide(SGLangGuide):
                 req.lenvm_prefilled = req.extend_end
 
     def _admit(self, req: Req, table_row: int) -> None:
-        """Also embed images, before the base model's forward, after which the engine copies the pixels to the host."""
+        """Also embed images. The engine copies their pixels to the host after the base model's forward."""
         super()._admit(req, table_row)
         if req.lenvm_images is not None:
             with self.timed():
-                if mm_schedule.host_offload_event is not None:  # after a retraction, they may have been copied before
+                if mm_schedule.host_offload_event is not None:  # copied earlier if the request was retracted
                     mm_schedule.host_offload_event.synchronize()
                 req.lenvm_images.embed(req.prefix_len, self.value_model)
 
     def extend_prompts(self, _: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
         """After the base model's forward: compute prompts with the value model."""
-        # Batches that the engine makes for the capture of graphs have no requests.
+        # Batches for graph capture have no requests.
         if getattr(batch, "lenvm_reqs", None) and batch.forward_mode.is_extend_without_speculative():
             if needs_step(batch):
                 self.extend(batch)
             self.discard_read_done()
 
     def extend(self, batch: ForwardBatch) -> None:
-        """Pass the tokens of a prefill batch, or of a chunk of it, to the value model.
+        """Pass the tokens of a prefill batch, or of a chunk, to the value model.
 
-        All tokens of a chunk are passed, because the engine decides whether a token is drawn after it. Tokens of
-        requests that decode in a mixed batch are passed to the step instead.
+        All tokens of a chunk are passed, because the engine may draw a token after it or not. In a mixed batch, tokens
+        of decoding requests are passed to the step instead.
         """
         with self.failing_softly(batch), self.timed():
             lens = batch.extend_seq_lens.int()
@@ -226,10 +226,10 @@ class ValueModelGuide(SGLangGuide):
             self._agree_on_prompts(batch, self.ranks)
 
     def _agree_on_prompts(self, batch: ForwardBatch, ranks: GroupCoordinator) -> None:
-        """End the guidance of a prefill batch on all ranks if it has failed on any of them.
+        """End the guidance of a prefill batch on all ranks if it has failed on any rank.
 
-        The engine may insert a chunk of a prompt into its radix cache before the host has read any token. So the ranks
-        agree from host to host, as the engine distributes requests, without a host-device sync.
+        The engine may insert a chunk into its radix cache before the host has read any token. So the hosts exchange
+        flags, as they exchange requests, without a host-device sync.
         """
         flag = torch.tensor([batch.lenvm_failed], dtype=torch.uint8, device="cpu")
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, ranks.cpu_group)
@@ -242,19 +242,18 @@ class ValueModelGuide(SGLangGuide):
     # --- the radix cache ---
 
     def checkpoint(self, original: Callable, tree: BasePrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        """Around the insertion of a request's first tokens into the radix cache: insert only tokens that the value
-        model has computed, so that its cache covers every guided prefix."""
+        """Around the insertion of tokens into the radix cache: insert only tokens computed by the value model."""
         original(tree, req, up_to=self.computed_len(req, up_to), **kwargs)
 
     def computed_len(self, req: Req, length: int) -> int:
-        """Number of a request's first tokens, at most ``length``, that the value model has certainly computed.
+        """Lower bound of the number of tokens, at most ``length``, that the value model has computed of a request.
 
-        These are the prefix from the radix cache, the tokens of the last prefill, and later tokens up to the end of the
-        span (all, if another span may begin) except for the most recent ones, which may be pending.
+        The prefix from the radix cache and the tokens of the last prefill are computed, and later tokens up to the end
+        of the span (all, if another span may begin) except for the most recent tokens, which may be pending.
         """
         params = req.lenvm_guidance
         if params is None or not params.needs_step:
-            return length  # requests that the value model reads do not share these prefixes
+            return length  # not in the guided requests' namespace
         read, waiting = len(req.origin_input_ids) + len(req.output_ids), MAX_WAITING + self.drafts
         if not params.start_token_ids and params.answer is None:  # starts would need a search of the prompt
             end = params.span_state(req.origin_input_ids, req.output_ids).end
@@ -263,10 +262,10 @@ class ValueModelGuide(SGLangGuide):
 
 
 def check_pool(runner: ModelRunner) -> None:
-    """Raise ValueError unless every layer of the base model stores all keys and values in slots of one pool."""
+    """Raise ValueError unless all layers of the base model store all keys and values in slots of one pool."""
     windows, states = runner.is_hybrid_swa, mambaish_config(runner.model_config) is not None
     if windows or states:
-        kind = "sliding windows" if windows else "layers with a state"
+        kind = "sliding windows" if windows else "recurrent layers"
         raise ValueError(
             f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}: {_OTHER_SLOTS}"
         )

@@ -15,7 +15,7 @@ from lenvm_kernels.values import LengthProbe, ValueModel
 from lenvm_kernels.values.checkpoint import local_path
 from lenvm_kernels.values.probe import is_probe
 
-# Arguments of ``model.generate`` that steps are not guided with, and their only accepted values.
+# Arguments of ``model.generate`` that cannot be combined with guidance, with the only accepted value.
 UNGUIDED = {
     "num_beams": 1,
     "assistant_model": None,
@@ -42,8 +42,8 @@ def generate(
 ) -> Any:
     """``model.generate`` with a target for the length of each output.
 
-    Tokens are sampled unless ``do_sample`` is False. Sampling parameters and ``eos_token_id`` are passed as to
-    ``model.generate``, or in a ``generation_config``. The model's values are the defaults.
+    Tokens are sampled unless ``do_sample`` is False. Sampling parameters and ``eos_token_id`` are arguments, or in a
+    ``generation_config``, as for ``model.generate``. Their defaults are the model's.
 
     Args:
         model: the base model, of any architecture.
@@ -51,11 +51,11 @@ def generate(
         attention_mask: int64 ``[B, S]``; 0 for padding. If None, there is no padding.
         max_new_tokens: maximum number of new tokens.
         target_length: target number of new tokens, without the end-of-sequence token.
-        guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length``, a mapping of further ones.
-        value_model: the value model, or a :class:`LengthProbe` of the base model; or its directory or name, which
-            :func:`load_value_model` loads in every call. If None, the end tokens alone guide.
+        guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length``, a mapping.
+        value_model: the value model, or a :class:`LengthProbe` of the base model; or its directory or name, which is
+            loaded in each call (:func:`load_value_model`). If None, end tokens alone meet the target.
         max_candidates: as in :class:`LenVMLogitsProcessor`.
-        tokenizer: tokenizer of the base model. Recommended, because outputs then end where sentences do.
+        tokenizer: tokenizer of the base model. Recommended, because outputs then end at ends of sentences.
         num_return_sequences: outputs per prompt, in consecutive rows.
         processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``tokenizers``.
         **kwargs: further arguments of ``model.generate``.
@@ -64,7 +64,7 @@ def generate(
         The result of ``model.generate``.
 
     Raises:
-        ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
+        ValueError: as :class:`LenVMLogitsProcessor`.
     """
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
@@ -86,7 +86,7 @@ def generate(
     if isinstance(guidance, Sequence):
         guidance = [g for g in guidance for _ in range(num_return_sequences)]
     sampling = {name: settings.get(name, value) for name, value in NEUTRAL.items()}
-    # A model is sampled from by default, although its own default is the most probable token.
+    # Sampling is the default, although models are greedy by default.
     sampling |= dict(do_sample=given.get("do_sample", True), eos_token_id=settings.get("eos_token_id"))
     options = {"max_candidates": max_candidates} | dict(processor_options or {})
     if isinstance(value_model, (str, Path)):
@@ -113,14 +113,14 @@ def generate(
     if config is not None:  # transformers accepts a configuration or arguments, not both
         config = copy.deepcopy(config)
         kwargs = config.update(**kwargs) | {"generation_config": config}
-    return model.generate(**kwargs)  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+    return model.generate(**kwargs)  # type: ignore[operator]  # PreTrainedModel lacks the mixin
 
 
 def load_value_model(path: str | Path, model: PreTrainedModel) -> ValueModel | LengthProbe:
-    """The value model or the probe at a location, for a base model, in its dtype and on its device.
+    """Load the value model or probe at a location, in the dtype and on the device of a base model.
 
     Args:
-        path: a directory, or ``owner/name`` of one on Hugging Face.
+        path: a directory, or a name ``owner/name`` on Hugging Face.
         model: the base model; a probe must have been trained for it.
 
     Raises:

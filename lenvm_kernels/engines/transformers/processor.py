@@ -34,40 +34,40 @@ NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p"
 
 
 class LenVMLogitsProcessor(LogitsProcessor):
-    """Guides one call of ``model.generate``, with a value model or by the end tokens alone.
+    """Guides one call of ``model.generate``, with a value model or by end tokens only.
 
-    :func:`generate` does all of this in one call. Otherwise, make a processor for each call of ``model.generate`` and
-    pass its :attr:`generation_kwargs`: the processor applies the sampling parameters itself.
+    :func:`generate` does this in one call. Otherwise, create a processor for each call of ``model.generate`` and pass
+    its :attr:`generation_kwargs`, because the processor applies the sampling parameters itself.
 
     Args:
         model: the base model, of any architecture. With an encoder and a decoder, ``value_model`` must be None.
-        value_model: a value model with the base model's vocabulary, or a :class:`LengthProbe` of the base model, whose
-            layers have hooks while the processor exists. If None, only ``near``, ``ge_near`` and ``le_near`` guide.
-        guidance: parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed), or a sequence
-            with one entry per prompt. None leaves a prompt unguided.
-        attention_mask: ``[B, S]``; the tokenizer's mask of the prompts, padded on the left, or of the encoder's inputs.
+        value_model: a value model with the base model's vocabulary, or a :class:`LengthProbe` of the base model. If
+            None, only ``near``, ``ge_near`` and ``le_near`` are available.
+        guidance: parameters of all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed), or a sequence
+            with one entry per prompt. A prompt with None is unguided.
+        attention_mask: ``[B, S]``; mask of the prompts, padded on the left, or of the encoder's inputs.
         max_new_tokens: maximum number of new tokens; sizes the value model's cache.
-        temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 disables that filter.
-        do_sample: whether tokens are sampled. If not, or if ``top_k`` is 1 or ``temperature`` is 0, each is the most
-            probable after guidance, and there are no filters.
+        temperature, top_k, top_p, min_p: sampling parameters of all prompts. A ``top_k`` of 0 disables the filter.
+        do_sample: whether to sample. If not, or if ``top_k`` is 1 or ``temperature`` is 0, each token is the most
+            probable one after guidance, without filters.
         eos_token_id: tokens that end an output. If None, the model's ``generation_config`` decides.
         max_candidates: candidates per step, a power of two up to 64. Guided tokens are drawn from the candidates only.
             If None, 8 with a value model and 64 without.
         tokenizers: tokenizers of the base model and the value model; without a value model, the base model's twice.
-            With tokenizers, outputs end where sentences do. They are required if the models' ``vocab_size`` differ by
-            padding of the embedding, and for a ``thinking_budget``, or an ``end_message`` or ``landing`` given as text.
-        pixel_values, image_grid_thw: the prompts' images in order, from the base model's processor. The value model,
-            also a Qwen2.5-VL, embeds them with its own vision tower.
-        record: keep the :class:`StepOutput` of each step in :attr:`records`, and score candidates of all prompts.
+            With tokenizers, outputs end at ends of sentences. They are required if the models' ``vocab_size`` differ by
+            padding, for a ``thinking_budget``, and for an ``end_message`` or ``landing`` given as text.
+        pixel_values, image_grid_thw: images of the prompts in order, from the base model's processor. The value model,
+            which must also be a Qwen2.5-VL, embeds them with its vision tower.
+        record: store the :class:`StepOutput` of each step in :attr:`records`, and score candidates of all prompts.
         backend: backend of the operators.
 
     Attributes:
-        params: guidance parameters of each prompt, with the defaults of the value model; None for unguided prompts.
-        records: results of the steps, one row per prompt. Empty without ``record``.
+        params: guidance parameters per prompt, with the value model's defaults; None for unguided prompts.
+        records: results of the steps, with one row per prompt. Empty without ``record``.
 
     Raises:
-        ValueError: naming the argument, what came and what is accepted. The first step raises it for images that do not
-            match the prompts, and for videos.
+        ValueError: invalid argument; the message names it, the value and the accepted values. Images that do not match
+            the prompts, and videos, are rejected in the first step.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             self._step.add_request(row, self.params[row], eos, prompt_len=prompt_len)
         self._needs_steps = any(params.mode != Mode.UNGUIDED for params in guided)
         self._wants_lengths = any(params.return_values for params in guided)
-        # Results of the prompts: predicted lengths or, with a probe, the states before the first new tokens.
+        # Predicted lengths after the prompts or, with a probe, the states before the first new tokens.
         self._of_prompts: torch.Tensor | None = None
         self._previous: torch.Tensor | None = None
         self._table_rows = torch.arange(rows, device=device)
@@ -172,7 +172,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
-        """Arguments for ``model.generate``: this processor, its end tokens, and neutral sampling parameters."""
+        """Arguments for ``model.generate``: this processor, its end tokens and neutral sampling parameters."""
         kwargs = dict(logits_processor=LogitsProcessorList([self]), max_new_tokens=self._max_new_tokens)
         kwargs |= dict(do_sample=self._do_sample, eos_token_id=self._eos_on_device.tolist() or None)
         return kwargs | (NEUTRAL if self._do_sample else {})
@@ -183,7 +183,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         return self._step.faults[: len(self._table_rows)].tolist()
 
     def outcomes(self, sequences: torch.Tensor) -> list[dict[str, Any] | None]:
-        """What became of the guidance of prompts (:meth:`GuidanceParams.outcome`), by the result of ``generate``."""
+        """Guidance outcome per prompt (:meth:`GuidanceParams.outcome`), from the result of ``generate``."""
         eos, width, breaks = self._eos_on_device.tolist(), self._prompt_width, self._step.text_breaks
         outcomes = list[dict[str, Any] | None]()
         for row, params, prompt_len, faults in zip(
@@ -197,17 +197,17 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def predicted_output_lengths(self, sequences: torch.Tensor) -> list[float | None]:
-        """Predicted length of each output before it began, as SGLang's ``predicted_output_length``.
+        """Output lengths predicted after the prompts, as SGLang's ``predicted_output_length``.
 
         Args:
-            sequences: int64 ``[B, S + N]``; the result of ``generate``, prompts first. A value model predicts from the
-                prompts only; for a probe, the length is one plus the prediction after the first new token.
+            sequences: int64 ``[B, S + N]``; the result of ``generate``, prompts first. With a probe, the length is one
+                plus the prediction after the first new token.
 
         Returns:
-            Tokens, including end-of-sequence; None for a prompt without ``return_values`` or without a finite value.
+            Number of tokens, including end-of-sequence; None without ``return_values`` or without a finite value.
 
         Raises:
-            ValueError: ``sequences`` has another number of rows, or no new tokens.
+            ValueError: ``sequences`` has a wrong number of rows, or no new tokens.
         """
         rows, width, lengths = self._table_rows, self._prompt_width, self._of_prompts
         if sequences.dim() != 2 or len(sequences) != len(rows) or sequences.shape[1] <= width:
@@ -226,7 +226,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logarithms of the probabilities to sample from, fp32 ``[B, V]``; called by ``generate``."""
+        """Called by ``generate``; returns logarithms of the probabilities to sample from, fp32 ``[B, V]``."""
         generated = self._check_progress(input_ids)
         step, device = self._step, self._table_rows.device
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
@@ -238,8 +238,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         states = None if self._states is None else self._states.take()
         batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active, states=states)
         prepared = step.prepare(logits, batch)
-        filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
-        probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
+        filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # annotated with a legacy tensor type
+        probs = torch.softmax(filtered, dim=-1)
         if generated == 0 and (self._needs_steps or self._wants_lengths):
             self._extend_prompts(tokens)
         if generated == 0 and self._wants_lengths:
@@ -251,7 +251,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         return probs.log().to(scores.device)
 
     def _begin_spans(self, tokens: torch.Tensor) -> None:
-        """Find the spans that prompts ``[B, S]``, padded on the left, leave open."""
+        """Find open spans at the end of prompts ``[B, S]``, padded on the left."""
         eos = set(self._eos_on_device.tolist())
         for row, params in enumerate(self.params):
             if params is not None and params.has_span:
@@ -259,7 +259,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 self._step.add_request(row, params, eos, span=params.span_state(prompt))
 
     def _check_progress(self, input_ids: torch.Tensor) -> int:
-        """The number of new tokens so far. Raises ValueError unless each row grew by one token since the last call."""
+        """Number of new tokens so far. Raises ValueError unless each row grew by one token since the last call."""
         rows, width = input_ids.shape
         if rows != len(self._table_rows):
             raise ValueError(
@@ -278,7 +278,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         return generated
 
     def _extend_prompts(self, tokens: torch.Tensor) -> None:
-        """Pass all tokens of the prompts but the last to the value model."""
+        """Pass all prompt tokens except the last to the value model."""
         width = tokens.shape[1]
         first = width - self._prompt_lens  # after the padding
         self._step.extend(
@@ -292,18 +292,18 @@ class LenVMLogitsProcessor(LogitsProcessor):
         )
 
     def _images_of(self, tokens: torch.Tensor, first: torch.Tensor) -> ImageTokens | None:
-        """Images of prompts ``[B, S]`` that begin at columns ``first``; None if the value model reads text only."""
+        """Images of prompts ``[B, S]``, which begin at columns ``first``; None if the value model only reads text."""
         value_model, embeds = self._value_model, self._image_embeds
         if not isinstance(value_model, ValueModel) or value_model.config.vision is None:
             return None
         config = value_model.config
         tokens = tokens.cpu()
         if (tokens == config.video_token_id).any():
-            raise ValueError("prompts must hold no videos, got tokens of one: the value model reads text and images")
+            raise ValueError("prompts must not contain videos, got video tokens: the value model reads text and images")
         is_image = tokens == config.image_token_id
         if embeds is None:
             if is_image.any():
-                raise ValueError("pixel_values and image_grid_thw must be given: prompts hold tokens of images")
+                raise ValueError("pixel_values and image_grid_thw must be given, because prompts contain image tokens")
             return None
         sizes = iter(self._image_sizes)
         positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
@@ -323,13 +323,13 @@ def vocab_size_of(model: PreTrainedModel) -> int:
 
 
 def eos_token_ids(model: PreTrainedModel, given: int | Sequence[int] | None = None) -> list[int]:
-    """The tokens that end an output. If ``given`` is None, the model's ``generation_config`` decides."""
+    """The tokens that end an output; if ``given`` is None, from the model's ``generation_config``."""
     ids = model.generation_config.eos_token_id if given is None else given
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
-    """The filters of an unguided row, as ``generate`` applies them. Raises ValueError, naming a bad parameter."""
+    """The filters of an unguided row as in ``generate``. Raises ValueError for invalid parameters."""
     is_count = isinstance(top_k, int) and 0 <= top_k < 2**31
     parameters: tuple[tuple[str, float, bool, str, Any], ...] = (
         ("temperature", temperature, 0 <= temperature < math.inf, "a finite number >= 0", TemperatureLogitsWarper),

@@ -1,8 +1,7 @@
-"""The front end of vLLM: it passes the settings on to all workers, rejects requests that cannot be guided, and adds to
-responses the outcome of the guidance.
+"""Guidance in vLLM's front end: pass the settings to all workers, reject requests, and add outcomes to responses.
 
-Its entry point, in the group ``vllm.general_plugins``, is called in every process of every server in this environment.
-Importable with any version of vLLM, and without Triton.
+The entry point (``vllm.general_plugins``) is called in every process of every server in this environment. Importable
+with any version of vLLM, and without Triton.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ if TYPE_CHECKING:
 
     from lenvm_kernels.engines.report import EndMetrics
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of the engine's logger, so that messages are shown
 _OPENAI = "vllm.entrypoints.openai"
 
 
 def install() -> None:
-    """Wrap the function that configures an engine, in processes that have loaded it: front ends."""
+    """Wrap the function that configures an engine, which only front ends have loaded."""
     engine_args = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
     if hasattr(engine_args, "create_engine_config") and not is_off():
         _call_after(engine_args, "create_engine_config", configure)
 
 
 def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-    """Pass the settings on to the workers of an engine, and check its requests.
+    """Pass the settings to the workers of an engine, and check its requests.
 
     Raises:
-        ValueError: a setting is invalid, or the engine cannot guide requests although a setting is given.
+        ValueError: a setting is invalid, or a setting is given but the engine cannot guide requests.
     """
     given = variables()
-    if vllm_config.model_config.runner_type == "pooling":  # it generates nothing
+    if vllm_config.model_config.runner_type == "pooling":
         return
     if given and isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config[processor.VARIABLES] = given
@@ -79,26 +78,26 @@ def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any)
 
 
 def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-    """Parse the guidance of a request, and keep it with its parameters for :func:`note_guidance`.
+    """Parse the guidance of a request, and store it in its parameters for :func:`note_guidance`.
 
-    Raises ValueError, which the engine answers with status 400, if the parameters are invalid, or if the request's
-    prompt or options cannot be guided. Requests without parameters are not guided by the server's defaults instead.
+    Raises ValueError, answered with status 400, if the parameters are invalid, or the prompt or options of the request
+    cannot be guided. Without parameters, such a request is unguided, instead of guided by the server's defaults.
     """
     params = request.sampling_params
     if params is None or (guidance := guidance_of(params, settings := LenVMProcessor.settings())) is None:
         return
-    must = None
+    reason = None
     if params.watermarking:
-        must = "watermarking must be false together with guidance, got true"
+        reason = "watermarking must be false together with guidance, got true"
     elif request.lora_request is not None and settings.value_model is not None:
-        must = "a LoRA adapter must be absent together with guidance by a value model or probe"
+        reason = "a LoRA adapter must be absent together with guidance by a value model or probe"
     elif settings.reads_tokens and (request.mm_features or request.prompt_embeds is not None):
         given = "images or audio" if request.mm_features else "prompt_embeds"
-        must = f"the prompt must be text together with guidance by a value model, got {given}"
-    if must is None:
+        reason = f"the prompt must be text together with guidance by a value model, got {given}"
+    if reason is None:
         vars(params)["lenvm"] = guidance
     elif settings.is_asked(params.extra_args):
-        raise ValueError(must)
+        raise ValueError(reason)
     else:
         params.extra_args = {**(params.extra_args or {}), NAMESPACE: {}}
 
@@ -110,7 +109,7 @@ def pass_selected(request: Any, params: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def refuse_beams(request: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ValueError if a request for beams contains guidance."""
+    """Raise ValueError if a beam search request has guidance."""
     if names_guidance(request.vllm_xargs):
         raise ValueError("use_beam_search must be false together with guidance, got true")
 
@@ -118,19 +117,19 @@ def refuse_beams(request: Any, *args: Any, **kwargs: Any) -> None:
 def note_guidance(
     processor: Any, _: None, request: EngineCoreRequest, prompt: Any, parent: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """Keep the guidance of a request for its last output. A ``parent`` is a request for several outputs."""
+    """Store the guidance of a request for its last output. ``parent`` is a request for several outputs."""
     params = request.sampling_params if parent is None else parent.sampling_params
     if params is not None and (state := processor.request_states.get(request.request_id)) is not None:
         vars(state)["lenvm"] = vars(params).get("lenvm")
 
 
 def add_outcome(state: Any, output: Any, *args: Any, **kwargs: Any) -> None:
-    """Add to the last output of a request the outcome of its guidance."""
+    """Add the guidance outcome to the last output of a request."""
     guidance, reason = vars(state).get("lenvm"), output.finish_reason
     if guidance is None or reason is None or state.detokenizer is None:
         return
-    tokens = state.detokenizer.output_token_ids  # in a stream, ``output`` has only new ones
-    is_ended = reason == "stop" and not isinstance(output.stop_reason, str)  # by the last token
+    tokens = state.detokenizer.output_token_ids  # in a stream, ``output`` only has new tokens
+    is_ended = reason == "stop" and not isinstance(output.stop_reason, str)  # by a token
     breaks = text_breaks() if guidance.unit else ()
     if outcome := guidance.outcome(state.prompt_token_ids or (), tokens, tokens[-1:] if is_ended else (), breaks):
         vars(output)["lenvm"] = outcome
@@ -139,7 +138,7 @@ def add_outcome(state: Any, output: Any, *args: Any, **kwargs: Any) -> None:
 
 @cache
 def text_breaks() -> Sequence[int]:
-    """The ends and starts in the vocabulary, by which words and sentences are counted."""
+    """The ends and starts in the vocabulary, for counting words and sentences."""
     from lenvm_kernels.engines.tokenizers import load_text_breaks
 
     assert LenVMProcessor.config is not None
@@ -150,7 +149,7 @@ def text_breaks() -> Sequence[int]:
 
 @cache
 def end_metrics() -> EndMetrics:
-    """The metrics of this process, made after the engine has set up ``prometheus_client``."""
+    """The metrics of this process, created after the engine has set up ``prometheus_client``."""
     from lenvm_kernels.engines.report import EndMetrics
 
     assert LenVMProcessor.config is not None
@@ -158,13 +157,13 @@ def end_metrics() -> EndMetrics:
 
 
 def extend_completion(_: Any, response: Any, results: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Add the outcomes to the choices of a response, which have the order of the results' outputs."""
+    """Add the outcomes to the choices of a response, which are in the order of the results' outputs."""
     outputs = [output for result in results for output in result.outputs]
     _extend(response, {i: vars(output)["lenvm"] for i, output in enumerate(outputs) if "lenvm" in vars(output)})
 
 
 async def extend_chat(original: Callable, serving: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the response of a chat: add the outcomes to its choices."""
+    """Around a chat response: add the outcomes to its choices."""
     outcomes = dict[int, Any]()
     response = await original(serving, *_noting(args, outcomes), **kwargs)
     _extend(response, outcomes)
@@ -185,9 +184,9 @@ async def extend_stream(original: Callable, serving: Any, *args: Any, **kwargs: 
 
 
 def _noting(args: Sequence[Any], outcomes: dict[int, Any]) -> list[Any]:
-    """The arguments, of which the results of the engine store their outcomes by the index of the choice.
+    """Wrap the engine's results among the arguments, so that their outcomes are stored by choice index.
 
-    The first argument is the request. Results of completions are pairs of the prompt's place and a result.
+    The first argument is the request. Results of completions are pairs of the prompt's index and a result.
     """
     choices = args[0].n or 1
 
@@ -203,7 +202,7 @@ def _noting(args: Sequence[Any], outcomes: dict[int, Any]) -> list[Any]:
 
 
 def _extend(response: Any, outcomes: Mapping[int, Any]) -> None:
-    """Add the outcomes to the choices of a response, if it is not an error."""
+    """Add the outcomes to the choices of a response; errors have no choices."""
     for choice in getattr(response, "choices", ()):
         if choice.index in outcomes:
             choice.lenvm = outcomes[choice.index]
@@ -211,20 +210,20 @@ def _extend(response: Any, outcomes: Mapping[int, Any]) -> None:
 
 @cache
 def _reporting(call: Callable[..., None]) -> Callable[..., None]:
-    """The function, whose failure is logged: a report must not end the engine."""
+    """Log exceptions of a function, because a report must not end the engine."""
 
     @wraps(call)
     def reporting(*args: Any, **kwargs: Any) -> None:
         try:
             call(*args, **kwargs)
         except Exception:
-            logger.exception("LenVM: a response does not state the outcome of its guidance")
+            logger.exception("LenVM: a response lacks the outcome of its guidance")
 
     return reporting
 
 
 def _call_after(owner: Any, name: str, call: Callable[..., Any], *, is_around: bool = False) -> None:
-    """Call ``call(self, result, ...)`` after a method, or ``call(original, self, ...)`` instead of it, once."""
+    """Wrap a method once: ``call(self, result, ...)`` runs after it, or ``call(original, self, ...)`` instead."""
     original = getattr(owner, name)
     if getattr(original, "calls", None) is call:
         return

@@ -1,9 +1,9 @@
 """Guidance in a vLLM worker, without a value model or with a probe: the guided step of each batch.
 
-The engine passes a logits processor the logits of a step, and keeps the tokens and lengths of requests on the device.
-The step draws the next tokens of guided rows. Each of these rows then keeps one finite logit, so that all later stages
-of the engine (filters, samplers, verification of drafts) return the drawn token. Only the trace makes a host-device
-sync. A value model's part is in :mod:`lenvm_kernels.engines.vllm.model_guide`.
+The engine passes the logits of a step to a logits processor, and stores tokens and lengths of requests on the device.
+The step draws the next tokens of guided rows, and each of these rows keeps one finite logit, so all later stages of the
+engine (filters, samplers, verification of drafts) return the drawn token. Only the trace makes a host-device sync. The
+code for value models is in :mod:`lenvm_kernels.engines.vllm.model_guide`.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of the engine's logger, so that messages are shown
 
-# Largest copy of the scores of requests with drafts, which have different numbers of rows in the engine's logits.
+# Maximum size of a copy of scores. With drafts, scores are copied, because requests differ in their number of rows.
 PART_BYTES = 2**28
 
 
 class Guide:
-    """Guidance of one worker, by the settings, the engine's configuration and the state of its requests.
+    """The guidance of a worker, from the settings, the engine's configuration and its request states.
 
     Attributes:
         step: the guided step.
         fallbacks: number of failures that ended the guidance of requests on this rank.
         report: counts steps with ``PROMETHEUS_MULTIPROC_DIR``, and writes predicted lengths with ``LENVM_PREDICTIONS``,
             on the first tensor-parallel rank.
-        kept_free: memory kept from the engine's cache until the first guided request, uint8 ``[bytes]``; None after it.
+        kept_free: memory reserved until the first guided request, uint8 ``[bytes]``; None afterwards.
 
     Raises:
-        ValueError: a setting or an option of the engine; the message names it, its value and what is accepted.
+        ValueError: invalid setting or option of the engine; the message names it, the value and the accepted values.
         RuntimeError: the engine differs from the tested versions; the message names the difference.
     """
 
-    max_delta = 1  # pending tokens per request, excluding drafts; without a value model, only spans read tokens
+    max_delta = 1  # pending tokens per request, excluding drafts; without a value model, only for spans
 
     def __init__(self, settings: Settings, config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         signatures.check("vllm")
@@ -68,12 +68,12 @@ class Guide:
         self._group = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
         self._states: BaseStates | None = None
         self.fallbacks = 0
-        # Per slot, on the host: whether its request has guidance, takes part in steps, has lost its guidance, and is to
-        # have its length predicted.
+        # Per slot, on the host: whether the request has guidance, takes part in steps, has lost its guidance, and needs
+        # a predicted length.
         self._is_known, self._needs_step, self._is_lost, self._wants_length = np.zeros((4, self.rows), dtype=bool)
         self._node_bytes = (1 + self.drafts) * req_states.vocab_size * torch.float32.itemsize  # scores of a request
         self._part = max(1, PART_BYTES // self._node_bytes)
-        # Requests without a seed: the same draws on all tensor-parallel ranks, others in data-parallel engines.
+        # Requests without a seed draw the same on all tensor-parallel ranks, but not in other data-parallel engines.
         self._seeds = random.Random(f"{config.model_config.seed} {config.parallel_config.data_parallel_rank}")
         self._prompt: tuple[int, Sequence[int]] = -1, ()
         self._keep_prompts()
@@ -81,7 +81,7 @@ class Guide:
         self.report = self._new_report() if is_first_rank else Report(self.device)
         source, slots, name = self._load()
         self._build_step(source, slots, progress=is_first_rank)
-        # The engine sizes its own cache by the free memory, after this and before the first guided request.
+        # The engine then sizes its cache by the free memory, before the first guided request.
         working = self._working_bytes(source)
         self.kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
         if is_first_rank:
@@ -95,7 +95,7 @@ class Guide:
             )
 
     def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
-        """The value model or probe, None without one; its slots, and its name."""
+        """The value model, probe or None, its slots, and a description."""
         no_slots = EngineSlots(torch.zeros(self.rows, 1, dtype=torch.int32, device=self.device), 1)
         has_probe, sleeps = self.settings.has_probe, self.config.model_config.enable_sleep_mode
         name = f"the probe {self.settings.value_model}" if has_probe else "end tokens alone, without a value model"
@@ -108,7 +108,7 @@ class Guide:
 
         def reload() -> None:
             probe = load_probe(self.settings, runner) if has_probe else None
-            if sleeps:  # sleeping discards the step's tensors, too, and no request is running
+            if sleeps:  # sleeping also discards the step's tensors, and no request is running
                 self._build_step(probe, no_slots)
             elif probe is not None:
                 assert isinstance(self.step.values, ProbeValues)
@@ -118,15 +118,15 @@ class Guide:
         return probe, no_slots, name
 
     def _working_bytes(self, source: ValueModel | LengthProbe | None) -> int:
-        """Bytes that the steps take."""
+        """Bytes of working memory for steps."""
         sizes = self._sizes | dict(requests=self.rows, max_len=self.config.model_config.max_model_len)
         copies = min(self.rows, self._part) * self._node_bytes if self.drafts else 0
         return self.settings.working_bytes(source, **sizes) + copies
 
     def _build_step(self, source: ValueModel | LengthProbe | None, slots: SlotTable, *, progress: bool = False) -> None:
-        """Create the step and the other tensors on the device, also after sleep mode has discarded them."""
+        """Create the step and other device tensors, also after sleep mode has discarded them."""
         self._row_numbers = torch.arange(self.rows, device=self.device)
-        # top_k, and the bits of temperature, top_p and min_p, per slot, so that a step gathers them in one launch
+        # Per slot, top_k and the bits of temperature, top_p and min_p, so that one launch gathers all.
         self._sampling = torch.zeros(self.rows, 4, dtype=torch.int32, device=self.device)
         config = self.settings.step_config(
             has_graphs=not self.config.model_config.enforce_eager,
@@ -150,7 +150,7 @@ class Guide:
         return Report(self.device, metrics, file, request_ids)
 
     def _keep_prompts(self) -> None:
-        """Keep the tokens of the request that the engine is adding: it passes a processor no tokens on the host."""
+        """Store the tokens of the request being added, which the engine does not pass to processors."""
         tokens = self.req_states.all_token_ids
         stage_write = tokens.stage_write
 
@@ -163,9 +163,8 @@ class Guide:
     # --- requests ---
 
     def add_request(self, slot: int, params: SamplingParams, guidance: GuidanceParams | None) -> bool:
-        """Admit a request into a slot of the engine, which does not report when requests leave. Returns whether it is
-        guided."""
-        if self._is_known[slot]:
+        """Admit a request into a slot of the engine. Returns whether it is guided."""
+        if self._is_known[slot]:  # the engine does not report when requests leave
             self._remove(slot)
         if guidance is None:
             return False
@@ -177,7 +176,7 @@ class Guide:
             raise RuntimeError(f"vLLM must pass the tokens of the request in slot {slot}, got tokens for slot {index}")
         prompt_len = int(self.req_states.prompt_len.np[slot])
         self._admit(slot, tokens)
-        # With ``ignore_eos``, ``all_stop_token_ids`` still has the end of sequence.
+        # ``all_stop_token_ids`` has the end of sequence even with ``ignore_eos``.
         ends = (params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids
         self.step.add_request(
             slot,
@@ -196,21 +195,21 @@ class Guide:
         """Prepare the value source for a request with these tokens."""
 
     def _remove(self, slot: int) -> None:
-        """Forget the request of a slot."""
+        """Remove the request of a slot."""
         self._is_known[slot] = self._needs_step[slot] = self._is_lost[slot] = self._wants_length[slot] = False
         self.step.remove_request(slot)
 
     def _lose(self, slots: Sequence[int] | np.ndarray) -> None:
-        """End the guidance of requests. Their spans and token temperatures, which all ranks apply, continue."""
+        """End the guidance of requests, except for spans and token temperatures, which all ranks apply."""
         self._is_lost[slots] = True
 
     # --- a step ---
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
+        """Draw the next tokens of guided rows, and mask all other tokens in these rows."""
         places, has_drafts = np.flatnonzero(self._is_known[ctx.idx_mapping_np]), len(ctx.pos) > len(ctx.idx_mapping_np)
         size = self._part if has_drafts else self.rows
-        # vLLM may verify drafts for some requests at a time, in views of the step's rows.
+        # vLLM may verify drafts in parts, in views of the step's rows.
         is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
         for first in range(0, len(places), size):
             part = (
@@ -222,22 +221,22 @@ class Guide:
         try:
             self.report.collect()
         except Exception:
-            logger.exception("LenVM: steps could not be counted; neither metrics nor predicted lengths go on")
+            logger.exception("LenVM: steps could not be counted; metrics and predicted lengths stop")
             self.report = Report(self.device)
             self._wants_length[:] = False
         return logits
 
     def _guide(self, logits: torch.Tensor, part: Part, is_last: bool) -> None:
-        """Guide some requests of a batch. The last part of a step counts for strides.
+        """Guide some requests of a batch. Strides count the last part of a step.
 
-        If this fails on a rank, its requests continue there without guidance. All ranks take the first one's tokens.
+        If this fails on a rank, the requests lose guidance on it. All ranks use the tokens of the first rank.
         """
         slots, tokens = part.host_slots, None
         try:
             tokens = self._draw(logits, part, is_last)
         except Exception:
             if not self.fallbacks:
-                logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
+                logger.exception("LenVM: a step failed; its requests lost guidance. Further failures are only counted.")
             self.fallbacks += 1
             if self.report.metrics is not None:
                 self.report.metrics.fallbacks.inc()
@@ -251,11 +250,11 @@ class Guide:
         leave_only(logits, tokens)
 
     def _draw(self, logits: torch.Tensor, part: Part, is_last: bool) -> torch.Tensor | None:
-        """int32 ``[rows]``; the tokens drawn, -1 in rows that the engine draws; None if it draws all of them."""
+        """Drawn tokens, int32 ``[rows]``, -1 in rows drawn by the engine; None if the engine draws all rows."""
         ctx, slots, scores = part.ctx, part.slots, part.by_node(logits)
         lengths = part.last(ctx.pos).int() + 1
         tokens, new_lens = part.last(ctx.input_ids), None
-        if self.drafts:  # which of these tokens are new is not known after a restart
+        if self.drafts:  # after a restart, any of these may be new
             new_lens = lengths.clamp(max=1 + self.drafts)
             tokens = self.new_tokens(slots, lengths, new_lens)
         states = None if self._states is None else part.by_node(self._states.of_rows(ctx))
@@ -267,7 +266,7 @@ class Guide:
             return None
         with self.report.timed():
             self._read_prompts(part, lengths)
-            # In chunks of prompts that a later step continues, the engine discards the draw.
+            # The engine discards draws after unfinished prompts.
             is_whole, is_lost = self._is_whole(part), self._is_lost[part.host_slots]
             active = to_device(is_whole & ~is_lost, self.device) if is_lost.any() or not is_whole.all() else None
             prepared = prepared._replace(batch=batch._replace(active=active))
@@ -277,7 +276,7 @@ class Guide:
             self._predict_begun(prepared, sampling, part)
             faults = self.step.faults[slots] if self.report.metrics is not None else None
             output = self.step.step(prepared, sampling, verify=None if prepared.drafts is None else "same_draws")
-        assert output.tokens is not None  # they are sampled
+        assert output.tokens is not None
         if faults is not None:
             is_drawn = to_device(is_whole, self.device)
             self.report.note(output, prepared.drafts, self.step.faults[slots] > faults, is_drawn)
@@ -286,10 +285,10 @@ class Guide:
         return part.by_row(output.tokens, -1)
 
     def _read_prompts(self, part: Part, lengths: torch.Tensor) -> None:
-        """Pass the prompts of a step to a source that reads tokens; ``lengths [B]`` are the sequences'."""
+        """Pass the prompts of a step to a value model; ``lengths [B]`` are lengths of the sequences."""
 
     def _predict_begun(self, prepared: PreparedStep, sampling: Sampling, part: Part) -> None:
-        """Predict the output lengths of the requests whose prompt ends with this step."""
+        """Predict the output lengths of requests if their prompt ends in this step."""
         begun = np.flatnonzero(self._wants_length[part.host_slots] & self._is_whole(part))
         if not len(begun):
             return
@@ -303,15 +302,15 @@ class Guide:
         return part.ctx.seq_lens_upper_bound_np[part.places] >= self.req_states.prefill_len.np[part.host_slots]
 
     def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
-        """fp32 ``[B]``; predicted output lengths. A probe values candidates only: the most probable first token."""
+        """Predicted output lengths, fp32 ``[B]``. A probe predicts from the most probable first token."""
         assert prepared.logits is not None
         uncounted = prepared._replace(batch=prepared.batch._replace(counts=False))
         output = self.step.step(uncounted, sampling._replace(sample=False), drawn=prepared.logits.argmax(1))
-        assert output.remaining_lengths is not None  # the requests set return_values
+        assert output.remaining_lengths is not None
         return 1 + output.remaining_lengths.view(len(prepared.batch.lengths), -1)[:, 0]
 
     def new_tokens(self, slots: torch.Tensor, lengths: torch.Tensor, new_lens: torch.Tensor) -> torch.Tensor:
-        """int32 ``[B, 1 + D]``; the last ``new_lens`` tokens of each sequence, then arbitrary ones."""
+        """The last ``new_lens`` tokens of each sequence, int32 ``[B, 1 + D]``, with arbitrary padding."""
         all_token_ids = self.req_states.all_token_ids.gpu
         positions = (lengths - new_lens)[:, None] + torch.arange(1 + self.drafts, device=self.device)
         return all_token_ids[slots[:, None], positions.clamp(max=all_token_ids.shape[1] - 1)]

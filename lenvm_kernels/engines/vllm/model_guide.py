@@ -1,4 +1,4 @@
-"""Guidance in a vLLM worker by a value model, which has a separate cache (:class:`OwnSlots`)."""
+"""Guidance in a vLLM worker by a value model with a separate cache (:class:`OwnSlots`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelGuide(Guide):
 
     Attributes:
         value_model: the value model.
-        own: its slots.
+        own: slots of the value model.
         without_room: number of requests that lost their guidance because the value model's cache was full.
     """
 
@@ -40,16 +40,16 @@ class ModelGuide(Guide):
         pages = self._num_pages()
         self.own = OwnSlots(rows, engine.max_model_len, num_pages=pages, device=self.device)
         self.without_room = 0
-        # Per slot: prompt tokens passed to the value model, and whether all tokens since then are passed to the step.
+        # Per slot: prompt tokens passed to the value model, and whether all later tokens are passed to the step.
         self._computed, self._is_running = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=bool)
         cache_bytes = KVCache.num_bytes(value_model, self.own.slots.num_slots)
         if self.report.metrics is not None:
             self.report.metrics.cache_bytes.set(cache_bytes)
-        source = f"the value model {settings.value_model} in {value_model.dtype}, whose cache of {pages * PAGE_SIZE}"
+        source = f"the value model {settings.value_model} in {value_model.dtype}; a cache of {pages * PAGE_SIZE}"
         return value_model, self.own.slots, f"{source} tokens takes {cache_bytes / 2**30:.2f} GiB"
 
     def _num_pages(self) -> int:
-        """Pages of the cache, which shares its part of the memory with the steps."""
+        """Number of pages of the cache, which shares ``LENVM_MEMORY_SHARE`` with the steps."""
         working, cache = self._working_bytes(self.value_model), self.config.cache_config
         total = cache.kv_cache_memory_bytes
         if total is None and self.device.type == "cuda":
@@ -64,8 +64,8 @@ class ModelGuide(Guide):
             pages = int(of_ranks)
         if pages < 1:
             raise ValueError(
-                f"LENVM_MEMORY_SHARE must be above {working / total:.3f}: it is {share:g} of the {total / 2**30:.2f} "
-                f"GiB that are left for caches, and a guided step takes {working / 2**30:.2f} GiB; "
+                f"LENVM_MEMORY_SHARE must be above {working / total:.3f}, got {share:g} of the {total / 2**30:.2f} GiB "
+                f"left for caches, and a guided step takes {working / 2**30:.2f} GiB; "
                 "lower max_num_seqs, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
             )
         return pages
@@ -93,8 +93,8 @@ class ModelGuide(Guide):
         waiting = np.flatnonzero(is_guided & ~self._is_lost[slots] & ~self._is_running[slots])
         if not len(waiting):
             return
-        # All tokens but the last, which the step reads, or all tokens if a later step continues the prompt. With
-        # drafts, ``known_lens`` is an upper bound for requests that have lost their slots.
+        # The last token is left to the step, unless a later step continues the prompt. With drafts, ``known_lens`` is
+        # an upper bound for requests that have lost their slots.
         slot, known_len = slots[waiting], known_lens[waiting]
         keeps_last, start = known_len >= self.req_states.prefill_len.np[slot], self._computed[slot]
         end = np.maximum(known_len - keeps_last, start)
@@ -116,7 +116,7 @@ class ModelGuide(Guide):
             return
         if not self.without_room:
             logger.warning(
-                "LenVM: the value model's cache is full; requests go on without guidance. Raise LENVM_MEMORY_SHARE."
+                "LenVM: the value model's cache is full, so requests lose guidance. Raise LENVM_MEMORY_SHARE."
             )
         self.without_room += len(room.refused)
         if self.report.metrics is not None:
@@ -124,7 +124,7 @@ class ModelGuide(Guide):
         self._lose(room.refused)
 
     def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
-        """fp32 ``[B]``; lengths predicted after the last token of each prompt."""
+        """Lengths predicted after the last token of each prompt, fp32 ``[B]``."""
         batch = prepared.batch
         if self.drafts:
             new_lens = (batch.lengths - self.step.told_lens(batch.table_rows)).clamp(0, 1 + self.drafts)

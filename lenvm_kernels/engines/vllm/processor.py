@@ -1,7 +1,7 @@
 """LenVM in unforked vLLM, as a logits processor of its second model runner (entry point ``vllm.logits_processors``).
 
-vLLM loads this module in the front end and in the workers of every server in this environment. It is importable with
-any version of vLLM and without Triton. The code of the workers is in :mod:`lenvm_kernels.engines.vllm.guide`.
+vLLM loads this module in the front end and in the workers of every server in this environment. Importable with any
+version of vLLM and without Triton. The code of the workers is in :mod:`lenvm_kernels.engines.vllm.guide`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lenvm_kernels.engines import is_off, signatures, variables
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
-except ImportError:  # a version of vLLM without the second model runner, which calls the same methods
+except ImportError:  # without the second model runner, vLLM calls the same methods
     LogitsProcessor = object
 
 if TYPE_CHECKING:
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from lenvm_kernels.engines.vllm.guide import Guide
     from lenvm_kernels.guidance import GuidanceParams
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the engine's logger, so that it is shown
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of the engine's logger, so that messages are shown
 
 _NOT_TRIED = "not tried"
-# Parts of the engine's configuration, options, accepted values, the reason, and the property of the settings for which
-# this holds.
+# Part of the engine's configuration, option, accepted values, reason, and the setting that requires them; None: any.
 OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str, str | None], ...] = (
     ("parallel_config", "prefill_context_parallel_size", (1,), _NOT_TRIED, None),
     ("parallel_config", "decode_context_parallel_size", (1,), _NOT_TRIED, None),
@@ -45,26 +44,26 @@ OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str, str | None], ...] = (
     ("model_config", "is_diffusion", (False,), "tokens are not drawn one after another", None),
     ("model_config", "return_sampling_mask", (False,), "guided tokens are not drawn from the mask", None),
 )
-# Key of the front end's LENVM_* variables in the engine's additional_config, which reaches every worker.
+# Key of the LENVM_* variables in the engine's additional_config, which is passed to every worker.
 VARIABLES = "lenvm"
 
 
 class LenVMProcessor(LogitsProcessor):
-    """Guides the requests with guidance in ``vllm_xargs``. vLLM creates one in each worker while it loads the model.
+    """Guides requests with guidance in ``vllm_xargs``. vLLM creates one in each worker while it loads the model.
 
     Args:
         vllm_config: configuration of the engine.
-        req_states: the engine's state of its requests.
+        req_states: the engine's request states.
         *is_first_runner: passed only by vLLM's first model runner, which is not supported.
 
     Attributes:
-        config: configuration of the engine. If None, the base model's tokenizer is not known in this process.
+        config: configuration of the engine. If None, this process has no tokenizer of the base model.
         reason: why the engine of this front end cannot guide requests. If None, it can.
         is_checked_later: whether the front end checks each request again, with its prompt.
 
     Raises:
-        ValueError: naming a setting or an option of the engine, what came and what is accepted. Without any
-            ``LENVM_*`` variable, it is logged.
+        ValueError: invalid setting or option of the engine; the message names it, the value and the accepted values.
+            Only logged without any ``LENVM_*`` variable.
     """
 
     config: ClassVar[VllmConfig | None] = None
@@ -73,7 +72,7 @@ class LenVMProcessor(LogitsProcessor):
     _guide: Guide | None = None
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, *is_first_runner: Any) -> None:
-        if isinstance(vllm_config.additional_config, dict):  # Ray copies no variables to its workers
+        if isinstance(vllm_config.additional_config, dict):  # Ray does not copy variables to workers
             os.environ.update(vllm_config.additional_config.get(VARIABLES, {}))
         LenVMProcessor.config = vllm_config
         if is_first_runner:
@@ -82,12 +81,12 @@ class LenVMProcessor(LogitsProcessor):
             return
         from vllm.distributed.parallel_state import get_pp_group
 
-        if get_pp_group().is_last_rank:  # the only one that draws tokens
+        if get_pp_group().is_last_rank:  # only this rank draws tokens
             self._guide = self._new_guide(vllm_config, req_states)
 
     @classmethod
     def _new_guide(cls, vllm_config: VllmConfig, req_states: Any) -> Guide | None:
-        """The guidance of this worker. If None, it is off on all tensor-parallel ranks."""
+        """The guidance of this worker, or None if it is off, on all tensor-parallel ranks."""
         reason = "off" if is_off() else reason_against(vllm_config)
         check_equal(reason or str(replace(cls.settings(), trace=None, predictions=None)))
         if is_off():
@@ -133,8 +132,8 @@ class LenVMProcessor(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Called in the front end when a request arrives; the engine answers a ValueError with status 400."""
-        given = sampling_params.extra_args  # requests without parameters cannot be rejected
+        """Check a new request in the front end. The engine answers a ValueError with status 400."""
+        given = sampling_params.extra_args  # requests without parameters are never rejected
         if not given or is_off():
             return
         if cls.reason is not None and names_guidance(given):
@@ -151,10 +150,10 @@ class LenVMProcessor(LogitsProcessor):
         return self._guide.add_request(req_idx, sampling_params, guidance)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
-        """Draw the next tokens of guided rows, and leave only these tokens in the rows."""
+        """Draw the next tokens of guided rows, and mask all other tokens in these rows."""
         return logits if self._guide is None or ctx is None else self._guide.apply(logits, ctx)
 
-    # Also called by the first model runner, where this processor is disabled.
+    # Required by the first model runner, where this processor is disabled.
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -164,7 +163,7 @@ class LenVMProcessor(LogitsProcessor):
 
 
 def new_guide(settings: Settings, vllm_config: VllmConfig, req_states: Any) -> Guide:
-    """The guidance of one worker by the settings' source of values; for arguments and errors, see :class:`Guide`."""
+    """The guidance of a worker, by the source of values; for arguments and errors, see :class:`Guide`."""
     if settings.reads_tokens:
         from lenvm_kernels.engines.vllm.model_guide import ModelGuide
 
@@ -175,24 +174,24 @@ def new_guide(settings: Settings, vllm_config: VllmConfig, req_states: Any) -> G
 
 
 def check_equal(mine: str) -> None:
-    """Raise ValueError unless all tensor-parallel ranks pass the same text: they must draw the same tokens."""
+    """Raise ValueError unless all tensor-parallel ranks pass the same text. Ranks must draw the same tokens."""
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
         return
-    of_ranks = [mine] * group.world_size
-    torch.distributed.all_gather_object(of_ranks, mine, group=group.cpu_group)
-    if theirs := set(of_ranks) - {mine}:
-        raise ValueError(f"LenVM must be set alike on all tensor-parallel ranks, got {mine} and {theirs.pop()}")
+    texts = [mine] * group.world_size
+    torch.distributed.all_gather_object(texts, mine, group=group.cpu_group)
+    if theirs := set(texts) - {mine}:
+        raise ValueError(f"LenVM settings must be equal on all tensor-parallel ranks, got {mine} and {theirs.pop()}")
 
 
 def reason_against(vllm_config: VllmConfig) -> str | None:
     """Why a server cannot guide requests. If None, it can.
 
     Raises:
-        ValueError: a setting is invalid; the message names it, its value and what is accepted.
+        ValueError: invalid setting; the message names it, the value and the accepted values.
     """
     import vllm
 
@@ -218,7 +217,7 @@ def reason_against(vllm_config: VllmConfig) -> str | None:
 
 
 def names_guidance(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether the ``vllm_xargs`` of a request contain guidance, also if it cannot be used here."""
+    """Whether the ``vllm_xargs`` of a request contain guidance, valid or not."""
     from lenvm_kernels.guidance.params import read_names
 
     try:
@@ -231,7 +230,7 @@ def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | 
     """The guidance in a request's ``vllm_xargs``, or None without.
 
     Raises:
-        ValueError: naming the field, what came and what is accepted.
+        ValueError: invalid parameters; the message names the field, the value and the accepted values.
     """
     budget = getattr(params, "thinking_token_budget", None)
     if not params.extra_args and not settings.defaults and budget is None:
@@ -244,7 +243,7 @@ def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | 
         engine_budget=None if budget is None or budget < 0 else budget,
     )
     if guidance.return_values and settings.predictions is None and settings.is_asked(params.extra_args):
-        raise ValueError("return_values must be false in vLLM without LENVM_PREDICTIONS, a file for them, got true")
+        raise ValueError("return_values must be false in vLLM without LENVM_PREDICTIONS, the output file, got true")
     return guidance if guidance.needs_step or guidance.token_temperature_scale else None
 
 

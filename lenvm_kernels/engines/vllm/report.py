@@ -19,15 +19,13 @@ from lenvm_kernels.types import Drafts, Status
 
 
 class Report:
-    """Counts the steps of one worker, and writes predicted lengths, without a host-device sync: in a later step.
-
-    Rows are summed on the device.
+    """Counts the steps of a worker, and writes predicted lengths, in a later step to avoid a host-device sync.
 
     Args:
         device: device of the steps.
         metrics: the counters. If None, nothing is counted.
-        file: file with a JSON line per request, to which predicted lengths are appended. If None, none are.
-        request_ids: the engine's names of requests, by slot.
+        file: file to which a JSON line with predicted lengths is appended per request. If None, nothing is written.
+        request_ids: the engine's request ids, by slot.
     """
 
     def __init__(
@@ -40,11 +38,11 @@ class Report:
         self.metrics, self.file = metrics, file
         self._request_ids = {} if request_ids is None else request_ids  # empty while the server starts
         self._stopwatch = Stopwatch(device)
-        # Tensors on their way to the host; each is passed to a function once it has arrived, in order.
+        # Tensors being copied to the host, in order; each is passed to a function once it has arrived.
         self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, Callable[[torch.Tensor], None]]] = deque()
 
     def timed(self) -> AbstractContextManager[None]:
-        """Times the work that is launched inside."""
+        """Time the work launched inside."""
         return nullcontext() if self.metrics is None else self._stopwatch.running()
 
     def note(self, output: StepOutput, drafts: Drafts | None, broken: torch.Tensor, is_drawn: torch.Tensor) -> None:
@@ -52,9 +50,9 @@ class Report:
 
         Args:
             output: result of the step.
-            drafts: its drafts, of which the engine accepts the verified ones. None without.
+            drafts: drafts of the step, or None. The engine accepts the verified drafts.
             broken: bool ``[B]``; requests that lost guidance in the step.
-            is_drawn: bool ``[B]``; requests for which a token is drawn.
+            is_drawn: bool ``[B]``; requests with a drawn token.
         """
         if self.metrics is None:
             return
@@ -76,13 +74,13 @@ class Report:
         self._copy(lengths, partial(self._write, lines))
 
     def collect(self) -> None:
-        """Use the tensors that have arrived by now."""
+        """Process the tensors that have arrived."""
         while self._waiting and ((arrived := self._waiting[0][1]) is None or arrived.query()):
             numbers, _, use = self._waiting.popleft()
             use(numbers)
 
     def _copy(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
-        """Start the copy of a tensor for ``use``."""
+        """Start to copy a tensor to the host, for ``use``."""
         numbers, arrived = tensor.to("cpu", non_blocking=True), None
         if tensor.is_cuda:
             arrived = torch.cuda.Event()
@@ -90,7 +88,7 @@ class Report:
         self._waiting.append((numbers, arrived, use))
 
     def _count(self, metrics: Metrics, milliseconds: Callable[[], float], sums: torch.Tensor) -> None:
-        """Count a step: its rows by status and of broken requests, their lost mass, verifications and their tokens."""
+        """Count a step: rows by status, broken rows, lost mass, verifications and verified tokens."""
         metrics.guided_steps.inc()
         metrics.value_model_milliseconds.inc(milliseconds())
         drafts = metrics.verifications["yes"], metrics.verified_tokens["yes"]

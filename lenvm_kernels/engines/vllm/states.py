@@ -1,6 +1,6 @@
-"""The rows of a step of vLLM, and the inputs of a probe: the base model's embedding, and the inputs of some layers.
+"""The rows of a step of vLLM, and the inputs of a probe: the base model's embedding, and inputs of some layers.
 
-The engine passes no inputs of a probe to a logits processor, so they are taken from its model runner.
+Probe inputs are read from the model runner, because the engine does not pass them to a logits processor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def calling_runner() -> GPUModelRunner:
-    """The model runner that is creating its processors. It passes them no reference to itself."""
+    """The model runner that is creating its processors, found on the stack, because it does not pass itself."""
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), GPUModelRunner):
@@ -43,7 +43,7 @@ def load_probe(settings: Settings, runner: GPUModelRunner) -> LengthProbe:
     """The probe of the settings, for the engine's base model.
 
     Raises:
-        ValueError: as :meth:`Settings.load_probe`, or the base model's input embedding is not available.
+        ValueError: the base model has no plain input embedding; or as :meth:`Settings.load_probe`.
     """
     model = runner.get_model()
     tables = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
@@ -60,15 +60,15 @@ def load_probe(settings: Settings, runner: GPUModelRunner) -> LengthProbe:
 class BaseStates:
     """The states of the base model that a probe reads in a step.
 
-    The last states are the input of the base model's layer that computes logits. Only for inner layers, the runner's
-    ``sample_tokens`` is wrapped, which holds their states.
+    The last states are the input of the base model's logits layer. For inner layers, the runner's ``sample_tokens`` is
+    wrapped, which has access to their states.
 
     Args:
         runner: the engine's runner.
         probe: the probe that reads the states.
 
     Raises:
-        ValueError: the base model cannot return the states, or its drafts come from a model that would read them.
+        ValueError: the base model cannot return the states, or a draft model would read them.
     """
 
     def __init__(self, runner: GPUModelRunner, probe: LengthProbe) -> None:
@@ -76,7 +76,7 @@ class BaseStates:
         inner = sorted({*layers} - {last})
         self._places = [[*inner, last].index(layer) for layer in layers]
         self._last, self._inner = torch.empty(0), list[torch.Tensor]()
-        # A server with adapters calls the second class, which contains the first.
+        # With LoRA adapters, the second class wraps the first.
         kinds, name = (LogitsProcessor, LogitsProcessorWithLoRA), type(runner.model).__name__
         modules = [m for m in runner.get_model().modules() if isinstance(m, kinds)]
         if not modules:
@@ -90,12 +90,12 @@ class BaseStates:
             return
         reason = None
         if not supports_eagle3(runner.model):
-            reason = f"{name} shows no others"
+            reason = f"{name} does not return others"
         elif isinstance(runner.speculator, DraftModelSpeculator):
-            reason = "the model that drafts would be given others, too"
+            reason = "the draft model would read them"
         if reason is not None:
             raise ValueError(
-                f"LENVM_VALUE_MODEL must be a probe of the last layer alone here, got one of layers {inner}, too: "
+                f"LENVM_VALUE_MODEL must be a probe of the last layer only, got one that also reads layers {inner}: "
                 f"{reason}"
             )
         self._keep_inner(runner, inner)
@@ -104,10 +104,10 @@ class BaseStates:
         self._last = args[1] if len(args) > 1 else kwargs["hidden_states"]
 
     def _keep_inner(self, runner: GPUModelRunner, layers: list[int]) -> None:
-        """Make the base model return the inputs of these layers in addition to its last states, as for EAGLE-3."""
+        """Make the base model also return the inputs of these layers, as for EAGLE-3."""
         runner.model.set_aux_hidden_state_layers(tuple(layers))
         runner.use_aux_hidden_state_outputs = True
-        # The outputs are part of the compiled model, which the engine caches by a hash of its configuration.
+        # Outputs change the compiled model, which the engine caches by a hash of its configuration.
         runner.vllm_config.additional_config["lenvm_layers"] = layers
         sample_tokens = runner.sample_tokens
 
@@ -120,15 +120,15 @@ class BaseStates:
         runner.sample_tokens = keeping
 
     def of_rows(self, ctx: LogitsContext) -> torch.Tensor:
-        """``[rows, L H]``; states of the rows of a processor's step."""
-        # The engine may verify drafts for some requests at a time, in views of the step's rows.
+        """States ``[rows, L H]`` of the rows of a processor's step."""
+        # The engine may verify drafts in parts, in views of the step's rows.
         first = ctx.pos.storage_offset()
         states = [x[first : first + len(ctx.pos)] for x in (*self._inner, self._last)]
         return torch.cat([states[place] for place in self._places], dim=1)
 
 
 def after_reload(runner: GPUModelRunner, call: Callable[[], None]) -> None:
-    """Call a function whenever the base model's weights have been replaced: the engine then resets its adapters."""
+    """Call a function after the base model's weights are replaced, when the engine resets its LoRA state."""
     reset_lora_state = runner.reset_lora_state
 
     @wraps(reset_lora_state)
@@ -146,9 +146,9 @@ class Part(NamedTuple):
         ctx: the engine's description of the step.
         places: int64 ``[B]``, on the host; places of the requests in the batch.
         host_slots, slots: int ``[B]``; slots of the requests, on the host and on the device.
-        rows: int64 ``[B, N]``; the engine's row of each node, arbitrary for nodes that a request does not have.
-        at: int64 ``[rows]``; the node of each row, counted over all requests; ``B N`` for rows of other requests.
-        is_whole: node ``i`` is row ``i``: the step has no other rows, and no request lacks a node.
+        rows: int64 ``[B, N]``; the engine's row of each node, arbitrary for missing nodes.
+        at: int64 ``[rows]``; index of the node of each row, over all requests; ``B N`` for rows of other requests.
+        is_whole: whether node ``i`` is row ``i``, because there are no other rows and no missing nodes.
     """
 
     ctx: LogitsContext
@@ -161,13 +161,13 @@ class Part(NamedTuple):
 
     @classmethod
     def whole(cls, ctx: LogitsContext, at: torch.Tensor) -> Part:
-        """All requests of a step without drafts; ``at`` counts its rows."""
+        """All requests of a step without drafts; ``at`` are the numbers of its rows."""
         places, slots = np.arange(len(ctx.idx_mapping_np)), ctx.idx_mapping.long()
         return cls(ctx, places, ctx.idx_mapping_np, slots, at[:, None], at, True)
 
     @classmethod
     def of(cls, ctx: LogitsContext, places: np.ndarray, nodes: int) -> Part:
-        """The requests of a step with drafts at these places; N is ``nodes``."""
+        """The requests at these places of a step with drafts; N is ``nodes``."""
         count, requests, rows, device = len(places), len(ctx.idx_mapping), len(ctx.pos), ctx.pos.device
         of_batch, place = (ctx.expanded_local_pos == 0).cumsum(0) - 1, to_device(places, device)
         request = torch.full((requests,), count, device=device)
@@ -180,11 +180,11 @@ class Part(NamedTuple):
         return cls(ctx, places, ctx.idx_mapping_np[places], ctx.idx_mapping.long()[place], of_nodes, at, is_whole)
 
     def last(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows [rows]`` at the last token of each request: ``[B]``."""
+        """``rows [rows]`` at the last token of each request, ``[B]``."""
         return rows if self.is_whole and self.rows.shape[1] == 1 else rows[self.rows[:, 0]]
 
     def by_node(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows [rows, X]`` by node: ``[B N, X]``."""
+        """``rows [rows, X]`` by node, ``[B N, X]``."""
         return rows if self.is_whole else rows[self.rows.flatten()]
 
     def by_row(self, nodes: torch.Tensor, otherwise: torch.Tensor | int) -> torch.Tensor:
@@ -195,7 +195,7 @@ class Part(NamedTuple):
         return torch.where(is_ours, nodes[self.at.clamp(max=len(nodes) - 1)], otherwise)
 
     def drafts(self, input_ids: torch.Tensor) -> Drafts | None:
-        """The drafts of the requests as chains, by the token of each row, int ``[rows]``; None if the step has none."""
+        """The drafts of the requests as chains, from the token of each row, int ``[rows]``; None without drafts."""
         requests, nodes = self.rows.shape
         if nodes == 1:
             return None
