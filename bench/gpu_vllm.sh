@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM 0.33 for a GPU machine without a network, with a Hopper GPU, Python 3.12, PyTorch 2.11, Triton and transformers.
+# vLLM 0.33 for a machine without a network: a Hopper GPU, Python 3.12, PyTorch 2.11, torchvision, Triton, transformers.
 #
 #   bench/gpu_vllm.sh pack ARCHIVE [WHEEL]    with a package registry, without a GPU: downloads and packs 44 MiB
 #   bench/gpu_vllm.sh unpack ARCHIVE FOLDER   on the GPU machine, in a copy of the checkout; then: source FOLDER/env.sh

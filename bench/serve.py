@@ -25,7 +25,8 @@ request failed, guidance failed in a step, or no step was guided, and 2 if a ser
 - ``tokens_per_s``: output tokens of all requests, divided by the time from the first request to the last answer;
 - ``guided_steps``, ``step_ms``: guided steps by the plugin's metrics, and the mean time of one, which includes prompts
   in the value model. At k = 1 the base server decodes greedily, and the guided one by the largest guided weight;
-- ``ttft_ratio``, ``tpot_ratio``, ``decode_ratio``, ``tokens_per_s_ratio``: guided over base, in the same condition;
+- ``ttft_ratio``, ``tpot_ratio``, ``decode_ratio``, ``tokens_per_s_ratio``, ``kv_tokens_ratio``: guided over base, in
+  the same condition;
 - ``start_s``, ``start_gib``, ``kv_tokens``: only in process; time of the engine's start after imports, GPU memory
   beside the cache, and tokens in the cache.
 """
@@ -62,6 +63,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 
+from bench.models import DIMENSIONS, RANDOM_PROBE
+
 SECONDS, GRACE = 3600.0, 20.0  # limits of a request, and of a server between SIGTERM and SIGKILL
 LOG_LINES, WARM_UP_TOKENS = 20, 4
 ERRORS = (OSError, HTTPException, ValueError)
@@ -82,7 +85,7 @@ QUESTIONS = (
 )
 COLUMNS = ["server", "k", "concurrency", "requests", "failed", "seconds", "tokens_per_s"]
 COLUMNS += ["ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms", "decode_ms", "guided_steps", "step_ms"]
-RATIOS = ("ttft_ms", "tpot_ms", "decode_ms", "tokens_per_s")
+RATIOS = ("ttft_ms", "tpot_ms", "decode_ms", "tokens_per_s", "kv_tokens")
 COLUMNS += [f"{name.removesuffix('_ms')}_ratio" for name in RATIOS]
 COLUMNS += ["start_s", "start_gib", "kv_tokens"]
 UNGUIDED = ("base", "idle")
@@ -274,9 +277,9 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, tuple[ExitStack, Eng
         found = {}
         for name, value_model in args.servers.items():
             own = stack.enter_context(ExitStack())
-            folder, is_made = own.enter_context(tempfile.TemporaryDirectory()), Path(value_model).exists()
-            keeps = value_model in ("off", "none") or is_made
-            environment = environment_of(value_model if keeps else f"{folder}/values", own)
+            folder = own.enter_context(tempfile.TemporaryDirectory())
+            is_random = value_model == RANDOM_PROBE or value_model in DIMENSIONS
+            environment = environment_of(f"{folder}/values" if is_random else value_model, own)
             environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
             engine = Engine(own, args.python, environment, args.out / f"{name}.log")
             call = dict(model=args.model, value_model=value_model, folder=folder, options=args.options)
@@ -495,9 +498,10 @@ def main() -> int:
         for name in args.servers:
             try:
                 with server(args, name, about) as target:
+                    # A call returns after the imports of its engine, which must not run during a measurement.
                     for _, other, _ in args.engines.values() if name == "base" else ():
                         with suppress(OSError):
-                            other.call("metrics")  # which ends after its imports: they would take time of measurements
+                            other.call("metrics")
                     idle = ["idle"] if args.in_process and name == list(args.servers)[1] else []
                     for each, k, concurrency in product([*idle, name], args.k, args.concurrency):
                         row, failures = measure(args, each, target, k, concurrency)

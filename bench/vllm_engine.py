@@ -67,9 +67,9 @@ class Engine:
 
         Args:
             model: path of the base model, or a name in :data:`DIMENSIONS`, whose weights are random.
-            value_model: likewise the value model; a text that is neither is not written. :data:`RANDOM_PROBE` is a
-                probe of three layers with random weights.
-            folder: where the configurations and random weights are written; ``LENVM_VALUE_MODEL`` is its ``values``.
+            value_model: a name in :data:`DIMENSIONS`, or :data:`RANDOM_PROBE` for a probe of three layers. Their random
+                weights are written to ``values`` in the folder, which ``LENVM_VALUE_MODEL`` names. Others are ignored.
+            folder: a temporary folder.
             options: further options of vLLM's server.
         """
         base, values = Path(folder, "base"), Path(folder, "values")
