@@ -379,8 +379,10 @@ class SGLangGuide:
                 prompt_lengths = 1 + lengths[:, :1]
         if batch.lenvm_reqs:
             faults, candidates = self.step.faults[rows.table_rows], output.candidates
-            counted = (None, None) if self.metrics is None else (candidates.status[nodes], candidates.lost_mass[nodes])
-            numbers = *counted, faults, lengths, prompt_lengths
+            status = lost_mass = None
+            if self.metrics is not None:
+                status, lost_mass = candidates.status[nodes], candidates.lost_mass[nodes]
+            numbers = status, lost_mass, faults, lengths, prompt_lengths
             append(logits_output, StepReport(*numbers, self.metrics, self._stopwatch.take()))
         if self.settings.trace is not None:
             trace_batch(self.settings.trace, batch, rows.lengths, output, agreed, chosen)
