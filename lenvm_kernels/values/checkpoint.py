@@ -165,8 +165,8 @@ def local_path(name: str | os.PathLike) -> Path:
         return Path(huggingface_hub.snapshot_download(text))
     except OSError as error:
         raise FileNotFoundError(
-            f"{text} is no existing path, and no model of that name is in the Hugging Face cache, "
-            f"{constants.HF_HUB_CACHE}, or could be downloaded: {error}"
+            f"{text} is not an existing path, and the model is neither in the Hugging Face cache, "
+            f"{constants.HF_HUB_CACHE}, nor could it be downloaded: {error}"
         ) from error
 
 

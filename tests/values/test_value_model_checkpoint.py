@@ -177,7 +177,7 @@ def test_hugging_face_names_are_found_in_cache(tmp_path, monkeypatch, put_into_c
     assert local_path("owner/model-1.5B") == Path("owner/model-1.5B")
     for path in ("owner/model.gguf", "a/b/c", "model-2", "../owner/model", tmp_path / "nowhere"):
         assert local_path(path) == Path(path)
-    with pytest.raises(FileNotFoundError, match=rf"^owner/lvm-2 is no .*{tmp_path}/hub, or could be downloaded: "):
+    with pytest.raises(FileNotFoundError, match=rf"^owner/lvm-2 is not .*{tmp_path}/hub, nor could it be downloaded: "):
         ValueModel.from_pretrained("owner/lvm-2")
     with pytest.raises(FileNotFoundError, match=r"an adapter must have adapter_config\.json"):
         ValueModel.from_pretrained(tmp_path / "model", adapter=tmp_path / "nowhere")
