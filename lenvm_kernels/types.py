@@ -205,7 +205,7 @@ class StepHistory(NamedTuple):
     step: Annotated[Tensor, "int64 [1]", "number of the next step"]
     uncounted: Annotated[Tensor, "int64 [1]", "number of earlier steps that ``value_stride`` does not count"]
     tokens: Annotated[Tensor, "int32 [R, M+]", "ring buffer: the token at position ``p`` is in column ``p % M``"]
-    told_lens: Annotated[Tensor, "int32 [R]", "length of the gapless prefix that steps and prompts have passed"]
+    passed_lens: Annotated[Tensor, "int32 [R]", "length of the gapless prefix that steps and prompts have passed"]
     cached_lens: Annotated[Tensor, "int32 [R]", "tokens of the sequence in the value model's cache"]
 
 

@@ -42,13 +42,17 @@ def begin_step(
     wants_length = active & (table.return_values[table_rows] | (may_begin & ended))
     due = torch.ones_like(active)
     if history is not None:
-        told_lens, cached_lens, held = history.told_lens[table_rows], history.cached_lens[table_rows], history.tokens
-        is_gap = told_lens < lengths - new_lens
+        passed_lens, cached_lens, held = (
+            history.passed_lens[table_rows],
+            history.cached_lens[table_rows],
+            history.tokens,
+        )
+        is_gap = passed_lens < lengths - new_lens
         lost = (guided | wants_length) & (is_gap | (lengths - cached_lens > held.shape[1]))
         table.faults[table_rows] += lost.int()
         guided, wants_length = guided & ~lost, wants_length & ~lost
         due = (history.step - history.uncounted) % table.value_stride[table_rows].clamp(min=1) == 0
-        history.told_lens[table_rows] = torch.where(is_gap, told_lens, torch.maximum(told_lens, lengths))
+        history.passed_lens[table_rows] = torch.where(is_gap, passed_lens, torch.maximum(passed_lens, lengths))
         out.cached_lens[:count], out.cached_lens[count:] = cached_lens, 0
         for i in range(tokens.shape[1]):
             position = lengths - new_lens + i

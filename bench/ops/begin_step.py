@@ -30,7 +30,7 @@ def make_call(*, B=64, N=None, R=64, new=1, held=16, D=0, index=torch.int64, giv
     device = torch.get_default_device()
     table = GuidanceTable.from_params([parse_guidance({"target_length": 100})] * R, [{0}] * R, device).columns
     history = empty_history(R, held, device)
-    history.told_lens.fill_(LENGTH - new)
+    history.passed_lens.fill_(LENGTH - new)
     history.cached_lens.fill_(LENGTH - 1)
     options = dict(
         active=torch.ones(B, dtype=torch.bool),

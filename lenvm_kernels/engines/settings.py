@@ -250,7 +250,7 @@ class Settings:
             for name, tokens, most in sizes if params.needs_step or scaled else ():
                 if len(tokens) > most:
                     raise ValueError(
-                        f"{name} must be of at most {most} tokens together with guidance, got {len(tokens)}"
+                        f"{name} must have at most {most} tokens together with guidance, got {len(tokens)}"
                     )
         except ValueError:
             if is_asked:

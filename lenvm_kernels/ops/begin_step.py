@@ -116,16 +116,16 @@ def _begin_step_kernel(
     if history is not None:
         token = tl.load(new_ptr, mask=exists & (new_len > 0), other=0).to(tl.int32)
         counted = tl.load(history.step) - tl.load(history.uncounted)
-        told_len = tl.load(history.told_lens + table_row, mask=exists, other=0)
+        passed_len = tl.load(history.passed_lens + table_row, mask=exists, other=0)
         cached_len = tl.load(history.cached_lens + table_row, mask=exists, other=0)
         tl.debug_barrier()  # all reads precede the overwrites
         due = exists & (counted % tl.maximum(value_stride, 1) == 0)
         first_new = length - new_len
-        is_gap = told_len < first_new
+        is_gap = passed_len < first_new
         is_lost = (guided | wants_length) & (is_gap | (length - cached_len > HELD))
         guided, wants_length = guided & ~is_lost, wants_length & ~is_lost
         tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=is_lost, sem="relaxed")
-        tl.store(history.told_lens + table_row, tl.maximum(told_len, length), mask=exists & ~is_gap)
+        tl.store(history.passed_lens + table_row, tl.maximum(passed_len, length), mask=exists & ~is_gap)
         tl.store(requests.cached_lens + request, cached_len, mask=is_row)
         # The first token was loaded above, because each later load waits for earlier stores.
         for i in range(NEW):

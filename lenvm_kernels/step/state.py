@@ -125,9 +125,9 @@ class History:
         self._no_lens = 0 if reads_tokens else 2**31 - 1
         # One tensor, so that one operator resets both rows.
         self._lens = torch.full((2, table_rows), self._no_lens, dtype=torch.int32, device=device)
-        told_lens, cached_lens = self._lens
+        passed_lens, cached_lens = self._lens
         columns = empty_history(table_rows, max_delta, device)
-        self.columns: StepHistory = columns._replace(told_lens=told_lens, cached_lens=cached_lens)
+        self.columns: StepHistory = columns._replace(passed_lens=passed_lens, cached_lens=cached_lens)
         self._forgotten: set[int] = set()
 
     def forget(self, table_row: int) -> None:

@@ -176,14 +176,14 @@ class GuidedStep:
         faults, rows = self.table.columns.faults, self._state.padding_row
         return faults[:rows] + faults[rows + 1 :] if self._answer_rows else faults[:rows]
 
-    def told_lens(self, table_rows: torch.Tensor) -> torch.Tensor:
+    def passed_lens(self, table_rows: torch.Tensor) -> torch.Tensor:
         """int32 ``[B]``; number of tokens of each sequence that were passed to :meth:`extend` and steps without a gap.
 
         Args:
             table_rows: int32 or int64 ``[B]``; row of each request in the slot table.
         """
         self.flush()
-        return self._state.history.columns.told_lens[table_rows.long()]
+        return self._state.history.columns.passed_lens[table_rows.long()]
 
     @torch.no_grad()
     def extend(

@@ -205,7 +205,7 @@ def test_sources_that_do_not_read_tokens(given, model, source, strength, of_head
 
 # Requests with the maximum number of tokens and one more, and the error.
 LIMITS = [({"target_length": 9}, 48, None), ({"token_temperature_scale": {i: 2.0 for i in range(32)}}, 0, None)]
-LIMITS += [({"target_length": 9}, 49, "stop_token_ids must be of at most 48 tokens together with guidance, got 49")]
+LIMITS += [({"target_length": 9}, 49, "stop_token_ids must have at most 48 tokens together with guidance, got 49")]
 LIMITS += [({"token_temperature_scale": {i: 2.0 for i in range(33)}}, 0, "token_temperature_scale .* 32 .*, got 33")]
 
 

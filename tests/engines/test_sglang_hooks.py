@@ -372,7 +372,7 @@ def test_samples_are_sent_with_separate_parameters():
     [
         ({}, None),
         ({"sampling_seed": 2**70}, "sampling_seed must be an int64, got 1180591620717411303424"),
-        ({"stop_token_ids": range(49)}, "stop_token_ids must be of at most 48 tokens together with .*, got 49"),
+        ({"stop_token_ids": range(49)}, "stop_token_ids must have at most 48 tokens together with .*, got 49"),
         ({"watermark": {"key": "03"}}, "watermark cannot be combined with guidance"),
         ({"custom_params": "loud"}, "custom_params must be an object of named values, got 'loud'"),
         ({"positional_embed_overrides": [0.5]}, "positional_embed_overrides cannot be combined with"),

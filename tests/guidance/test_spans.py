@@ -163,11 +163,11 @@ def test_host_and_device_agree(ends, starts, output, cuts, known, pauses):
         if at == len(sequence):
             break
         start, at = max(at - again, 0), min(at + count, len(sequence))
-        told = torch.tensor([[*sequence[start:at], *[7] * 6][:6]])
+        passed = torch.tensor([[*sequence[start:at], *[7] * 6][:6]])
         found = limit_span(
             None,
             table.columns,
-            told,
+            passed,
             torch.tensor([1]),
             torch.tensor([at], dtype=torch.int32),
             new_lens=torch.tensor([at - start], dtype=torch.int32),

@@ -450,8 +450,8 @@ class Driver:
             is_needed = any(scored[j] or (wants[j] and self.next_token(event, output, tokens, j) >= 0) for j in own)
             deltas.append(self.catch_up(asked, len(asked.tokens), is_needed, guided[own[0]] or wants[own[0]]))
         self.forward(deltas, event.deltas)
-        passed = self.engine.step.told_lens(torch.tensor([self.live[name].row for name in event.names])).tolist()
-        assert passed == [self.live[name].passed for name in event.names], f"told_lens {passed}"
+        passed = self.engine.step.passed_lens(torch.tensor([self.live[name].row for name in event.names])).tolist()
+        assert passed == [self.live[name].passed for name in event.names], f"passed_lens {passed}"
 
     @staticmethod
     def next_token(event, output, tokens, row):

@@ -36,7 +36,7 @@ def test_step_of_five_requests(device, backend):
     table = guidance_table(7, {1: GUIDED, 4: LENGTHS, 6: BOTH}, device)
     table.span_ended[6] = table.span_ended[4] = True
     passed, cached = [10, 98, 30, 40, 42, 60, 69], [9, 97, 29, 39, 41, 59, 67]
-    history = make_history(7, 3, device, step=6, uncounted=2, told_lens=passed, cached_lens=cached)
+    history = make_history(7, 3, device, step=6, uncounted=2, passed_lens=passed, cached_lens=cached)
     table.value_stride.copy_(i32(1, 2, 3, 1, 1, 4, 0))
     requests = begin_step(
         table,
@@ -59,7 +59,7 @@ def test_step_of_five_requests(device, backend):
     assert history.step.item() == 6 and history.uncounted.item() == 2  # choose_candidates updates them
     no = [-7, -7, -7]
     assert history.tokens.tolist() == [[-7, 11, -7], [14, -7, 13], [16, 17, -7], no, [12, -7, -7], no, [15, -7, -7]]
-    assert history.told_lens.tolist() == [11, 100, 32, 40, 43, 60, 70]
+    assert history.passed_lens.tolist() == [11, 100, 32, 40, 43, 60, 70]
     assert history.cached_lens.tolist() == cached  # lay_out updates them
 
 
@@ -89,7 +89,7 @@ def test_missing_tokens_disable_guidance(device, backend):
     passed, cached, lengths, new_lens = zip(*numbers, strict=True)
     table = guidance_table(len(HISTORIES), dict(enumerate(asked)), device)
     table.span_ended.copy_(torch.tensor(ended))
-    history = make_history(len(HISTORIES), 3, device, told_lens=passed, cached_lens=cached)
+    history = make_history(len(HISTORIES), 3, device, passed_lens=passed, cached_lens=cached)
     rows = torch.arange(len(HISTORIES) - 1, -1, -1, device=device)
     requests = begin_step(
         table,
@@ -101,7 +101,7 @@ def test_missing_tokens_disable_guidance(device, backend):
         history=history,
         backend=backend,
     )
-    fields = requests.guided.flip(0), requests.wants_length.flip(0), table.faults, history.told_lens
+    fields = requests.guided.flip(0), requests.wants_length.flip(0), table.faults, history.passed_lens
     for case, wanted, found in zip(
         HISTORIES, expected, zip(*map(torch.Tensor.tolist, fields), strict=True), strict=True
     ):
@@ -118,7 +118,7 @@ def batch_of(lengths, device, rows=None):
 def test_positions_of_nodes_count_earlier_drafts(device, backend):
     """A tree, a chain that ends early, a request without a first draft, and a dummy request."""
     table = guidance_table(4, {0: BOTH, 2: GUIDED, 3: GUIDED}, device)
-    table.value_stride[0], history = 2, make_history(4, 9, device, told_lens=[99] * 4, cached_lens=[40, 0, 25, 35])
+    table.value_stride[0], history = 2, make_history(4, 9, device, passed_lens=[99] * 4, cached_lens=[40, 0, 25, 35])
     drafts = make_drafts(
         [[6, 0, 6, 9, 2], [4, 4, 4, -1, 3], [-2, 5, 6, 7, 8]],
         [[-1, 0, 0, 2, 1], [-1, 0, 1, 2, 3], [-1, 0, 1, 2, 3]],

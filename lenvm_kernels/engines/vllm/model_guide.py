@@ -127,7 +127,7 @@ class ModelGuide(Guide):
         """Lengths predicted after the last token of each prompt, fp32 ``[B]``."""
         batch = prepared.batch
         if self.drafts:
-            new_lens = (batch.lengths - self.step.told_lens(batch.table_rows)).clamp(0, 1 + self.drafts)
+            new_lens = (batch.lengths - self.step.passed_lens(batch.table_rows)).clamp(0, 1 + self.drafts)
             tokens = self.new_tokens(batch.table_rows, batch.lengths, new_lens)
             batch = batch._replace(tokens=tokens, new_lens=new_lens)
         return self.step.predict(batch).view(len(batch.lengths), -1)[:, 0]

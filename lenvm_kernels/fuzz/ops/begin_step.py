@@ -98,7 +98,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
         history.tokens[table_rows] = draws.integers("held", rows, options["held"], low=0, high=99).int()
         untold = draws.choose("untold", rows, values=[-1, 0, 1, 1, 2, 3, 9, 10])
         uncached = draws.choose("uncached", rows, values=[-1, 0, 1, 1, 2, 4, 5, 16, 17])
-        history.told_lens[table_rows] = (lengths - untold).clamp(min=0).int()
+        history.passed_lens[table_rows] = (lengths - untold).clamp(min=0).int()
         history.cached_lens[table_rows] = (lengths - uncached).clamp(min=0).int()
         arguments["history"] = history
     if options["padding"] != "no out":
@@ -109,7 +109,7 @@ def inputs(case: Case, device: torch.device) -> CallInputs:
 
 def owners(given: CallInputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     of_table = owners_at(given.table_rows, len(given.arguments["table"].faults))
-    of_history = dict.fromkeys(("history.tokens", "history.told_lens", "history.cached_lens"), of_table)
+    of_history = dict.fromkeys(("history.tokens", "history.passed_lens", "history.cached_lens"), of_table)
     return of_history | {name: _inputs.owners_of_nodes(given, x) for name, x in tensors.items() if name in NODE_FIELDS}
 
 

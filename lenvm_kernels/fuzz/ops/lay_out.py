@@ -137,7 +137,7 @@ def owners(given: CallInputs, layout: Mapping[str, Tensor]) -> dict[str, Tensor]
     found = dict.fromkeys(("token_ids", "positions", "slots", "parents"), of_tokens)
     if "history" in given.arguments:
         of_history = owners_at(given.arguments["requests"].request_rows[: given.rows], len(layout["history.tokens"]))
-        found |= dict.fromkeys(("history.tokens", "history.told_lens", "history.cached_lens"), of_history)
+        found |= dict.fromkeys(("history.tokens", "history.passed_lens", "history.cached_lens"), of_history)
     return found
 
 
