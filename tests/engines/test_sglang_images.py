@@ -72,7 +72,7 @@ NOT_PIXELS = "videos, audio and image embeddings cannot be combined with guidanc
         (request(9, Item(1, 2, 2, offsets=None)), NOT_PIXELS),
         (request(9, Item(1, 2, 2, feature=torch.zeros(16, 99))), r"pixel_values must be \[16, 96\], .* got \[16, 99\]"),
         (request(5, Item(1, 2, 2)), "a prompt must end with text"),
-        (request(9, Item(1, 2, 2, offsets=[(1, 3)])), r"an image of \(1, 2, 2\) must have 4 tokens of a prompt"),
+        (request(9, Item(1, 2, 2, offsets=[(1, 3)])), r"an image of \(1, 2, 2\) must have 4 consecutive tokens"),
     ],
 )
 def test_inputs_that_the_value_model_cannot_read_are_rejected(value_model, req, message):
