@@ -81,11 +81,22 @@ def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any)
 def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
     """Parse the guidance of a request, and keep it with its parameters for :func:`note_guidance`.
 
-    Raises ValueError, which the engine answers with status 400, if the parameters are invalid, or if the request's
-    prompt or options cannot be guided. Requests without parameters are not guided by the server's defaults instead.
+    Requests without parameters whose prompt or options cannot be guided are not guided by the server's defaults.
+
+    Raises:
+        VLLMValidationError: the parameters are invalid, or the request cannot be guided. The engine answers this error
+            with status 400, and a ValueError with 500.
     """
-    params = request.sampling_params
-    if params is None or (guidance := guidance_of(params, settings := LenVMProcessor.settings())) is None:
+    from vllm.exceptions import VLLMValidationError
+
+    if (params := request.sampling_params) is None:
+        return
+    settings = LenVMProcessor.settings()
+    try:
+        guidance = guidance_of(params, settings)
+    except ValueError as error:
+        raise VLLMValidationError(str(error)) from error
+    if guidance is None:
         return
     must = None
     if params.watermarking:
@@ -98,7 +109,7 @@ def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **k
     if must is None:
         vars(params)["lenvm"] = guidance
     elif settings.is_asked(params.extra_args):
-        raise ValueError(must)
+        raise VLLMValidationError(must)
     else:
         params.extra_args = {**(params.extra_args or {}), NAMESPACE: {}}
 
