@@ -44,7 +44,7 @@ def make_call(*, B=64, D=0, V=VOCAB, dtype="float32", new=None, index=torch.int6
 def make_case(*, B, D, dtype):
     call = make_call(B=B, D=D, dtype=dtype)
     # Per node the results, and the changed logits read and written.
-    node_bytes = 1 + 4 + 2 * call.args[0].itemsize * (EOS + 1)
+    node_bytes = 2 + 4 + 2 * call.args[0].itemsize * (EOS + 1)
     return TimedCase(call, B * (REQUEST_BYTES + (1 + D) * node_bytes) + nbytes(call.keywords.get("drafts")))
 
 

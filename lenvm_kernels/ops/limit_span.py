@@ -29,9 +29,8 @@ from lenvm_kernels.types import (
     TextBreak,
 )
 
-# Requests per program with at most three drafts each. With more drafts, a program has half of them, because the
-# registers of one warp store the states of all nodes.
-REQUESTS = 8
+# Requests per program. The registers of one warp store the states of all their nodes, and spill with 8 requests.
+REQUESTS = 4
 
 _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
 _LINE = tl.constexpr(int(TextBreak.LINE))
@@ -299,15 +298,14 @@ def _launch(out: SpanNodes, given):
         return
     draft_ids, draft_parents = given.drafts or (None, None)
     columns = 0 if draft_ids is None else draft_ids.shape[1]
-    block = REQUESTS if columns < 4 else REQUESTS // 2
     eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
-    _limit_span_kernel[(ceil_div(requests, block),)](
+    _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
         *(*out, *with_row_stride(given.logits), table, row_strides(table)),
         *(*with_row_stride(given.tokens), given.new_lens, given.table_rows, given.lengths),
         *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks, requests),
         0 if given.logits is None else given.logits.shape[1],
         0 if text_breaks is None else text_breaks.shape[0],
-        **dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=block),
+        **dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS),
         EOS=next_power_of_2(eos),
         SPAN_ENDS=next_power_of_2(ends),
         PATTERNS=next_power_of_2(patterns),

@@ -21,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from lenvm_kernels.engines.settings import Settings
@@ -29,6 +30,7 @@ from lenvm_kernels.engines.vllm.processor import LenVMProcessor, guidance_of
 from tests.helpers import models
 from tests.helpers.probes import write_random_probe
 
+REFUSALS = ValueError, VLLMValidationError  # in the processor, and after it
 SECOND = "guidance needs vLLM's second model runner"
 TARGET, OTHERS = {"target_length": 5}, {"session_id": "of another consumer"}
 
@@ -116,7 +118,7 @@ def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch,
         (OTHERS, None),
         (None, None),
     ):
-        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        with nullcontext() if message is None else pytest.raises(REFUSALS, match=message):
             LenVMProcessor.validate_params(sampling := SamplingParams(extra_args=xargs))
             InputProcessor.process_inputs(None, Request(sampling))
 
@@ -179,7 +181,7 @@ def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, sourc
     front_end.configure(None, config())
     for xargs, error in ((OTHERS, None), (TARGET, message)):
         request = Request(SamplingParams(extra_args=xargs, **params), **contents)
-        with nullcontext() if error is None else pytest.raises(ValueError, match=error):
+        with nullcontext() if error is None else pytest.raises(VLLMValidationError, match=error):
             assert InputProcessor.process_inputs(None, request) is request
 
 

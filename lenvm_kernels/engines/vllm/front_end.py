@@ -80,11 +80,23 @@ def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any)
 def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
     """Parse the guidance of a request, and store it in its parameters for :func:`note_guidance`.
 
-    Raises ValueError, answered with status 400, if the parameters are invalid, or the prompt or options of the request
-    cannot be guided. Without parameters, such a request is unguided, instead of guided by the server's defaults.
+    Without parameters, a request whose prompt or options cannot be guided is unguided, instead of guided by the server's
+    defaults.
+
+    Raises:
+        VLLMValidationError: the parameters are invalid, or the request cannot be guided. The engine answers this error
+            with status 400, and a ValueError with 500.
     """
-    params = request.sampling_params
-    if params is None or (guidance := guidance_of(params, settings := LenVMProcessor.settings())) is None:
+    from vllm.exceptions import VLLMValidationError
+
+    if (params := request.sampling_params) is None:
+        return
+    settings = LenVMProcessor.settings()
+    try:
+        guidance = guidance_of(params, settings)
+    except ValueError as error:
+        raise VLLMValidationError(str(error)) from error
+    if guidance is None:
         return
     reason = None
     if params.watermarking:
@@ -97,7 +109,7 @@ def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **k
     if reason is None:
         vars(params)["lenvm"] = guidance
     elif settings.is_asked(params.extra_args):
-        raise ValueError(reason)
+        raise VLLMValidationError(reason)
     else:
         params.extra_args = {**(params.extra_args or {}), NAMESPACE: {}}
 
