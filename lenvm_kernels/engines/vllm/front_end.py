@@ -80,8 +80,8 @@ def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any)
 def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
     """Parse the guidance of a request, and store it in its parameters for :func:`note_guidance`.
 
-    Without parameters, a request whose prompt or options cannot be guided is unguided, instead of guided by the server's
-    defaults.
+    Without parameters, a request whose prompt or options cannot be guided is unguided. The server's defaults do not
+    apply to it.
 
     Raises:
         VLLMValidationError: the parameters are invalid, or the request cannot be guided. The engine answers this error
