@@ -219,7 +219,7 @@ def running(command: list[str], environment: dict[str, str], port: int, log: Pat
 
 
 class Engine:
-    """An engine of vLLM in a process of its own: :class:`bench.vllm_engine.Engine`, which imports vLLM at once.
+    """An engine of vLLM in a separate process: :class:`bench.vllm_engine.Engine`, which imports vLLM at once.
 
     Args:
         stack: ends the process.
