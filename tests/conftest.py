@@ -76,9 +76,13 @@ def site(tmp_path, monkeypatch):
     """Write files (path -> text) into a directory that precedes the installed packages; returns that directory."""
     folder = tmp_path / "site"
     folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
     names = ("sglang", "vllm", "made_up", "lenvm_kernels.engines.vllm.processor")
-    for name in [name for name in sys.modules if name.startswith(names)]:
+
+    def loaded():
+        return [name for name in sys.modules if name.startswith(names)]
+
+    monkeypatch.syspath_prepend(folder)
+    for name in loaded():
         monkeypatch.delitem(sys.modules, name)
 
     def fill(files):
@@ -87,7 +91,9 @@ def site(tmp_path, monkeypatch):
             (folder / path).write_text(text)
         return folder
 
-    return fill
+    yield fill
+    for name in loaded():  # Other tests look for the real packages.
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

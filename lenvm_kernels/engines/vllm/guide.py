@@ -212,11 +212,10 @@ class Guide:
         # vLLM may verify drafts in parts, in views of the step's rows.
         is_last = ctx.pos.storage_offset() + len(ctx.pos) == ctx.pos.untyped_storage().nbytes() // ctx.pos.itemsize
         for first in range(0, len(places), size):
-            part = (
-                Part.of(ctx, places[first : first + size], 1 + self.drafts)
-                if has_drafts
-                else Part.whole(ctx, self._row_numbers[: len(ctx.pos)])
-            )
+            if has_drafts:
+                part = Part.of(ctx, places[first : first + size], 1 + self.drafts)
+            else:
+                part = Part.whole(ctx, self._row_numbers[: len(ctx.pos)])
             self._guide(logits, part, is_last and first + size >= len(places))
         try:
             self.report.collect()
@@ -274,8 +273,10 @@ class Guide:
             temperature, top_p, min_p = sampling_bits[:, 1:].view(torch.float32).unbind(1)
             sampling = Sampling(sampling_bits[:, 0], top_p, min_p, temperature, is_logits=True, sample=True)
             self._predict_begun(prepared, sampling, part)
-            faults = self.step.faults[slots] if self.report.metrics is not None else None
-            output = self.step.step(prepared, sampling, verify=None if prepared.drafts is None else "same_draws")
+            counts = self.report.metrics is not None
+            faults = self.step.faults[slots] if counts else None
+            verify = "same_draws" if counts and prepared.drafts is not None else None
+            output = self.step.step(prepared, sampling, verify=verify)
         assert output.tokens is not None
         if faults is not None:
             is_drawn = to_device(is_whole, self.device)
