@@ -34,8 +34,8 @@ def add(commands: Any) -> None:
     models.add_argument("--model", required=True, metavar="M", help=model_help)
     value_help = "value model with the base model's vocabulary: as --model, where demo includes the shipped adapters "
     value_help += "and value head; or a probe of the base model (demo-probe is shipped); or none, with which only the "
-    value_help += "end tokens control the length; required"
-    models.add_argument("--value-model", required=True, metavar="W", help=value_help)
+    value_help += "end tokens control the length (default: %(default)s)"
+    models.add_argument("--value-model", default="none", metavar="W", help=value_help)
     arguments.add_device(models)
     arguments.add_dtype(models, "both models")
 

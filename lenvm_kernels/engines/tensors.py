@@ -43,6 +43,19 @@ def leave_only(logits: torch.Tensor, tokens: torch.Tensor, backend: str = "auto"
     logits.masked_fill_(is_drawn, -math.inf).scatter_(1, token, kept)
 
 
+def with_guided(
+    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, probs: torch.Tensor, temperature: Any = 1.0
+) -> torch.Tensor:
+    """A copy of logits ``[N, V]`` in which the softmax of ``rows``, bool ``[N]``, is the guided distribution.
+
+    The candidates ``token_ids [N, K]`` have the guided probabilities ``probs [N, K]``. The caller divides the copy by
+    ``temperature``, a number or ``[N, 1]``.
+    """
+    token_ids = token_ids.clamp(min=0).long()  # the probability of padding is 0
+    weights = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(1, token_ids, probs)
+    return torch.where(rows[:, None], weights.log() * temperature, logits)
+
+
 def warm_up(device: torch.device) -> None:
     """Compile the kernel of :func:`leave_only` for fp32 logits."""
     leave_only(torch.zeros(1, 1, device=device), torch.full((1,), -1, dtype=torch.int32, device=device))

@@ -353,6 +353,12 @@ _ALL = (
         limits=">= 1 and < 1e+06",
     ),
     Field(_switch, "return_values", "predict lengths of the prompt and of each token, guided or not", False),
+    Field(
+        _switch,
+        "guided_logprobs",
+        "return log-probabilities of the guided candidates instead of the base model's; in SGLang and vLLM",
+        False,
+    ),
 )
 FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
 NAMESPACE = "lenvm"  # a dictionary of fields among parameters of other components

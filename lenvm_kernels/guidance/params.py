@@ -102,6 +102,7 @@ class GuidanceParams:
     entropy_threshold: float | None = None
     token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
     return_values: bool = False
+    guided_logprobs: bool = False
     value_stride: int | None = None
     end_token_ids: TokenSequences = ()
     start_token_ids: TokenSequences = ()

@@ -24,7 +24,8 @@ def generate(lenvm, base, value):
     """Run ``lenvm generate``; returns its text, and the rows of its table of values."""
 
     def run(*argv, prompts=("w1 w2 w3",), model=base, value_model=value):
-        models = ["--model", model, "--value-model", value_model, "--device", "cpu", "--max-new-tokens", 12]
+        models = ["--model", model, "--device", "cpu", "--max-new-tokens", 12]
+        models += [] if value_model is None else ["--value-model", value_model]
         code, text, error = lenvm("generate", *models, *(x for text in prompts for x in ("--prompt", text)), *argv)
         assert (code, error) == (0, "")
         answer, _, table = text.partition("\n\nstep")
@@ -92,7 +93,7 @@ def test_lengths_are_computed_from_logit_gamma_and_target_form(tmp_path, generat
     assert {row[1] for row in rows} - {"0.0"} == {f"{length:.1f}"}
 
 
-@pytest.mark.parametrize("values", [{}, {"value_model": "none"}])
+@pytest.mark.parametrize("values", [{}, {"value_model": None}])
 def test_landing_is_forced_in_words(generate, values):
     text, _ = generate("--target-length", 12, "--landing", "w7 w8 w9", "--landing-tokens", 12, **values)
     assert text.split("\n")[-1].split()[2:5] == ["w7", "w8", "w9"]

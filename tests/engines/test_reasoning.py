@@ -80,6 +80,9 @@ CASES = [
     (BOTH, "<think> p0", r"p{39}\(c{40}\)[$]"),
     (BOTH | {"target_length": 60}, "<think> t1 </think> p0", r"p{39}\(c{40}\)[$]"),
     ({"target_length": 60}, "<think> t1 </think> p0", r"p{39}\(c{40}\)[$]"),
+    ({"thinking_budget": 10}, "<think> p0", r"p{12}\]a+[$]?"),
+    # Without a hard limit, the end is drawn later.
+    ({"thinking_budget": 10, "hard_limit": 1_000_000_000}, "<think> p0", r"p{13,39}\]a+[$]?"),
 ]
 
 

@@ -21,6 +21,8 @@ from tests.helpers.spans import check_answers_with_spans
 
 OPTIONS = ("--chunked-prefill-size", "32", "--enable-metrics", "--enable-custom-logit-processor")
 STOPS = list(range(200, 248))
+# The second guided request returns the base model's log-probabilities.
+WANTS = [{"guided_logprobs": True}, {}, None, {"guided_logprobs": True}]
 # Answers that end at a stop token.
 ENDING = dict(ignore_eos=False, stop_token_ids=STOPS, max_new_tokens=40, min_p=0.0)
 
@@ -118,6 +120,15 @@ def test_greedy_requests(engine):
     assert found[1:] == found[:1] * 2 and found[0] != plain[0]["output_ids"] and no_steps == []
     logprobs = [logprob for logprob, _, _ in results[0]["meta_info"]["output_token_logprobs"]]
     assert min(logprobs) < -1  # of the base model
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.0])
+def test_guided_log_probabilities(engine, temperature):
+    prompts, guidance = prompts_of(9, 12, 7, 5, seed=23), [MODES[0], MODES[0], None, MODES[1]]
+    guidance = [params and params | wants for params, wants in zip(guidance, WANTS, strict=True)]
+    request = dict(return_logprob=True, top_logprobs_num=2)
+    results, steps = engine.generate(prompts, guidance, request=request, temperature=temperature)
+    engine.check_logprobs(prompts, guidance, results, steps)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

@@ -111,6 +111,10 @@ def test_strides_and_predicted_lengths(engine):
     status = {row["status"] for step in steps for row in step["rows"]}
     assert status >= {Status.GUIDE, Status.NOT_DUE, Status.UNGUIDED}
     engine.check_lengths(prompts, guidance, results)
+    guidance[1] |= {"guided_logprobs": True}
+    request = dict(return_logprob=True, top_logprobs_num=2)
+    results, steps = engine.generate(prompts[:2], guidance[:2], request=request, temperature=0.6)
+    engine.check_logprobs(prompts[1:2], guidance[1:2], results[1:], steps)
 
 
 def test_without_a_value_model(folder):

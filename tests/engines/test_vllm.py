@@ -128,6 +128,21 @@ def test_every_kind_of_request_in_one_batch(engine):
     assert metrics["cache_bytes"] > 0 and metrics["fallbacks_total"] == 0
 
 
+def test_guided_log_probabilities(server):
+    """The second request returns the base model's log-probabilities, as the third, which is unguided."""
+    prompts, guidance = prompts_of(9, 12, 7, seed=23), [MODES[0] | {"guided_logprobs": 1}, MODES[0], None]
+    sequences, responses, steps = generate(server, prompts, guidance, logprobs=2, temperature=0.6)
+    rows, is_guided = {tuple(row["tokens"]): row for row in rows_of(steps, Status.GUIDE)}, []
+    for prompt, sequence, response in zip(prompts[:2], sequences, responses, strict=False):
+        returned, expected, logprobs = [], [], response["choices"][0]["logprobs"]
+        for place, token in enumerate(sequence[len(prompt) :]):
+            row = rows[tuple(sequence[: len(prompt) + place])]
+            returned += [logprobs["token_logprobs"][place], max(logprobs["top_logprobs"][place].values())]
+            expected += [math.log(p) for p in (row["probs"][row["token_ids"].index(token)], max(row["probs"]))]
+        is_guided.append(returned == pytest.approx(expected, abs=1e-3))
+    assert is_guided == [True, False]
+
+
 REJECTED = [
     ({"value_mode": "loud"}, {}, "value_mode must be one of"),
     ({"lenvm": '{"target_lenght": 5}'}, {}, "target_lenght is not a guidance parameter; did you mean target_length"),

@@ -7,6 +7,7 @@ import re
 import sys
 from contextlib import contextmanager
 
+import pytest
 import requests
 import torch
 from safetensors.torch import load_file, save_file
@@ -133,6 +134,20 @@ class Server:
                 lengths = torch.nn.functional.softplus(values) / -math.log(0.9)
                 of_prompt, of_tokens = (result["meta_info"][key] for key in sorted(keys))
                 torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
+
+    def check_logprobs(self, prompts, guidance, results, steps):
+        """Check that log-probabilities are those of the guided candidates exactly in requests with
+        ``guided_logprobs``."""
+        for prompt, params, result in zip(prompts, guidance, results, strict=True):
+            returned, expected = [], []
+            for row in guided_rows(prompt, result, steps):
+                place, info = row["length"] - len(prompt), result["meta_info"]
+                logprobs = {token: math.log(p) for token, p in zip(row["token_ids"], row["probs"], strict=True) if p}
+                (logprob, token, _), most = info["output_token_logprobs"][place], info["output_top_logprobs"][place]
+                returned += [logprob, most[0][0]]
+                expected += [logprobs[token], max(logprobs.values())]
+            wants = "guided_logprobs" in (params or {})
+            assert not params or (returned == pytest.approx(expected, abs=1e-3)) == wants, (returned, expected)
 
     def values_from_scratch(self, sequences):
         """Value logit at the last token of each sequence, by ``transformers``."""

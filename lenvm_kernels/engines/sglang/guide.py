@@ -16,15 +16,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.environ import envs
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.engines.report import OUTCOME, EndMetrics, Metrics, StepReport, Stopwatch, not_finite, trace_batch
 from lenvm_kernels.engines.settings import MAX_DELTA, MAX_END_TOKENS, NONE, Settings
-from lenvm_kernels.engines.tensors import last_tokens, leave_only, warm_up
+from lenvm_kernels.engines.tensors import last_tokens, leave_only, to_device, warm_up, with_guided
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, VerifiedTokens
@@ -332,9 +334,23 @@ class SGLangGuide:
             tokens = torch.full((len(logits),), LOST, dtype=torch.int32, device=self.device)
         if self.ranks is not None:
             tokens = self.ranks.broadcast(tokens.contiguous(), src=0)
-        self._agreed, unmasked = tokens, logits.clone() if copies else None
+        self._agreed, unmasked = tokens, self._unmasked(batch, logits, tokens, info) if copies else None
         leave_only(logits, tokens)
         return unmasked
+
+    def _unmasked(
+        self, batch: Batch, logits: torch.Tensor, tokens: torch.Tensor, info: SamplingBatchInfo
+    ) -> torch.Tensor:
+        """A copy of the logits for log-probabilities, which are guided in requests with ``guided_logprobs``."""
+        guidance = [req.lenvm_guidance for req in batch.lenvm_all]
+        is_wanted = [params is not None and params.guided_logprobs for params in guidance]
+        if self._drawn is None or not any(is_wanted):
+            return logits.clone()
+        nodes, output = len(logits) // len(is_wanted), self._drawn.output
+        rows = to_device(np.repeat(is_wanted, nodes), self.device) & (tokens >= 0)
+        is_divided = not envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get()
+        temperature = info.temperatures.repeat_interleave(nodes, 0) if is_divided else 1.0
+        return with_guided(logits, rows, output.candidates.token_ids, output.probs, temperature)
 
     def states_of(self, logits: torch.Tensor) -> torch.Tensor | None:
         """The base model's states in the rows of the logits. None without a probe."""

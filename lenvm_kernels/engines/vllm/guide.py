@@ -11,17 +11,19 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.worker.gpu.sample import sampler
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.report import Metrics, trace_nodes
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings
-from lenvm_kernels.engines.tensors import leave_only, to_device, warm_up
+from lenvm_kernels.engines.tensors import leave_only, to_device, warm_up, with_guided
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.engines.vllm.report import Report
 from lenvm_kernels.engines.vllm.states import BaseStates, Part, after_reload, calling_runner, load_probe
@@ -68,9 +70,11 @@ class Guide:
         self._group = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
         self._states: BaseStates | None = None
         self.fallbacks = 0
-        # Per slot, on the host: whether the request has guidance, takes part in steps, has lost its guidance, and needs
-        # a predicted length.
-        self._is_known, self._needs_step, self._is_lost, self._wants_length = np.zeros((4, self.rows), dtype=bool)
+        # Per slot, on the host: whether the request has guidance, takes part in steps, has lost its guidance, needs a
+        # predicted length, and needs guided log-probabilities.
+        flags = np.zeros((5, self.rows), dtype=bool)
+        self._is_known, self._needs_step, self._is_lost, self._wants_length, self._wants_logprobs = flags
+        self._replace_logprobs()
         self._node_bytes = (1 + self.drafts) * req_states.vocab_size * torch.float32.itemsize  # scores of a request
         self._part = max(1, PART_BYTES // self._node_bytes)
         # Requests without a seed draw the same on all tensor-parallel ranks, but not in other data-parallel engines.
@@ -160,6 +164,20 @@ class Guide:
 
         tokens.stage_write = keeping
 
+    def _replace_logprobs(self) -> None:
+        """Make the engine compute log-probabilities of requests with ``guided_logprobs`` from the guided rows."""
+        self._guided_rows = list[tuple[torch.Tensor, ...]]()
+        for module in (sampler, rejection_sampler):
+            compute_topk_scores = module.compute_topk_scores
+
+            def guided(logits: torch.Tensor, *args: Any, compute: Callable = compute_topk_scores, **kwargs: Any) -> Any:
+                for rows, token_ids, probs in self._guided_rows:
+                    logits = with_guided(logits, rows, token_ids, probs)
+                self._guided_rows.clear()
+                return compute(logits, *args, **kwargs)
+
+            module.compute_topk_scores = guided
+
     # --- requests ---
 
     def add_request(self, slot: int, params: SamplingParams, guidance: GuidanceParams | None) -> bool:
@@ -171,6 +189,7 @@ class Guide:
         self.kept_free = None
         self._is_known[slot], self._needs_step[slot] = True, guidance.needs_step
         self._wants_length[slot] = guidance.return_values and self.report.file is not None
+        self._wants_logprobs[slot] = guidance.guided_logprobs and params.logprobs is not None
         index, tokens = self._prompt
         if index != slot:
             raise RuntimeError(f"vLLM must pass the tokens of the request in slot {slot}, got tokens for slot {index}")
@@ -197,6 +216,7 @@ class Guide:
     def _remove(self, slot: int) -> None:
         """Remove the request of a slot."""
         self._is_known[slot] = self._needs_step[slot] = self._is_lost[slot] = self._wants_length[slot] = False
+        self._wants_logprobs[slot] = False
         self.step.remove_request(slot)
 
     def _lose(self, slots: Sequence[int] | np.ndarray) -> None:
@@ -207,6 +227,7 @@ class Guide:
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Draw the next tokens of guided rows, and mask all other tokens in these rows."""
+        self._guided_rows.clear()
         places, has_drafts = np.flatnonzero(self._is_known[ctx.idx_mapping_np]), len(ctx.pos) > len(ctx.idx_mapping_np)
         size = self._part if has_drafts else self.rows
         # vLLM may verify drafts in parts, in views of the step's rows.
@@ -283,7 +304,12 @@ class Guide:
             self.report.note(output, prepared.drafts, self.step.faults[slots] > faults, is_drawn)
         if self.settings.trace is not None:
             trace_nodes(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, part.at)
-        return part.by_row(output.tokens, -1)
+        drawn, wants_logprobs = part.by_row(output.tokens, -1), self._wants_logprobs[part.host_slots]
+        if wants_logprobs.any():
+            is_wanted = to_device(wants_logprobs.repeat(part.rows.shape[1]), self.device)
+            rows, token_ids = part.by_row(is_wanted, False) & (drawn >= 0), part.by_row(output.candidates.token_ids, 0)
+            self._guided_rows.append((rows, token_ids, part.by_row(output.probs, 0.0)))
+        return drawn
 
     def _read_prompts(self, part: Part, lengths: torch.Tensor) -> None:
         """Pass the prompts of a step to a value model; ``lengths [B]`` are lengths of the sequences."""
