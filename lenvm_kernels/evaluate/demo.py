@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "target lengths. Prints lengths, ends of answers and perplexities, and plots lengths against targets.",
     )
     parser.set_defaults(run=run_command)
-    quick_help = "fewer prompts and tokens: 4 minutes on 2 cores (default: all prompts, about a quarter of an hour)"
+    quick_help = "fewer prompts and tokens: 3 to 8 minutes on 2 cores (default: all prompts, up to half an hour)"
     parser.add_argument("--quick", action="store_true", help=quick_help)
     plot_help = "PNG file of the plot (default: %(default)s)"
     parser.add_argument("--plot", type=Path, default=Path("lenvm-demo.png"), metavar="FILE", help=plot_help)
