@@ -72,6 +72,6 @@ def test_packaged_model_and_its_export(tmp_path, lenvm):
     assert exported.eos_token_ids == packaged.eos_token_ids
     assert exported.value_model.lenvm_config == LenVMConfig(gamma=0.9821718891880378)  # bench/results/value_model
     probe_config = Models.load(base, probe, device="cpu", dtype=torch.bfloat16).value_model.config
-    assert probe_config == Models.load("demo", "demo-probe", device="cpu", dtype=torch.bfloat16).value_model.config
+    assert probe_config == Models.load(base, "demo-probe", device="cpu", dtype=torch.bfloat16).value_model.config
     code, _, error = lenvm("export", tmp_path)
     assert code == 2 and "File exists" in error and (Path(value) / "lenvm_config.json").is_file()
