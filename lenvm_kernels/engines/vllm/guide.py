@@ -308,7 +308,7 @@ class Guide:
         if wants_logprobs.any():
             is_wanted = to_device(wants_logprobs.repeat(part.rows.shape[1]), self.device)
             rows, token_ids = part.by_row(is_wanted, False) & (drawn >= 0), part.by_row(output.candidates.token_ids, 0)
-            self._guided_rows.append((rows, token_ids, part.by_row(output.probs, 0.0)))
+            self._guided_rows.append((rows, token_ids, part.by_row(output.probs, 0)))
         return drawn
 
     def _read_prompts(self, part: Part, lengths: torch.Tensor) -> None:
