@@ -43,7 +43,7 @@ def leave_only(logits: torch.Tensor, tokens: torch.Tensor, backend: str = "auto"
     logits.masked_fill_(is_drawn, -math.inf).scatter_(1, token, kept)
 
 
-def with_guided(
+def guided_logits(
     logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, probs: torch.Tensor, temperature: Any = 1.0
 ) -> torch.Tensor:
     """A copy of logits ``[N, V]`` in which the softmax of ``rows``, bool ``[N]``, is the guided distribution.

@@ -136,8 +136,8 @@ class Server:
                 torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
 
     def check_logprobs(self, prompts, guidance, results, steps):
-        """Check that log-probabilities are those of the guided candidates exactly in requests with
-        ``guided_logprobs``."""
+        """Check that requests with ``guided_logprobs``, and no other guided requests, return log-probabilities of the
+        guided candidates."""
         for prompt, params, result in zip(prompts, guidance, results, strict=True):
             returned, expected = [], []
             for row in guided_rows(prompt, result, steps):

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from lenvm_kernels.engines.report import OUTCOME, EndMetrics, Metrics, StepReport, Stopwatch, not_finite, trace_batch
 from lenvm_kernels.engines.settings import MAX_DELTA, MAX_END_TOKENS, NONE, Settings
-from lenvm_kernels.engines.tensors import last_tokens, leave_only, to_device, warm_up, with_guided
+from lenvm_kernels.engines.tensors import guided_logits, last_tokens, leave_only, to_device, warm_up
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.step import EngineSlots, GuidedStep, PreparedStep, Sampling, StepBatch, StepOutput, value_source
 from lenvm_kernels.types import Drafts, VerifiedTokens
@@ -350,7 +350,7 @@ class SGLangGuide:
         rows = to_device(np.repeat(is_wanted, nodes), self.device) & (tokens >= 0)
         is_divided = not envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get()
         temperature = info.temperatures.repeat_interleave(nodes, 0) if is_divided else 1.0
-        return with_guided(logits, rows, output.candidates.token_ids, output.probs, temperature)
+        return guided_logits(logits, rows, output.candidates.token_ids, output.probs, temperature)
 
     def states_of(self, logits: torch.Tensor) -> torch.Tensor | None:
         """The base model's states in the rows of the logits. None without a probe."""

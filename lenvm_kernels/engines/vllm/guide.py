@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from lenvm_kernels.engines import signatures
 from lenvm_kernels.engines.report import Metrics, trace_nodes
 from lenvm_kernels.engines.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings
-from lenvm_kernels.engines.tensors import leave_only, to_device, warm_up, with_guided
+from lenvm_kernels.engines.tensors import guided_logits, leave_only, to_device, warm_up
 from lenvm_kernels.engines.tokenizers import load_text_breaks
 from lenvm_kernels.engines.vllm.report import Report
 from lenvm_kernels.engines.vllm.states import BaseStates, Part, after_reload, calling_runner, load_probe
@@ -172,7 +172,7 @@ class Guide:
 
             def guided(logits: torch.Tensor, *args: Any, compute: Callable = compute_topk_scores, **kwargs: Any) -> Any:
                 for rows, token_ids, probs in self._guided_rows:
-                    logits = with_guided(logits, rows, token_ids, probs)
+                    logits = guided_logits(logits, rows, token_ids, probs)
                 self._guided_rows.clear()
                 return compute(logits, *args, **kwargs)
 
