@@ -6,7 +6,9 @@ all engines.
 
 import importlib.util
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -161,21 +163,28 @@ def draws(scripted, guidance, prompt, output, seed, temperature):
 
 
 @pytest.fixture(scope="module")
-def engine(scripted):
-    """The name of this environment's engine, and a function that completes a prompt with it."""
+def outputs(scripted):
+    """The name of this environment's engine, and its outputs by case and temperature. Servers get all requests at
+    once."""
     engines = {"sglang": sglang_engine, "vllm": vllm_engine, "transformers": transformers_engine}
     name = next(name for name in engines if importlib.util.find_spec(name))
-    with engines[name](scripted) as complete:
-        yield name, complete
+    requests = [*product(range(len(CASES)), (1.0, 0.0))]
+    with engines[name](scripted) as complete, ThreadPoolExecutor(1 if name == "transformers" else 16) as pool:
+
+        def answer(request):
+            (guidance, text, _), temperature = CASES[request[0]], request[1]
+            return complete(guidance, tokens_of(text), 3, temperature)
+
+        return name, dict(zip(requests, pool.map(answer, requests), strict=True))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_thoughts_tool_calls_and_answers(scripted, engine, case):
+def test_thoughts_tool_calls_and_answers(scripted, outputs, case):
     """One sampled and one greedy output per request. transformers samples with torch's generator."""
-    (name, complete), (guidance, text, pattern) = engine, CASES[case]
+    (name, of_requests), (guidance, text, pattern) = outputs, CASES[case]
     prompt = tokens_of(text)
     for temperature in (1.0, 0.0):
-        output = complete(guidance, prompt, 3, temperature)
+        output = of_requests[case, temperature]
         kinds = "".join(MARKS.get(word, word[0]) for word in (WORDS[token] for token in output))
         if temperature > 0:
             assert re.fullmatch(pattern, kinds), kinds
