@@ -122,12 +122,13 @@ def test_greedy_requests(engine):
     assert min(logprobs) < -1  # of the base model
 
 
-@pytest.mark.parametrize("temperature", [0.6, 0.0])
-def test_guided_log_probabilities(engine, temperature):
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"temperature": 0.6, "top_k": 1}])
+def test_guided_log_probabilities(engine, sampling):
+    """The engine divides logits by the temperature, unless all requests are greedy."""
     prompts, guidance = prompts_of(9, 12, 7, 5, seed=23), [MODES[0], MODES[0], None, MODES[1]]
     guidance = [params and params | wants for params, wants in zip(guidance, WANTS, strict=True)]
     request = dict(return_logprob=True, top_logprobs_num=2)
-    results, steps = engine.generate(prompts, guidance, request=request, temperature=temperature)
+    results, steps = engine.generate(prompts, guidance, request=request, **sampling)
     engine.check_logprobs(prompts, guidance, results, steps)
 
 

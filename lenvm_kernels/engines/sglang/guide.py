@@ -348,7 +348,7 @@ class SGLangGuide:
             return logits.clone()
         nodes, output = len(logits) // len(is_wanted), self._drawn.output
         rows = to_device(np.repeat(is_wanted, nodes), self.device) & (tokens >= 0)
-        is_divided = not envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get()
+        is_divided = not (info.is_all_greedy or envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get())
         temperature = info.temperatures.repeat_interleave(nodes, 0) if is_divided else 1.0
         return guided_logits(logits, rows, output.candidates.token_ids, output.probs, temperature)
 
