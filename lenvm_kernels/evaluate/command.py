@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
     where.add_argument("--url", metavar="SERVER", help=url_help)
     constant_help = "the same with LENVM_VALUE_MODEL=none (default: in process; --url if VALUE is none)"
     where.add_argument("--constant-url", metavar="SERVER", help=constant_help)
-    arguments.add_numbers(where, rows=(16, "prompts per batch, or concurrent requests to a server"))
+    arguments.add_numbers(where, rows=(16, "answers per batch, or concurrent requests to a server"))
     arguments.add_device(where)
     arguments.add_dtype(where, "the models")
 

@@ -57,7 +57,7 @@ def plan_of(prompts: list[str], *, quick: bool, seed: int) -> Plan:
         ],
         max_new_tokens=128 if quick else 256,
         sampling=dict(temperature=0.8, top_k=8, top_p=1.0, min_p=0.02),  # as in the value model's training
-        rows=16,
+        rows=32,
         dtype="float32",
     )
 

@@ -1,7 +1,7 @@
 """The plan of a run, and the generation of its answers, in process or on a server.
 
-A unit of work is a batch of prompts under one setting, target and seed. Its random seed depends only on the unit, so a
-resumed run gives the same answers as an uninterrupted one.
+A batch mixes settings, targets and seeds. Its random seed depends only on its first answer, so a resumed run gives the
+same answers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +46,11 @@ class Setting:
     said: bool = False
     targets: tuple[int | None, ...] | None = None
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether answers are guided without a value model."""
+        return self.guidance is not None and not self.with_values
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -57,7 +61,7 @@ class Plan:
         seeds: each seed answers every prompt.
         settings: the sampled settings; the hard cut is derived from the base model's answers.
         sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
-        rows: prompts per batch, or concurrent requests to a server.
+        rows: answers per batch, or concurrent requests to a server.
         engine, constant_engine: engines of the servers. If None, answers are generated in process.
         answers: reference answer of each prompt. If None, accuracy is not measured.
         say_it: text appended to the prompts of settings with ``said``.
@@ -82,17 +86,20 @@ class Plan:
         """Maximum tokens of an answer to a target."""
         return self.max_new_tokens if target is None else min(self.max_new_tokens, default_limit(target))
 
-    def units(self) -> list[Unit]:
-        """All units, in the order of generation."""
-        count = len(self.prompts)
-        batches = [range(start, min(start + self.rows, count)) for start in range(0, count, self.rows)]
-        return [
-            Unit(setting, target, seed, batch)
-            for setting in self.settings
-            for target in setting.targets or self.targets
-            for seed in self.seeds
-            for batch in batches
-        ]
+    def units(self) -> list[list[Key]]:
+        """Keys of the answers of each batch, in the order of generation. A batch runs on one server, or in process."""
+        units = []
+        for is_constant in (False, True):
+            keys: list[Key] = [
+                (setting.name, target, seed, prompt)
+                for setting in self.settings
+                if setting.is_constant == is_constant
+                for target in setting.targets or self.targets
+                for seed in self.seeds
+                for prompt in range(len(self.prompts))
+            ]
+            units += [keys[start : start + self.rows] for start in range(0, len(keys), self.rows)]
+        return units
 
     def views(self, answers: Sequence[Answer]) -> dict[str, dict[str, list[Answer]]]:
         """Answers by target (a string, for JSON) and setting.
@@ -108,22 +115,6 @@ class Plan:
                 if name == BASE:
                     view[CUT] = [answer.cut(target) for answer in made]
         return views
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A batch of prompt indices under one setting, target and seed."""
-
-    setting: Setting
-    target: int | None
-    seed: int
-    prompts: range
-
-    def keys(self) -> list[Key]:
-        return [(self.setting.name, self.target, self.seed, prompt) for prompt in self.prompts]
-
-    def seed_of(self, *more: int) -> int:
-        return seed_from(self.seed, self.setting.name, self.target, self.prompts.start, *more)
 
 
 def seed_from(*content: Any) -> int:
@@ -162,53 +153,62 @@ def run(
 ) -> None:
     """Generate the missing answers of the plan, with progress on stderr.
 
-    A unit that was interrupted is answered again, and its missing answers are added.
+    A batch that was interrupted is answered again, and its missing answers are added.
 
     Args:
         models: the base model, and the value model if it runs in process.
         server: generates answers with a value model, and unguided answers. If None, they are generated in process.
         constant_server: generates guided answers without a value model. If None, they are generated in process.
     """
-    units = plan.units()
-    with AnswerBar(sum(len(unit.prompts) for unit in units), len(stored.answers), models) as bar:
-        for unit in units:
-            setting, target = unit.setting, unit.target
-            if not stored.answers.keys() >= set(unit.keys()):
-                bar.set_description(setting.name if target is None else f"{setting.name}, {target}")
-                source = server if setting.with_values or setting.guidance is None else constant_server
-                bar.update(len(stored.add(answer(plan, unit, models, source, bar))))
+    units, settings = plan.units(), {setting.name: setting for setting in plan.settings}
+    with AnswerBar(sum(map(len, units)), len(stored.answers), models) as bar:
+        for keys in units:
+            if not stored.answers.keys() >= set(keys):
+                bar.set_description(", ".join(dict.fromkeys(name for name, *_ in keys)))
+                source = constant_server if settings[keys[0][0]].is_constant else server
+                bar.update(len(stored.add(answer(plan, keys, models, source, bar))))
 
 
-def answer(plan: Plan, unit: Unit, models: Models, server: Server | None, bar: AnswerBar) -> list[Answer]:
-    """Answer the prompts of a unit, on ``server`` unless it is None."""
-    setting, target, limit, eos = unit.setting, unit.target, plan.limit(unit.target), models.eos_token_ids
-    texts = [plan.prompts[index] for index in unit.prompts]
-    if setting.said:
-        assert plan.say_it is not None and target is not None
-        texts = [say(text, plan.say_it, target) for text in texts]
-    prompts, guidance = tokens_of(models.tokenizer, texts), setting.guidance
-    if guidance is not None and target is not None:
-        guidance = {"target_length": target, **guidance}
-    # The value model predicts the lengths of the base model's own answers. vLLM does not return predictions.
-    if setting.name == BASE and setting.with_values and (server is None or server.engine == "sglang"):
-        guidance = {"return_values": True}
+def answer(plan: Plan, keys: Sequence[Key], models: Models, server: Server | None, bar: AnswerBar) -> list[Answer]:
+    """Generate the answers of a batch, on ``server`` unless it is None."""
+    by_name, eos = {setting.name: setting for setting in plan.settings}, models.eos_token_ids
+    texts, guidances, limits = list[str](), list[dict[str, Any] | None](), list[int]()
+    for name, target, _, prompt in keys:
+        setting, text = by_name[name], plan.prompts[prompt]
+        if setting.said:
+            assert plan.say_it is not None and target is not None
+            text = say(text, plan.say_it, target)
+        guidance = setting.guidance
+        if guidance is not None and target is not None:
+            guidance = {"target_length": target, **guidance}
+        # The value model predicts the lengths of the base model's own answers. vLLM does not return predictions.
+        if name == BASE and setting.with_values and (server is None or server.engine == "sglang"):
+            guidance = {"return_values": True}
+        texts.append(text)
+        guidances.append(guidance)
+        limits.append(plan.limit(target))
+    prompts = tokens_of(models.tokenizer, texts)
     generated: list[Generated]
     if server is not None:
-        ask = partial(server.answer, guidance=guidance, max_new_tokens=limit, sampling=plan.sampling, eos=eos)
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            generated = list(pool.map(lambda row: ask(prompts[row], seed=unit.seed_of(row)), range(len(prompts))))
+        options: dict[str, Any] = dict(sampling=plan.sampling, eos=eos)
+        with ThreadPoolExecutor(len(keys)) as pool:
+            asked = [
+                pool.submit(server.answer, ids, given, max_new_tokens=limit, seed=seed_from(*key), **options)
+                for ids, given, limit, key in zip(prompts, guidances, limits, keys, strict=True)
+            ]
+        generated = [answer.result() for answer in asked]
     else:
-        torch.manual_seed(unit.seed_of())
-        value_model = models.value_model if setting.with_values and guidance is not None else None
-        options: dict[str, Any] = dict(max_new_tokens=limit, streamer=bar, **plan.sampling)
-        sampled = sample(models, value_model, models.padded(prompts), guidance, **options)
+        torch.manual_seed(seed_from(*keys[0]))
+        value_model = None if by_name[keys[0][0]].is_constant else models.value_model
+        inputs = models.padded(prompts)
+        sampled = sample(models, value_model, inputs, guidances, max_new_tokens=limits, streamer=bar, **plan.sampling)
         generated = [(ids, ids[-1] in eos, predicted) for ids, predicted in sampled]
     all_ids = [ids for ids, _, _ in generated]
     nlls = likelihoods(models, prompts, all_ids)
     texts = models.tokenizer.batch_decode(all_ids, skip_special_tokens=True)
     return [
-        Answer(setting.name, target, unit.seed, index, ids, text, ended, nll, predicted)
-        for index, (ids, ended, predicted), text, nll in zip(unit.prompts, generated, texts, nlls, strict=True)
+        Answer(*key, ids, text, ended, nll, predicted)
+        for key, (ids, ended, predicted), text, nll in zip(keys, generated, texts, nlls, strict=True)
     ]
 
 

@@ -204,7 +204,7 @@ def sample(
         value_model,
         guidance,
         inputs["attention_mask"],
-        max_new_tokens=max(limits),
+        max_new_tokens=max_new_tokens,
         tokenizers=(models.tokenizer, models.value_tokenizer),
         **options,
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lenvm_kernels import LenVMConfig
-from lenvm_kernels.evaluate import demo, report
+from lenvm_kernels.evaluate import demo, report, run
 from lenvm_kernels.evaluate.report import plot_lengths
 from lenvm_kernels.loading import MODEL_PACKAGE
 from lenvm_kernels.loading.models import Models, sample
@@ -23,7 +23,8 @@ def test_table_numbers_and_plot(base, value, monkeypatch, tmp_path, lenvm):
     tiny = Models.load(base, value, device="cpu", dtype=torch.float32)
     monkeypatch.setattr(Models, "load", lambda *args, **kwargs: tiny)
     monkeypatch.setattr(demo, "held_out_prompts", lambda: ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1"])
-    written, plotted = [], []
+    written, plotted, batches = [], [], []
+    monkeypatch.setattr(run, "sample", lambda *args, **options: batches.append(args[3]) or sample(*args, **options))
     monkeypatch.setattr(report, "plot_lengths", lambda *args: plotted.append(args[1]) or plot_lengths(*args))
     for seed in (0, 0, 1):
         numbers, picture = tmp_path / "demo.json", tmp_path / "demo.png"
@@ -33,6 +34,7 @@ def test_table_numbers_and_plot(base, value, monkeypatch, tmp_path, lenvm):
         written.append(json.loads(numbers.read_text()))
         assert matplotlib.image.imread(picture).std() > 0
     assert written[0]["settings"] == written[1]["settings"] != written[2]["settings"]
+    assert [len(guidances) for guidances in batches] == 3 * [28, 12]  # with the value model, and without
     panels = {(name, a.setting, a.target) for view in plotted[2].values() for name in view for a in view[name]}
     targets = (20, 40, 80)
     guided = {("guided", "guided", target) for target in targets}

@@ -149,7 +149,7 @@ def test_answers_numbers_tables_and_plot(evaluate, tiny, value):
     folder, error = evaluate("--max-new-tokens", 24)
     versions = json.loads((folder / "result.json").read_text())["versions"]
     assert "50/50" in error and versions.keys() == {"lenvm_kernels", "python", "torch", "transformers", "numpy"}
-    lines, names = lines_of(folder), ["none", "constant", "guided"]
+    lines, names = lines_of(folder), ["none", "guided", "constant"]
     assert list(dict.fromkeys(line["setting"] for line in lines)) == names
     assert len(lines) == 5 * 2 * (1 + 2 * 2)  # prompts, seeds, settings: the base once, two settings at two targets
     for target, limit in ((4, 16), (7, 24)):
@@ -187,7 +187,7 @@ def test_killed_run_is_resumed_with_the_same_answers(evaluate, monkeypatch):
     answers, whole = folder / "answers.jsonl", (folder / "answers.jsonl").read_bytes()
     result = json.loads((folder / "result.json").read_text())
     lines = whole.splitlines(keepends=True)
-    # Units have 2, 2 and 1 prompts. 7 units are left, and one line and part of another from the next unit.
+    # Six batches of two answers are left, and one line and part of another from the next batch.
     answers.write_bytes(b"".join(lines[:13]) + lines[13][:30])
     evaluate()
     assert answers.read_bytes() == whole

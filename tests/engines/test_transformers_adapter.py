@@ -241,13 +241,21 @@ def test_outcomes_of_rows(tiny):
     assert (third["constraint"], third["length"], third["thought"]) == ("le_near", 2, 2)
 
 
+def test_guidance_uses_the_maximum_of_its_prompt(tiny):
+    soft = tiny.make(guidance={"soft_max_tokens": True}, max_new_tokens=[10, 40, 20])
+    assert [params.target_length for params in soft.params] == [8, 32, 16]
+    assert soft.generation_kwargs["max_new_tokens"] == 40
+
+
 # Changed arguments of the processor and of ``generate``, and their errors.
 PADDING = "attention_mask must be .* padded on the left"
 OF_PROCESSOR = [
     *(({"attention_mask": torch.tensor(x)}, PADDING) for x in ([[1, 1, 0], [1] * 3], [1] * 4, [[0] * 3, [1] * 3])),
     ({"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, "attention_mask must be .* padding elsewhere"),
     ({"guidance": [SHORTER]}, "guidance must be one for all or one for each of the 3 prompts, got 1"),
-    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, for all or for each of the 3 prompts, got 0"),
+    ({"max_new_tokens": [4, 0, 9]}, r"max_new_tokens must be at least 1, .*, got \[4, 0, 9\]"),
+    ({"max_new_tokens": [4, 9]}, r"max_new_tokens must be .* each of the 3 prompts, got \[4, 9\]"),
     *(({"temperature": x}, f"temperature must be a finite number >= 0, got {x}") for x in (-1.0, float("inf"))),
     *(({"top_k": x}, "top_k must be an integer >= 0") for x in (2**31, 5.0, -1)),
     *(({"top_p": x}, "top_p must be a number in") for x in (1.1, 0.0)),

@@ -46,7 +46,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         guidance: parameters of all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed), or a sequence
             with one entry per prompt. A prompt with None is unguided.
         attention_mask: ``[B, S]``; mask of the prompts, padded on the left, or of the encoder's inputs.
-        max_new_tokens: maximum number of new tokens; sizes the value model's cache.
+        max_new_tokens: maximum number of new tokens, which sizes the value model's cache, or a sequence with one entry
+            per prompt. Guidance uses a prompt's own maximum, ``generate`` stops at the largest.
         temperature, top_k, top_p, min_p: sampling parameters of all prompts. A ``top_k`` of 0 disables the filter.
         do_sample: whether to sample. If not, or if ``top_k`` is 1 or ``temperature`` is 0, each token is the most
             probable one after guidance, without filters.
@@ -77,7 +78,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         guidance: Guidance | Sequence[Guidance],
         attention_mask: torch.Tensor,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -107,8 +108,6 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 "differs, give both tokenizers)"
             )
         self._unguided = _warpers(temperature, top_k, top_p, min_p)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if attention_mask.dim() != 2 or not attention_mask[:, -1].all() or (attention_mask.diff(dim=1) < 0).any():
             raise ValueError(
                 f"attention_mask must be [B, S] of prompts padded on the left, got {list(attention_mask.shape)}"
@@ -119,11 +118,18 @@ class LenVMLogitsProcessor(LogitsProcessor):
             guidance = [guidance] * rows
         if len(guidance) != rows:
             raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
+        limits = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if len(limits) != rows or min(limits, default=1) < 1:
+            accepted = f"at least 1, for all or for each of the {rows} prompts"
+            raise ValueError(f"max_new_tokens must be {accepted}, got {max_new_tokens}")
         config = LenVMConfig() if value_model is None else value_model.lenvm_config
         thoughts = None if tokenizers is None else Thoughts.of(tokenizers[0])
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, thoughts=thoughts)
-        defaults |= dict(has_values=value_model is not None, max_tokens=max_new_tokens)
-        self.params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
+        defaults["has_values"] = value_model is not None
+        self.params = [
+            parse_guidance(g, max_tokens=limit, **defaults) if isinstance(g, Mapping) else g
+            for g, limit in zip(guidance, limits, strict=True)
+        ]
         guided = [params for params in self.params if params is not None]
         if (pixel_values is None) != (image_grid_thw is None):
             raise ValueError("pixel_values and image_grid_thw must be given together, got one of them")
@@ -136,13 +142,13 @@ class LenVMLogitsProcessor(LogitsProcessor):
         device = model.device if value_model is None else value_model.device
         eos = set(eos_token_ids(model, eos_token_id))
         self._eos_on_device = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
-        self._max_new_tokens, self._prompt_width = max_new_tokens, prompt_width
+        self._max_new_tokens, self._prompt_width = max(limits), prompt_width
         self._do_sample = do_sample and top_k != 1 and temperature != 0
         if not self._do_sample:
             temperature, top_k, top_p, min_p = NEUTRAL.values()
             self._unguided = LogitsProcessorList()
         self._sampling = Sampling(top_k, top_p, min_p, temperature, is_logits=True)
-        slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
+        slots = PagedSlots(rows, prompt_width + self._max_new_tokens, device=device)
         self._value_model = value_model
         self._step = GuidedStep(
             value_source(value_model),
@@ -159,7 +165,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         )
         self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
         for row, prompt_len in enumerate(self._prompt_lens.tolist()):
-            slots.extend(row, prompt_len + max_new_tokens)
+            slots.extend(row, prompt_len + self._max_new_tokens)
             self._step.add_request(row, self.params[row], eos, prompt_len=prompt_len)
         self._needs_steps = any(params.mode != Mode.UNGUIDED for params in guided)
         self._wants_lengths = any(params.return_values for params in guided)
