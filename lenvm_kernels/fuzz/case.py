@@ -31,17 +31,12 @@ Result = dict[str, Tensor]  # tensors that a call returned or wrote
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operator.
-
-    Attributes:
-        rows: ids of the rows. A row's contents depend on its id, not on its index.
-        options: a value for each of the operator's options.
-    """
+    """One call of an operator. The contents of a row depend on its id, not on its index."""
 
     op: str
     seed: int
-    rows: tuple[int, ...]
-    options: Mapping[str, Any]
+    rows: tuple[int, ...]  # ids
+    options: Mapping[str, Any]  # a value for each of the operator's options
 
     def draws(self, device: torch.device | str) -> Draws:
         return Draws(self.seed, device)
