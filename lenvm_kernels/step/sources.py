@@ -202,12 +202,10 @@ def value_source(model: ValueModel | LengthProbe | None) -> ValueSource:
 
 
 def chunks_of(tokens: int, begins: Sequence[int], most: int) -> Iterator[slice]:
-    """Split the tokens into slices of whole requests. A request longer than a slice is split at multiples of ``most``.
+    """Split the tokens of requests, which begin at the ascending ``begins``, into slices of at most ``most`` tokens.
 
-    Args:
-        tokens: number of tokens of all requests.
-        begins: ascending; the first token of each request. Tokens before ``begins[0]`` are skipped.
-        most: tokens per slice.
+    A slice has whole requests; a longer request is split at multiples of ``most``. Tokens before ``begins[0]`` are
+    skipped.
     """
     ends = [end for begin, after in pairwise([*begins, tokens]) for end in (*range(begin + most, after, most), after)]
     first = last = begins[0] if begins else tokens
