@@ -25,26 +25,17 @@ Key = tuple[str, int | None, int, int]
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, a line of ``answers.jsonl``.
-
-    Attributes:
-        target: target length in tokens; None for a setting without a target, which is scored against every target.
-        prompt: index of the prompt.
-        ids: tokens, including the end-of-sequence token if the answer ended by itself.
-        ended: True if the answer ended by itself, False if the limit of new tokens cut it.
-        nll: negative log-likelihood of each token under the base model alone, in nats.
-        predicted: length in tokens, predicted before the first one; None if it was not requested or is unknown.
-    """
+    """An answer, a line of ``answers.jsonl``. Answers of a setting without a target are scored against every target."""
 
     setting: str
-    target: int | None
+    target: int | None  # target length in tokens
     seed: int
-    prompt: int
-    ids: list[int]
+    prompt: int  # index of the prompt
+    ids: list[int]  # tokens, including the end-of-sequence token if the answer ended by itself
     text: str
-    ended: bool
-    nll: list[float]
-    predicted: float | None = None
+    ended: bool  # True if the answer ended by itself, False if the limit of new tokens cut it
+    nll: list[float]  # negative log-likelihood of each token under the base model alone, in nats
+    predicted: float | None = None  # length in tokens before the first one; None if not requested or unknown
 
     @property
     def key(self) -> Key:

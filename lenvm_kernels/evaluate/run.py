@@ -30,21 +30,13 @@ LONGEST = 2.5
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to answer prompts.
+    """A way to answer prompts."""
 
-    Attributes:
-        name: the name in tables.
-        guidance: request parameters without the target. If None, answers are unguided.
-        with_values: whether a value model guides the answers, or predicts the lengths of the base model's answers.
-        said: whether the prompt names the target.
-        targets: the setting's targets, ``(None,)`` for a setting without a target. If None, the plan's targets.
-    """
-
-    name: str
-    guidance: dict[str, Any] | None
-    with_values: bool
-    said: bool = False
-    targets: tuple[int | None, ...] | None = None
+    name: str  # the name in tables
+    guidance: dict[str, Any] | None  # request parameters without the target. If None, answers are unguided
+    with_values: bool  # a value model guides the answers, or predicts the lengths of the base model's answers
+    said: bool = False  # the prompt names the target
+    targets: tuple[int | None, ...] | None = None  # (None,) without a target. If None, the plan's targets
 
     @property
     def is_constant(self) -> bool:
@@ -54,33 +46,22 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that determines the answers. A directory has the answers of one plan.
-
-    Attributes:
-        targets: tokens.
-        seeds: each seed answers every prompt.
-        settings: the sampled settings; the hard cut is derived from the base model's answers.
-        sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
-        rows: answers per batch, or concurrent requests to a server.
-        engine, constant_engine: engines of the servers. If None, answers are generated in process.
-        answers: reference answer of each prompt. If None, accuracy is not measured.
-        say_it: text appended to the prompts of settings with ``said``.
-    """
+    """Everything that determines the answers. A directory has the answers of one plan."""
 
     base: str
     value: str
     prompts: list[str]
-    targets: list[int]
-    seeds: list[int]
-    settings: list[Setting]
+    targets: list[int]  # tokens
+    seeds: list[int]  # each seed answers every prompt
+    settings: list[Setting]  # the sampled settings; the hard cut is derived from the base model's answers
     max_new_tokens: int
-    sampling: dict[str, Any]
-    rows: int
+    sampling: dict[str, Any]  # temperature, top_k, top_p and min_p
+    rows: int  # answers per batch, or concurrent requests to a server
     dtype: str
-    engine: str | None = None
-    constant_engine: str | None = None
-    answers: list[str] | None = None
-    say_it: str | None = None
+    engine: str | None = None  # of the server. If None, answers are generated in process
+    constant_engine: str | None = None  # of the server without a value model
+    answers: list[str] | None = None  # reference answer of each prompt. If None, accuracy is not measured
+    say_it: str | None = None  # text appended to the prompts of settings with ``said``
 
     def limit(self, target: int | None) -> int:
         """Maximum tokens of an answer to a target."""

@@ -31,17 +31,12 @@ Result = dict[str, Tensor]  # tensors that a call returned or wrote
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operator.
-
-    Attributes:
-        rows: ids of the rows. A row's contents depend on its id, not on its index.
-        options: a value for each of the operator's options.
-    """
+    """One call of an operator. The contents of a row depend on its id, not on its index."""
 
     op: str
     seed: int
-    rows: tuple[int, ...]
-    options: Mapping[str, Any]
+    rows: tuple[int, ...]  # ids
+    options: Mapping[str, Any]  # a value for each of the operator's options
 
     def draws(self, device: torch.device | str) -> Draws:
         return Draws(self.seed, device)
@@ -134,44 +129,36 @@ def owners_at(places: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator under test.
+    """An operator under test."""
 
-    Attributes:
-        function: the public function, named as its modules.
-        options: accepted values of each option, the simplest first. Sizes are options; the number of rows is not.
-        inputs: returns the inputs of a case on a device.
-        row_work: approximate operations of Triton's interpreter per row, which limits batches on a CPU.
-        most_rows: maximum rows of a batch on a GPU. The inputs should have no more than 2**26 numbers; the reference
-            needs ten times that number in fp64, about 5 GB.
-        returns: names of the returned tensors, if the result is no named tuple.
-        writes: arguments, or fields of arguments, that are written. ``out`` is also returned.
-        owners: from inputs and result tensors, the batch index of the row to which each item of a tensor belongs, or
-            -1. By default, item i belongs to row i, and a row of the table to the row that uses it.
-        moved: tensors that differ if the same rows are in another batch, because they contain batch indices or belong
-            to no row.
-        by_row: converts result tensors to tensors with the items first and without batch indices. Tensors that it omits
-            are not compared.
-        compare: compares a result with the fp64 reference. If None, both must be bitwise identical.
-        constants: settings of the operator's tuning constants, by the value of the option ``constants``.
-        free: other accepted forms of a tensor argument or field: ``rows`` or ``columns``, any size of the first or last
-            dimension; ``apart``, strided rows; ``strided``, strided elements; names of other dtypes (``float64`` is
-            only accepted by the reference).
-        reads: the fields of named-tuple arguments that are read or written, unless all are.
-    """
-
-    function: Callable
+    function: Callable  # the public function, named as its modules
+    # Accepted values of each option, the simplest first. Sizes are options; the number of rows is not.
     options: Mapping[str, Sequence]
-    inputs: Callable[[Case, torch.device], CallInputs]
+    inputs: Callable[[Case, torch.device], CallInputs]  # the inputs of a case on a device
+    # Approximate operations of Triton's interpreter per row, which limits batches on a CPU.
     row_work: Callable[[Mapping[str, Any]], float] = lambda options: 150
+    # Maximum rows of a batch on a GPU. The inputs should have no more than 2**26 numbers; the reference needs ten times
+    # that number in fp64, about 5 GB.
     most_rows: Callable[[Mapping[str, Any]], int] = lambda options: 8192
-    returns: Sequence[str] = ("the result",)
-    writes: Sequence[str] = ()
+    returns: Sequence[str] = ("the result",)  # names of the returned tensors, if the result is no named tuple
+    writes: Sequence[str] = ()  # arguments, or fields of arguments, that are written. ``out`` is also returned
+    # From inputs and result tensors, the batch index of the row to which each item of a tensor belongs, or -1. By
+    # default, item i belongs to row i, and a row of the table to the row that uses it.
     owners: Callable[[CallInputs, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda given, tensors: {}
+    # Tensors that differ if the same rows are in another batch, because they contain batch indices or belong to no row.
     moved: Collection[str] = ()
+    # Converts result tensors to tensors with the items first and without batch indices. Omitted tensors are not
+    # compared.
     by_row: Callable[[CallInputs, Result], Result] = lambda given, tensors: tensors
+    # Compares a result with the fp64 reference. If None, both must be bitwise identical.
     compare: Callable[[CallInputs, Result], list[Difference]] | None = None
+    # Settings of the operator's tuning constants, by the value of the option ``constants``.
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Other accepted forms of a tensor argument or field: ``rows`` or ``columns``, any size of the first or last
+    # dimension; ``apart``, strided rows; ``strided``, strided elements; names of other dtypes (``float64`` is only
+    # accepted by the reference).
     free: Mapping[str, str] = field(default_factory=dict)
+    # The fields of named-tuple arguments that are read or written, unless all are.
     reads: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def run(self, given: CallInputs, function: Callable) -> Result:

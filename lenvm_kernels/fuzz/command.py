@@ -37,13 +37,8 @@ def add(commands: Any) -> None:
     length.add_argument("--seconds", type=positive(float), metavar="S", help="duration (default: 60)")
     length.add_argument("--cases", type=positive(int), metavar="N", help="number of cases")
     length.add_argument("--replay", metavar="LINE", help="run one case, given as the last line of a failure")
-    add(
-        "--seed",
-        type=seed_of,
-        default=0,
-        metavar="N",
-        help="equal seeds and --cases draw equal cases (default: 0)",
-    )
+    seed = "equal seeds and --cases draw equal cases (default: %(default)s)"
+    add("--seed", type=seed_of, default=0, metavar="N", help=seed)
     add("--device", choices=("cuda", "cpu"), help="(default: cuda if there is a GPU)")
     against = "function to test instead of the kernels of the operator with its name, or of the operator in --ops"
     add("--against", metavar="MODULE:FUNCTION", help=f"{against}; the module may be in the working directory")

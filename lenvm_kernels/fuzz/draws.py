@@ -24,12 +24,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class Draws:
-    """Random numbers of one seed, by name and row.
-
-    Args:
-        seed: any int.
-        device: device of the numbers, which are the same on all devices.
-    """
+    """Random numbers of one seed, by name and row. They are the same on all devices."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu"):
         self.seed, self.device = seed, torch.device(device)

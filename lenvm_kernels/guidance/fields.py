@@ -39,28 +39,20 @@ _A_LANDING = ("a landing", "landing")
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a request.
+    """A field of a request. Servers accept its short names in the namespace only.
 
-    Attributes:
-        parser: computes the field's value from the given one.
-        spellings: its name, and short names in the fork. Servers accept short names in the namespace only.
-        meaning: a sentence without capital letter and full stop.
-        default: the value of requests without the field, or None.
-        limits: the accepted values, briefly; empty if the meaning states them.
-        needs: if not empty, the requirement for the error message, then the fields of which one is required.
-        metavar: metavariable of the command-line flag. If None, the command line has no flag for the field.
-        elsewhere: names of the parameter in other engines and APIs.
-        is_common: other components may use the name; servers read it outside the namespace only next to other fields.
+    If ``is_common``, other components may use the name; servers read it outside the namespace only next to other
+    fields.
     """
 
-    parser: Callable[[Field, Any], Any]
-    spellings: str
-    meaning: str
-    default: Any = None
-    limits: str = ""
-    needs: tuple[str, ...] = ()
-    metavar: str | None = None
-    elsewhere: str = ""
+    parser: Callable[[Field, Any], Any]  # computes the field's value from the given one
+    spellings: str  # the field's name, and short names in the fork
+    meaning: str  # a sentence without capital letter and full stop
+    default: Any = None  # the value of requests without the field
+    limits: str = ""  # the accepted values, briefly; empty if the meaning states them
+    needs: tuple[str, ...] = ()  # a requirement for the error message, then the fields of which one is required
+    metavar: str | None = None  # of the command-line flag. If None, the command line has no flag for the field
+    elsewhere: str = ""  # names of the parameter in other engines and APIs
     is_common: bool = False
 
     @property

@@ -53,22 +53,16 @@ TokenSequences = tuple[tuple[int, ...], ...]
 class SpanPatterns(NamedTuple):
     """The end sequences, the start sequences, and the starts of tool calls of a request, concatenated.
 
-    Attributes:
-        token_ids: their tokens.
-        begins_open: whether a span is open after a prompt without any of the sequences.
-        first_bits, end_bits, start_bits, call_bits: bit ``i`` is set if token ``i`` is the first of a sequence, the
-            last of an end sequence, of a start sequence, of a start of a tool call. A tool call ends a span, so its
-            bits are also in ``end_bits``.
-        bits_of: the indices of a token in ``token_ids``, as bits.
+    Bit ``i`` of a number stands for token ``i``. A tool call ends a span, so its bits are also in ``end_bits``.
     """
 
     token_ids: tuple[int, ...]
-    begins_open: bool
-    first_bits: int
-    end_bits: int
-    start_bits: int
-    call_bits: int
-    bits_of: Mapping[int, int]
+    begins_open: bool  # whether a span is open after a prompt without any of the sequences
+    first_bits: int  # first tokens of all sequences
+    end_bits: int  # last tokens of end sequences
+    start_bits: int  # last tokens of start sequences
+    call_bits: int  # last tokens of starts of tool calls
+    bits_of: Mapping[int, int]  # the indices of a token in token_ids
 
     @classmethod
     def of(
@@ -127,43 +121,26 @@ class SpanPatterns(NamedTuple):
 
 @dataclass(frozen=True)
 class SpanState:
-    """The state of a request's span. Places count tokens of the sequence from the prompt's first token.
+    """The state of a request's span. Places count tokens of the sequence from the prompt's first token."""
 
-    Attributes:
-        seen: tokens of the sequence that have been read.
-        begin: place from which limits and targets count: the open span's first token, or the end of the last span.
-        end: place after the last span. If None, a span is open.
-        match: match bits of the last token (:class:`SpanPatterns`).
-        closing_from: place from which the end is forced. If None, it is not forced.
-        used: tokens of the last ended span.
-        units: words or sentences from ``begin`` on.
-        in_call: whether a tool call has begun since the last span.
-    """
-
-    seen: int
-    begin: int
-    end: int | None = None
-    match: int = 0
-    closing_from: int | None = None
-    used: int = 0
-    units: int = 0
-    in_call: bool = False
+    seen: int  # tokens of the sequence that have been read
+    begin: int  # place from which limits and targets count: the open span's first token, or the end of the last span
+    end: int | None = None  # place after the last span. If None, a span is open
+    match: int = 0  # match bits of the last token (SpanPatterns)
+    closing_from: int | None = None  # place from which the end is forced. If None, it is not forced
+    used: int = 0  # tokens of the last ended span
+    units: int = 0  # words or sentences from ``begin`` on
+    in_call: bool = False  # a tool call has begun since the last span
 
 
 @dataclass(frozen=True)
 class Thoughts:
-    """A tokenizer's marks of thoughts and of tool calls.
+    """A tokenizer's marks of thoughts and of tool calls."""
 
-    Attributes:
-        ends, starts: sequences of tokens that end and begin a thought, empty without thoughts.
-        tool_calls: sequences of tokens that begin a tool call.
-        encode: tokenizes a text. If None, texts are rejected.
-    """
-
-    ends: TokenSequences = ()
-    starts: TokenSequences = ()
-    tool_calls: TokenSequences = ()
-    encode: Callable[[str], Sequence[int]] | None = None
+    ends: TokenSequences = ()  # sequences of tokens that end a thought, empty without thoughts
+    starts: TokenSequences = ()  # sequences that begin a thought
+    tool_calls: TokenSequences = ()  # sequences that begin a tool call
+    encode: Callable[[str], Sequence[int]] | None = None  # tokenizes a text. If None, texts are rejected
 
     @classmethod
     def unknown(cls) -> Thoughts:

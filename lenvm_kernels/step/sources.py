@@ -13,7 +13,7 @@ import torch
 from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
 from lenvm_kernels.ops._common import check_tensor
 from lenvm_kernels.step.inputs import CANDIDATES, CANDIDATES_OF_MODEL
-from lenvm_kernels.step.state import StepRows, StepState
+from lenvm_kernels.step.state import States, StepRows, StepState
 from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
@@ -27,23 +27,14 @@ _NO_IMAGES = "images must be None unless the value model is a vision-language mo
 
 
 class ValueSource(ABC):
-    """A source of value logits. Subclasses must implement :meth:`value_logits`; other hooks are for stateful sources.
+    """A source of value logits. Subclasses implement :meth:`value_logits`; other hooks are for stateful sources."""
 
-    Attributes:
-        needs_tokens: whether the source reads tokens, which must then be passed to :meth:`extend` and steps.
-        needs_states: number of columns and dtype of the base model's states that each step needs; None without states.
-        device: device of the source, which must be the slot table's device. If None, any.
-        candidates: default of :attr:`StepConfig.max_candidates`.
-        early: mean number of tokens from the target to the end of the sentence.
-        cache: keys and values of the tokens; None without a cache.
-    """
-
-    needs_tokens = False
-    needs_states: tuple[int, torch.dtype] | None = None
-    device: torch.device | None = None
-    candidates = CANDIDATES
-    early = EARLY_WITH_VALUES
-    cache: KVCache | None = None
+    needs_tokens = False  # whether the source reads tokens, which must then be passed to extend and to steps
+    needs_states: States | None = None  # of the base model, which each step then needs
+    device: torch.device | None = None  # must be the slot table's device. If None, any
+    candidates = CANDIDATES  # default of StepConfig.max_candidates
+    early = EARLY_WITH_VALUES  # mean number of tokens from the target to the end of the sentence
+    cache: KVCache | None = None  # keys and values of the tokens
 
     def bind(self, state: StepState) -> None:
         """Connect the source with its step. Called by the step's constructor; a source belongs to one step.
@@ -103,15 +94,11 @@ class ConstantValues(ValueSource):
 
 
 class ProbeValues(ValueSource):
-    """Values from a probe on the base model's states.
-
-    Args:
-        probe: the probe.
-    """
+    """Values from a probe on the base model's states."""
 
     def __init__(self, probe: LengthProbe) -> None:
         self.probe, self.device = probe, probe.device
-        self.needs_states: tuple[int, torch.dtype] = (probe.config.state_size, probe.dtype)
+        self.needs_states: States = (probe.config.state_size, probe.dtype)
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
         if params is not None:
@@ -138,11 +125,7 @@ class ProbeValues(ValueSource):
 
 
 class ModelValues(ValueSource):
-    """Values from a value model on the engine's slots, with one forward per step over uncached tokens and candidates.
-
-    Args:
-        value_model: the value model.
-    """
+    """Values from a value model on the engine's slots: one forward per step over uncached tokens and candidates."""
 
     needs_tokens = True
     candidates = CANDIDATES_OF_MODEL
@@ -219,12 +202,10 @@ def value_source(model: ValueModel | LengthProbe | None) -> ValueSource:
 
 
 def chunks_of(tokens: int, begins: Sequence[int], most: int) -> Iterator[slice]:
-    """Split the tokens into slices of whole requests. A request longer than a slice is split at multiples of ``most``.
+    """Split the tokens of requests, which begin at the ascending ``begins``, into slices of at most ``most`` tokens.
 
-    Args:
-        tokens: number of tokens of all requests.
-        begins: ascending; the first token of each request. Tokens before ``begins[0]`` are skipped.
-        most: tokens per slice.
+    A slice has whole requests; a longer request is split at multiples of ``most``. Tokens before ``begins[0]`` are
+    skipped.
     """
     ends = [end for begin, after in pairwise([*begins, tokens]) for end in (*range(begin + most, after, most), after)]
     first = last = begins[0] if begins else tokens

@@ -21,28 +21,20 @@ from lenvm_kernels.types import Drafts, Filters, SpanNodes
 
 
 class StepCall(NamedTuple):
-    """Arguments of a step that determine its launches.
+    """Checked arguments of :meth:`GuidedStep.step`. Its CUDA graph does not use ``drawn`` and ``probs``.
 
-    Attributes:
-        scores: ``[rows, V]``. With ``addresses``, only the dtype and width are used.
-        vocab_mask: int32 ``[rows, ceil(V / 32)]``. With ``addresses``, only the width is used. If None, no mask.
-        drawn, probs: arguments of :meth:`GuidedStep.step`; not part of the CUDA graph.
-        is_logits: whether the scores are logits.
-        sample: whether tokens are drawn from the candidates.
-        verifies: whether drafts are verified.
-        is_aligned: whether each row of the scores begins at a multiple of 16 elements.
-        addresses: int64 ``[4]``; addresses of the scores and the mask (:func:`begin_step`). If None, both are passed.
+    With ``addresses`` (:func:`begin_step`), only the dtype and the width of the scores and the mask are used.
     """
 
-    scores: torch.Tensor
-    vocab_mask: torch.Tensor | None
+    scores: torch.Tensor  # [rows, V]
+    vocab_mask: torch.Tensor | None  # int32 [rows, ceil(V / 32)]
     drawn: torch.Tensor | None
     probs: torch.Tensor | None
     is_logits: bool
     sample: bool
     verifies: bool
-    is_aligned: bool
-    addresses: torch.Tensor | None = None
+    is_aligned: bool  # each row of the scores begins at a multiple of 16 elements
+    addresses: torch.Tensor | None = None  # int64 [4]
 
     @property
     def key(self) -> tuple[object, ...]:

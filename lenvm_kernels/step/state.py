@@ -16,25 +16,17 @@ from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates, StepHistory, StepRequests
 
 Result = TypeVar("Result")
-States = tuple[int, torch.dtype]  # columns and dtype of hidden states
+States = tuple[int, torch.dtype]  # number of columns and dtype of hidden states
 
 
 class StepRows(NamedTuple):
-    """The first rows of :class:`StepTensors`.
+    """The first rows of :class:`StepTensors`."""
 
-    Attributes:
-        sizes: N requests, and nodes per request.
-        requests: inputs of the requests and their nodes.
-        scored: candidates to score, per node.
-        trees: drafts and candidates to score, per request. None without drafts or without a value model.
-        states: hidden states of the base model per node. None if the value source reads none.
-    """
-
-    sizes: tuple[int, int]
-    requests: StepRequests
-    scored: ScoredCandidates
-    trees: CandidateTrees | None
-    states: torch.Tensor | None
+    sizes: tuple[int, int]  # N requests, and nodes per request
+    requests: StepRequests  # inputs of the requests and their nodes
+    scored: ScoredCandidates  # candidates to score, per node
+    trees: CandidateTrees | None  # drafts and candidates, per request; None without drafts or without a value model
+    states: torch.Tensor | None  # hidden states of the base model per node; None if the value source reads none
 
     def score_chains(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Mark the first ``counts [B]`` of ``tokens [B, C]`` to be scored as a chain after the sequence.
@@ -56,21 +48,11 @@ class StepRows(NamedTuple):
 
 
 class StepTensors:
-    """The tensors of the largest step, and slices of them for smaller steps.
+    """The tensors of the largest step, with ``max_rows`` requests, and slices of them for smaller steps.
 
     Args:
-        max_rows: largest number of requests.
-        config: configuration with ``max_drafts``, D, and ``max_candidates``, K.
-        device: device of the tensors.
         trees: whether candidates and drafts are scored together, see :func:`pack_drafts`.
         states: :attr:`ValueSource.needs_states`.
-
-    Attributes:
-        scored: candidates to score, per node.
-        addresses: int64 ``[4]``; addresses of the scores and the vocabulary mask, see :func:`begin_step`.
-        no_drafts: ``[max_rows, D]``; empty drafts. Constants instead of None avoid kernel variants.
-        all_active: bool ``[max_rows]``; True.
-        none_drawn: int64 ``[max_rows * (1 + D)]``; -1.
     """
 
     def __init__(
@@ -83,7 +65,8 @@ class StepTensors:
         self.scored = empty_scored(nodes, max_candidates, device)
         self._trees = empty_trees(max_rows, max_drafts, max_candidates, device) if trees and max_drafts else None
         self._states = None if states is None else torch.zeros(nodes, states[0], dtype=states[1], device=device)
-        self.addresses = torch.zeros(4, dtype=torch.int64, device=device)
+        self.addresses = torch.zeros(4, dtype=torch.int64, device=device)  # of scores and mask, see begin_step
+        # Constants instead of None avoid kernel variants.
         self.no_drafts = Drafts(*(torch.full_like(self._requests.draft_ids, -1) for _ in Drafts._fields))
         self.all_active = torch.ones(max_rows, dtype=torch.bool, device=device)
         self.none_drawn = torch.full((nodes,), -1, dtype=torch.int64, device=device)
@@ -109,16 +92,9 @@ class StepTensors:
 
 
 class History:
-    """The last tokens of each request of a slot table, and its number of cached tokens. The host reads neither.
+    """The last ``max_delta`` tokens of each request of a slot table, and its number of cached tokens.
 
-    Args:
-        table_rows: R, rows of the slot table.
-        max_delta: M, tokens stored per request.
-        device: device of the tensors.
-        reads_tokens: whether the value source reads tokens. If False, tokens are never missing.
-
-    Attributes:
-        columns: :class:`StepHistory`.
+    The host reads neither. Unless the value source ``reads_tokens``, tokens are never missing.
     """
 
     def __init__(self, table_rows: int, max_delta: int, device: torch.device, *, reads_tokens: bool) -> None:
@@ -148,15 +124,7 @@ class History:
 
 
 class StepState(NamedTuple):
-    """The state that a guided step shares with its value source.
-
-    Attributes:
-        config: configuration of the step, with its defaults resolved.
-        slots: slot table of the requests.
-        table: guidance of the requests.
-        tensors: tensors that the operators of a step write.
-        history: tokens of the requests.
-    """
+    """The state that a guided step shares with its value source. The defaults of ``config`` are resolved."""
 
     config: StepConfig
     slots: SlotTable
@@ -180,11 +148,7 @@ def bucket_of(requests: int, max_requests: int) -> int:
 
 
 class Graphs:
-    """Runs functions with CUDA graphs, one per key. The functions must use tensors at fixed addresses.
-
-    Args:
-        device: device of the tensors.
-    """
+    """Runs functions with CUDA graphs, one per key. The functions must use tensors at fixed addresses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -63,7 +63,8 @@ class GuidedStep:
         graphs_class: runs the launches of a step if ``config.graphs``.
 
     Raises:
-        TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
+        TypeError, ValueError: invalid argument of the class or of a method; the message names it, the value and the
+            accepted values.
 
     Example:
         >>> slots = PagedSlots(8, max_len=2048, device="cuda")
@@ -202,19 +203,17 @@ class GuidedStep:
         The last token of a prompt is passed to :meth:`step`. Requests without guidance and ``return_values`` are
         skipped.
 
-        tokens: int32 or int64 ``[D]``; tokens of all requests.
-        table_rows: int32 or int64 ``[B]``; row of each request in the slot table, with slots for its tokens.
-        starts: int32 ``[B]``; index of each request's first token in ``tokens``.
-        lens: int32 ``[B]``; number of tokens per request to compute, 0 or more.
-        cached_lens: int32 ``[B]``; number of tokens of each request that are cached, also by other requests.
+        Args:
+            tokens: int32 or int64 ``[D]``; tokens of all requests.
+            table_rows: int32 or int64 ``[B]``; row of each request in the slot table, with slots for its tokens.
+            starts: int32 ``[B]``; index of each request's first token in ``tokens``.
+            lens: int32 ``[B]``; number of tokens per request to compute, 0 or more.
+            cached_lens: int32 ``[B]``; number of tokens of each request that are cached, also by other requests.
             begins: index of each request's first token in ``tokens``, ascending, on the host. A request computed in
                 parts is then split at multiples of ``chunk_tokens`` from its own start, so that its keys and values are
                 bitwise identical in any batch. If None, ``tokens`` is split at multiples of ``chunk_tokens``.
             images: images of the ``D`` tokens. If None, all are text. Positions must be shifted as in
                 :func:`image_positions`, because all other calls use the index in the sequence as the position.
-
-        Raises:
-            TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
         """
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=self.device)
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=self.device)
@@ -252,9 +251,6 @@ class GuidedStep:
                 tracked without changing logits.
             batch: the requests (:class:`StepBatch`).
             drafts: ``[B, max_drafts]``; draft tokens.
-
-        Raises:
-            TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
         """
         config, device = self.config, self.device
         check_class("batch", batch, StepBatch)
@@ -307,9 +303,6 @@ class GuidedStep:
             verify: ``"same_draws"`` accepts drafts that equal the tokens drawn in their place, and the draw after the
                 last of them, so that the text is the same as without drafts (:func:`verify_drafts`). If None, the
                 caller verifies the drafts.
-
-        Raises:
-            TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
         """
         config, device = self.config, self.device
         check_class("prepared", prepared, PreparedStep)
@@ -401,9 +394,6 @@ class GuidedStep:
         Returns:
             fp32 of the shape of ``tokens``; predicted number of tokens after each token, NaN for requests without
             ``return_values``.
-
-        Raises:
-            TypeError, ValueError: invalid argument; the message names it, the value and the accepted values.
         """
         config, device = self.config, self.device
         has_states = self.values.needs_states is not None
@@ -474,9 +464,9 @@ class GuidedStep:
         sizes = sorted({bucket_of(b, self._max_rows) for b in range(1, self._max_rows + 1)})
         temperature = 1.0 if is_logits else None
         sampling = Sampling(0, 1.0, 0.0, temperature=temperature, is_logits=is_logits, sample=sample)
-        with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
-            for size in bar:  # largest first, so that smaller graphs reuse its memory
-                self._warm_up_size(size, sampling, scores_dtype, probs_dtype, is_last=size == sizes[0])
+        # Largest first, so that smaller graphs reuse its memory.
+        for size in tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress):
+            self._warm_up_size(size, sampling, scores_dtype, probs_dtype, is_last=size == sizes[0])
         self.values.warm_up(self._state.padding_row)
 
     def _warm_up_size(

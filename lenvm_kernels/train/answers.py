@@ -28,22 +28,14 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """One answer of the base model.
+    """One answer of the base model."""
 
-    Attributes:
-        prompt, sample: index of the prompt, and index among the prompt's answers.
-        target: target length of the guidance, in tokens. None if the answer is unguided.
-        guided: number of leading tokens that were sampled under guidance.
-        limit: maximum number of tokens.
-        ids: tokens, including the end-of-sequence token of a finished answer.
-    """
-
-    prompt: int
-    sample: int
-    target: int | None
-    guided: int
-    limit: int
-    ids: list[int]
+    prompt: int  # index of the prompt
+    sample: int  # index among the prompt's answers
+    target: int | None  # target length of the guidance, in tokens. None if the answer is unguided
+    guided: int  # number of leading tokens that were sampled under guidance
+    limit: int  # maximum number of tokens
+    ids: list[int]  # tokens, including the end-of-sequence token of a finished answer
     finished: bool
 
     @property
@@ -53,17 +45,14 @@ class SampledAnswer:
 
 @dataclass(frozen=True)
 class Example:
-    """An answer with its targets.
+    """An answer with its targets: values of its last T states, 1 <= T <= ``len(answer.ids)``.
 
-    Attributes:
-        prompt: tokens.
-        targets: fp32 ``[T]``, 1 <= T <= ``len(answer.ids)``: values of the last T states, where a state follows the
-            prompt or any token of the answer except the last.
+    A state follows the prompt or any token of the answer except the last.
     """
 
-    prompt: list[int]
+    prompt: list[int]  # tokens
     answer: SampledAnswer
-    targets: torch.Tensor
+    targets: torch.Tensor  # fp32 [T]
 
 
 Examples = Sequence[Example]

@@ -36,25 +36,18 @@ Generate = Callable[[list[list[int]], list[Guidance], list[int], int], list[list
 
 @dataclass(frozen=True)
 class CollectionPlan:
-    """Every setting that affects the answers.
-
-    Attributes:
-        base, value: the base model, and the value source of the guidance. If ``value`` is None, answers are unguided.
-        samples: answers per prompt.
-        rows: answers per batch in process, or number of concurrent requests to a server.
-        engine: ``"sglang"``, ``"vllm"``, or None for answers in process.
-    """
+    """Every setting that affects the answers."""
 
     base: str
-    value: str | None
+    value: str | None  # value source of the guidance. If None, answers are unguided
     prompts: list[Prompt]
-    samples: int
+    samples: int  # answers per prompt
     max_new_tokens: int
     sampling: dict[str, Any]
     seed: int
-    rows: int
+    rows: int  # answers per batch in process, or number of concurrent requests to a server
     dtype: str
-    engine: str | None = None
+    engine: str | None = None  # "sglang", "vllm", or None for answers in process
 
     @classmethod
     def of(cls, args: argparse.Namespace, value: str | None) -> CollectionPlan:

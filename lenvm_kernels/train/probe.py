@@ -42,19 +42,12 @@ def edges_of(longest: int) -> tuple[int, ...]:
 
 
 class Rows(NamedTuple):
-    """Training data of a probe, a row per token of an answer.
+    """Training data of a probe, a row per token of an answer."""
 
-    Attributes:
-        states: ``[N, L H]`` in the base model's dtype, states of the layers before the token.
-        token_ids: int64 ``[N]``.
-        remaining: int64 ``[N]``, known number of tokens after the token, end-of-sequence included; at least 1.
-        is_cut: bool ``[N]``, whether the answer was cut, so that more tokens would follow.
-    """
-
-    states: Tensor
-    token_ids: Tensor
-    remaining: Tensor
-    is_cut: Tensor
+    states: Tensor  # [N, L H] in the base model's dtype, states of the layers before the token
+    token_ids: Tensor  # int64 [N]
+    remaining: Tensor  # int64 [N], known number of tokens after the token, end-of-sequence included; at least 1
+    is_cut: Tensor  # bool [N], whether the answer was cut, so that more tokens would follow
 
     def split(self, order: Tensor, count: int) -> Iterator[Rows]:
         """The rows at the indices ``order``, ``count`` at a time."""

@@ -23,17 +23,8 @@ from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.types import EmbeddedTokens
-from lenvm_kernels.values.checkpoint import (
-    Head,
-    ValueModelConfig,
-    checked_tensors,
-    head_beside,
-    local_path,
-    read_checkpoint,
-    vision_tensors,
-    with_adapter,
-    with_head,
-)
+from lenvm_kernels.values import checkpoint
+from lenvm_kernels.values.checkpoint import Head, ValueModelConfig, local_path
 from lenvm_kernels.values.config import DISCOUNTED_RETURN, LenVMConfig
 from lenvm_kernels.values.images import check_pixels, embedding_with_images, load_vision_tower
 from lenvm_kernels.values.ragged_batch import KVCache, RaggedBatch
@@ -138,8 +129,8 @@ class ValueModel:
         device: torch.device | str | None = None,
         lenvm_config: LenVMConfig | None = None,
     ) -> None:
-        self._vision_tensors = vision_tensors(tensors)
-        tensors = checked_tensors(config, tensors)
+        self._vision_tensors = checkpoint.vision_tensors(tensors)
+        tensors = checkpoint.checked_tensors(config, tensors)
         embedding = tensors["embed_tokens.weight"]
         self.config, self.lenvm_config = config, lenvm_config or LenVMConfig()
         self.dtype = dtype or embedding.dtype
@@ -193,7 +184,7 @@ class ValueModel:
         """
         path, adapter = local_path(path), None if adapter is None else local_path(adapter)
         lenvm_config = LenVMConfig.read(path if adapter is None else adapter, gamma)
-        config, tensors = read_checkpoint(path, head, adapter)
+        config, tensors = checkpoint.read_checkpoint(path, head, adapter)
         return cls(config, tensors, dtype=dtype, device=device, lenvm_config=lenvm_config)
 
     @classmethod
@@ -218,9 +209,9 @@ class ValueModel:
             FileNotFoundError, ValueError: as :meth:`from_pretrained`.
         """
         adapter = None if adapter is None else local_path(adapter)
-        tensors = with_head(with_adapter(model.state_dict(), adapter), head or head_beside(adapter))
-        config = ValueModelConfig.from_hf(model.config)
-        return cls(config, tensors, lenvm_config=lenvm_config)
+        tensors = checkpoint.with_adapter(model.state_dict(), adapter)
+        tensors = checkpoint.with_head(tensors, head or checkpoint.head_beside(adapter))
+        return cls(ValueModelConfig.from_hf(model.config), tensors, lenvm_config=lenvm_config)
 
     @cached_property
     def vision_tower(self) -> torch.nn.Module | None:

@@ -40,23 +40,18 @@ PART = 4096
 class ProbeConfig:
     """The base model of a probe, the states that the probe reads, and the bins of its lengths.
 
-    Attributes:
-        base: name of the base model, used in messages only.
-        layers: states to read, in this order: ``i`` is the input of layer ``i`` (the residual stream), and
-            ``num_layers`` is the input of the output layer, after the final norm.
-        num_layers, hidden_size, vocab_size: sizes of the base model. Its embedding may have more rows.
-        embedding_signs: signs in the input embedding (:func:`embedding_signs`).
-        bin_edges: lengths in tokens, ascending, the first at least 1: bin ``i`` has the lengths from ``bin_edges[i]``
-            to ``bin_edges[i + 1] - 1``. The last bin also has all longer lengths.
+    State ``i`` in ``layers`` is the input of layer ``i`` (the residual stream), and ``num_layers`` is the input of the
+    output layer, after the final norm. Bin ``i`` has the lengths from ``bin_edges[i]`` to ``bin_edges[i + 1] - 1``, in
+    tokens. The last bin also has all longer lengths.
     """
 
-    base: str
-    layers: tuple[int, ...]
+    base: str  # name of the base model, used in messages only
+    layers: tuple[int, ...]  # states to read, in this order
     num_layers: int
     hidden_size: int
-    vocab_size: int
-    embedding_signs: str
-    bin_edges: tuple[int, ...]
+    vocab_size: int  # the base model's embedding may have more rows
+    embedding_signs: str  # see embedding_signs
+    bin_edges: tuple[int, ...]  # ascending, the first at least 1
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "vocab_size"):

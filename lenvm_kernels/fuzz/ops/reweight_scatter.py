@@ -217,7 +217,7 @@ def compare_guided(requests: Requests, guided: Tensor, table_rows: Tensor, fault
     expected, faults_of_requests = requests.reference(0.0)
     expected_faults = torch.zeros_like(faults).index_copy(0, table_rows, faults_of_requests)
     lower, upper = (requests.reference(width)[0] for width in (-TARGET_WIDTH, TARGET_WIDTH))
-    v, tilted = values_of(requests), is_one_of(requests.table.mode, TILTING)
+    v, tilted = -torch.expm1(-lengths_of(requests)), is_one_of(requests.table.mode, TILTING)
     relative, absolute = TOLERANCE["reweight_scatter"][torch.float32]
     moved = (upper - expected).abs() + (lower - expected).abs() + conditioning(requests, v, expected)
     moved = moved.masked_fill(~tilted[:, None], 0.0)
@@ -249,22 +249,12 @@ def is_one_of(mode: Tensor, modes: Collection[Mode]) -> Tensor:
     return torch.isin(mode, torch.tensor([int(m) for m in modes], dtype=mode.dtype, device=mode.device))
 
 
-def is_eos(requests: Requests) -> Tensor:
-    """bool ``[B, K]``: candidates that end the sequence or the span."""
-    ends = requests.table.ending_token_ids
-    return (requests.candidates.token_ids[:, :, None] == ends[:, None]).any(2)
-
-
 def lengths_of(requests: Requests) -> Tensor:
-    """fp64 lengths ``[B, K]`` in nats, ``-ln(1 - v)``, without the answers."""
+    """fp64 lengths ``[B, K]`` in nats, ``-ln(1 - v)``, without the answers; 0 if the sequence or the span ends."""
+    is_end = (requests.candidates.token_ids[:, :, None] == requests.table.ending_token_ids[:, None]).any(2)
     answer = requests.column("answer_length") * requests.column("nats_per_token")
     nats = torch.nn.functional.softplus(requests.value_logits.nan_to_num(0.0))
-    return torch.where(is_eos(requests), 0.0, (nats - answer).clamp(min=0))
-
-
-def values_of(requests: Requests) -> Tensor:
-    """fp64 values ``[B, K]``, without the answers."""
-    return -torch.expm1(-lengths_of(requests))
+    return torch.where(is_end, 0.0, (nats - answer).clamp(min=0))
 
 
 def is_as_near(requests: Requests, guided: Tensor, expected: Tensor) -> Tensor:

@@ -48,7 +48,6 @@ OPTIONS: dict[str, list[Any]] = {
     "step": ["none", "1", "4294967295"],
     "constants": ["shipped", "small"],
 }
-# Several programs per row at sizes that the interpreter can handle.
 
 
 def inputs(case: Case, device: torch.device) -> CallInputs:
@@ -236,6 +235,7 @@ OPERATOR = Operator(
     row_work=lambda options: (
         190 + options["vocab"] / (2 if options["constants"] == "small" else 32) + 40 * options["max_candidates"]
     ),
+    # Several programs per row at sizes that the interpreter can handle.
     constants={"small": {"TILE": 32, "PROGRAM_BYTES": 256}},
     free={
         "scores": "float32 bfloat16 float16 float64 columns apart",
