@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -217,11 +217,8 @@ _SPEC = Spec(f"""
 def _launch(out: _Logits, given):
     weights = ProbeWeights._make(getattr(given, name) for name in ProbeWeights._fields)
     (rows, columns), (outputs, size), bins = given.token_ids.shape, weights.fc_weight.shape, len(weights.bins_weight)
-    if rows * columns == 0:
-        return
-    inputs = (given.token_ids, given.scale, given.shift, given.embedding)
     _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
-        *(*out, *(x for tensor in inputs for x in with_row_stride(tensor))),
+        *(*out, *with_row_strides(given.token_ids, given.scale, given.shift, given.embedding)),
         *(weights, weights.fc_weight.stride(0), weights.bins_weight.stride(0)),
         *(given.table, row_strides(given.table), given.table_rows, given.generated),
         *(rows, given.embedding.shape[0]),

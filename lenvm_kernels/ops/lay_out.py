@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, with_row_stride
+from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, with_row_strides
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -221,8 +221,8 @@ def _launch(out: RaggedLayout, given):
         held = history.tokens.shape[1]
     _lay_out_kernel[(rows,)](
         *(out, requests, *tokens),
-        *(*with_row_stride(given.candidate_ids), given.candidate_lens, *with_row_stride(given.candidate_parents)),
-        *(*with_row_stride(given.slot_table), given.slot_table.shape[1]),
+        *(*with_row_strides(given.candidate_ids), given.candidate_lens),
+        *(*with_row_strides(given.candidate_parents, given.slot_table), given.slot_table.shape[1]),
         *(rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters)),
         HELD=held,
         MAX_NEW=given.max_new,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -294,15 +294,12 @@ _MUTATED = ["logits", *(f"table.{name}" for name in WRITTEN)]
 @operator(_SPEC, reference=_reference, mutates=_MUTATED, takes={"table": SpanColumns})
 def _launch(out: SpanNodes, given):
     (requests, new), table, text_breaks = given.tokens.shape, given.table, given.text_breaks
-    if requests == 0:
-        return
-    draft_ids, draft_parents = given.drafts or (None, None)
-    columns = 0 if draft_ids is None else draft_ids.shape[1]
+    columns = 0 if given.drafts is None else given.drafts.token_ids.shape[1]
     eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        *(*out, *with_row_stride(given.logits), table, row_strides(table)),
-        *(*with_row_stride(given.tokens), given.new_lens, given.table_rows, given.lengths),
-        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks, requests),
+        *(*out, *with_row_strides(given.logits), table, row_strides(table)),
+        *(*with_row_strides(given.tokens), given.new_lens, given.table_rows, given.lengths),
+        *(*with_row_strides(*(given.drafts or (None, None))), text_breaks, requests),
         0 if given.logits is None else given.logits.shape[1],
         0 if text_breaks is None else text_breaks.shape[0],
         **dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS),

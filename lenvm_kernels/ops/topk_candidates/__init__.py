@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, ceil_div, next_power_of_2, per_request, row_strides, with_row_stride
+from lenvm_kernels.ops._common import COLUMNS, ceil_div, next_power_of_2, per_request, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -115,19 +115,12 @@ _TAKES |= dict.fromkeys(("is_logits", "is_aligned", "sample", "score_all"), bool
 @operator(_SPEC, reference=_reference, mutates=["scored", "step"], takes=_TAKES)
 def _launch(out: Candidates, given):
     scores, guided, table, text_breaks = given.scores, given.guided, given.table, given.text_breaks
-    temperature, addresses, is_logits, columns = (
-        given.temperature,
-        given.addresses,
-        given.is_logits,
-        given.max_candidates,
-    )
-    (count, vocab), device = scores.shape, scores.device
-    if count == 0:
-        return
+    temperature, addresses, is_logits = given.temperature, given.addresses, given.is_logits
+    (count, vocab), columns, device = scores.shape, given.max_candidates, scores.device
     tiles = ceil_div(vocab, TILE)
     tile_max = torch.empty(count, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(count, tiles, dtype=torch.float32, device=device)
-    inputs = (scores, scores.stride(0), *with_row_stride(given.vocab_mask), addresses, vocab)
+    inputs = (scores, scores.stride(0), *with_row_strides(given.vocab_mask), addresses, vocab)
     alignment = ALIGNMENT if (rows_are_aligned(scores) if addresses is None else given.is_aligned) else 1
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(count, ceil_div(tiles, program_tiles))](

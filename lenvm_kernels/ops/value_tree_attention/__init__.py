@@ -347,7 +347,7 @@ def _launch(out: Tensor, given):
     q, k_new, slot_table, plan = given.q, given.k_new, given.slot_table, given.plan
     total_tokens, q_heads, head_dim = q.shape
     kv_heads, num_requests = k_new.shape[1], given.table_rows.shape[0]
-    if total_tokens == 0 or num_requests == 0:
+    if num_requests == 0:
         return
     group = q_heads // kv_heads
     max_len = slot_table.shape[1] * given.page_size
