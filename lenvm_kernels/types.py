@@ -63,8 +63,6 @@ class TextBreak(IntFlag):
 # Bit offsets of two numbers from 0 to 3 next to the flags of a :class:`TextBreak`: bytes missing from the token's last
 # character, and leading bytes of the token that continue the previous token's last character.
 MISSING_BYTES, ADDED_BYTES = 2, 4
-# Expected tokens per unit before the text has any, and the number of units as which this guess is weighted.
-WORD_TOKENS, SENTENCE_TOKENS, GUESSED_UNITS = 1.35, 24.0, 4.0
 
 
 class CountFrom(IntEnum):

@@ -16,7 +16,7 @@ from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE
+from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE, ReweightColumns
 from lenvm_kernels.ops.reweight_scatter.reweight import (
     _GUIDE,
     _SINGLE,
@@ -31,11 +31,9 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.draw import draw as _reference
 from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, ScoredCandidates, StepRequests
 
-# Columns of the guidance table that the kernel accesses: the ReweightColumns and three more.
-DrawColumns = namedtuple(
-    "DrawColumns",
-    "mode scale nats_per_token value_min target_length tolerance counts_down faults answer_length target_logit "
-    "ending_token_ids eos_token_ids seed return_values",
+# Columns of the guidance table that the kernel accesses.
+DrawColumns = namedtuple(  # type: ignore[misc]
+    "DrawColumns", (*ReweightColumns._fields, "eos_token_ids", "seed", "return_values")
 )
 
 

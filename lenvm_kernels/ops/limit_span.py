@@ -14,30 +14,17 @@ from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, wi
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.reference.limit_span import CHARACTER_TOKENS, EXCLUDED, FORCED
-from lenvm_kernels.reference.limit_span import limit_span as _reference
-from lenvm_kernels.types import (
-    ADDED_BYTES,
-    GUESSED_UNITS,
-    MISSING_BYTES,
-    SENTENCE_TOKENS,
-    WORD_TOKENS,
-    CountFrom,
-    Drafts,
-    GuidanceColumns,
-    SpanNodes,
-    TextBreak,
-)
+from lenvm_kernels.reference import limit_span as reference
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, Drafts, GuidanceColumns, SpanNodes, TextBreak
 
 # Requests per program. The registers of one warp store the states of all their nodes, and spill with 8 requests.
 REQUESTS = 4
 
-_EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
-_LINE = tl.constexpr(int(TextBreak.LINE))
+_EXCLUDED, _FORCED = tl.constexpr(reference.EXCLUDED), tl.constexpr(reference.FORCED)
 _MISSING_BYTES, _ADDED_BYTES = tl.constexpr(MISSING_BYTES), tl.constexpr(ADDED_BYTES)
-_CHARACTER_TOKENS = tl.constexpr(CHARACTER_TOKENS)
-_SENTENCE, _GUESSED_UNITS = tl.constexpr(int(TextBreak.SENTENCE)), tl.constexpr(GUESSED_UNITS)
-_WORD_TOKENS, _SENTENCE_TOKENS = tl.constexpr(WORD_TOKENS), tl.constexpr(SENTENCE_TOKENS)
+_CHARACTER_TOKENS, _GUESSED_UNITS = tl.constexpr(reference.CHARACTER_TOKENS), tl.constexpr(reference.GUESSED_UNITS)
+_WORD_TOKENS, _SENTENCE_TOKENS = tl.constexpr(reference.WORD_TOKENS), tl.constexpr(reference.SENTENCE_TOKENS)
+_LINE, _SENTENCE = tl.constexpr(int(TextBreak.LINE)), tl.constexpr(int(TextBreak.SENTENCE))
 _SPANS, _OUTPUT = tl.constexpr(int(CountFrom.SPANS)), tl.constexpr(int(CountFrom.OUTPUT))
 
 
@@ -291,7 +278,7 @@ _SPEC = Spec(f"""
 _MUTATED = ["logits", *(f"table.{name}" for name in WRITTEN)]
 
 
-@operator(_SPEC, reference=_reference, mutates=_MUTATED, takes={"table": SpanColumns})
+@operator(_SPEC, reference=reference.limit_span, mutates=_MUTATED, takes={"table": SpanColumns})
 def _launch(out: SpanNodes, given):
     (requests, new), table, text_breaks = given.tokens.shape, given.table, given.text_breaks
     columns = 0 if given.drafts is None else given.drafts.token_ids.shape[1]
@@ -346,7 +333,6 @@ def limit_span(
     A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing in each span. From
     ``hard_limit`` on, its ``closing_token_ids`` are raised as above, each once. The sequence then continues, and may
     end.
-
 
     Other requests are unchanged. A second call in a step does not change the drawn tokens.
 
