@@ -122,15 +122,10 @@ def _launch(out: Candidates, given):
     tile_sum = torch.empty(count, tiles, dtype=torch.float32, device=device)
     inputs = (scores, scores.stride(0), *with_row_strides(given.vocab_mask), addresses, vocab)
     alignment = ALIGNMENT if (rows_are_aligned(scores) if addresses is None else given.is_aligned) else 1
+    forms = dict(IS_LOGITS=is_logits, ALIGNMENT=alignment, TILE=TILE)
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(count, ceil_div(tiles, program_tiles))](
-        *(tile_max, tile_sum, guided, temperature),
-        *inputs,
-        IS_LOGITS=is_logits,
-        ALIGNMENT=alignment,
-        TILE=TILE,
-        PROGRAM_TILES=program_tiles,
-        num_warps=4,
+        tile_max, tile_sum, guided, temperature, *inputs, **forms, PROGRAM_TILES=program_tiles, num_warps=4
     )
     strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
@@ -138,14 +133,11 @@ def _launch(out: Candidates, given):
         *(out, tile_max, tile_sum, guided, temperature, given.top_k, given.top_p, given.min_p),
         *(table, strides, given.table_rows, given.generated, text_breaks, sentences, given.last_tokens),
         *(given.scored, given.requests, given.drawn, given.step, int(given.sample)),
-        *inputs,
-        ends,
+        *(*inputs, ends),
+        **forms,
         SCORE_ALL=given.score_all,
-        IS_LOGITS=is_logits,
-        ALIGNMENT=alignment,
         K=columns,
         ENDS=next_power_of_2(ends),
-        TILE=TILE,
         TILES=next_power_of_2(tiles),
         num_warps=4 if columns <= 16 else 8,
         # Otherwise a product fused with an addition across threads would give the threads different entropies.

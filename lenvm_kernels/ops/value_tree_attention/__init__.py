@@ -125,12 +125,8 @@ def _merge_splits(
     Loads bypass L1, because it may lack the writes of other programs."""
     m = tl.arange(0, BLOCK_M)
     s = tl.arange(0, MAX_SPLITS)[None, :]
-    lse = tl.load(
-        partial_lse_ptr + m[:, None] + s * stride_split,
-        mask=is_row[:, None] & (s < splits),
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )  # [BLOCK_M, MAX_SPLITS]
+    lse_ptr = partial_lse_ptr + m[:, None] + s * stride_split  # [BLOCK_M, MAX_SPLITS]
+    lse = tl.load(lse_ptr, mask=is_row[:, None] & (s < splits), other=float("-inf"), cache_modifier=".cg")
     top = tl.where(is_row, tl.max(lse, axis=1), 0.0)
     factor = 1.0 / tl.where(is_row, tl.sum(tl.exp2(lse - top[:, None]), axis=1), 1.0)
     COLUMNS: tl.constexpr = min(BLOCK_D, MERGE_COLUMNS)
@@ -209,11 +205,8 @@ def _value_tree_attention_kernel(
         is_row = m < tl.minimum(tokens - first_token, TOKENS) * GROUP
         tile_row = (first_row + first_token).to(tl.int64)
         q_tile_ptr = ptr.q + tile_row * stride.q_token + first_head * stride.q_head
-        q = tl.load(
-            q_tile_ptr + (tile_token * stride.q_token + tile_head * stride.q_head)[:, None] + d[None, :],
-            mask=is_row[:, None] & is_dim[None, :],
-            other=0.0,
-        )
+        q_offset = (tile_token * stride.q_token + tile_head * stride.q_head)[:, None] + d[None, :]
+        q = tl.load(q_tile_ptr + q_offset, mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
         # A candidate's own key and value initialize its softmax, in the last split, like delta. Its score is one
         # element of a matmul with the tile's keys, which neighbouring candidates cannot change. The branch frees the
