@@ -269,8 +269,6 @@ _INTEGER, _NUMBER, _SWITCH = Column(torch.int32), Column(torch.float32), Column(
 class GuidanceColumns(NamedTuple):
     """Guidance parameters of ``R`` requests, one tensor per parameter (see :class:`Column`).
 
-    :func:`limit_span` writes ``prompt_len``, ``span_seen``, ``span_match``, ``closing_from``, ``span_used``,
-    ``missing_bytes``, ``units``, ``span_ended`` and ``in_call``.
     ``ending_token_ids`` is a view of ``eos_token_ids`` and ``span_end_token_ids``. ``target_logit`` is the value of
     every candidate without a value model. ``faults`` is described in :func:`reweight_scatter`.
     """

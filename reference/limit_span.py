@@ -28,10 +28,6 @@ class _Span(NamedTuple):
     units: Tensor
     in_call: Tensor
 
-    def where(self, condition: Tensor, other: "_Span") -> "_Span":
-        """This state where ``condition`` is True, else ``other``."""
-        return _Span(*(torch.where(condition, mine, others) for mine, others in zip(self, other, strict=True)))
-
 
 def limit_span(
     logits: Tensor | None,  # [B * (1 + D), V]
@@ -85,7 +81,7 @@ def limit_span(
             torch.where(begin == span.begin, span.units + ((text_break & unit) != 0), 0),
             (span.in_call | (((match & call_bits) != 0) & ~closes_on)) & ~begins_now,
         )
-        span = begun.where(is_new, span)
+        span = _Span(*(torch.where(is_new, *pair) for pair in zip(begun, span, strict=True)))
         over = place - span.begin - limit
         is_due = (over >= grace) | ((text_break & TextBreak.LINE) != 0)
         is_due &= (span.missing_bytes == 0) | (over >= grace + CHARACTER_TOKENS)
@@ -108,8 +104,7 @@ def limit_span(
         column[table_rows] = torch.where(has_span, now, column[table_rows])
 
     # Per node: whether it exists, the number of drafts before it, and its span state.
-    nothing = torch.zeros_like(has_span)
-    is_there, depth, found = [~nothing], [torch.zeros_like(lengths)], [span]
+    is_there, depth, found = [torch.ones_like(has_span)], [torch.zeros_like(lengths)], [span]
     if drafts is not None:
         token_ids, parents = tidy_drafts(drafts, requests)
         row = torch.arange(requests, device=device)

@@ -173,15 +173,10 @@ def choose_scored(
 
 
 def ends_among_candidates(
-    x: torch.Tensor,  # [B, V]
-    p: torch.Tensor,  # [B, V]
-    ends: torch.Tensor,  # int64 [B, E]
-    least: torch.Tensor,  # [B]
-    nothing: float,
-    max_candidates: int,
-) -> torch.Tensor:  # int64 [B, E]
-    """Tokens that end a row's output and are probable enough to be candidates regardless of the filters, else -1. They
-    take at most all columns except one, the most probable first."""
+    x: torch.Tensor, p: torch.Tensor, ends: torch.Tensor, least: torch.Tensor, nothing: float, max_candidates: int
+) -> torch.Tensor:
+    """The ``ends [B, E]`` that are candidates regardless of the filters, because their probability is at least
+    ``least [B]``; else -1. They take at most all columns except one, the most probable first."""
     is_token = (ends >= 0) & (ends < x.shape[1])
     token = torch.where(is_token, ends, 0)
     score = x.gather(1, token)

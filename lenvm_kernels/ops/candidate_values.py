@@ -1,8 +1,4 @@
-"""Values of candidates from a base model's hidden states: ``W2 silu(W1 silu(shift + scale * e) + b1) + b2`` predicts
-the distribution of the remaining length, which is then reduced to one length.
-
-``e`` is a candidate's embedding; ``scale`` and ``shift`` are projections of its request's hidden state. One launch.
-"""
+"""Values of candidates from a base model's hidden states, in one launch."""
 
 from collections import namedtuple
 
@@ -271,7 +267,8 @@ def candidate_values(
     Args:
         token_ids: int32 or int64 [B, K]; candidates. The logits of ids outside ``[0, V)``, such as -1, are exactly 0.
             Rows may be strided.
-        scale, shift: [B, D], in the dtype of ``embedding`` or fp32; modulation per request. Rows may be strided.
+        scale, shift: [B, D], in the dtype of ``embedding`` or fp32; modulation per request, projections of its hidden
+            state. Rows may be strided.
         embedding: [V, D], fp32, bf16 or fp16 (also fp64 on the reference); one row per token. Rows may be strided.
         fc_weight: W1 [E, D], stored as in ``nn.Linear`` (out, in), in the dtype of ``embedding``. The left operand is
             rounded to this dtype. Rows may be strided; the same applies to ``bins_weight``.

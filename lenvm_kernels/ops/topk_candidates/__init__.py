@@ -8,10 +8,6 @@ There are two launches. The first streams the scores once and stores the maximum
 tile of 128 tokens. The K best tokens are in the K tiles with the largest maxima, because every token of another tile is
 below K maxima. The second launch, with one program per request, adds the sums and rereads these tiles to extract the
 tokens. No reduction order depends on the number of requests.
-
-In a step, the second launch also decides which candidates the value model scores: the candidates of all reweighted
-requests. A request with a ``value_stride`` is reweighted at the steps at which it is due, and when a candidate would
-end it. If lengths are requested without reweighting, only the next token is scored, if it is known.
 """
 
 from collections import namedtuple
@@ -200,8 +196,9 @@ def topk_candidates(
       ``due_length`` on, it halves with each hundredth. Late requests therefore accept less probable ends.
     - A request is skipped if the entropy of its renormalised candidates is at or below ``entropy_threshold``.
 
-    With ``scored``, the call also decides which candidates the value model scores in a step. A request that is not due
-    and has no candidate that ends it then gets the status ``NOT_DUE`` instead of ``GUIDE``.
+    With ``scored``, the call also decides which candidates the value model scores in a step: the candidates of all
+    requests with the status ``GUIDE``. A request that is not due and has no candidate that ends it gets ``NOT_DUE``
+    instead. If lengths are requested without reweighting, only the next token is scored, if it is known.
 
     Args:
         scores: fp32, bf16 or fp16 ``[B, V]``, V up to 1,048,576; probabilities or logits. Rows may be strided.
