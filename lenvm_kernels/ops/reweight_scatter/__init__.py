@@ -112,10 +112,9 @@ def scatter_probs(out: Tensor, given):
     """Write guided probabilities into the rows of ``out``, see :func:`reweight_scatter`. Arguments are not checked."""
     guided_probs, candidates, modes, table_rows = given
     (requests, vocab), columns = out.shape, guided_probs.shape[1]
-    dense, listed = (out, out.stride(0)), (guided_probs, candidates.token_ids, candidates.status)
-    _scatter_kernel[(requests, ceil_div(vocab, SLICE))](
-        *dense, *listed, modes, modes.stride(0), table_rows, vocab, K=columns, SLICE=SLICE, num_warps=4
-    )
+    tensors = (*with_row_strides(out), guided_probs, candidates.token_ids, candidates.status, *with_row_strides(modes))
+    grid, sizes = (requests, ceil_div(vocab, SLICE)), dict(K=columns, SLICE=SLICE)
+    _scatter_kernel[grid](*tensors, table_rows, vocab, **sizes, num_warps=4)
 
 
 @operator(_SPEC, reference=_reference, mutates=["table.faults"], takes={"table": ReweightColumns})
