@@ -47,8 +47,8 @@ def operator(
     same order, and returns the output. It
 
     - reduces a :class:`GuidanceColumns` to the columns of the named tuple in ``takes``;
-    - makes the GPU of the output current, because Triton launches on the current GPU, and launches nothing for a batch
-      without any output;
+    - launches nothing if the output has no elements, as for an empty batch;
+    - makes the GPU of the output current, because Triton launches on the current GPU;
     - is ``torch.ops.lenvm.<name>`` when operators are recorded instead of executed: ``torch.compile``,
       ``torch.export``, ``make_fx``. The schema has one argument for each field of a named tuple. Other calls bypass the
       dispatcher.

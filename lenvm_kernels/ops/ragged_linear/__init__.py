@@ -302,9 +302,7 @@ def launch_linear(out: Tensor, given):  # out is in the dtype of x, or fp32
 
     if norm_eps is not None and square_sums is None:
         square_sums = sums_of_squares(x)
-    partial = None
-    if splits > 1:
-        partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
+    partial = None if splits == 1 else torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
     operands = (
         LinearTensors(out, x, weight, bias, residual, partial),
         LinearStrides(x.stride(0), 0 if residual is None else residual.stride(0)),
