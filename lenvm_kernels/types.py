@@ -63,8 +63,6 @@ class TextBreak(IntFlag):
 # Bit offsets of two numbers from 0 to 3 next to the flags of a :class:`TextBreak`: bytes missing from the token's last
 # character, and leading bytes of the token that continue the previous token's last character.
 MISSING_BYTES, ADDED_BYTES = 2, 4
-# Expected tokens per unit before the text has any, and the number of units as which this guess is weighted.
-WORD_TOKENS, SENTENCE_TOKENS, GUESSED_UNITS = 1.35, 24.0, 4.0
 
 
 class CountFrom(IntEnum):
@@ -271,8 +269,6 @@ _INTEGER, _NUMBER, _SWITCH = Column(torch.int32), Column(torch.float32), Column(
 class GuidanceColumns(NamedTuple):
     """Guidance parameters of ``R`` requests, one tensor per parameter (see :class:`Column`).
 
-    :func:`limit_span` writes ``prompt_len``, ``span_seen``, ``span_match``, ``closing_from``, ``span_used``,
-    ``missing_bytes``, ``units``, ``span_ended`` and ``in_call``.
     ``ending_token_ids`` is a view of ``eos_token_ids`` and ``span_end_token_ids``. ``target_logit`` is the value of
     every candidate without a value model. ``faults`` is described in :func:`reweight_scatter`.
     """

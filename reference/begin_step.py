@@ -26,7 +26,7 @@ def begin_step(
     vocab_mask: Tensor | None,  # int32 [B * (1 + D), ceil(V / 32)]
     padding_row: int,
     out: StepRequests,  # [N * (1 + D)]
-) -> StepRequests:
+) -> None:
     """See :func:`lenvm_kernels.ops.begin_step.begin_step`."""
     count, device = tokens.shape[0], tokens.device
     table_rows = table_rows.long()
@@ -42,11 +42,8 @@ def begin_step(
     wants_length = active & (table.return_values[table_rows] | (may_begin & ended))
     due = torch.ones_like(active)
     if history is not None:
-        passed_lens, cached_lens, held = (
-            history.passed_lens[table_rows],
-            history.cached_lens[table_rows],
-            history.tokens,
-        )
+        passed_lens, cached_lens = history.passed_lens[table_rows], history.cached_lens[table_rows]
+        held = history.tokens
         is_gap = passed_lens < lengths - new_lens
         lost = (guided | wants_length) & (is_gap | (lengths - cached_lens > held.shape[1]))
         table.faults[table_rows] += lost.int()
@@ -101,4 +98,3 @@ def begin_step(
     if addresses is not None:
         for i, x in ((0, scores), (2, vocab_mask)):
             addresses[i], addresses[i + 1] = (0, 0) if x is None else (x.data_ptr(), x.stride(0))
-    return out

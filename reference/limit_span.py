@@ -5,24 +5,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lenvm_kernels.reference._common import tidy_drafts
-from lenvm_kernels.types import (
-    ADDED_BYTES,
-    GUESSED_UNITS,
-    MISSING_BYTES,
-    SENTENCE_TOKENS,
-    WORD_TOKENS,
-    CountFrom,
-    Drafts,
-    GuidanceColumns,
-    SpanNodes,
-    TextBreak,
-)
+from lenvm_kernels.reference._common import breaks_of, tidy_drafts
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, Drafts, GuidanceColumns, SpanNodes, TextBreak
 
 # A forced end waits at most this number of tokens for the end of a character, which has at most four bytes.
 CHARACTER_TOKENS = 4
 # Subtracted from the logit of an excluded token, and added to the logit of a forced one. Both are exact in fp16.
 EXCLUDED, FORCED = 1e4, 2e4
+# Expected tokens per unit before the text has any, and the number of units as which this guess is weighted.
+WORD_TOKENS, SENTENCE_TOKENS, GUESSED_UNITS = 1.35, 24.0, 4.0
 
 
 class _Span(NamedTuple):
@@ -36,10 +27,6 @@ class _Span(NamedTuple):
     missing_bytes: Tensor
     units: Tensor
     in_call: Tensor
-
-    def where(self, condition: Tensor, other: "_Span") -> "_Span":
-        """This state where ``condition`` is True, else ``other``."""
-        return _Span(*(torch.where(condition, mine, others) for mine, others in zip(self, other, strict=True)))
 
 
 def limit_span(
@@ -80,8 +67,7 @@ def limit_span(
         begin = torch.where(begins_now, place - torch.where(count_from == CountFrom.SPANS, span.used, 0), span.begin)
         text_break, missing = torch.zeros_like(token, dtype=torch.int32), span.missing_bytes
         if text_breaks is not None:
-            is_known = (token >= 0) & (token < len(text_breaks))
-            text_break = text_breaks[torch.where(is_known, token, 0).long()].int().where(is_known, 0)
+            text_break = breaks_of(token, text_breaks).int()
             added = text_break >> ADDED_BYTES & 3
             missing = torch.where(added > 0, (missing - added).clamp(min=0), text_break >> MISSING_BYTES & 3)
         begin = torch.where(count_from == CountFrom.OUTPUT, span.begin, torch.where(ends_now, place, begin))
@@ -95,7 +81,7 @@ def limit_span(
             torch.where(begin == span.begin, span.units + ((text_break & unit) != 0), 0),
             (span.in_call | (((match & call_bits) != 0) & ~closes_on)) & ~begins_now,
         )
-        span = begun.where(is_new, span)
+        span = _Span(*(torch.where(is_new, *pair) for pair in zip(begun, span, strict=True)))
         over = place - span.begin - limit
         is_due = (over >= grace) | ((text_break & TextBreak.LINE) != 0)
         is_due &= (span.missing_bytes == 0) | (over >= grace + CHARACTER_TOKENS)
@@ -118,8 +104,7 @@ def limit_span(
         column[table_rows] = torch.where(has_span, now, column[table_rows])
 
     # Per node: whether it exists, the number of drafts before it, and its span state.
-    nothing = torch.zeros_like(has_span)
-    is_there, depth, found = [~nothing], [torch.zeros_like(lengths)], [span]
+    is_there, depth, found = [torch.ones_like(has_span)], [torch.zeros_like(lengths)], [span]
     if drafts is not None:
         token_ids, parents = tidy_drafts(drafts, requests)
         row = torch.arange(requests, device=device)

@@ -6,18 +6,14 @@ from lenvm_kernels.reference._common import tidy_drafts
 from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates
 
 
-def pack_drafts(scored: ScoredCandidates, drafts: Drafts) -> CandidateTrees:
+def pack_drafts(scored: ScoredCandidates, drafts: Drafts, out: CandidateTrees) -> None:
     """See :func:`lenvm_kernels.ops.pack_drafts.pack_drafts`."""
-    width, columns = drafts.token_ids.shape[1], scored.token_ids.shape[1]
-    rows = len(scored.counts) // (1 + width)
-    draft_ids, draft_parents = tidy_drafts(drafts, rows)
-    trees = CandidateTrees(
-        token_ids=torch.full((rows, width + (1 + width) * columns), -1, dtype=torch.int32),
-        parents=torch.full((rows, width + (1 + width) * columns), -1, dtype=torch.int32),
-        counts=torch.zeros(rows, dtype=torch.int32),
-        positions=scored.positions[:: 1 + width].clone(),
-        columns=torch.full((rows * (1 + width), columns), -1, dtype=torch.int64),
-    )
+    width = drafts.token_ids.shape[1]
+    draft_ids, draft_parents = tidy_drafts(drafts, len(out.counts))
+    for x in (out.token_ids, out.parents, out.columns):
+        x.fill_(-1)
+    out.counts.zero_()
+    out.positions.copy_(scored.positions[:: 1 + width])
     ids, counts = scored.token_ids.tolist(), scored.counts.tolist()
     all_drafts = [list(zip(*x, strict=True)) for x in zip(draft_ids.tolist(), draft_parents.tolist(), strict=True)]
     for row, drafted in enumerate(all_drafts):
@@ -30,7 +26,6 @@ def pack_drafts(scored: ScoredCandidates, drafts: Drafts) -> CandidateTrees:
                 entry = (token, node - nodes[0] - 1)
                 if entry not in drafted:
                     tree.append(entry)
-                trees.columns[node, k] = drafted.index(entry) if entry in drafted else len(tree) - 1
-        trees.counts[row] = len(tree)
-        trees.token_ids[row, : len(tree)], trees.parents[row, : len(tree)] = torch.tensor(tree, dtype=torch.int32).T
-    return CandidateTrees(*(x.to(scored.counts.device) for x in trees))
+                out.columns[node, k] = drafted.index(entry) if entry in drafted else len(tree) - 1
+        out.counts[row] = len(tree)
+        out.token_ids[row, : len(tree)], out.parents[row, : len(tree)] = torch.tensor(tree, dtype=torch.int32).T

@@ -102,13 +102,15 @@ def reweight_scatter(
     equally_near = is_near & (exponent == 0).all(dim=1, keepdim=True)
     result = torch.where((tilts_to_target & unmoved) | equally_near, q, result)
 
-    # Hard constraints choose the candidate with the lowest cost.
+    # Hard constraints choose the candidate with the lowest cost, then the most probable, then the first.
     cost = torch.where(mode == Mode.EQ, (lengths - nats).abs(), z)
     largest = ((mode == Mode.GE) & (remaining > 0)) | (is_soft & above_range)
-    cost = torch.where(largest, -z, cost)
+    cost = torch.where(active, torch.where(largest, -z, cost), torch.inf)
+    tied = active & (cost == cost.amin(dim=1, keepdim=True))
+    index = torch.where(tied, q, -1.0).argmax(dim=1)  # argmax returns the first maximum
+    chosen = torch.nn.functional.one_hot(index, cost.shape[1]).double()
     edge = is_soft & (below_range | above_range)
-    one = choose(torch.where(active, cost, torch.inf), q, active)
-    result = torch.where((mode == Mode.EQ) | (mode == Mode.GE) | (mode == Mode.LE) | edge, one, result)
+    result = torch.where((mode == Mode.EQ) | (mode == Mode.GE) | (mode == Mode.LE) | edge, chosen, result)
 
     result = torch.where(((mode == Mode.MUL) & (scale <= 0)) | reached, q, result)
     result = torch.where(guided & ~faulty & (expected_value >= column("value_min")), result, q)
@@ -187,10 +189,3 @@ def solve_tilt(q: torch.Tensor, w: torch.Tensor, top_w: torch.Tensor, target_w: 
         mean = (torch.softmax(logits, dim=1) * w).sum(dim=1, keepdim=True)
         low, high = torch.where(mean < target_w, middle, low), torch.where(mean < target_w, high, middle)
     return torch.sinh((low + high) / 2)
-
-
-def choose(cost: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-    """One-hot rows on the candidate with the lowest cost, then the most probable, then the first."""
-    tied = active & (cost == cost.amin(dim=1, keepdim=True))
-    index = torch.where(tied, q, -1.0).argmax(dim=1)  # argmax returns the first maximum
-    return torch.nn.functional.one_hot(index, cost.shape[1]).double()

@@ -59,19 +59,17 @@ def topk_candidates(
     if ((x >= last).sum(dim=1) > listed).any():
         # torch.topk does not specify which of equal scores it returns, so take all above the last score, then the first
         # ones equal to it. This is 7 times faster than a stable sort of 4 x 151,936 scores.
-        priority = torch.where(
-            x > last, vocab + 1, torch.where(x == last, vocab - torch.arange(vocab, device=device), 0)
-        )
+        in_order = vocab - torch.arange(vocab, device=device)
+        priority = torch.where(x > last, vocab + 1, torch.where(x == last, in_order, 0))
         token = priority.topk(listed, dim=1).indices
     token = token.sort(dim=1).values
 
     broken = ~top.isfinite() | (top == nothing)  # topk ranks NaN highest
-    greedy = torch.zeros(rows, dtype=torch.bool, device=device)
-    t = torch.ones(rows, dtype=dtype, device=device)
-    if temperature is not None:
-        broken |= ~temperature.isfinite()
-        greedy = temperature < GREEDY_TEMPERATURE
-        t = torch.where(greedy | broken, 1.0, temperature.to(dtype))
+    if temperature is None:
+        temperature = torch.ones(rows, device=device)
+    broken |= ~temperature.isfinite()
+    greedy = temperature < GREEDY_TEMPERATURE
+    t = torch.where(greedy | broken, 1.0, temperature.to(dtype))
     p = torch.softmax(x / t[:, None], dim=1) if is_logits else x
     score, order = x.gather(1, token).sort(dim=1, descending=True, stable=True)
     token = token.gather(1, order)
@@ -175,22 +173,16 @@ def choose_scored(
 
 
 def ends_among_candidates(
-    x: torch.Tensor,  # [B, V]
-    p: torch.Tensor,  # [B, V]
-    ends: torch.Tensor,  # int64 [B, E]
-    least: torch.Tensor,  # [B]
-    nothing: float,
-    max_candidates: int,
-) -> torch.Tensor:  # int64 [B, E]
-    """Tokens that end a row's output and are probable enough to be candidates regardless of the filters, else -1. They
-    take at most all columns except one, the most probable first."""
+    x: torch.Tensor, p: torch.Tensor, ends: torch.Tensor, least: torch.Tensor, nothing: float, max_candidates: int
+) -> torch.Tensor:
+    """The ``ends [B, E]`` that are candidates regardless of the filters, because their probability is at least
+    ``least [B]``; else -1. They take at most all columns except one, the most probable first."""
     is_token = (ends >= 0) & (ends < x.shape[1])
     token = torch.where(is_token, ends, 0)
     score = x.gather(1, token)
     again = (ends[:, :, None] == ends[:, None, :]).tril(-1).any(dim=2)
     allowed = is_token & ~again & (score > nothing) & (p.gather(1, token) >= least[:, None])
-    ahead = (score[:, None, :] > score[:, :, None]) | (
-        (score[:, None, :] == score[:, :, None]) & (token[:, None, :] < token[:, :, None])
-    )
+    is_higher, is_equal = score[:, None, :] > score[:, :, None], score[:, None, :] == score[:, :, None]
+    ahead = is_higher | (is_equal & (token[:, None, :] < token[:, :, None]))
     rank = (ahead & allowed[:, None, :]).sum(dim=2)
     return torch.where(allowed & (rank < max_candidates - 1), token, -1)

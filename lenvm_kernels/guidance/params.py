@@ -19,8 +19,8 @@ from lenvm_kernels.guidance.spans import (
     Thoughts,
     TokenSequences,
 )
-from lenvm_kernels.reference.limit_span import CHARACTER_TOKENS
-from lenvm_kernels.types import SENTENCE_TOKENS, WORD_TOKENS, CountFrom, Mode, TextBreak
+from lenvm_kernels.reference.limit_span import CHARACTER_TOKENS, SENTENCE_TOKENS, WORD_TOKENS
+from lenvm_kernels.types import CountFrom, Mode, TextBreak
 
 
 def _key(name: Any) -> str:

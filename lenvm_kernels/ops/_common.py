@@ -29,14 +29,12 @@ def resolve_backend(backend: str, name: str, tensor: object) -> str:
     Raises:
         ValueError: unknown backend, or ``triton`` requested for CPU tensors without Triton's interpreter.
     """
-    on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
-    if backend == "triton" and (on_gpu or INTERPRETED):
-        return backend
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
     if backend == "auto":
         return "triton" if on_gpu else "reference"
-    if backend == "triton" and isinstance(tensor, Tensor):
+    if backend == "triton" and isinstance(tensor, Tensor) and not (on_gpu or INTERPRETED):
         raise ValueError(
             f"{name} must be on a GPU for backend 'triton' (or TRITON_INTERPRET=1 set before Python starts), "
             f"got {tensor.device}"
@@ -55,9 +53,9 @@ def next_power_of_2(x: int) -> int:
     return 1 << (max(x, 1) - 1).bit_length()
 
 
-def with_row_stride(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    """A tensor and its row stride (0 for None), adjacent parameters of kernels."""
-    return tensor, 0 if tensor is None else tensor.stride(0)
+def with_row_strides(*tensors: Tensor | None) -> list[Any]:
+    """Each tensor followed by its row stride (0 for None), as kernels take them."""
+    return [x for tensor in tensors for x in (tensor, 0 if tensor is None else tensor.stride(0))]
 
 
 def row_strides(columns: Any) -> Any:

@@ -30,7 +30,6 @@ class _Argument(NamedTuple):
     name: str
     schema: dict[str, Any]  # names and types
     kind: Any  # the named tuple; None for a single value
-    is_optional: bool
 
 
 def operator(
@@ -48,6 +47,7 @@ def operator(
     same order, and returns the output. It
 
     - reduces a :class:`GuidanceColumns` to the columns of the named tuple in ``takes``;
+    - launches nothing if the output has no elements, as for an empty batch;
     - makes the GPU of the output current, because Triton launches on the current GPU;
     - is ``torch.ops.lenvm.<name>`` when operators are recorded instead of executed: ``torch.compile``,
       ``torch.export``, ``make_fx``. The schema has one argument for each field of a named tuple. Other calls bypass the
@@ -81,18 +81,15 @@ def operator(
             results = reference(**given)
             pairs = [(out, results)] if isinstance(out, Tensor) else zip(out, results, strict=True)
             for written, result in pairs:
-                if written is not None:
-                    written.copy_(result)
+                written.copy_(result)
 
         def execute(backend: str, out: Any, *values: Any) -> None:
-            first, operands = out if isinstance(out, Tensor) else out[0], operands_type._make(values)
+            outs, operands = (out,) if isinstance(out, Tensor) else out, operands_type._make(values)
             if backend == "reference":
                 run_reference(out, operands)
-            elif first.is_cuda:
-                with torch.cuda.device_of(first):
+            elif any(x is not None and x.numel() > 0 for x in outs):
+                with torch.cuda.device_of(outs[0]):
                     launch(out, operands)
-            else:
-                launch(out, operands)
 
         def execute_flat(backend: str, *flat: Any) -> None:
             execute(backend, *_nested(arguments, flat))
@@ -138,8 +135,8 @@ def _argument(name: str, kind: Any) -> _Argument:
         if hasattr(candidate, "_fields"):
             hints = dict.fromkeys(candidate._fields, Tensor) | get_type_hints(candidate)
             fields = {f"{name}_{field}": x | None if is_optional else x for field, x in hints.items()}
-            return _Argument(name, fields, candidate, is_optional)
-    return _Argument(name, {name: kind}, None, is_optional)
+            return _Argument(name, fields, candidate)
+    return _Argument(name, {name: kind}, None)
 
 
 def _flat(arguments: Sequence[_Argument], values: Sequence[Any]) -> list[Any]:
@@ -161,4 +158,4 @@ def _nested(arguments: Sequence[_Argument], flat: Sequence[Any]) -> Iterator[Any
         if argument.kind is None:
             yield values[0]
         else:
-            yield None if argument.is_optional and all(x is None for x in values) else argument.kind._make(values)
+            yield None if all(x is None for x in values) else argument.kind._make(values)

@@ -62,7 +62,6 @@ class Spec:
     def __init__(self, text: str) -> None:
         self._rules: dict[str, list[_Rule]] = {backend: [] for backend in FLOATS}
         self._kinds: list[tuple[str, int, bool, Any, str]] = []
-        self._places: dict[str, int] = {}
         self.types: dict[str, Any] = {}  # types of the arguments: Tensor or a named tuple, or None
         for line in text.strip().splitlines():
             self._add(line.strip())
@@ -71,11 +70,10 @@ class Spec:
         match = _LINE.fullmatch(line)
         assert match, f"no line of a specification: {line!r}"
         name, optional, dtype, producer, fields, shape, flags = match.groups()
-        argument = self._places[name] = len(self._places)
-        kind = getattr(types, dtype, None)
+        argument, kind = len(self.types), getattr(types, dtype, None)
         self.types[name] = (kind or Tensor) | None if optional else kind or Tensor
         if kind is None:
-            self._add_rule(name, argument, "", bool(optional), dtype, shape, flags)
+            self._add_rule((name, argument, "", bool(optional)), dtype, shape, flags)
             return
         wanted = f"the {dtype} of {producer}" if producer else dtype
         self._kinds.append((name, argument, bool(optional), kind, wanted))
@@ -85,23 +83,21 @@ class Spec:
             layout = flags.replace("single", "")
             if "," in own_shape:  # rows of a list are contiguous
                 layout = layout.replace("strided", "")
-            self._add_rule(f"{name}.{field}", argument, field, bool(optional), word, shape or own_shape, layout)
+            self._add_rule((f"{name}.{field}", argument, field, bool(optional)), word, shape or own_shape, layout)
 
-    def _add_rule(
-        self, name: str, argument: int, field: str, is_optional: bool, dtype: str, shape: str, layout: str
-    ) -> None:
+    def _add_rule(self, subject: tuple[str, int, str, bool], dtype: str, shape: str, layout: str) -> None:
+        """Add the check of ``subject``, the first fields of the :class:`_Rule`."""
         like, own = -1, dtype
         if dtype.startswith("="):
             other, _, own = dtype[1:].partition("|")
-            like = self._places[other]
+            like = list(self.types).index(other)
         sizes = list(enumerate(shape.split(", ")))
         limits = tuple((i, *_limit(size)) for i, size in sizes if size[-1] == "+" or "=" in size)
-        dims = tuple(f"{name}.{i}" if size == "*" else _unlimited(size) for i, size in sizes)
+        dims = tuple(f"{subject[0]}.{i}" if size == "*" else _unlimited(size) for i, size in sizes)
         expressions = tuple((dim, expression(dim)) for dim in dims if not re.fullmatch(r"\w*[A-Za-z]\w*(\.\w+)*", dim))
         for backend, rules in self._rules.items():
             dtypes = _DTYPES[own][backend] if own in _DTYPES else (getattr(torch, own),) if own else ()
-            form = (dtypes, like, dims, expressions, limits, layout.strip())
-            rules.append(_Rule(name, argument, field, is_optional, *form))
+            rules.append(_Rule(*subject, dtypes, like, dims, expressions, limits, layout.strip()))
 
     def check(
         self, backend: str, *arguments: Any, device: torch.device | None = None, sizes: Mapping[str, int] | None = None

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_int, next_power_of_2, row_strides, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, check_int, next_power_of_2, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -219,17 +219,14 @@ _WRITTEN = ["table.faults", "addresses", *(f"history.{name}" for name in StepHis
 @operator(_SPEC, reference=_reference, mutates=_WRITTEN, takes={"table": GatheredColumns, "padding_row": int})
 def _launch(out: StepRequests, given):
     (rows, columns), tokens, history = out.draft_ids.shape, given.tokens, given.history
-    if rows == 0:
-        return
-    draft_ids, draft_parents = given.drafts or (None, None)
     nodes = next_power_of_2(1 + columns)
     tile_requests = max(1, NODES // nodes)
     _begin_step_kernel[(ceil_div(rows, tile_requests),)](
         *(out, given.table, row_strides(given.table), history),
         *(tokens, tokens.stride(0), given.new_lens, given.table_rows, given.lengths, given.active),
-        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents)),
+        *with_row_strides(*(given.drafts or (None, None))),
         *(*(given.spans or (None, None, None)), given.drawn),
-        *(x for field in given.filters for x in with_row_stride(field)),
+        *with_row_strides(*given.filters),
         *(given.addresses, *address_and_stride(given.scores), *address_and_stride(given.vocab_mask)),
         *(tokens.shape[0], rows, given.padding_row),
         NEW=tokens.shape[1],

@@ -1,8 +1,4 @@
-"""Values of candidates from a base model's hidden states: ``W2 silu(W1 silu(shift + scale * e) + b1) + b2`` predicts
-the distribution of the remaining length, which is then reduced to one length.
-
-``e`` is a candidate's embedding; ``scale`` and ``shift`` are projections of its request's hidden state. One launch.
-"""
+"""Values of candidates from a base model's hidden states, in one launch."""
 
 from collections import namedtuple
 
@@ -11,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -217,11 +213,8 @@ _SPEC = Spec(f"""
 def _launch(out: _Logits, given):
     weights = ProbeWeights._make(getattr(given, name) for name in ProbeWeights._fields)
     (rows, columns), (outputs, size), bins = given.token_ids.shape, weights.fc_weight.shape, len(weights.bins_weight)
-    if rows * columns == 0:
-        return
-    inputs = (given.token_ids, given.scale, given.shift, given.embedding)
     _candidate_values_kernel[(ceil_div(rows * columns, BLOCK_M),)](
-        *(*out, *(x for tensor in inputs for x in with_row_stride(tensor))),
+        *(*out, *with_row_strides(given.token_ids, given.scale, given.shift, given.embedding)),
         *(weights, weights.fc_weight.stride(0), weights.bins_weight.stride(0)),
         *(given.table, row_strides(given.table), given.table_rows, given.generated),
         *(rows, given.embedding.shape[0]),
@@ -274,7 +267,8 @@ def candidate_values(
     Args:
         token_ids: int32 or int64 [B, K]; candidates. The logits of ids outside ``[0, V)``, such as -1, are exactly 0.
             Rows may be strided.
-        scale, shift: [B, D], in the dtype of ``embedding`` or fp32; modulation per request. Rows may be strided.
+        scale, shift: [B, D], in the dtype of ``embedding`` or fp32; modulation per request, projections of its hidden
+            state. Rows may be strided.
         embedding: [V, D], fp32, bf16 or fp16 (also fp64 on the reference); one row per token. Rows may be strided.
         fc_weight: W1 [E, D], stored as in ``nn.Linear`` (out, in), in the dtype of ``embedding``. The left operand is
             rounded to this dtype. Rows may be strided; the same applies to ``bins_weight``.

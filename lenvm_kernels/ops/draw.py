@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE
+from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE, ReweightColumns
 from lenvm_kernels.ops.reweight_scatter.reweight import (
     _GUIDE,
     _SINGLE,
@@ -31,11 +31,9 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.draw import draw as _reference
 from lenvm_kernels.types import Candidates, DrawnTokens, GuidanceColumns, ScoredCandidates, StepRequests
 
-# Columns of the guidance table that the kernel accesses: the ReweightColumns and three more.
-DrawColumns = namedtuple(
-    "DrawColumns",
-    "mode scale nats_per_token value_min target_length tolerance counts_down faults answer_length target_logit "
-    "ending_token_ids eos_token_ids seed return_values",
+# Columns of the guidance table that the kernel accesses.
+DrawColumns = namedtuple(  # type: ignore[misc]
+    "DrawColumns", (*ReweightColumns._fields, "eos_token_ids", "seed", "return_values")
 )
 
 
@@ -128,11 +126,9 @@ _SPEC = Spec(f"""
 @operator(_SPEC, reference=_reference, mutates=["table.faults"], takes={"table": DrawColumns, "sample": bool})
 def _launch(out: DrawnTokens, given):
     (rows, columns), table, text_breaks = out.guided_probs.shape, given.table, given.text_breaks
-    if rows == 0:
-        return
     tile_requests = max(1, TILE // columns)
     _draw_kernel[(ceil_div(rows, tile_requests),)](
-        *(out, given.candidates, *with_row_stride(given.value_logits), *with_row_stride(given.predicted)),
+        *(out, given.candidates, *with_row_strides(given.value_logits, given.predicted)),
         *(table, row_strides(table), given.requests, given.scored, given.drawn, text_breaks, int(given.sample)),
         0 if text_breaks is None else text_breaks.shape[0],
         *(table.ending_token_ids.shape[1], table.eos_token_ids.shape[1], rows),

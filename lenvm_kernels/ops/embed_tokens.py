@@ -88,8 +88,6 @@ _SPEC = Spec("""
 @operator(_SPEC, reference=_reference, takes={"rope_scale": float})
 def _launch(out: EmbeddedTokens, given):
     (tokens, size), half = out.hidden.shape, given.inv_freq.shape[0]
-    if tokens == 0:
-        return
     tensors = EmbedTensors(*out, given.token_ids, given.positions, given.embedding, given.inv_freq)
     block_h = min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H)
     sizes = dict(H=size, HALF=half, GROUP=SQUARES_GROUP, BLOCK_H=block_h, BLOCK_HALF=next_power_of_2(half))

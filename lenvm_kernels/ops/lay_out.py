@@ -3,10 +3,6 @@
 Source: section 2 of the specification. The candidates of a request are at the position after its delta; in a tree, a
 candidate is at the position after its parent.
 
-The delta tokens are passed, e.g. prompts, or chosen from the history of decoding requests. A request that needs no
-values in a step waits: its missing tokens are computed at the next step that needs values, or before its history
-overflows. The choice depends only on the request, so that its values are the same in any batch.
-
 One launch with one program per request. A program computes its offsets as integer sums over the lengths of earlier
 requests. It writes its own rows, columns and plan items, and a share of the padding.
 """
@@ -17,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, with_row_stride
+from lenvm_kernels.ops._common import check_int, next_power_of_2, overlapping, with_row_strides
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -221,8 +217,8 @@ def _launch(out: RaggedLayout, given):
         held = history.tokens.shape[1]
     _lay_out_kernel[(rows,)](
         *(out, requests, *tokens),
-        *(*with_row_stride(given.candidate_ids), given.candidate_lens, *with_row_stride(given.candidate_parents)),
-        *(*with_row_stride(given.slot_table), given.slot_table.shape[1]),
+        *(*with_row_strides(given.candidate_ids), given.candidate_lens),
+        *(*with_row_strides(given.candidate_parents, given.slot_table), given.slot_table.shape[1]),
         *(rows, len(out.token_ids) - rows * columns, len(out.plan) - 1, len(out.counters)),
         HELD=held,
         MAX_NEW=given.max_new,
@@ -253,8 +249,10 @@ def lay_out(
 ) -> RaggedLayout:
     """Lay out the tokens of one value-model forward in ``T = D + B * K`` rows, and plan its attention, on the device.
 
-    The delta tokens are either passed as ``delta``, or chosen from the ``history`` of ``requests``; then ``D`` is
-    ``B * M``, and ``history.cached_lens`` is updated in place.
+    The delta tokens are either passed as ``delta``, e.g. prompts, or chosen from the ``history`` of ``requests``; then
+    ``D`` is ``B * M``, and ``history.cached_lens`` is updated in place. A request that needs no values in a step waits
+    until it needs values, or its history would overflow. The choice depends only on the request, so that its values
+    are the same in any batch.
 
     Tokens beyond the slot table have no slot and are not cached. If lengths violate a condition below, the layout is
     meaningless, but the kernel neither reads nor writes outside its tensors.

@@ -10,34 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
-from lenvm_kernels.reference.limit_span import CHARACTER_TOKENS, EXCLUDED, FORCED
-from lenvm_kernels.reference.limit_span import limit_span as _reference
-from lenvm_kernels.types import (
-    ADDED_BYTES,
-    GUESSED_UNITS,
-    MISSING_BYTES,
-    SENTENCE_TOKENS,
-    WORD_TOKENS,
-    CountFrom,
-    Drafts,
-    GuidanceColumns,
-    SpanNodes,
-    TextBreak,
-)
+from lenvm_kernels.reference import limit_span as reference
+from lenvm_kernels.types import ADDED_BYTES, MISSING_BYTES, CountFrom, Drafts, GuidanceColumns, SpanNodes, TextBreak
 
 # Requests per program. The registers of one warp store the states of all their nodes, and spill with 8 requests.
 REQUESTS = 4
 
-_EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
-_LINE = tl.constexpr(int(TextBreak.LINE))
+_EXCLUDED, _FORCED = tl.constexpr(reference.EXCLUDED), tl.constexpr(reference.FORCED)
 _MISSING_BYTES, _ADDED_BYTES = tl.constexpr(MISSING_BYTES), tl.constexpr(ADDED_BYTES)
-_CHARACTER_TOKENS = tl.constexpr(CHARACTER_TOKENS)
-_SENTENCE, _GUESSED_UNITS = tl.constexpr(int(TextBreak.SENTENCE)), tl.constexpr(GUESSED_UNITS)
-_WORD_TOKENS, _SENTENCE_TOKENS = tl.constexpr(WORD_TOKENS), tl.constexpr(SENTENCE_TOKENS)
+_CHARACTER_TOKENS, _GUESSED_UNITS = tl.constexpr(reference.CHARACTER_TOKENS), tl.constexpr(reference.GUESSED_UNITS)
+_WORD_TOKENS, _SENTENCE_TOKENS = tl.constexpr(reference.WORD_TOKENS), tl.constexpr(reference.SENTENCE_TOKENS)
+_LINE, _SENTENCE = tl.constexpr(int(TextBreak.LINE)), tl.constexpr(int(TextBreak.SENTENCE))
 _SPANS, _OUTPUT = tl.constexpr(int(CountFrom.SPANS)), tl.constexpr(int(CountFrom.OUTPUT))
 
 
@@ -291,18 +278,15 @@ _SPEC = Spec(f"""
 _MUTATED = ["logits", *(f"table.{name}" for name in WRITTEN)]
 
 
-@operator(_SPEC, reference=_reference, mutates=_MUTATED, takes={"table": SpanColumns})
+@operator(_SPEC, reference=reference.limit_span, mutates=_MUTATED, takes={"table": SpanColumns})
 def _launch(out: SpanNodes, given):
     (requests, new), table, text_breaks = given.tokens.shape, given.table, given.text_breaks
-    if requests == 0:
-        return
-    draft_ids, draft_parents = given.drafts or (None, None)
-    columns = 0 if draft_ids is None else draft_ids.shape[1]
+    columns = 0 if given.drafts is None else given.drafts.token_ids.shape[1]
     eos, ends, patterns, closing = (getattr(table, name).shape[1] for name in LISTS)
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        *(*out, *with_row_stride(given.logits), table, row_strides(table)),
-        *(*with_row_stride(given.tokens), given.new_lens, given.table_rows, given.lengths),
-        *(*with_row_stride(draft_ids), *with_row_stride(draft_parents), text_breaks, requests),
+        *(*out, *with_row_strides(given.logits), table, row_strides(table)),
+        *(*with_row_strides(given.tokens), given.new_lens, given.table_rows, given.lengths),
+        *(*with_row_strides(*(given.drafts or (None, None))), text_breaks, requests),
         0 if given.logits is None else given.logits.shape[1],
         0 if text_breaks is None else text_breaks.shape[0],
         **dict(NEW=new, E=eos, S=ends, P=patterns, C=closing, D=columns, REQUESTS=REQUESTS),
@@ -349,7 +333,6 @@ def limit_span(
     A request with ``closing_token_ids`` but without ``span_end_token_ids`` has a landing in each span. From
     ``hard_limit`` on, its ``closing_token_ids`` are raised as above, each once. The sequence then continues, and may
     end.
-
 
     Other requests are unchanged. A second call in a step does not change the drawn tokens.
 

@@ -9,7 +9,7 @@ order, then the others, so that a single scatter also writes the padding.
 import torch
 import triton.language as tl
 
-from lenvm_kernels.ops._common import next_power_of_2, with_row_stride
+from lenvm_kernels.ops._common import next_power_of_2, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -87,11 +87,8 @@ _OUT = Spec("out: CandidateTrees contiguous")
 def _launch(out: CandidateTrees, given):
     scored, drafts = given
     rows, (count, width), columns = out.counts.shape[0], drafts.token_ids.shape, scored.token_ids.shape[1]
-    if rows == 0:
-        return
     nodes = next_power_of_2(width + 1)
-    trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
-    tensors = (out, scored.token_ids, scored.counts, scored.positions, *trees)
+    tensors = (out, scored.token_ids, scored.counts, scored.positions, *with_row_strides(*drafts))
     warps = max(1, min(8, nodes * columns // 64))
     _pack_drafts_kernel[(rows,)](*tensors, count, D=width, K=columns, NODES=nodes, num_warps=warps)
 

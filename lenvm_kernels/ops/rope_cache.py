@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_int, check_number, next_power_of_2, overlapping, with_row_stride
+from lenvm_kernels.ops._common import check_int, check_number, next_power_of_2, overlapping
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -150,12 +150,10 @@ _NUMBERS = {"num_heads": int, "norm_eps": float}
 def _launch(out: _Rotated, given):
     qkv, k_cache, v_cache, cos, sin, slots, qk_norm_weight, num_rows, num_heads, norm_eps = given
     tokens, (num_slots, kv_heads, head_dim) = qkv.shape[0], k_cache.shape
-    if tokens == 0:
-        return
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
     by_slot = (*k_cache.stride()[:2], *v_cache.stride()[:2])
-    by_row = (qkv.stride(0), cos.stride(0), sin.stride(0), with_row_stride(qk_norm_weight)[1])
+    by_row = (qkv.stride(0), cos.stride(0), sin.stride(0), 0 if qk_norm_weight is None else qk_norm_weight.stride(0))
     _rope_cache_kernel[(tokens,)](
         RopeTensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
         RopeStrides._make((*by_slot, *by_row)),

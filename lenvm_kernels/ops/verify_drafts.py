@@ -7,7 +7,7 @@ drawn in its place, the draw at the draft's node is also valid, and so on. The t
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -64,11 +64,9 @@ _SPEC = Spec("""
 def _launch(out: VerifiedTokens, given):
     drafts, drawn = given
     rows, columns = drafts.token_ids.shape
-    if rows == 0:
-        return
-    trees = (*with_row_stride(drafts.token_ids), *with_row_stride(drafts.parents))
+    tensors = (out, drawn, *with_row_strides(*drafts))
     sizes = dict(D=columns, NODES=next_power_of_2(columns + 1), REQUESTS=REQUESTS)
-    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](out, drawn, *trees, rows, **sizes, num_warps=1)
+    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](*tensors, rows, **sizes, num_warps=1)
 
 
 def verify_drafts(

@@ -67,6 +67,15 @@ def test_computed_tokens_and_their_slots(device, backend, page_size):
     assert history.cached_lens.tolist() == left
 
 
+def test_layout_without_tokens(device, backend):
+    """It has no rows, but its offsets, its plan and its counters are written. Fresh memory is not 0."""
+    inputs = dict(candidate_ids=i32((), ()), candidate_lens=i32(0, 0), slot_table=i32((0,), (1,)))
+    inputs["delta"] = DeltaTokens(i32(), i32(0, 0), i32(0, 0), i32(0, 1), table_rows=i32(1, 0))
+    layout = GuardedMemory().call(lay_out, **on(device, inputs), num_heads=1, num_kv_heads=1, backend=backend)
+    assert layout.q_offsets.tolist() == [0, 0, 0] and layout.plan.tolist() == [[0] * 8]
+    assert layout.counters.tolist() == [0] * len(layout.counters)
+
+
 def test_plan(device, backend):
     """Tiles of 21 tokens, of which the first two are split. The second request has more tokens than the slot table."""
     inputs = dict(

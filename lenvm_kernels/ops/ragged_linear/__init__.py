@@ -26,7 +26,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import architecture, ceil_div, check_int, check_number, overlapping, with_row_stride
+from lenvm_kernels.ops._common import architecture, ceil_div, check_int, check_number, overlapping, with_row_strides
 from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -295,8 +295,6 @@ _OPTIONS = {"norm_eps": float | None, "swiglu": bool, "expected_rows": int | Non
 def launch_linear(out: Tensor, given):  # out is in the dtype of x, or fp32
     x, weight, bias, num_rows, square_sums, residual, square_sums_out, norm_eps, swiglu, expected_rows = given
     (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
-    if tokens == 0:
-        return
     splits = num_splits(columns, size, swiglu)
     tile = choose_tile(tokens if expected_rows is None else expected_rows, columns, splits, swiglu, weight.dtype)
     split_columns = split_len(size, splits)
@@ -304,13 +302,11 @@ def launch_linear(out: Tensor, given):  # out is in the dtype of x, or fp32
 
     if norm_eps is not None and square_sums is None:
         square_sums = sums_of_squares(x)
-    partial = None
-    if splits > 1:
-        partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
+    partial = None if splits == 1 else torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
     operands = (
         LinearTensors(out, x, weight, bias, residual, partial),
-        LinearStrides(x.stride(0), with_row_stride(residual)[1]),
-        *(num_rows, *with_row_stride(square_sums), *with_row_stride(square_sums_out), norm_eps, tokens),
+        LinearStrides(x.stride(0), 0 if residual is None else residual.stride(0)),
+        *(num_rows, *with_row_strides(square_sums, square_sums_out), norm_eps, tokens),
     )
     # Otherwise the compiler might fuse different products and additions in different tiles.
     options = dict(K=size, N=outputs, SPLITS=splits, enable_fp_fusion=False, **overlapping())

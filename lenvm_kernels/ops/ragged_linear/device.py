@@ -105,10 +105,8 @@ def _finish(
         gate, up = tl.split(tl.reshape(y, [BLOCK_M, OUTPUTS, 2]))
         y = gate * tl.sigmoid(gate) * up
     if ptr.residual is not None:
-        residual = tl.load(
-            ptr.residual + m.to(tl.int64)[:, None] * stride.residual + n[None, :], mask=is_output, other=0.0
-        )
-        y += residual.to(tl.float32)
+        residual_ptr = ptr.residual + m.to(tl.int64)[:, None] * stride.residual + n[None, :]
+        y += tl.load(residual_ptr, mask=is_output, other=0.0).to(tl.float32)
     y = y.to(ptr.out.dtype.element_ty)
     out_ptr = ptr.out + _first(first_row, first_output, N)
     offsets = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, OUTPUTS)[None, :]

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_stride
+from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec
@@ -112,22 +112,17 @@ def scatter_probs(out: Tensor, given):
     """Write guided probabilities into the rows of ``out``, see :func:`reweight_scatter`. Arguments are not checked."""
     guided_probs, candidates, modes, table_rows = given
     (requests, vocab), columns = out.shape, guided_probs.shape[1]
-    if requests == 0:
-        return
-    dense, listed = (out, out.stride(0)), (guided_probs, candidates.token_ids, candidates.status)
-    _scatter_kernel[(requests, ceil_div(vocab, SLICE))](
-        *dense, *listed, modes, modes.stride(0), table_rows, vocab, K=columns, SLICE=SLICE, num_warps=4
-    )
+    tensors = (*with_row_strides(out), guided_probs, candidates.token_ids, candidates.status, *with_row_strides(modes))
+    grid, sizes = (requests, ceil_div(vocab, SLICE)), dict(K=columns, SLICE=SLICE)
+    _scatter_kernel[grid](*tensors, table_rows, vocab, **sizes, num_warps=4)
 
 
 @operator(_SPEC, reference=_reference, mutates=["table.faults"], takes={"table": ReweightColumns})
 def _launch(out: Tensor, given):
     candidates, value_logits, table, table_rows, generated, text_breaks = given
     requests, columns = out.shape
-    if requests == 0:
-        return
     tile_requests = max(1, TILE // columns)
-    inputs = (candidates, *with_row_stride(value_logits), table, row_strides(table))
+    inputs = (candidates, *with_row_strides(value_logits), table, row_strides(table))
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
     options = (table_rows, generated, text_breaks, sentences, table.ending_token_ids.shape[1])
     _reweight_kernel[(ceil_div(requests, tile_requests),)](

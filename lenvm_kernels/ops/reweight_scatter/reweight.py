@@ -21,9 +21,8 @@ _ROOT_TOLERANCE = tl.constexpr(4e-6)
 _SMALLEST = tl.constexpr(2.0**-126)
 _BIG = tl.constexpr(2.0**127)
 _EOS_Z = tl.constexpr(-(2.0**127))
-_SMALLEST_SHIFT = tl.constexpr(SMALLEST_SHIFT)
+_SMALLEST_SHIFT, _LIKELY = tl.constexpr(SMALLEST_SHIFT), tl.constexpr(LIKELY)
 _TARGET_MARGIN, _TARGET_MARGIN_SHARE = tl.constexpr(TARGET_MARGIN), tl.constexpr(TARGET_MARGIN_SHARE)
-_LIKELY = tl.constexpr(LIKELY)
 _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGLE))
 _UNGUIDED, _MUL, _LINEAR = tl.constexpr(int(Mode.UNGUIDED)), tl.constexpr(int(Mode.MUL)), tl.constexpr(int(Mode.LINEAR))
 _EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MUL))
@@ -202,9 +201,8 @@ def _reweight(request, valid, inputs, options, K: tl.constexpr, MAX_STEPS: tl.co
     counted = faulty | (broken != broken)
     raw_z = tl.where(finite, tl.minimum(tl.maximum(z, 0.5 * _EOS_Z), 0.5 * _BIG), 0.0)
     # The remaining length without the answer.
-    answer_nats = (
-        tl.load(table.answer_length + table_row * stride.answer_length, mask=valid, other=0.0) * nats_per_token
-    )
+    answer = tl.load(table.answer_length + table_row * stride.answer_length, mask=valid, other=0.0)
+    answer_nats = answer * nats_per_token
     span_nats = _softplus(raw_z) - answer_nats
     span_z = tl.where(span_nats > 0, span_nats + tl.log(_one_minus_exp(tl.maximum(span_nats, _SMALLEST))), _EOS_Z)
     z = tl.where(eos, _EOS_Z, tl.where(answer_nats > 0, tl.maximum(span_z, _EOS_Z), raw_z))
@@ -264,9 +262,8 @@ def _reweight(request, valid, inputs, options, K: tl.constexpr, MAX_STEPS: tl.co
 
     weight = _tilt(log_q, w, top_w, active, tilt)
     # Measured from the favoured logit as in _tilt, to avoid the rounding error of products of large numbers.
-    favoured = tl.where(
-        scale > 0, _request_max(tl.where(active, raw_z, -_BIG)), _request_min(tl.where(active, raw_z, _BIG))
-    )
+    largest_z, smallest_z = _request_max(tl.where(active, raw_z, -_BIG)), _request_min(tl.where(active, raw_z, _BIG))
+    favoured = tl.where(scale > 0, largest_z, smallest_z)
 
     # Relative distances |ln((l + 2) / (r + 2))|, with lengths in nats, which do not overflow for any gamma. The least
     # and most tokens are clamped to the range of the candidates. This shifts all distances equally, and keeps the

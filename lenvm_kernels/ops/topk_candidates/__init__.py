@@ -8,10 +8,6 @@ There are two launches. The first streams the scores once and stores the maximum
 tile of 128 tokens. The K best tokens are in the K tiles with the largest maxima, because every token of another tile is
 below K maxima. The second launch, with one program per request, adds the sums and rereads these tiles to extract the
 tokens. No reduction order depends on the number of requests.
-
-In a step, the second launch also decides which candidates the value model scores: the candidates of all reweighted
-requests. A request with a ``value_stride`` is reweighted at the steps at which it is due, and when a candidate would
-end it. If lengths are requested without reweighting, only the next token is scored, if it is known.
 """
 
 from collections import namedtuple
@@ -21,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, ceil_div, next_power_of_2, per_request, row_strides, with_row_stride
+from lenvm_kernels.ops._common import COLUMNS, ceil_div, next_power_of_2, per_request, row_strides, with_row_strides
 from lenvm_kernels.ops._device import kernel
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
@@ -115,29 +111,17 @@ _TAKES |= dict.fromkeys(("is_logits", "is_aligned", "sample", "score_all"), bool
 @operator(_SPEC, reference=_reference, mutates=["scored", "step"], takes=_TAKES)
 def _launch(out: Candidates, given):
     scores, guided, table, text_breaks = given.scores, given.guided, given.table, given.text_breaks
-    temperature, addresses, is_logits, columns = (
-        given.temperature,
-        given.addresses,
-        given.is_logits,
-        given.max_candidates,
-    )
-    (count, vocab), device = scores.shape, scores.device
-    if count == 0:
-        return
+    temperature, addresses, is_logits = given.temperature, given.addresses, given.is_logits
+    (count, vocab), columns, device = scores.shape, given.max_candidates, scores.device
     tiles = ceil_div(vocab, TILE)
     tile_max = torch.empty(count, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(count, tiles, dtype=torch.float32, device=device)
-    inputs = (scores, scores.stride(0), *with_row_stride(given.vocab_mask), addresses, vocab)
+    inputs = (scores, scores.stride(0), *with_row_strides(given.vocab_mask), addresses, vocab)
     alignment = ALIGNMENT if (rows_are_aligned(scores) if addresses is None else given.is_aligned) else 1
+    forms = dict(IS_LOGITS=is_logits, ALIGNMENT=alignment, TILE=TILE)
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(count, ceil_div(tiles, program_tiles))](
-        *(tile_max, tile_sum, guided, temperature),
-        *inputs,
-        IS_LOGITS=is_logits,
-        ALIGNMENT=alignment,
-        TILE=TILE,
-        PROGRAM_TILES=program_tiles,
-        num_warps=4,
+        tile_max, tile_sum, guided, temperature, *inputs, **forms, PROGRAM_TILES=program_tiles, num_warps=4
     )
     strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
@@ -145,14 +129,11 @@ def _launch(out: Candidates, given):
         *(out, tile_max, tile_sum, guided, temperature, given.top_k, given.top_p, given.min_p),
         *(table, strides, given.table_rows, given.generated, text_breaks, sentences, given.last_tokens),
         *(given.scored, given.requests, given.drawn, given.step, int(given.sample)),
-        *inputs,
-        ends,
+        *(*inputs, ends),
+        **forms,
         SCORE_ALL=given.score_all,
-        IS_LOGITS=is_logits,
-        ALIGNMENT=alignment,
         K=columns,
         ENDS=next_power_of_2(ends),
-        TILE=TILE,
         TILES=next_power_of_2(tiles),
         num_warps=4 if columns <= 16 else 8,
         # Otherwise a product fused with an addition across threads would give the threads different entropies.
@@ -215,8 +196,9 @@ def topk_candidates(
       ``due_length`` on, it halves with each hundredth. Late requests therefore accept less probable ends.
     - A request is skipped if the entropy of its renormalised candidates is at or below ``entropy_threshold``.
 
-    With ``scored``, the call also decides which candidates the value model scores in a step. A request that is not due
-    and has no candidate that ends it then gets the status ``NOT_DUE`` instead of ``GUIDE``.
+    With ``scored``, the call also decides which candidates the value model scores in a step: the candidates of all
+    requests with the status ``GUIDE``. A request that is not due and has no candidate that ends it gets ``NOT_DUE``
+    instead. If lengths are requested without reweighting, only the next token is scored, if it is known.
 
     Args:
         scores: fp32, bf16 or fp16 ``[B, V]``, V up to 1,048,576; probabilities or logits. Rows may be strided.

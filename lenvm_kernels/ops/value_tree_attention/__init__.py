@@ -125,12 +125,9 @@ def _merge_splits(
     Loads bypass L1, because it may lack the writes of other programs."""
     m = tl.arange(0, BLOCK_M)
     s = tl.arange(0, MAX_SPLITS)[None, :]
-    lse = tl.load(
-        partial_lse_ptr + m[:, None] + s * stride_split,
-        mask=is_row[:, None] & (s < splits),
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )  # [BLOCK_M, MAX_SPLITS]
+    is_split = is_row[:, None] & (s < splits)  # [BLOCK_M, MAX_SPLITS]
+    lse_ptr = partial_lse_ptr + m[:, None] + s * stride_split
+    lse = tl.load(lse_ptr, mask=is_split, other=float("-inf"), cache_modifier=".cg")
     top = tl.where(is_row, tl.max(lse, axis=1), 0.0)
     factor = 1.0 / tl.where(is_row, tl.sum(tl.exp2(lse - top[:, None]), axis=1), 1.0)
     COLUMNS: tl.constexpr = min(BLOCK_D, MERGE_COLUMNS)
@@ -207,13 +204,11 @@ def _value_tree_attention_kernel(
         token = first_token + tile_token  # [BLOCK_M]
         row = first_row + token
         is_row = m < tl.minimum(tokens - first_token, TOKENS) * GROUP
+        tile_mask = is_row[:, None] & is_dim[None, :]
         tile_row = (first_row + first_token).to(tl.int64)
         q_tile_ptr = ptr.q + tile_row * stride.q_token + first_head * stride.q_head
-        q = tl.load(
-            q_tile_ptr + (tile_token * stride.q_token + tile_head * stride.q_head)[:, None] + d[None, :],
-            mask=is_row[:, None] & is_dim[None, :],
-            other=0.0,
-        )
+        q_ptr = q_tile_ptr + (tile_token * stride.q_token + tile_head * stride.q_head)[:, None] + d[None, :]
+        q = tl.load(q_ptr, mask=tile_mask, other=0.0)
 
         # A candidate's own key and value initialize its softmax, in the last split, like delta. Its score is one
         # element of a matmul with the tile's keys, which neighbouring candidates cannot change. The branch frees the
@@ -277,9 +272,8 @@ def _value_tree_attention_kernel(
         acc *= (1.0 / running_sum)[:, None]
         out_ptr = ptr.out + tile_row * stride.out_token + first_head * stride.out_head
         out_ptr += tile_token * stride.out_token + tile_head * stride.out_head  # [BLOCK_M]
-        store_mask = is_row[:, None] & is_dim[None, :]
         if splits == 1:
-            tl.store(out_ptr[:, None] + d[None, :], acc.to(ptr.out.dtype.element_ty), mask=store_mask)
+            tl.store(out_ptr[:, None] + d[None, :], acc.to(ptr.out.dtype.element_ty), mask=tile_mask)
         else:
             # Request ``i`` owns workspace rows from ``min(q_offsets[i], i * SPLIT_TILES * TOKENS)`` on: enough for its
             # tokens that can be split, and in total at most one row per token.
@@ -288,7 +282,7 @@ def _value_tree_attention_kernel(
             stride_split = tl.num_programs(0).to(tl.int64) * workspace_rows * GROUP
             partial = first_partial + split * stride_split
             partial_ptr = ptr.partial_out + partial * HEAD_DIM
-            tl.store(partial_ptr + (m * HEAD_DIM)[:, None] + d[None, :], acc, mask=store_mask)
+            tl.store(partial_ptr + (m * HEAD_DIM)[:, None] + d[None, :], acc, mask=tile_mask)
             tl.store(ptr.partial_lse + partial + m, running_max + tl.log2(running_sum), mask=is_row)
             counter = (request * SPLIT_TILES + tile) * tl.num_programs(0) + kv_head
             if arrives_last(counters_ptr + counter, splits):
@@ -347,7 +341,7 @@ def _launch(out: Tensor, given):
     q, k_new, slot_table, plan = given.q, given.k_new, given.slot_table, given.plan
     total_tokens, q_heads, head_dim = q.shape
     kv_heads, num_requests = k_new.shape[1], given.table_rows.shape[0]
-    if total_tokens == 0 or num_requests == 0:
+    if num_requests == 0:
         return
     group = q_heads // kv_heads
     max_len = slot_table.shape[1] * given.page_size
