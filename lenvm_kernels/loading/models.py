@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.generation import BaseStreamer, StoppingCriteriaList
 from transformers.utils import logging
 
+from lenvm_kernels.engines.probe_states import base_of_probe
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.engines.transformers.processor import Guidance, LenVMLogitsProcessor, eos_token_ids
 from lenvm_kernels.loading import PROBE, VALUE, model_path
@@ -68,7 +69,7 @@ class Models:
             tokenizer.pad_token_id = next(iter(eos_token_ids(base)), 0)
         models = cls(base, None, tokenizer, tokenizer)
         if is_probe(value_model):
-            probe = LengthProbe.from_pretrained(value_model, *models.of_probe(), gamma=gamma)
+            probe = LengthProbe.from_pretrained(value_model, *base_of_probe(base), gamma=gamma)
             return replace(models, value_model=probe)
         if value_path is None:
             return models
@@ -78,11 +79,6 @@ class Models:
         value_tokenizer = load_tokenizer(names[1], value_path)
         values = ValueModel.from_pretrained(value_path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
-
-    def of_probe(self) -> tuple[int, torch.Tensor]:
-        """The base model's layer count and input embedding ``[V, H]``, for :meth:`LengthProbe.from_pretrained`."""
-        embedding: Any = self.model.get_input_embeddings()
-        return self.model.config.get_text_config().num_hidden_layers, embedding.weight.detach()
 
     def encode(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of the prompts' tokens, padded on the left."""
