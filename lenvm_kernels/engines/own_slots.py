@@ -122,8 +122,8 @@ class OwnSlots:
         positions = np.arange(lens.sum()) + np.repeat(starts - begins, lens)
         device = self.slots.table.device
         tokens = token_ids(*to_device(np.stack((np.repeat(table_rows, lens), positions)), device))
-        rows, *sizes = to_device(np.stack((table_rows, begins, lens, starts)), device)
-        return DeltaTokens(tokens, *(size.int() for size in sizes), rows), begins.tolist()
+        rows, first, count, start = to_device(np.stack((table_rows, begins, lens, starts)), device)
+        return DeltaTokens(tokens, first.int(), count.int(), start.int(), rows), begins.tolist()
 
     def extend(
         self,

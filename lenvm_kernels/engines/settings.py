@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
-from lenvm_kernels.engines.tokenizers import load_thoughts
+from lenvm_kernels.engines.tokenizers import check_vocabulary, load_thoughts
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance
 from lenvm_kernels.guidance.fields import BUDGETS, NAMESPACE, SELECTED, SELECTORS, TARGETS, read_json
 from lenvm_kernels.guidance.params import check_with_probe, read_names
@@ -287,11 +287,18 @@ class Settings:
             raise ValueError(f"LENVM_DTYPE must be absent with a probe, or {embedding.dtype} as its base, got {came}")
         return LengthProbe.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
 
-    def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel:
-        """Load the value model onto a device, if :attr:`reads_tokens`. ``dtype`` is the base model's."""
+    def load_value_model(
+        self, dtype: torch.dtype, device: torch.device | str, vocab_size: int, tokenizer: str
+    ) -> ValueModel:
+        """Load the value model onto a device, if :attr:`reads_tokens`. The other arguments are the base model's.
+
+        Raises ValueError as :func:`check_vocabulary`.
+        """
         assert self.value_model is not None
         options: dict[str, Any] = dict(gamma=self.gamma, dtype=self.dtype or dtype, device=device)
-        return ValueModel.from_pretrained(self.value_model, self.value_head, **options)
+        model = ValueModel.from_pretrained(self.value_model, self.value_head, **options)
+        check_vocabulary(self.value_model, model.config.vocab_size, vocab_size, tokenizer)
+        return model
 
     def working_bytes(
         self, values: ValueModel | LengthProbe | None, *, max_delta: int, max_drafts: int = 0, **sizes: int

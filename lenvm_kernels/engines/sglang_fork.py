@@ -21,7 +21,6 @@ from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart, pag
 from lenvm_kernels.engines.settings import MAX_DELTA, MAX_END_TOKENS, Settings
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.engines.tensors import last_tokens, to_device
-from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.params import read_names
 from lenvm_kernels.ops._common import MAX_CANDIDATES
@@ -209,8 +208,7 @@ class InprocRunner:
         options, engine, requests = runner.server_args, runner.model_config, runner.max_running_requests
         free = free_bytes(runner)
         device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else runner.device
-        value_model = settings.load_value_model(runner.dtype, device)
-        check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.vocab_size, options.tokenizer_path)
+        value_model = settings.load_value_model(runner.dtype, device, engine.vocab_size, options.tokenizer_path)
         if engine.is_multimodal:
             value_model.vision_tower  # noqa: B018, must be loaded before the remaining memory is divided
         share = options.lvm_guided_inproc_mem_fraction_static or options.mem_fraction_static

@@ -21,7 +21,6 @@ from lenvm_kernels.engines.settings import MAX_DELTA, Settings
 from lenvm_kernels.engines.sglang.guide import EngineOptions, Hooks, SGLangGuide, check_options, needs_step
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.engines.tensors import to_device
-from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.values import KVCache
 
 if TYPE_CHECKING:
@@ -67,12 +66,11 @@ class ValueModelGuide(SGLangGuide):
     ) -> None:
         check_options(options, VALUE_MODEL_OPTIONS, "a value model")
         check_pool(runner)
-        self.value_model = value_model = settings.load_value_model(runner.dtype, device)
+        base = runner.dtype, device, runner.model_config.vocab_size, options.tokenizer_path
+        self.value_model = value_model = settings.load_value_model(*base)
         super().__init__(settings, device, drafts, value_model)
         if runner.model_config.is_multimodal:
             value_model.vision_tower  # noqa: B018, must be loaded before the engine's pool takes the memory
-        sizes = value_model.config.vocab_size, runner.model_config.vocab_size
-        check_vocabulary(settings.value_model, *sizes, options.tokenizer_path)
 
     @property
     def hooks(self) -> Hooks:

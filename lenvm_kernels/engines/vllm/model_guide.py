@@ -10,7 +10,6 @@ import torch
 from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart, pages_for
 from lenvm_kernels.engines.settings import MAX_DELTA
 from lenvm_kernels.engines.tensors import to_device
-from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.vllm.guide import Guide, logger
 from lenvm_kernels.engines.vllm.states import Part
 from lenvm_kernels.step import PreparedStep, Sampling
@@ -34,9 +33,8 @@ class ModelGuide(Guide):
 
     def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
         settings, engine, rows = self.settings, self.config.model_config, self.rows
-        value_model = settings.load_value_model(engine.dtype, self.device)
-        check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
-        self.value_model = value_model
+        base = engine.dtype, self.device, engine.get_vocab_size(), engine.tokenizer
+        self.value_model = value_model = settings.load_value_model(*base)
         pages = self._num_pages()
         self.own = OwnSlots(rows, engine.max_model_len, num_pages=pages, device=self.device)
         self.without_room = 0
