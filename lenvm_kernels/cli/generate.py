@@ -147,7 +147,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:
     """Print a line per generated token. Only candidates have numbers, and a length needs values."""
-    from torch.nn.functional import softplus
+    from lenvm_kernels.values import LenVMConfig
 
     print(f"\n{'step':>4}  {'remaining':>9}  {'probability':>11}  token")
     # On a GPU, generate may run one step more than it returns.
@@ -160,7 +160,7 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
             if token in models.eos_token_ids:
                 remaining = "0.0"
             elif z is not None:
-                remaining = f"{softplus(z[0, column]).item() / -math.log(gamma):.1f}"
+                remaining = f"{LenVMConfig(gamma).lengths(z[0, column]).item():.1f}"
             probability = f"{record.probs[0, column].item():.4f}"
         text = json.dumps(models.tokenizer.decode([token]), ensure_ascii=False)
         print(f"{step:>4}  {remaining:>9}  {probability:>11}  {text}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +67,15 @@ class Models:
         base = base.eval().to(device)
         if tokenizer.pad_token_id is None:  # padding is masked, so any token works
             tokenizer.pad_token_id = next(iter(eos_token_ids(base)), 0)
-        models = cls(base, None, tokenizer, tokenizer)
+        values: ValueModel | LengthProbe | None = None
+        value_tokenizer = tokenizer
         if is_probe(value_model):
-            probe = LengthProbe.from_pretrained(value_model, *base_of_probe(base), gamma=gamma)
-            return replace(models, value_model=probe)
-        if value_path is None:
-            return models
-        if value_path == path and adapter is not None:
+            values = LengthProbe.from_pretrained(value_model, *base_of_probe(base), gamma=gamma)
+        elif value_path == path and adapter is not None:
             values = ValueModel.from_causal_lm(base, adapter=adapter, lenvm_config=LenVMConfig.read(adapter, gamma))
-            return replace(models, value_model=values)
-        value_tokenizer = load_tokenizer(names[1], value_path)
-        values = ValueModel.from_pretrained(value_path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
+        elif value_path is not None:
+            value_tokenizer = load_tokenizer(names[1], value_path)
+            values = ValueModel.from_pretrained(value_path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 
     def encode(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -72,8 +72,8 @@ class Guide:
         self.fallbacks = 0
         # Per slot, on the host: whether the request has guidance, takes part in steps, has lost its guidance, needs a
         # predicted length, and needs guided log-probabilities.
-        flags = np.zeros((5, self.rows), dtype=bool)
-        self._is_known, self._needs_step, self._is_lost, self._wants_length, self._wants_logprobs = flags
+        self._flags = np.zeros((5, self.rows), dtype=bool)
+        self._is_known, self._needs_step, self._is_lost, self._wants_length, self._wants_logprobs = self._flags
         self._replace_logprobs()
         self._node_bytes = (1 + self.drafts) * req_states.vocab_size * torch.float32.itemsize  # scores of a request
         self._part = max(1, PART_BYTES // self._node_bytes)
@@ -89,14 +89,9 @@ class Guide:
         working = self._working_bytes(source)
         self.kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
         if is_first_rank:
-            logger.info(
-                "LenVM: guidance by %s; %d requests, %d candidates each; steps take %.2f GiB, %s CUDA graphs",
-                name,
-                self.rows,
-                self.step.config.max_candidates,
-                working / 2**30,
-                "with" if self.step.config.graphs else "without",
-            )
+            gib, graphs = working / 2**30, "with" if self.step.config.graphs else "without"
+            text = "LenVM: guidance by %s; %d requests, %d candidates each; steps take %.2f GiB, %s CUDA graphs"
+            logger.info(text, name, self.rows, self.step.config.max_candidates, gib, graphs)
 
     def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
         """The value model, probe or None, its slots, and a description."""
@@ -215,8 +210,7 @@ class Guide:
 
     def _remove(self, slot: int) -> None:
         """Remove the request of a slot."""
-        self._is_known[slot] = self._needs_step[slot] = self._is_lost[slot] = self._wants_length[slot] = False
-        self._wants_logprobs[slot] = False
+        self._flags[:, slot] = False
         self.step.remove_request(slot)
 
     def _lose(self, slots: Sequence[int] | np.ndarray) -> None:
