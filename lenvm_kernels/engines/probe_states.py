@@ -42,11 +42,7 @@ class ProbeStates:
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def take(self) -> torch.Tensor:
-        """The states ``[B, L H]``, or ``[B, S, L H]`` of all positions. Can be taken once per forward.
-
-        Raises:
-            RuntimeError: no forward since the last call.
-        """
+        """The states ``[B, L H]``, or ``[B, S, L H]`` of all positions. Raises RuntimeError if already taken."""
         if not self._kept:
             raise RuntimeError("the base model has not run since its states were taken")
         return torch.cat([self._kept.pop(layer) for layer in self._layers], dim=-1)

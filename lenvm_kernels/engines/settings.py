@@ -199,8 +199,7 @@ class Settings:
     def is_asked(custom_params: Mapping[str, Any] | None) -> bool:
         """Whether a request has guidance parameters. An empty :data:`NAMESPACE` disables the defaults.
 
-        Raises:
-            ValueError: invalid parameter name.
+        Raises ValueError for an invalid parameter name.
         """
         given = custom_params or {}
         return NAMESPACE in given or bool(read_names(given, others="shared"))

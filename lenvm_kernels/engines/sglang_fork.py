@@ -244,17 +244,10 @@ class InprocRunner:
     def guide(
         self, batch: ForwardBatch, reqs: Sequence[Req], probs: torch.Tensor, sampling: Sampling
     ) -> torch.Tensor | None:
-        """Guide the next tokens of a batch.
+        """Guide the next tokens of a batch; ``reqs`` are its parsed requests in row order.
 
-        Args:
-            batch: the forward of the batch.
-            reqs: its requests in row order, with parameters in ``lenvm_guidance`` and end-of-sequence tokens in
-                ``lenvm_end_tokens``.
-            probs: fp32, bf16 or fp16 ``[B, V]``; changed in place.
-            sampling: filters of the requests, as tensors.
-
-        Returns:
-            ``probs``, with the filters of all rows applied; None if no request is guided and ``probs`` is unchanged.
+        Changes ``probs``, fp32, bf16 or fp16 ``[B, V]``, in place, and returns it with the filters of all rows applied.
+        If no request is guided, ``probs`` is unchanged and None is returned.
         """
         lengths, prompts = {}, []  # lengths of guided requests by table row, and tokens to compute first
         for req, length in zip(reqs, batch.seq_lens_cpu.tolist(), strict=False):  # a padded batch has more lengths

@@ -74,7 +74,6 @@ class ValueModelGuide(SGLangGuide):
 
     @property
     def hooks(self) -> Hooks:
-        """As in :class:`SGLangGuide`."""
         return super().hooks | {
             "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("AFTER", self.note_images),
             f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", self.leave_room),
@@ -87,7 +86,6 @@ class ValueModelGuide(SGLangGuide):
     # --- memory ---
 
     def cache_bytes(self, slots: int) -> int:
-        """As in :class:`SGLangGuide`."""
         return KVCache.num_bytes(self.value_model, slots)
 
     def leave_room(
@@ -170,7 +168,6 @@ class ValueModelGuide(SGLangGuide):
             req.extra_key = f"lenvm{req.lenvm_images.moved}|" + req.extra_key.removeprefix(RADIX_NAMESPACE)
 
     def admit(self, batch: ForwardBatch, reqs: list[Req], *, is_prefill: bool) -> None:
-        """As in :class:`SGLangGuide`."""
         super().admit(batch, reqs, is_prefill=is_prefill)
         if is_prefill:
             for req in reqs:

@@ -188,11 +188,7 @@ def check_equal(mine: str) -> None:
 
 
 def reason_against(vllm_config: VllmConfig) -> str | None:
-    """Why a server cannot guide requests. If None, it can.
-
-    Raises:
-        ValueError: invalid setting; the message names it, the value and the accepted values.
-    """
+    """Why a server cannot guide requests. If None, it can. Raises ValueError for an invalid setting."""
     import vllm
 
     tried = dict.fromkeys(_minor(version) for version in signatures.recorded("vllm"))
@@ -227,11 +223,7 @@ def names_guidance(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | None:
-    """The guidance in a request's ``vllm_xargs``, or None without.
-
-    Raises:
-        ValueError: invalid parameters; the message names the field, the value and the accepted values.
-    """
+    """The guidance in a request's ``vllm_xargs``, or None without. Raises ValueError for invalid parameters."""
     budget = getattr(params, "thinking_token_budget", None)
     if not params.extra_args and not settings.defaults and budget is None:
         return None
