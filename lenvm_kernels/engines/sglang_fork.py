@@ -195,13 +195,8 @@ class InprocRunner:
     reclaimed while they are in no batch. A request that returns without slots, or with tokens that differ from the
     step's, is recomputed.
 
-    Args:
-        settings: the value model and its steps.
-        runner: runner of the base model, with its pools. Its options limit the share of the free memory for the value
-            model's weights, cache and steps.
-
-    Raises:
-        ValueError: the vocabularies differ, or the value model does not fit; the message names the option.
+    Options of the base model's ``runner`` limit the share of the free memory for the value model's weights, cache and
+    steps. Raises ValueError that names the option if the value model does not fit.
     """
 
     def __init__(self, settings: Settings, runner: ModelRunner) -> None:

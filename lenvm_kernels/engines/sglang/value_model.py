@@ -198,10 +198,8 @@ class ValueModelGuide(SGLangGuide):
         """
         with self.failing_softly(batch), self.timed():
             lens = batch.extend_seq_lens.int()
-            parts: list[tuple[PromptImages | None, int, int]] = []
-            if any(req.lenvm_images is not None for req in batch.lenvm_all):
-                images = [req.lenvm_images for req in batch.lenvm_all]  # a padded batch has more lengths
-                parts = list(zip(images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False))
+            images = [req.lenvm_images for req in batch.lenvm_all]  # a padded batch has more lengths
+            parts = list(zip(images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False))
             if any(batch.lenvm_decoding):
                 lens = lens.masked_fill(to_device(torch.tensor(batch.lenvm_decoding), self.device), 0)
             self.step.extend(

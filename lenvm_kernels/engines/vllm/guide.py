@@ -137,8 +137,6 @@ class Guide:
         if self.device.type == "cuda":
             self.step.warm_up(progress=progress)
             warm_up(self.device)
-            if self.settings.predictions is not None:
-                self.step.warm_up(sample=False, progress=progress)
 
     def _new_report(self) -> Report:
         """The report of the first rank."""
@@ -287,7 +285,7 @@ class Guide:
             sampling_bits = self._sampling[slots]
             temperature, top_p, min_p = sampling_bits[:, 1:].view(torch.float32).unbind(1)
             sampling = Sampling(sampling_bits[:, 0], top_p, min_p, temperature, is_logits=True, sample=True)
-            self._predict_begun(prepared, sampling, part)
+            self._predict_begun(prepared, part)
             counts = self.report.metrics is not None
             faults = self.step.faults[slots] if counts else None
             verify = "same_draws" if counts and prepared.drafts is not None else None
@@ -308,27 +306,27 @@ class Guide:
     def _read_prompts(self, part: Part, lengths: torch.Tensor) -> None:
         """Pass the prompts of a step to a value model; ``lengths [B]`` are lengths of the sequences."""
 
-    def _predict_begun(self, prepared: PreparedStep, sampling: Sampling, part: Part) -> None:
+    def _predict_begun(self, prepared: PreparedStep, part: Part) -> None:
         """Predict the output lengths of requests if their prompt ends in this step."""
         begun = np.flatnonzero(self._wants_length[part.host_slots] & self._is_whole(part))
         if not len(begun):
             return
         slots = part.host_slots[begun]
         self._wants_length[slots] = False
-        lengths = self._predict(prepared, sampling)[to_device(begun, self.device)]
+        lengths = self._predict(prepared)[to_device(begun, self.device)]
         self.report.note_predicted({int(slot): int(self.req_states.prompt_len.np[slot]) for slot in slots}, lengths)
 
     def _is_whole(self, part: Part) -> np.ndarray:
         """bool ``[B]``; False if a later step continues the request's prompt."""
         return part.ctx.seq_lens_upper_bound_np[part.places] >= self.req_states.prefill_len.np[part.host_slots]
 
-    def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
+    def _predict(self, prepared: PreparedStep) -> torch.Tensor:
         """Predicted output lengths, fp32 ``[B]``. A probe predicts from the most probable first token."""
-        assert prepared.logits is not None
-        uncounted = prepared._replace(batch=prepared.batch._replace(counts=False))
-        output = self.step.step(uncounted, sampling._replace(sample=False), drawn=prepared.logits.argmax(1))
-        assert output.remaining_lengths is not None
-        return 1 + output.remaining_lengths.view(len(prepared.batch.lengths), -1)[:, 0]
+        batch, logits = prepared.batch, prepared.logits
+        assert logits is not None and batch.states is not None
+        nodes, lengths = len(logits) // len(batch.lengths), batch.lengths + 1
+        first, states = logits[::nodes].argmax(1), batch.states[::nodes]
+        return 1 + self.step.predict(StepBatch(first, batch.table_rows, lengths, states=states))
 
     def new_tokens(self, slots: torch.Tensor, lengths: torch.Tensor, new_lens: torch.Tensor) -> torch.Tensor:
         """The last ``new_lens`` tokens of each sequence, int32 ``[B, 1 + D]``, with arbitrary padding."""

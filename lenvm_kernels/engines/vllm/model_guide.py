@@ -12,7 +12,7 @@ from lenvm_kernels.engines.settings import MAX_DELTA
 from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.engines.vllm.guide import Guide, logger
 from lenvm_kernels.engines.vllm.states import Part
-from lenvm_kernels.step import PreparedStep, Sampling
+from lenvm_kernels.step import PreparedStep
 from lenvm_kernels.step.inputs import SlotTable
 from lenvm_kernels.values import KVCache, LengthProbe, ValueModel
 
@@ -23,10 +23,7 @@ MEMORY_SHARE = 0.2
 class ModelGuide(Guide):
     """Guidance by a value model; for arguments and errors, see :class:`Guide`.
 
-    Attributes:
-        value_model: the value model.
-        own: slots of the value model.
-        without_room: number of requests that lost their guidance because the value model's cache was full.
+    ``without_room`` is the number of requests that lost their guidance because the value model's cache was full.
     """
 
     max_delta = MAX_DELTA
@@ -121,7 +118,7 @@ class ModelGuide(Guide):
             self.report.metrics.without_room.inc(len(room.refused))
         self._lose(room.refused)
 
-    def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
+    def _predict(self, prepared: PreparedStep) -> torch.Tensor:
         """Lengths predicted after the last token of each prompt, fp32 ``[B]``."""
         batch = prepared.batch
         if self.drafts:

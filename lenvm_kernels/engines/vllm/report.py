@@ -46,13 +46,9 @@ class Report:
         return nullcontext() if self.metrics is None else self._stopwatch.running()
 
     def note(self, output: StepOutput, drafts: Drafts | None, broken: torch.Tensor, is_drawn: torch.Tensor) -> None:
-        """Record a step of B requests that has been launched.
+        """Record a launched step of B requests, of which the engine accepts the verified drafts.
 
-        Args:
-            output: result of the step.
-            drafts: drafts of the step, or None. The engine accepts the verified drafts.
-            broken: bool ``[B]``; requests that lost guidance in the step.
-            is_drawn: bool ``[B]``; requests with a drawn token.
+        ``broken`` and ``is_drawn``, bool ``[B]``, are the requests that lost guidance, and that have a drawn token.
         """
         if self.metrics is None:
             return
