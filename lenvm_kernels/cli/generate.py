@@ -103,7 +103,6 @@ def run_command(args: argparse.Namespace) -> None:
 
         from transformers import TextStreamer
 
-        from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
         from lenvm_kernels.loading.models import Models
         from lenvm_kernels.values import LenVMConfig
 
@@ -120,17 +119,9 @@ def run_command(args: argparse.Namespace) -> None:
     for prompt in args.prompt:
         with arguments.usage_errors():
             inputs = models.encode([prompt])
-            processor = LenVMLogitsProcessor(
-                models.model,
-                models.value_model,
-                guidance,
-                inputs["attention_mask"],
-                max_new_tokens=args.max_new_tokens,
-                **arguments.sampling_of(args),
-                max_candidates=args.max_candidates,
-                tokenizers=(models.tokenizer, models.value_tokenizer),
-                record=args.show_values,
-            )
+            options = arguments.sampling_of(args) | dict(max_candidates=args.max_candidates, record=args.show_values)
+            options["max_new_tokens"] = args.max_new_tokens
+            processor = models.processor(models.value_model, guidance, inputs, **options)
         if len(args.prompt) > 1:
             print(f"\n> {prompt}")
         torch.manual_seed(args.seed)

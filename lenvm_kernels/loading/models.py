@@ -87,6 +87,13 @@ class Models:
         batch = self.tokenizer.pad({"input_ids": [*map(list, rows)]}, padding_side="left", return_tensors="pt")
         return dict(batch.to(self.model.device))
 
+    def processor(
+        self, source: ValueModel | LengthProbe | None, guidance: Any, inputs: Mapping[str, torch.Tensor], **options: Any
+    ) -> LenVMLogitsProcessor:
+        """The processor for ``inputs`` (:meth:`encode`) with values from ``source``, and its further ``options``."""
+        mask, tokenizers = inputs["attention_mask"], (self.tokenizer, self.value_tokenizer)
+        return LenVMLogitsProcessor(self.model, source, guidance, mask, tokenizers=tokenizers, **options)
+
     @property
     def eos_token_ids(self) -> list[int]:
         """The tokens that end an output of the base model."""
@@ -193,15 +200,7 @@ def sample(
     width, device = inputs["input_ids"].shape[1], inputs["input_ids"].device
     limits = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
     last = width + torch.tensor(limits, device=device)
-    processor = LenVMLogitsProcessor(
-        models.model,
-        value_model,
-        guidance,
-        inputs["attention_mask"],
-        max_new_tokens=max(limits),
-        tokenizers=(models.tokenizer, models.value_tokenizer),
-        **options,
-    )
+    processor = models.processor(value_model, guidance, inputs, max_new_tokens=max(limits), **options)
     sequences = models.model.generate(  # type: ignore[operator]  # from a mixin that PreTrainedModel lacks
         **inputs,
         **processor.generation_kwargs,

@@ -57,8 +57,7 @@ _CACHE = "sglang.srt.mem_cache"
 class ValueModelGuide(SGLangGuide):
     """The guidance of a scheduler process with a value model.
 
-    Raises:
-        ValueError: an option or the base model cannot be combined with a value model.
+    Raises ValueError if an option or the base model cannot be combined with it.
     """
 
     def __init__(
@@ -88,16 +87,14 @@ class ValueModelGuide(SGLangGuide):
     def cache_bytes(self, slots: int) -> int:
         return KVCache.num_bytes(self.value_model, slots)
 
-    def leave_room(
-        self, original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None
-    ) -> Any:
+    def leave_room(self, original: Callable, configurator: Any, budget_bytes: int, **kwargs: Any) -> Any:
         """Around the sizing of the engine's pool: reserve the memory of guidance."""
         if configurator.is_draft_worker or hasattr(self, "step"):  # memory is already divided
-            return original(configurator, budget_bytes, cap_tokens=cap_tokens)
+            return original(configurator, budget_bytes, **kwargs)
 
         def sized(part: int) -> tuple[Any, int]:
             """The pool for a part of the budget, in 1/4096, and the additional bytes for guidance."""
-            pool = original(configurator, budget_bytes * part // 4096, cap_tokens=cap_tokens)
+            pool = original(configurator, budget_bytes * part // 4096, **kwargs)
             requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
             slots = pool.max_total_num_tokens + configurator.page_size
             return pool, self.num_bytes(configurator.model_config, requests, slots)
@@ -107,20 +104,18 @@ class ValueModelGuide(SGLangGuide):
 
         # Guidance takes more memory for a larger pool, so search for the largest pool that leaves room for it.
         part = bisect_left(range(1, 4096), True, key=is_too_large)
-        remedies = (
-            "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
-        )
+        fix = "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
         if part == 0:
             raise ValueError(
                 f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: the pool and the guided step have "
-                f"{budget_bytes / 2**30:.2f} GiB together; {remedies}"
+                f"{budget_bytes / 2**30:.2f} GiB together; {fix}"
             )
         pool, guidance_bytes = sized(part)
         share, most = guidance_bytes / budget_bytes, self.settings.memory_share
         if most is not None and share > most:
             raise ValueError(
                 f"LENVM_MEMORY_SHARE is {most:g}, but the guided step takes {share:.3f} of the "
-                f"{budget_bytes / 2**30:.2f} GiB left by the weights; {remedies}"
+                f"{budget_bytes / 2**30:.2f} GiB left by the weights; {fix}"
             )
         logger.info("LenVM: guidance takes %.2f GiB, %.1f %%", guidance_bytes / 2**30, 100 * share)
         return pool

@@ -64,9 +64,8 @@ class Guide:
         signatures.check("vllm")
         self.settings, self.config, self.req_states, self.device = settings, config, req_states, req_states.device
         self.rows, self.drafts = req_states.max_num_reqs, config.num_speculative_tokens
-        self._sizes = dict(
-            vocab_size=req_states.vocab_size, max_drafts=self.drafts, max_delta=self.max_delta + self.drafts
-        )
+        max_delta = self.max_delta + self.drafts
+        self._sizes = dict(vocab_size=req_states.vocab_size, max_drafts=self.drafts, max_delta=max_delta)
         self._group = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
         self._states: BaseStates | None = None
         self.fallbacks = 0

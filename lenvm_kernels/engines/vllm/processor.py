@@ -51,10 +51,7 @@ VARIABLES = "lenvm"
 class LenVMProcessor(LogitsProcessor):
     """Guides requests with guidance in ``vllm_xargs``. vLLM creates one in each worker while it loads the model.
 
-    Args:
-        vllm_config: configuration of the engine.
-        req_states: the engine's request states.
-        *is_first_runner: passed only by vLLM's first model runner, which is not supported.
+    Only vLLM's first model runner passes ``is_first_runner``. It is not supported.
 
     Attributes:
         config: configuration of the engine. If None, this process has no tokenizer of the base model.
