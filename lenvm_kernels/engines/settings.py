@@ -241,16 +241,13 @@ class Settings:
             given["thinking_budget"] = engine_budget
         try:
             params = self._parse(given, thoughts, max_tokens, constraint="le_near" if has_schema else "near")
-            scaled = params.token_temperature_scale
-            sizes = (
+            needs_row = params.needs_step or params.token_temperature_scale
+            for name, tokens, most in (
                 ("stop_token_ids", stop_token_ids, MAX_STOP_TOKENS),
-                ("token_temperature_scale", scaled, MAX_SCALED_TOKENS),
-            )
-            for name, tokens, most in sizes if params.needs_step or scaled else ():
-                if len(tokens) > most:
-                    raise ValueError(
-                        f"{name} must have at most {most} tokens together with guidance, got {len(tokens)}"
-                    )
+                ("token_temperature_scale", params.token_temperature_scale, MAX_SCALED_TOKENS),
+            ):
+                if needs_row and (count := len(tokens)) > most:
+                    raise ValueError(f"{name} must have at most {most} tokens together with guidance, got {count}")
         except ValueError:
             if is_asked:
                 raise

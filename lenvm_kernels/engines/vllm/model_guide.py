@@ -110,9 +110,8 @@ class ModelGuide(Guide):
         if not room.refused:
             return
         if not self.without_room:
-            logger.warning(
-                "LenVM: the value model's cache is full, so requests lose guidance. Raise LENVM_MEMORY_SHARE."
-            )
+            text = "LenVM: the value model's cache is full, so requests lose guidance. Raise LENVM_MEMORY_SHARE."
+            logger.warning(text)
         self.without_room += len(room.refused)
         if self.report.metrics is not None:
             self.report.metrics.without_room.inc(len(room.refused))
