@@ -96,16 +96,18 @@ def not_finite(steps: int) -> str | None:
 
 
 class Stopwatch:
-    """Times work on a device without a host-device sync."""
+    """Times work on a device without a host-device sync, while ``is_on``."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, *, is_on: bool) -> None:
+        self._on_gpu, self.is_on = device.type == "cuda", is_on
         self._spans: list[Callable[[], float]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time the work launched inside."""
-        if self._on_gpu:
+        if not self.is_on:
+            yield
+        elif self._on_gpu:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield

@@ -172,7 +172,7 @@ class ValueModelGuide(SGLangGuide):
         """Also embed images. The engine copies their pixels to the host after the base model's forward."""
         super()._admit(req, table_row)
         if req.lenvm_images is not None:
-            with self.timed():
+            with self.stopwatch.running():
                 if mm_schedule.host_offload_event is not None:  # copied earlier if the request was retracted
                     mm_schedule.host_offload_event.synchronize()
                 req.lenvm_images.embed(req.prefix_len, self.value_model)
@@ -191,7 +191,7 @@ class ValueModelGuide(SGLangGuide):
         All tokens of a chunk are passed, because the engine may draw a token after it or not. In a mixed batch, tokens
         of decoding requests are passed to the step instead.
         """
-        with self.failing_softly(batch), self.timed():
+        with self.failing_softly(batch), self.stopwatch.running():
             lens = batch.extend_seq_lens.int()
             images = [req.lenvm_images for req in batch.lenvm_all]  # a padded batch has more lengths
             parts = list(zip(images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False))

@@ -275,7 +275,7 @@ class Guide:
             logits.copy_(part.by_row(scores, logits))
         if not (self._needs_step & ~self._is_lost)[part.host_slots].any():
             return None
-        with self.report.timed():
+        with self.report.stopwatch.running():
             self._read_prompts(part, lengths)
             # The engine discards draws after unfinished prompts.
             is_whole, is_lost = self._is_whole(part), self._is_lost[part.host_slots]
