@@ -87,14 +87,16 @@ class ValueModelGuide(SGLangGuide):
     def cache_bytes(self, slots: int) -> int:
         return KVCache.num_bytes(self.value_model, slots)
 
-    def leave_room(self, original: Callable, configurator: Any, budget_bytes: int, **kwargs: Any) -> Any:
+    def leave_room(
+        self, original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None
+    ) -> Any:
         """Around the sizing of the engine's pool: reserve the memory of guidance."""
         if configurator.is_draft_worker or hasattr(self, "step"):  # memory is already divided
-            return original(configurator, budget_bytes, **kwargs)
+            return original(configurator, budget_bytes, cap_tokens=cap_tokens)
 
         def sized(part: int) -> tuple[Any, int]:
             """The pool for a part of the budget, in 1/4096, and the additional bytes for guidance."""
-            pool = original(configurator, budget_bytes * part // 4096, **kwargs)
+            pool = original(configurator, budget_bytes * part // 4096, cap_tokens=cap_tokens)
             requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
             slots = pool.max_total_num_tokens + configurator.page_size
             return pool, self.num_bytes(configurator.model_config, requests, slots)
