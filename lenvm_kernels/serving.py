@@ -19,7 +19,6 @@ from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart
 from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.loading.models import chat_tokens
 from lenvm_kernels.ops._common import next_power_of_2
-from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import KVCache, RaggedBatch, ValueModel
 
 try:
@@ -154,14 +153,14 @@ class ValueEngine:
         own, device, counts = self._own, self.value_model.device, [len(piece.candidate_ids) for piece in pieces]
         columns = next_power_of_2(max(counts)) if any(counts) else 0  # each width compiles a kernel
         candidates = [[*piece.candidate_ids, *[-1] * (columns - len(piece.candidate_ids))] for piece in pieces]
-        at = own.places([piece.part for piece in pieces])
         token_ids = torch.tensor([t for piece in pieces for t in piece.token_ids], dtype=torch.int64)
+        delta, _ = own.delta([piece.part for piece in pieces], lambda *_: to_device(token_ids, device))
         batch = RaggedBatch.build(
             self.value_model,
             to_device(torch.tensor(candidates, dtype=torch.int32).view(len(pieces), columns), device),
             to_device(torch.tensor(counts, dtype=torch.int32), device),
             own.slots.table,
-            delta=DeltaTokens(to_device(token_ids, device), at.begins, at.lens, at.starts, at.table_rows),
+            delta=delta,
             page_size=PAGE_SIZE,
             backend=self._backend,
         )

@@ -103,7 +103,6 @@ def run_command(args: argparse.Namespace) -> None:
 
         from transformers import TextStreamer
 
-        from lenvm_kernels.engines.transformers.processor import LenVMLogitsProcessor
         from lenvm_kernels.loading.models import Models
         from lenvm_kernels.values import LenVMConfig
 
@@ -120,17 +119,9 @@ def run_command(args: argparse.Namespace) -> None:
     for prompt in args.prompt:
         with arguments.usage_errors():
             inputs = models.encode([prompt])
-            processor = LenVMLogitsProcessor(
-                models.model,
-                models.value_model,
-                guidance,
-                inputs["attention_mask"],
-                max_new_tokens=args.max_new_tokens,
-                **arguments.sampling_of(args),
-                max_candidates=args.max_candidates,
-                tokenizers=(models.tokenizer, models.value_tokenizer),
-                record=args.show_values,
-            )
+            options = arguments.sampling_of(args) | dict(max_candidates=args.max_candidates, record=args.show_values)
+            options["max_new_tokens"] = args.max_new_tokens
+            processor = models.processor(models.value_model, guidance, inputs, **options)
         if len(args.prompt) > 1:
             print(f"\n> {prompt}")
         torch.manual_seed(args.seed)
@@ -147,7 +138,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:
     """Print a line per generated token. Only candidates have numbers, and a length needs values."""
-    from torch.nn.functional import softplus
+    from lenvm_kernels.values import LenVMConfig
 
     print(f"\n{'step':>4}  {'remaining':>9}  {'probability':>11}  token")
     # On a GPU, generate may run one step more than it returns.
@@ -160,7 +151,7 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
             if token in models.eos_token_ids:
                 remaining = "0.0"
             elif z is not None:
-                remaining = f"{softplus(z[0, column]).item() / -math.log(gamma):.1f}"
+                remaining = f"{LenVMConfig(gamma).lengths(z[0, column]).item():.1f}"
             probability = f"{record.probs[0, column].item():.4f}"
         text = json.dumps(models.tokenizer.decode([token]), ensure_ascii=False)
         print(f"{step:>4}  {remaining:>9}  {probability:>11}  {text}")

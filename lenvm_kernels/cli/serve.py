@@ -39,10 +39,8 @@ def run_command(args: argparse.Namespace) -> None:
         from lenvm_kernels.loading.models import load_value_model
         from lenvm_kernels.serving import ValueEngine, create_app
 
-        device = arguments.device_of(args.device)
-        value_model, tokenizer = load_value_model(
-            args.value_model, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
-        )
+        options = dict(device=arguments.device_of(args.device), dtype=getattr(torch, args.dtype), gamma=args.gamma)
+        value_model, tokenizer = load_value_model(args.value_model, **options)
         engine = ValueEngine(value_model, max_tokens=args.max_tokens_in_cache)
     import uvicorn
 

@@ -14,9 +14,12 @@ import torch
 from lenvm_kernels.engines.tensors import to_device
 from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import DeltaTokens
 from lenvm_kernels.values import ImageTokens, KVCache, ValueModel
 
 PAGE_SIZE = 16
+# Returns the token ids of table rows and positions, int64 ``[D]``.
+TokenIds = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Room(NamedTuple):
@@ -33,25 +36,6 @@ class PromptPart(NamedTuple):
     table_row: int
     start: int
     end: int
-
-
-class Places(NamedTuple):
-    """Places of the ``D`` tokens of ``B`` parts, on the device.
-
-    Attributes:
-        token_rows, positions: int64 ``[D]``; table row and position of each token.
-        table_rows: int64 ``[B]``; table row of each part.
-        begins, lens, starts: int32 ``[B]``; first token of a part in ``D``, number of tokens, position of the first.
-        host_begins: ``begins`` on the host.
-    """
-
-    token_rows: torch.Tensor
-    positions: torch.Tensor
-    table_rows: torch.Tensor
-    begins: torch.Tensor
-    lens: torch.Tensor
-    starts: torch.Tensor
-    host_begins: list[int]
 
 
 class OwnSlots:
@@ -130,23 +114,22 @@ class OwnSlots:
             if prefix not in self._page_of:
                 self._page_of[prefix], self._prefix_of[pages[i]] = pages[i], prefix
 
-    def places(self, parts: Sequence[PromptPart]) -> Places:
-        """The places of the tokens of consecutive parts."""
+    def delta(self, parts: Sequence[PromptPart], token_ids: TokenIds) -> tuple[DeltaTokens, list[int]]:
+        """The tokens of consecutive parts, on the device, and the index of each part's first token, on the host."""
         table_rows, starts, ends = np.array(parts, dtype=np.int64).T
         lens = ends - starts
         begins = lens.cumsum() - lens
         positions = np.arange(lens.sum()) + np.repeat(starts - begins, lens)
         device = self.slots.table.device
-        token_rows, token_positions = to_device(np.stack((np.repeat(table_rows, lens), positions)), device)
-        table_rows, first, count, start = to_device(np.stack((table_rows, begins, lens, starts)), device)
-        sizes = (first.int(), count.int(), start.int())
-        return Places(token_rows, token_positions, table_rows, *sizes, begins.tolist())
+        tokens = token_ids(*to_device(np.stack((np.repeat(table_rows, lens), positions)), device))
+        rows, first, count, start = to_device(np.stack((table_rows, begins, lens, starts)), device)
+        return DeltaTokens(tokens, first.int(), count.int(), start.int(), rows), begins.tolist()
 
     def extend(
         self,
         step: GuidedStep,
         parts: Sequence[PromptPart],
-        token_ids: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        token_ids: TokenIds,
         *,
         lens: torch.Tensor | None = None,
         images: ImageTokens | None = None,
@@ -156,14 +139,12 @@ class OwnSlots:
         Args:
             step: the guided step on these slots.
             parts: at most one per request; :meth:`reserve` must have reserved their slots.
-            token_ids: function from table rows and positions, int64 ``[D]``, to the token ids of all parts.
+            token_ids: the token ids of all parts.
             lens: int32 ``[B]``; number of tokens per part, if the host only has an upper bound. If None, all.
             images: images among the tokens.
         """
-        at = self.places(parts)
-        tokens = token_ids(at.token_rows, at.positions)
-        lens = at.lens if lens is None else lens
-        step.extend(tokens, at.table_rows, at.begins, lens, at.starts, begins=at.host_begins, images=images)
+        (tokens, starts, all_lens, cached_lens, rows), begins = self.delta(parts, token_ids)
+        step.extend(tokens, rows, starts, all_lens if lens is None else lens, cached_lens, begins=begins, images=images)
         for part in parts:
             self.computed(part.table_row, part.end)
 

@@ -96,16 +96,18 @@ def not_finite(steps: int) -> str | None:
 
 
 class Stopwatch:
-    """Times work on a device without a host-device sync."""
+    """Times work on a device without a host-device sync, while ``is_on``."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, *, is_on: bool) -> None:
+        self._on_gpu, self.is_on = device.type == "cuda", is_on
         self._spans: list[Callable[[], float]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time the work launched inside."""
-        if self._on_gpu:
+        if not self.is_on:
+            yield
+        elif self._on_gpu:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield
@@ -174,18 +176,13 @@ def trace_nodes(
     ``at [rows]`` are the nodes of the engine's rows, with a larger number for rows without a node.
     """
     rows = (at < len(output.probs)).nonzero().flatten()
+    of_rows = ctx.expanded_idx_mapping, ctx.pos, ctx.expanded_local_pos, ctx.input_ids
+    slots, positions, nodes, last_tokens = (x[rows].tolist() for x in of_rows)
     tokens: list[list[int]] = []
-    for slot, position, node, last in zip(
-        ctx.expanded_idx_mapping[rows].tolist(),
-        ctx.pos[rows].tolist(),
-        ctx.expanded_local_pos[rows].tolist(),
-        ctx.input_ids[rows].tolist(),
-        strict=True,
-    ):
+    for slot, position, node, last in zip(slots, positions, nodes, last_tokens, strict=True):
         tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
     assert output.tokens is not None
-    drawn = output.tokens[at[rows]].tolist()
-    columns = dict(tokens=tokens, node=ctx.expanded_local_pos[rows].tolist(), token=drawn)
+    columns = dict(tokens=tokens, node=nodes, token=output.tokens[at[rows]].tolist())
     write_line(file, output, at[rows], columns)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
-from lenvm_kernels.engines.tokenizers import load_thoughts
+from lenvm_kernels.engines.tokenizers import check_vocabulary, load_thoughts
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance
 from lenvm_kernels.guidance.fields import BUDGETS, NAMESPACE, SELECTED, SELECTORS, TARGETS, read_json
 from lenvm_kernels.guidance.params import check_with_probe, read_names
@@ -199,8 +199,7 @@ class Settings:
     def is_asked(custom_params: Mapping[str, Any] | None) -> bool:
         """Whether a request has guidance parameters. An empty :data:`NAMESPACE` disables the defaults.
 
-        Raises:
-            ValueError: invalid parameter name.
+        Raises ValueError for an invalid parameter name.
         """
         given = custom_params or {}
         return NAMESPACE in given or bool(read_names(given, others="shared"))
@@ -242,16 +241,13 @@ class Settings:
             given["thinking_budget"] = engine_budget
         try:
             params = self._parse(given, thoughts, max_tokens, constraint="le_near" if has_schema else "near")
-            scaled = params.token_temperature_scale
-            sizes = (
+            needs_row = params.needs_step or params.token_temperature_scale
+            for name, tokens, most in (
                 ("stop_token_ids", stop_token_ids, MAX_STOP_TOKENS),
-                ("token_temperature_scale", scaled, MAX_SCALED_TOKENS),
-            )
-            for name, tokens, most in sizes if params.needs_step or scaled else ():
-                if len(tokens) > most:
-                    raise ValueError(
-                        f"{name} must have at most {most} tokens together with guidance, got {len(tokens)}"
-                    )
+                ("token_temperature_scale", params.token_temperature_scale, MAX_SCALED_TOKENS),
+            ):
+                if needs_row and (count := len(tokens)) > most:
+                    raise ValueError(f"{name} must have at most {most} tokens together with guidance, got {count}")
         except ValueError:
             if is_asked:
                 raise
@@ -287,11 +283,18 @@ class Settings:
             raise ValueError(f"LENVM_DTYPE must be absent with a probe, or {embedding.dtype} as its base, got {came}")
         return LengthProbe.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
 
-    def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel:
-        """Load the value model onto a device, if :attr:`reads_tokens`. ``dtype`` is the base model's."""
+    def load_value_model(
+        self, dtype: torch.dtype, device: torch.device | str, vocab_size: int, tokenizer: str
+    ) -> ValueModel:
+        """Load the value model onto a device, if :attr:`reads_tokens`. The other arguments are the base model's.
+
+        Raises ValueError as :func:`check_vocabulary`.
+        """
         assert self.value_model is not None
         options: dict[str, Any] = dict(gamma=self.gamma, dtype=self.dtype or dtype, device=device)
-        return ValueModel.from_pretrained(self.value_model, self.value_head, **options)
+        model = ValueModel.from_pretrained(self.value_model, self.value_head, **options)
+        check_vocabulary(self.value_model, model.config.vocab_size, vocab_size, tokenizer)
+        return model
 
     def working_bytes(
         self, values: ValueModel | LengthProbe | None, *, max_delta: int, max_drafts: int = 0, **sizes: int

@@ -21,7 +21,6 @@ from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart, pag
 from lenvm_kernels.engines.settings import MAX_DELTA, MAX_END_TOKENS, Settings
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.engines.tensors import last_tokens, to_device
-from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.params import read_names
 from lenvm_kernels.ops._common import MAX_CANDIDATES
@@ -196,21 +195,15 @@ class InprocRunner:
     reclaimed while they are in no batch. A request that returns without slots, or with tokens that differ from the
     step's, is recomputed.
 
-    Args:
-        settings: the value model and its steps.
-        runner: runner of the base model, with its pools. Its options limit the share of the free memory for the value
-            model's weights, cache and steps.
-
-    Raises:
-        ValueError: the vocabularies differ, or the value model does not fit; the message names the option.
+    Options of the base model's ``runner`` limit the share of the free memory for the value model's weights, cache and
+    steps. Raises ValueError that names the option if the value model does not fit.
     """
 
     def __init__(self, settings: Settings, runner: ModelRunner) -> None:
         options, engine, requests = runner.server_args, runner.model_config, runner.max_running_requests
         free = free_bytes(runner)
         device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else runner.device
-        value_model = settings.load_value_model(runner.dtype, device)
-        check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.vocab_size, options.tokenizer_path)
+        value_model = settings.load_value_model(runner.dtype, device, engine.vocab_size, options.tokenizer_path)
         if engine.is_multimodal:
             value_model.vision_tower  # noqa: B018, must be loaded before the remaining memory is divided
         share = options.lvm_guided_inproc_mem_fraction_static or options.mem_fraction_static
@@ -246,17 +239,10 @@ class InprocRunner:
     def guide(
         self, batch: ForwardBatch, reqs: Sequence[Req], probs: torch.Tensor, sampling: Sampling
     ) -> torch.Tensor | None:
-        """Guide the next tokens of a batch.
+        """Guide the next tokens of a batch; ``reqs`` are its parsed requests in row order.
 
-        Args:
-            batch: the forward of the batch.
-            reqs: its requests in row order, with parameters in ``lenvm_guidance`` and end-of-sequence tokens in
-                ``lenvm_end_tokens``.
-            probs: fp32, bf16 or fp16 ``[B, V]``; changed in place.
-            sampling: filters of the requests, as tensors.
-
-        Returns:
-            ``probs``, with the filters of all rows applied; None if no request is guided and ``probs`` is unchanged.
+        Changes ``probs``, fp32, bf16 or fp16 ``[B, V]``, in place, and returns it with the filters of all rows applied.
+        If no request is guided, ``probs`` is unchanged and None is returned.
         """
         lengths, prompts = {}, []  # lengths of guided requests by table row, and tokens to compute first
         for req, length in zip(reqs, batch.seq_lens_cpu.tolist(), strict=False):  # a padded batch has more lengths

@@ -6,10 +6,9 @@ A process with guidance compares installed signatures with them, and rejects dif
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
-from functools import reduce
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,11 @@ USED = {engine: tuple(next(iter(recorded(engine).values()))) for engine in ("sgl
 
 def signature_of(target: str) -> str | None:
     """The parameter names of a target, with ``=`` after names with a default; None if the target does not exist."""
-    module, name = target.split(":")
     try:
-        found: Any = reduce(getattr, name.split("."), importlib.import_module(module))
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(pkgutil.resolve_name(target)).parameters.values()
     except (ImportError, AttributeError):
         return None
-    if name.endswith(".__init__"):
+    if target.endswith(".__init__"):
         return ANYTHING
     return written([(p.name, p.kind, p.default is not p.empty) for p in parameters if p.name not in ("self", "cls")])
 

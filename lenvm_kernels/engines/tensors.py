@@ -87,10 +87,7 @@ def last_tokens(batch: "ForwardBatch", requests: int) -> StepBatch:
 def whole_embedding(layer: Any, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The input embedding ``[V, H]`` of an engine's layer, without padding.
 
-    ``all_gather`` concatenates the parts of the tensor-parallel ranks.
-
-    Raises:
-        ValueError: the layer has tokens added for LoRA.
+    ``all_gather`` concatenates the parts of the tensor-parallel ranks. Raises ValueError for tokens added for LoRA.
     """
     weight = layer.weight.detach()
     if getattr(layer, "tp_size", 1) > 1:

@@ -63,7 +63,7 @@ def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | N
         return None
 
 
-def check_vocabulary(value_model: Path | None, value_size: int, base_size: int, base_tokenizer: str) -> None:
+def check_vocabulary(value_model: Path, value_size: int, base_size: int, base_tokenizer: str) -> None:
     """Raise ValueError unless both models have the same tokens. Vocabulary sizes may differ by padding.
 
     ``value_model`` is a directory with a tokenizer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.generation import BaseStreamer, StoppingCriteriaList
 from transformers.utils import logging
 
+from lenvm_kernels.engines.probe_states import base_of_probe
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.engines.transformers.processor import Guidance, LenVMLogitsProcessor, eos_token_ids
 from lenvm_kernels.loading import PROBE, VALUE, model_path
@@ -66,23 +67,16 @@ class Models:
         base = base.eval().to(device)
         if tokenizer.pad_token_id is None:  # padding is masked, so any token works
             tokenizer.pad_token_id = next(iter(eos_token_ids(base)), 0)
-        models = cls(base, None, tokenizer, tokenizer)
+        values: ValueModel | LengthProbe | None = None
+        value_tokenizer = tokenizer
         if is_probe(value_model):
-            probe = LengthProbe.from_pretrained(value_model, *models.of_probe(), gamma=gamma)
-            return replace(models, value_model=probe)
-        if value_path is None:
-            return models
-        if value_path == path and adapter is not None:
+            values = LengthProbe.from_pretrained(value_model, *base_of_probe(base), gamma=gamma)
+        elif value_path == path and adapter is not None:
             values = ValueModel.from_causal_lm(base, adapter=adapter, lenvm_config=LenVMConfig.read(adapter, gamma))
-            return replace(models, value_model=values)
-        value_tokenizer = load_tokenizer(names[1], value_path)
-        values = ValueModel.from_pretrained(value_path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
+        elif value_path is not None:
+            value_tokenizer = load_tokenizer(names[1], value_path)
+            values = ValueModel.from_pretrained(value_path, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
-
-    def of_probe(self) -> tuple[int, torch.Tensor]:
-        """The base model's layer count and input embedding ``[V, H]``, for :meth:`LengthProbe.from_pretrained`."""
-        embedding: Any = self.model.get_input_embeddings()
-        return self.model.config.get_text_config().num_hidden_layers, embedding.weight.detach()
 
     def encode(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of the prompts' tokens, padded on the left."""
@@ -92,6 +86,13 @@ class Models:
         """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of ``B`` rows of tokens, padded on the left."""
         batch = self.tokenizer.pad({"input_ids": [*map(list, rows)]}, padding_side="left", return_tensors="pt")
         return dict(batch.to(self.model.device))
+
+    def processor(
+        self, source: ValueModel | LengthProbe | None, guidance: Any, inputs: Mapping[str, torch.Tensor], **options: Any
+    ) -> LenVMLogitsProcessor:
+        """The processor for ``inputs`` (:meth:`encode`) with values from ``source``, and its further ``options``."""
+        mask, tokenizers = inputs["attention_mask"], (self.tokenizer, self.value_tokenizer)
+        return LenVMLogitsProcessor(self.model, source, guidance, mask, tokenizers=tokenizers, **options)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -199,15 +200,7 @@ def sample(
     width, device = inputs["input_ids"].shape[1], inputs["input_ids"].device
     limits = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
     last = width + torch.tensor(limits, device=device)
-    processor = LenVMLogitsProcessor(
-        models.model,
-        value_model,
-        guidance,
-        inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        tokenizers=(models.tokenizer, models.value_tokenizer),
-        **options,
-    )
+    processor = models.processor(value_model, guidance, inputs, max_new_tokens=max_new_tokens, **options)
     sequences = models.model.generate(  # type: ignore[operator]  # from a mixin that PreTrainedModel lacks
         **inputs,
         **processor.generation_kwargs,

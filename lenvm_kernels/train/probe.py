@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lenvm_kernels.engines.probe_states import ProbeStates
+from lenvm_kernels.engines.probe_states import ProbeStates, base_of_probe
 from lenvm_kernels.engines.settings import NONE
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
@@ -195,7 +195,7 @@ def fit_probe(
         raise ValueError("--answers must have answers of two tokens or more to training prompts, got none")
     models = Models.load(base, NONE, device=how.device, dtype=getattr(torch, how.dtype), names=("BASE", "--value"))
     torch.manual_seed(how.seed)
-    num_layers, embedding = models.of_probe()
+    num_layers, embedding = base_of_probe(models.model)
     edges = edges_of(max(len(example.answer.ids) for example in training))
     config = ProbeConfig(
         base=base,

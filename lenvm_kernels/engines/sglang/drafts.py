@@ -50,7 +50,10 @@ def verify(
         nonlocal unmasked
         if grammar_mask is not None:
             grammar_mask.apply(logits)
-        drafts, copies = drafts_of(verify_input), batch.return_logprob
+        # In the engine's tensors, node 0 is the last token of the sequence.
+        token_ids = verify_input.draft_token.view(-1, verify_input.draft_token_num)
+        parents = parents_of(verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
+        drafts, copies = Drafts(token_ids[:, 1:], parents[:, 1:]), batch.return_logprob
         unmasked = guide.leave_drawn(batch, logits, rows, batch.sampling_info, drafts, copies=copies)
 
     mask = SimpleNamespace(apply=apply)
@@ -60,13 +63,6 @@ def verify(
     nodes = index.clamp(min=0).long()
     guide.report(batch, logits_output, VerifiedTokens(predict[nodes], lens, nodes))
     return verified
-
-
-def drafts_of(verify_input: EagleVerifyInput) -> Drafts:
-    """The drafts of a batch. In the engine's tensors, node 0 is the last token of the sequence."""
-    token_ids = verify_input.draft_token.view(-1, verify_input.draft_token_num)
-    parents = parents_of(verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
-    return Drafts(token_ids[:, 1:], parents[:, 1:])
 
 
 def parents_of(first_children: torch.Tensor, next_siblings: torch.Tensor) -> torch.Tensor:

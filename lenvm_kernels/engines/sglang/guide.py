@@ -12,7 +12,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -73,6 +73,7 @@ class SGLangGuide:
         ranks: tensor-parallel ranks that draw the same tokens, or None if there is only one.
         grown_by: new tokens since the last step and their number, per table row. None without drafts.
         metrics, ends: metrics of this process; None without ``--enable-metrics``.
+        stopwatch: times steps and prompts for the metrics.
         fallbacks: number of failed steps and prompts.
         failure: reason for rejecting requests with guidance. If None, they are accepted.
         node_bytes: bytes per node of a request, in addition to the step.
@@ -93,7 +94,7 @@ class SGLangGuide:
         self.fallbacks = 0
         self.failure: str | None = None
         self._sizes = dict(max_delta=MAX_DELTA + drafts, max_drafts=drafts)
-        self._stopwatch = Stopwatch(device)
+        self.stopwatch = Stopwatch(device, is_on=False)
         self._reserved: torch.Tensor | None = None
         self._table_rows: set[int] = set()  # rows of requests in the guidance table
         self._rows = self._ones = torch.empty(0)  # numbers of a batch's rows, and 1 token each
@@ -161,6 +162,7 @@ class SGLangGuide:
             labels = dict(model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank)
             self.metrics, self.ends = Metrics(**labels), EndMetrics(**labels) if parallel.pp_rank == 0 else None
             self.metrics.cache_bytes.set(self.cache_bytes(slots))
+            self.stopwatch.is_on = True
         rows, candidates = self.step.max_requests, self.step.config.max_candidates
         gib, graphs = self.num_bytes(engine, rows, slots) / 2**30, "with" if self.step.config.graphs else "without"
         text = "LenVM: guidance is on with values of %s; %d rows, %d candidates, %.2f GiB, %s CUDA graphs"
@@ -362,7 +364,7 @@ class SGLangGuide:
         wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
         temperature, prompt_lengths = info.temperatures.flatten(), None
         sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, temperature, is_logits=True, sample=True)
-        with self.timed():
+        with self.stopwatch.running():
             if wants_values and is_prompt and self.step.values.needs_tokens:
                 prompt_lengths = self.step.predict(rows)[:, None]
             output = self.step.step(prepared, sampling)
@@ -382,7 +384,7 @@ class SGLangGuide:
             return
         (tokens, lens, nodes), rows, output = chosen, drawn.batch, drawn.output
         is_verified, lengths, prompt_lengths = nodes.shape[1] > 1, None, drawn.prompt_lengths
-        with self.failing_softly(batch), self.timed():
+        with self.failing_softly(batch), self.stopwatch.running():
             if self.grown_by is not None:
                 grown, count = self.grown_by
                 grown[rows.table_rows, : tokens.shape[1]] = tokens.int()
@@ -399,13 +401,9 @@ class SGLangGuide:
             if self.metrics is not None:
                 status, lost_mass = candidates.status[nodes], candidates.lost_mass[nodes]
             numbers = status, lost_mass, faults, lengths, prompt_lengths
-            append(logits_output, StepReport(*numbers, self.metrics, self._stopwatch.take()))
+            append(logits_output, StepReport(*numbers, self.metrics, self.stopwatch.take()))
         if self.settings.trace is not None:
             trace_batch(self.settings.trace, batch, rows.lengths, output, agreed, chosen)
-
-    def timed(self) -> AbstractContextManager[None]:
-        """Time the work launched inside, if there are metrics."""
-        return nullcontext() if self.metrics is None else self._stopwatch.running()
 
     @contextmanager
     def failing_softly(self, batch: Batch) -> Iterator[None]:

@@ -145,9 +145,7 @@ CHAT_HOOKS = {
 def register() -> None:
     """Register the hooks in a process of the engine. If the plugin is off, only register hooks that reject requests.
 
-    Raises:
-        ValueError: invalid settings.
-        RuntimeError: the engine's functions differ from the recorded signatures.
+    Raises as :meth:`Settings.from_environment` and :func:`signatures.check`.
     """
     signatures.check("sglang")
     hooks = HOOKS
@@ -163,9 +161,7 @@ def register() -> None:
 def load_guide(runner: ModelRunner) -> SGLangGuide:
     """Load the guidance of a scheduler process and install its hooks.
 
-    Raises:
-        RuntimeError: a function could not be hooked.
-        ValueError: an option that guidance cannot be combined with, or invalid settings.
+    Raises RuntimeError if a function could not be hooked, and ValueError for invalid settings and unsupported options.
     """
     if missing := [target for target in HOOKS if target not in HookRegistry._patched]:
         raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
@@ -221,11 +217,8 @@ def settings_of(options: Any) -> Settings:
 def guidance_of(request: Request, settings: Settings, failure: str | None = None) -> GuidanceParams | None:
     """The parameters of a request, or None without guidance.
 
-    ``failure`` is the reason for rejecting requests with guidance. If None, they are accepted.
-
-    Raises:
-        ValueError: invalid ``custom_params``; the message names the field, the value and the accepted values. Also if a
-            feature cannot be combined with guidance.
+    ``failure`` is the reason for rejecting requests with guidance. If None, they are accepted. Raises ValueError as
+    :meth:`Settings.parse_request`, and for a feature that cannot be combined with guidance.
     """
     sampling = request.sampling_params
     if sampling.custom_params is None and not settings.defaults:

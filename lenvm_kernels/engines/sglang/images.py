@@ -20,7 +20,6 @@ class PromptImages:
 
     Args:
         req: the request; its prompt has one token per image embedding.
-        value_model: the value model that reads the images.
 
     Attributes:
         length: number of prompt tokens.
@@ -93,7 +92,6 @@ def image_tokens(
     Args:
         parts: consecutive parts, each with the request's images, first token and number of tokens.
         tokens: total number of tokens; tokens after the parts are padding.
-        value_model: the value model that reads the images.
     """
     if all(images is None for images, _, _ in parts):
         return None

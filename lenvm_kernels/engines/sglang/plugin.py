@@ -1,7 +1,7 @@
 """Entry point of the plugin for unforked SGLang (``sglang.srt.plugins``). Does not import the engine or torch.
 
-The engine's loader only logs exceptions, so if any ``LENVM_*`` variable is set, a failure ends the process with
-``SystemExit``.
+The engine's loader only logs exceptions, so if any ``LENVM_*`` variable is set, a plugin that cannot be imported or
+does not fit the engine ends the process with ``SystemExit``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def plugin() -> None:
-    """Register the hooks. The engine calls this function in each of its processes.
-
-    Raises:
-        SystemExit: the plugin cannot be imported or does not fit the engine, and a ``LENVM_*`` variable is set.
-    """
+    """Register the hooks. The engine calls this function in each of its processes."""
     managers = "sglang.srt.managers"
     if f"{managers}.detokenizer_manager" in sys.modules and f"{managers}.scheduler" not in sys.modules:
         return  # the detokenizer process calls no hooked function

@@ -78,7 +78,6 @@ class ProbeGuide(SGLangGuide):
 
     @property
     def hooks(self) -> Hooks:
-        """As in :class:`SGLangGuide`."""
         hooks: Hooks = {
             f"{_PROCESSOR}._get_pruned_states": ("AROUND", self.keep_states),
             f"{_UPDATER}.record_weight_version_after_update": ("AFTER", self.update_probe),
@@ -167,8 +166,7 @@ class ProbeGuide(SGLangGuide):
 def input_embedding(model: Any) -> torch.Tensor:
     """The input embedding ``[V, H]`` of a base model, gathered from the tensor-parallel ranks.
 
-    Raises:
-        ValueError: the input embedding is missing, not a plain tensor, or has tokens added for LoRA.
+    Raises ValueError if it is missing, not a plain tensor, or has tokens added for LoRA.
     """
     if hasattr(model, "get_input_embeddings"):
         module = model.get_input_embeddings()

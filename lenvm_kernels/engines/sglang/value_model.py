@@ -21,7 +21,6 @@ from lenvm_kernels.engines.settings import MAX_DELTA, Settings
 from lenvm_kernels.engines.sglang.guide import EngineOptions, Hooks, SGLangGuide, check_options, needs_step
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from lenvm_kernels.engines.tensors import to_device
-from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.values import KVCache
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ _CACHE = "sglang.srt.mem_cache"
 class ValueModelGuide(SGLangGuide):
     """The guidance of a scheduler process with a value model.
 
-    Raises:
-        ValueError: an option or the base model cannot be combined with a value model.
+    Raises ValueError if an option or the base model cannot be combined with it.
     """
 
     def __init__(
@@ -67,16 +65,14 @@ class ValueModelGuide(SGLangGuide):
     ) -> None:
         check_options(options, VALUE_MODEL_OPTIONS, "a value model")
         check_pool(runner)
-        self.value_model = value_model = settings.load_value_model(runner.dtype, device)
+        base = runner.dtype, device, runner.model_config.vocab_size, options.tokenizer_path
+        self.value_model = value_model = settings.load_value_model(*base)
         super().__init__(settings, device, drafts, value_model)
         if runner.model_config.is_multimodal:
             value_model.vision_tower  # noqa: B018, must be loaded before the engine's pool takes the memory
-        sizes = value_model.config.vocab_size, runner.model_config.vocab_size
-        check_vocabulary(settings.value_model, *sizes, options.tokenizer_path)
 
     @property
     def hooks(self) -> Hooks:
-        """As in :class:`SGLangGuide`."""
         return super().hooks | {
             "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("AFTER", self.note_images),
             f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", self.leave_room),
@@ -89,7 +85,6 @@ class ValueModelGuide(SGLangGuide):
     # --- memory ---
 
     def cache_bytes(self, slots: int) -> int:
-        """As in :class:`SGLangGuide`."""
         return KVCache.num_bytes(self.value_model, slots)
 
     def leave_room(
@@ -111,20 +106,18 @@ class ValueModelGuide(SGLangGuide):
 
         # Guidance takes more memory for a larger pool, so search for the largest pool that leaves room for it.
         part = bisect_left(range(1, 4096), True, key=is_too_large)
-        remedies = (
-            "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
-        )
+        fix = "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
         if part == 0:
             raise ValueError(
                 f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: the pool and the guided step have "
-                f"{budget_bytes / 2**30:.2f} GiB together; {remedies}"
+                f"{budget_bytes / 2**30:.2f} GiB together; {fix}"
             )
         pool, guidance_bytes = sized(part)
         share, most = guidance_bytes / budget_bytes, self.settings.memory_share
         if most is not None and share > most:
             raise ValueError(
                 f"LENVM_MEMORY_SHARE is {most:g}, but the guided step takes {share:.3f} of the "
-                f"{budget_bytes / 2**30:.2f} GiB left by the weights; {remedies}"
+                f"{budget_bytes / 2**30:.2f} GiB left by the weights; {fix}"
             )
         logger.info("LenVM: guidance takes %.2f GiB, %.1f %%", guidance_bytes / 2**30, 100 * share)
         return pool
@@ -172,7 +165,6 @@ class ValueModelGuide(SGLangGuide):
             req.extra_key = f"lenvm{req.lenvm_images.moved}|" + req.extra_key.removeprefix(RADIX_NAMESPACE)
 
     def admit(self, batch: ForwardBatch, reqs: list[Req], *, is_prefill: bool) -> None:
-        """As in :class:`SGLangGuide`."""
         super().admit(batch, reqs, is_prefill=is_prefill)
         if is_prefill:
             for req in reqs:
@@ -182,7 +174,7 @@ class ValueModelGuide(SGLangGuide):
         """Also embed images. The engine copies their pixels to the host after the base model's forward."""
         super()._admit(req, table_row)
         if req.lenvm_images is not None:
-            with self.timed():
+            with self.stopwatch.running():
                 if mm_schedule.host_offload_event is not None:  # copied earlier if the request was retracted
                     mm_schedule.host_offload_event.synchronize()
                 req.lenvm_images.embed(req.prefix_len, self.value_model)
@@ -201,12 +193,10 @@ class ValueModelGuide(SGLangGuide):
         All tokens of a chunk are passed, because the engine may draw a token after it or not. In a mixed batch, tokens
         of decoding requests are passed to the step instead.
         """
-        with self.failing_softly(batch), self.timed():
+        with self.failing_softly(batch), self.stopwatch.running():
             lens = batch.extend_seq_lens.int()
-            parts: list[tuple[PromptImages | None, int, int]] = []
-            if any(req.lenvm_images is not None for req in batch.lenvm_all):
-                images = [req.lenvm_images for req in batch.lenvm_all]  # a padded batch has more lengths
-                parts = list(zip(images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False))
+            images = [req.lenvm_images for req in batch.lenvm_all]  # a padded batch has more lengths
+            parts = list(zip(images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False))
             if any(batch.lenvm_decoding):
                 lens = lens.masked_fill(to_device(torch.tensor(batch.lenvm_decoding), self.device), 0)
             self.step.extend(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from lenvm_kernels.engines.probe_states import base_of_probe
 from lenvm_kernels.engines.transformers.processor import NEUTRAL, Guidance, LenVMLogitsProcessor, vocab_size_of
 from lenvm_kernels.values import LengthProbe, ValueModel
 from lenvm_kernels.values.checkpoint import local_path
@@ -128,9 +129,7 @@ def load_value_model(path: str | Path, model: PreTrainedModel) -> ValueModel | L
     """
     path = local_path(path)
     if is_probe(path):
-        embedding: Any = model.get_input_embeddings()
-        layers = model.config.get_text_config().num_hidden_layers
-        return LengthProbe.from_pretrained(path, layers, embedding.weight.detach())
+        return LengthProbe.from_pretrained(path, *base_of_probe(model))
     return ValueModel.from_pretrained(path, dtype=model.dtype, device=model.device)
 
 

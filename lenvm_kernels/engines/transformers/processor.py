@@ -221,13 +221,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
             raise ValueError(f"sequences must be [{len(rows)}, {width} + N], prompts and their outputs, got {came}")
         if lengths is None:
             return [None] * len(rows)
-        if isinstance(self._value_model, LengthProbe):
-            table, first = self._step.table, sequences[:, width].to(rows.device)
-            options: dict[str, Any] = dict(table_rows=rows, backend=self._step.config.backend)
-            options["generated"] = torch.zeros_like(self._prompt_lens)
-            _, predicted = self._value_model.value_logits(lengths, first[:, None].int(), table.columns, **options)
-            lengths = 1 + table.remaining_lengths(rows, predicted[:, 0], first)
-            lengths = lengths.masked_fill(~table.columns.return_values[rows], math.nan)
+        if self._states is not None:
+            first = sequences[:, width].to(rows.device).contiguous()
+            lengths = 1 + self._step.predict(StepBatch(first, rows, self._prompt_lens + 1, states=lengths))
         return [round(length, 3) if math.isfinite(length) else None for length in lengths.tolist()]
 
     @torch.no_grad()

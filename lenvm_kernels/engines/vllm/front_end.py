@@ -41,8 +41,7 @@ def install() -> None:
 def configure(_: EngineArgs, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
     """Pass the settings to the workers of an engine, and check its requests.
 
-    Raises:
-        ValueError: a setting is invalid, or a setting is given but the engine cannot guide requests.
+    Raises ValueError if a setting is invalid, or if a setting is given but the engine cannot guide requests.
     """
     given = variables()
     if vllm_config.model_config.runner_type == "pooling":

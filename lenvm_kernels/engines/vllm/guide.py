@@ -64,16 +64,15 @@ class Guide:
         signatures.check("vllm")
         self.settings, self.config, self.req_states, self.device = settings, config, req_states, req_states.device
         self.rows, self.drafts = req_states.max_num_reqs, config.num_speculative_tokens
-        self._sizes = dict(
-            vocab_size=req_states.vocab_size, max_drafts=self.drafts, max_delta=self.max_delta + self.drafts
-        )
+        max_delta = self.max_delta + self.drafts
+        self._sizes = dict(vocab_size=req_states.vocab_size, max_drafts=self.drafts, max_delta=max_delta)
         self._group = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
         self._states: BaseStates | None = None
         self.fallbacks = 0
         # Per slot, on the host: whether the request has guidance, takes part in steps, has lost its guidance, needs a
         # predicted length, and needs guided log-probabilities.
-        flags = np.zeros((5, self.rows), dtype=bool)
-        self._is_known, self._needs_step, self._is_lost, self._wants_length, self._wants_logprobs = flags
+        self._flags = np.zeros((5, self.rows), dtype=bool)
+        self._is_known, self._needs_step, self._is_lost, self._wants_length, self._wants_logprobs = self._flags
         self._replace_logprobs()
         self._node_bytes = (1 + self.drafts) * req_states.vocab_size * torch.float32.itemsize  # scores of a request
         self._part = max(1, PART_BYTES // self._node_bytes)
@@ -89,14 +88,9 @@ class Guide:
         working = self._working_bytes(source)
         self.kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
         if is_first_rank:
-            logger.info(
-                "LenVM: guidance by %s; %d requests, %d candidates each; steps take %.2f GiB, %s CUDA graphs",
-                name,
-                self.rows,
-                self.step.config.max_candidates,
-                working / 2**30,
-                "with" if self.step.config.graphs else "without",
-            )
+            gib, graphs = working / 2**30, "with" if self.step.config.graphs else "without"
+            text = "LenVM: guidance by %s; %d requests, %d candidates each; steps take %.2f GiB, %s CUDA graphs"
+            logger.info(text, name, self.rows, self.step.config.max_candidates, gib, graphs)
 
     def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
         """The value model, probe or None, its slots, and a description."""
@@ -142,8 +136,6 @@ class Guide:
         if self.device.type == "cuda":
             self.step.warm_up(progress=progress)
             warm_up(self.device)
-            if self.settings.predictions is not None:
-                self.step.warm_up(sample=False, progress=progress)
 
     def _new_report(self) -> Report:
         """The report of the first rank."""
@@ -215,8 +207,7 @@ class Guide:
 
     def _remove(self, slot: int) -> None:
         """Remove the request of a slot."""
-        self._is_known[slot] = self._needs_step[slot] = self._is_lost[slot] = self._wants_length[slot] = False
-        self._wants_logprobs[slot] = False
+        self._flags[:, slot] = False
         self.step.remove_request(slot)
 
     def _lose(self, slots: Sequence[int] | np.ndarray) -> None:
@@ -284,7 +275,7 @@ class Guide:
             logits.copy_(part.by_row(scores, logits))
         if not (self._needs_step & ~self._is_lost)[part.host_slots].any():
             return None
-        with self.report.timed():
+        with self.report.stopwatch.running():
             self._read_prompts(part, lengths)
             # The engine discards draws after unfinished prompts.
             is_whole, is_lost = self._is_whole(part), self._is_lost[part.host_slots]
@@ -293,7 +284,7 @@ class Guide:
             sampling_bits = self._sampling[slots]
             temperature, top_p, min_p = sampling_bits[:, 1:].view(torch.float32).unbind(1)
             sampling = Sampling(sampling_bits[:, 0], top_p, min_p, temperature, is_logits=True, sample=True)
-            self._predict_begun(prepared, sampling, part)
+            self._predict_begun(prepared, part)
             counts = self.report.metrics is not None
             faults = self.step.faults[slots] if counts else None
             verify = "same_draws" if counts and prepared.drafts is not None else None
@@ -314,27 +305,27 @@ class Guide:
     def _read_prompts(self, part: Part, lengths: torch.Tensor) -> None:
         """Pass the prompts of a step to a value model; ``lengths [B]`` are lengths of the sequences."""
 
-    def _predict_begun(self, prepared: PreparedStep, sampling: Sampling, part: Part) -> None:
+    def _predict_begun(self, prepared: PreparedStep, part: Part) -> None:
         """Predict the output lengths of requests if their prompt ends in this step."""
         begun = np.flatnonzero(self._wants_length[part.host_slots] & self._is_whole(part))
         if not len(begun):
             return
         slots = part.host_slots[begun]
         self._wants_length[slots] = False
-        lengths = self._predict(prepared, sampling)[to_device(begun, self.device)]
+        lengths = self._predict(prepared)[to_device(begun, self.device)]
         self.report.note_predicted({int(slot): int(self.req_states.prompt_len.np[slot]) for slot in slots}, lengths)
 
     def _is_whole(self, part: Part) -> np.ndarray:
         """bool ``[B]``; False if a later step continues the request's prompt."""
         return part.ctx.seq_lens_upper_bound_np[part.places] >= self.req_states.prefill_len.np[part.host_slots]
 
-    def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
+    def _predict(self, prepared: PreparedStep) -> torch.Tensor:
         """Predicted output lengths, fp32 ``[B]``. A probe predicts from the most probable first token."""
-        assert prepared.logits is not None
-        uncounted = prepared._replace(batch=prepared.batch._replace(counts=False))
-        output = self.step.step(uncounted, sampling._replace(sample=False), drawn=prepared.logits.argmax(1))
-        assert output.remaining_lengths is not None
-        return 1 + output.remaining_lengths.view(len(prepared.batch.lengths), -1)[:, 0]
+        batch, logits = prepared.batch, prepared.logits
+        assert logits is not None and batch.states is not None
+        nodes, lengths = len(logits) // len(batch.lengths), batch.lengths + 1
+        first, states = logits[::nodes].argmax(1), batch.states[::nodes]
+        return 1 + self.step.predict(StepBatch(first, batch.table_rows, lengths, states=states))
 
     def new_tokens(self, slots: torch.Tensor, lengths: torch.Tensor, new_lens: torch.Tensor) -> torch.Tensor:
         """The last ``new_lens`` tokens of each sequence, int32 ``[B, 1 + D]``, with arbitrary padding."""

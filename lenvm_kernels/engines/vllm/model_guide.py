@@ -10,10 +10,9 @@ import torch
 from lenvm_kernels.engines.own_slots import PAGE_SIZE, OwnSlots, PromptPart, pages_for
 from lenvm_kernels.engines.settings import MAX_DELTA
 from lenvm_kernels.engines.tensors import to_device
-from lenvm_kernels.engines.tokenizers import check_vocabulary
 from lenvm_kernels.engines.vllm.guide import Guide, logger
 from lenvm_kernels.engines.vllm.states import Part
-from lenvm_kernels.step import PreparedStep, Sampling
+from lenvm_kernels.step import PreparedStep
 from lenvm_kernels.step.inputs import SlotTable
 from lenvm_kernels.values import KVCache, LengthProbe, ValueModel
 
@@ -24,19 +23,15 @@ MEMORY_SHARE = 0.2
 class ModelGuide(Guide):
     """Guidance by a value model; for arguments and errors, see :class:`Guide`.
 
-    Attributes:
-        value_model: the value model.
-        own: slots of the value model.
-        without_room: number of requests that lost their guidance because the value model's cache was full.
+    ``without_room`` is the number of requests that lost their guidance because the value model's cache was full.
     """
 
     max_delta = MAX_DELTA
 
     def _load(self) -> tuple[ValueModel | LengthProbe | None, SlotTable, str]:
         settings, engine, rows = self.settings, self.config.model_config, self.rows
-        value_model = settings.load_value_model(engine.dtype, self.device)
-        check_vocabulary(settings.value_model, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
-        self.value_model = value_model
+        base = engine.dtype, self.device, engine.get_vocab_size(), engine.tokenizer
+        self.value_model = value_model = settings.load_value_model(*base)
         pages = self._num_pages()
         self.own = OwnSlots(rows, engine.max_model_len, num_pages=pages, device=self.device)
         self.without_room = 0
@@ -115,15 +110,14 @@ class ModelGuide(Guide):
         if not room.refused:
             return
         if not self.without_room:
-            logger.warning(
-                "LenVM: the value model's cache is full, so requests lose guidance. Raise LENVM_MEMORY_SHARE."
-            )
+            text = "LenVM: the value model's cache is full, so requests lose guidance. Raise LENVM_MEMORY_SHARE."
+            logger.warning(text)
         self.without_room += len(room.refused)
         if self.report.metrics is not None:
             self.report.metrics.without_room.inc(len(room.refused))
         self._lose(room.refused)
 
-    def _predict(self, prepared: PreparedStep, sampling: Sampling) -> torch.Tensor:
+    def _predict(self, prepared: PreparedStep) -> torch.Tensor:
         """Lengths predicted after the last token of each prompt, fp32 ``[B]``."""
         batch = prepared.batch
         if self.drafts:

@@ -51,10 +51,7 @@ VARIABLES = "lenvm"
 class LenVMProcessor(LogitsProcessor):
     """Guides requests with guidance in ``vllm_xargs``. vLLM creates one in each worker while it loads the model.
 
-    Args:
-        vllm_config: configuration of the engine.
-        req_states: the engine's request states.
-        *is_first_runner: passed only by vLLM's first model runner, which is not supported.
+    Only vLLM's first model runner passes ``is_first_runner``. It is not supported.
 
     Attributes:
         config: configuration of the engine. If None, this process has no tokenizer of the base model.
@@ -188,11 +185,7 @@ def check_equal(mine: str) -> None:
 
 
 def reason_against(vllm_config: VllmConfig) -> str | None:
-    """Why a server cannot guide requests. If None, it can.
-
-    Raises:
-        ValueError: invalid setting; the message names it, the value and the accepted values.
-    """
+    """Why a server cannot guide requests. If None, it can. Raises ValueError for an invalid setting."""
     import vllm
 
     tried = dict.fromkeys(_minor(version) for version in signatures.recorded("vllm"))
@@ -227,11 +220,7 @@ def names_guidance(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | None:
-    """The guidance in a request's ``vllm_xargs``, or None without.
-
-    Raises:
-        ValueError: invalid parameters; the message names the field, the value and the accepted values.
-    """
+    """The guidance in a request's ``vllm_xargs``, or None without. Raises ValueError for invalid parameters."""
     budget = getattr(params, "thinking_token_budget", None)
     if not params.extra_args and not settings.defaults and budget is None:
         return None

@@ -6,7 +6,6 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,22 +36,14 @@ class Report:
     ) -> None:
         self.metrics, self.file = metrics, file
         self._request_ids = {} if request_ids is None else request_ids  # empty while the server starts
-        self._stopwatch = Stopwatch(device)
+        self.stopwatch = Stopwatch(device, is_on=metrics is not None)
         # Tensors being copied to the host, in order; each is passed to a function once it has arrived.
         self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, Callable[[torch.Tensor], None]]] = deque()
 
-    def timed(self) -> AbstractContextManager[None]:
-        """Time the work launched inside."""
-        return nullcontext() if self.metrics is None else self._stopwatch.running()
-
     def note(self, output: StepOutput, drafts: Drafts | None, broken: torch.Tensor, is_drawn: torch.Tensor) -> None:
-        """Record a step of B requests that has been launched.
+        """Record a launched step of B requests, of which the engine accepts the verified drafts.
 
-        Args:
-            output: result of the step.
-            drafts: drafts of the step, or None. The engine accepts the verified drafts.
-            broken: bool ``[B]``; requests that lost guidance in the step.
-            is_drawn: bool ``[B]``; requests with a drawn token.
+        ``broken`` and ``is_drawn``, bool ``[B]``, are the requests that lost guidance, and that have a drawn token.
         """
         if self.metrics is None:
             return
@@ -66,7 +57,7 @@ class Report:
         if drafts is not None and output.verified is not None and output.tokens is not None:
             is_verified = is_drawn & (output.tokens.view(len(broken), -1)[:, 0] >= 0) & (drafts.token_ids[:, 0] >= 0)
             sums += [is_verified.sum(), (output.verified.lens * is_verified).sum()]
-        self._copy(torch.stack([x.float() for x in sums]), partial(self._count, self.metrics, self._stopwatch.take()))
+        self._copy(torch.stack([x.float() for x in sums]), partial(self._count, self.metrics, self.stopwatch.take()))
 
     def note_predicted(self, prompts: Mapping[int, int], lengths: torch.Tensor) -> None:
         """Record predicted output ``lengths``, fp32 ``[B]``; ``prompts`` are the lengths of the prompts by slot."""

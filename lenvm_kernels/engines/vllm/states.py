@@ -40,10 +40,9 @@ def calling_runner() -> GPUModelRunner:
 
 
 def load_probe(settings: Settings, runner: GPUModelRunner) -> LengthProbe:
-    """The probe of the settings, for the engine's base model.
+    """:meth:`Settings.load_probe` for the engine's base model.
 
-    Raises:
-        ValueError: the base model has no plain input embedding; or as :meth:`Settings.load_probe`.
+    Also raises ValueError if the base model has no plain input embedding.
     """
     model = runner.get_model()
     tables = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
@@ -62,10 +61,6 @@ class BaseStates:
 
     The last states are the input of the base model's logits layer. For inner layers, the runner's ``sample_tokens`` is
     wrapped, which has access to their states.
-
-    Args:
-        runner: the engine's runner.
-        probe: the probe that reads the states.
 
     Raises:
         ValueError: the base model cannot return the states, or a draft model would read them.
