@@ -36,10 +36,8 @@ REMAINING_LENGTHS, OUTPUT_LENGTH, OUTCOME = "predicted_remaining_lengths", "pred
 class Metrics:
     """Prometheus metrics of one scheduler process, on the server's ``/metrics``.
 
-    Create it after the engine has set ``PROMETHEUS_MULTIPROC_DIR``, because prometheus_client reads it on import.
-
-    Args:
-        **labels: labels of every metric.
+    Every metric has the ``labels``. Create it after the engine has set ``PROMETHEUS_MULTIPROC_DIR``, because
+    prometheus_client reads it on import.
     """
 
     def __init__(self, **labels: Any) -> None:
@@ -191,25 +189,15 @@ def trace_nodes(
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of one step, on the device or already copied to the host.
+    """Report of one step, on the device or already copied to the host. N is more than 1 if drafts were verified."""
 
-    Attributes:
-        status: int8 ``[B, N]``; :class:`Status` per token, with N > 1 if drafts were verified; None without metrics.
-        lost_mass: fp32 ``[B, N]``; probability cut off by the limit on candidates; None without metrics.
-        faults: int32 ``[B]``; number of steps in which each request lost guidance since it was admitted.
-        remaining_lengths: fp32 ``[B, N]``; predicted after each token, NaN where not requested; None if not requested.
-        prompt_lengths: fp32 ``[B, 1]``; predicted for each prompt, NaN where not requested; None if not requested.
-        metrics: metrics of the process, or None.
-        milliseconds: function for the time of guided steps and prompts.
-    """
-
-    status: torch.Tensor | None
-    lost_mass: torch.Tensor | None
-    faults: torch.Tensor
-    remaining_lengths: torch.Tensor | None
-    prompt_lengths: torch.Tensor | None
-    metrics: Metrics | None
-    milliseconds: Callable[[], float]
+    status: torch.Tensor | None  # int8 [B, N], a Status per token; None without metrics
+    lost_mass: torch.Tensor | None  # fp32 [B, N], probability cut off by the limit on candidates; None without metrics
+    faults: torch.Tensor  # int32 [B], number of steps in which each request lost guidance since it was admitted
+    remaining_lengths: torch.Tensor | None  # fp32 [B, N], predicted after each token, NaN where not requested
+    prompt_lengths: torch.Tensor | None  # fp32 [B, 1], predicted for each prompt, NaN where not requested
+    metrics: Metrics | None  # of the process
+    milliseconds: Callable[[], float]  # returns the time of guided steps and prompts
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StepReport:
         """See SGLang's ``DeviceAuxiliaryOutput``."""
@@ -256,8 +244,7 @@ class StepReport:
 
 def _append(req: Req, key: str, index: int, length: float) -> None:
     """Append ``length`` to a request's response for output token ``index``, after None for tokens without one."""
-    if req.customized_info is None:
-        req.customized_info = {}
+    req.customized_info = req.customized_info or {}
     numbers = req.customized_info.setdefault(key, [])
     numbers.extend([None] * (index - len(numbers)))
     numbers.append(round(length, 3))
