@@ -37,7 +37,7 @@ SECONDS |= {name: 15 for name in operators() if name not in SECONDS}
 LOG_LINES = 40  # of a part without other results, in summary.json
 # The first two have tests of CUDA graphs, which have not run on a GPU.
 TESTED = ["tests/step/test_step_device.py", "tests/step/test_warm_up.py", "tests/ops", "tests/values/test_probe.py"]
-TESTED += ["tests/values/test_value_model.py", "tests/step/test_step.py"]
+TESTED += ["tests/values/test_value_model.py"]
 VLLM = {
     "vllm-7b": ("Qwen2.5-7B", "none", RANDOM_PROBE, "Qwen2.5-1.5B"),
     "vllm-0.5b": ("Qwen2.5-0.5B", "none", "Qwen2.5-0.5B"),

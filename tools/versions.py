@@ -24,7 +24,7 @@ LARGEST = 8 * 2**30  # total bytes of the environments; the newest torch is a CU
 OTHER_PYTHONS = ("3.10", "3.13")
 
 TESTS = [
-    *("ops/test_operator_laws", "step/test_step", "step/test_scenarios", "step/test_refusals"),
+    *("ops/test_operator_laws", "step/test_step_device", "step/test_scenarios", "step/test_refusals"),
     *("values/test_value_model", "values/test_value_model_checkpoint", "guidance/test_guidance"),
     "engines/test_transformers_adapter",
 ]

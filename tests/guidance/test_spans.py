@@ -20,20 +20,17 @@ THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
         # Qwen3 and DeepSeek V3.1 without thinking: the prompt closes the thought.
         ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [], (), (7, 7)),
         ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [WORD, WORD], (THINK,), (7, 7)),
-        ([WORD, END_OF_THINK], [WORD], (), (2, 2)),
         # DeepSeek R1 and Qwen3 of July 2025: the prompt opens the thought.
         ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (), (5, None)),
         ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (THINK,), (4, None)),
         ([THINK], [WORD, END_OF_THINK, WORD], (THINK,), (3, 3)),
         ([TURN, THINK], [THINK, END_OF_THINK, THINK, END_OF_THINK], (THINK,), (6, 6)),
         # A thought of an earlier turn.
-        ([END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD, BREAK], [WORD], (), (8, None)),
         ([END_OF_THINK, TURN, BREAK, WORD, BREAK], [WORD], (), (5, None)),
         ([THINK, END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD], [WORD], (THINK,), (8, 8)),
         ([THINK, BREAK, WORD, END_OF_THINK, TURN, THINK, WORD, BREAK, WORD, WORD], [], (THINK,), (6, None)),
         # An end of two tokens; the first is in the prompt.
         ([TURN, END], [END, WORD], (), (3, 3)),
-        ([WORD, END, END, BREAK], [WORD], (), (4, 4)),
         ([], [WORD], (), (0, None)),
     ],
 )
@@ -51,9 +48,7 @@ def test_prompts_begin_and_end_spans(prompt, output, starts, expected):
     [
         ([TURN, WORD], [WORD], (2, None)),  # a reasoning model may answer at once
         ([TURN, WORD], [THINK, WORD], (3, 3)),
-        ([TURN, WORD], [THINK, WORD, END_OF_THINK, WORD], (5, None)),
         ([TURN, WORD, THINK, BREAK], [WORD], (4, 4)),  # the prompt opens the thought
-        ([TURN, WORD, THINK, BREAK], [WORD, END_OF_THINK, WORD], (6, None)),
         ([TURN, THINK, BREAK, END_OF_THINK, BREAK], [WORD], (5, None)),  # without thinking
         ([THINK, END_OF_THINK, TURN, *[WORD] * 9], [WORD], (12, None)),  # an earlier turn
         ([TURN], [THINK, END_OF_THINK, WORD, THINK, WORD, END_OF_THINK], (7, None)),
@@ -73,7 +68,6 @@ CALL = 99
     ("prompt", "output", "ended"),
     [
         ([TURN, CALL, WORD, TURN], [WORD], None),  # tool calls of earlier turns
-        ([TURN, CALL], [WORD], None),
         ([TURN, WORD], [WORD, CALL, WORD], 4),
         ([TURN, WORD], [CALL, WORD, THINK, WORD, END_OF_THINK, WORD], None),  # the answer follows another thought
     ],
@@ -96,7 +90,6 @@ LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_token
         # The message and the end after it begin within the grace.
         (CLOSED, [3, 3, 3], [1, 1], 3, None),
         (CLOSED, [3, 3, 3], [1, 1, 5], 3, 5),
-        (CLOSED, [3, 3, 3], [1, 1, 1, 5, 6], 3, 6),
         (CLOSED, [3, 3, 3], [1, 1, 1, 1, 5], 3, 7),
         (CLOSED, [3, 3, 3], [1, 1, 1, 1, 1, 1, 1, 1, 5], 3, 11),  # within a character
         (CLOSED, [3, 3, 3], [1, 1, 1, 1, 1, 1, 1, 1, 1, 5], 3, None),  # the message began too late
@@ -112,7 +105,6 @@ LANDING = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_token
         # A landing has no end tokens, and its tokens in the prompt are ignored.
         (vars(LANDING), [3, 5, 6], [1, 1], 3, None),
         (vars(LANDING), [3, 5, 6], [1, 1, 5, 6, 5, 1], 3, 5),
-        (vars(LANDING), [3, 5, 6], [5, 6], 3, None),
         (vars(LANDING), [3, 5, 6], [1, 5, 6], 3, None),
     ],
 )  # fmt: skip
@@ -195,20 +187,16 @@ OUTCOMES = [
     (ANSWER, [9], [1, 1, 7, 1, 1, 1, 2], (6, "near", 2, 0, False)),  # a tool call
     (ANSWER, [9], [3, 1, 1, 7, 1, 1, 2], (6, "near", 0, 2, False)),  # in the thought
     (ANSWER | {"target_length_mode": "total"}, [9], [3, 1, 4, 1, 7, 1, 2], (6, "near", 4, 1, False)),
-    (ANSWER | {"target_length_mode": "total"}, [9], [3, 1, 1, 4, 1, 2], (6, "near", 5, 2, False)),
     (ANSWER | {"target_length_mode": "remaining"}, [9], [1, 1, 2], (None, None, 2, None, False)),
     (BUDGET, [9, 3, 1], [1, 1, 4, 1, 2], (4, "le_near", 3, 2, False)),  # the budget includes the prompt's token
     (BUDGET, [9], [3, *[1] * 5, 4, 1, 2], (4, "le_near", 5, 5, True)),
     (BUDGET | CLOSED, [9], [*[1] * 5, 5, 6, 4, 1, 2], (4, "le_near", 6, 6, True)),
-    (BUDGET | CLOSED, [9], [1, 5, 6, 4, *[1] * 9, 2], (4, "le_near", 2, 2, False)),
     (BUDGET | CLOSED, [9], [1, 6, 4, 1, 1, 5, 6, 4, 2], (4, "le_near", 1, 1, False)),  # the closing is in the answer
     ({"thinking_budget_total": 8}, [9], [3, 1, 1, 4, 1, 3, 1, 4, 1, 2], (8, "le_near", 4, 3, False)),
     (BOTH, [9, 3], [*[1] * 5, 4, 1, 1, 2], (6, "near", 2, 5, True)),
     (BOTH, [9], [3, 1, 1], (6, "near", 0, 2, False)),
     (BOTH, [9], [3, 1, 1, 7, 1, 1, 1, 2], (6, "near", 0, 2, False)),
     (BOTH, [9], [3, 1, 4, 1, 1, 7, 1, 7, 2], (6, "near", 2, 1, False)),
-    (BOTH, [9, 3], [1, 4, 1, 3, 1], (6, "near", 0, 2, False)),
-    (BOTH, [9], [1, 1, 2], (6, "near", 2, 0, False)),
     (BOTH | {"target_length_mode": "total"}, [9], [3, 1, 1], (6, "near", 3, 2, False)),
     (LANDING, [9], [*[1] * 9, 5, 6, 1, 1, 2], (20, "near", 13, 0, True)),
     (LANDING, [9], [1, 5, 6, *[1] * 9, 2], (20, "near", 12, 0, False)),

@@ -1,4 +1,4 @@
-"""``candidate_values``: results computed by hand, and a numerical integral over lengths."""
+"""``candidate_values``: lengths compared with a numerical integral. ``test_probe.py`` tests the network."""
 
 import math
 
@@ -10,38 +10,6 @@ from lenvm_kernels import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.candidate_values import candidate_values
 from lenvm_kernels.reference.candidate_values import SHORTEST
 from tests.helpers.cases import simple_arguments
-
-
-def silu(x):
-    return x / (1 + math.exp(-x))
-
-
-def test_candidates_by_hand(device, backend):
-    """Two bins, of one token and of two or three tokens; unguided requests."""
-    token_ids = torch.tensor([[2, -1], [0, 2]], device=device)
-    scale, shift = torch.tensor([[2.0, 0.5], [1.0, -1.0]]), torch.tensor([[0.25, -1.0], [0.0, 3.0]])
-    embedding = torch.tensor([[1.0, 4.0], [9.0, 9.0], [-0.5, 2.0]])
-    fc_weight, fc_bias = torch.tensor([[1.0, 2.0], [0.5, -1.0], [3.0, 0.0]]), torch.tensor([0.1, 0.2, 0.3])
-    bins_weight, bins_bias = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, -1.0]]), torch.tensor([0.7, -0.2])
-
-    def by_hand(x, y):
-        x, y = silu(x), silu(y)
-        hidden = silu(x + 2 * y + 0.1), silu(0.5 * x - y + 0.2), silu(3 * x + 0.3)
-        first = math.exp(hidden[0] - 2 * hidden[1] + 0.5 * hidden[2] + 0.7)
-        second = math.exp(hidden[1] - hidden[2] - 0.2)
-        value = 1 - (first * 0.997 + second * 0.997**2.5) / (first + second)
-        return math.log(value / (1 - value))
-
-    table = GuidanceTable.from_params([None, None], [set(), set()], device).columns
-    table.nats_per_token[:] = -math.log(0.997)
-    head = (scale, shift, embedding, fc_weight, fc_bias, bins_weight, bins_bias, torch.tensor([1.0, 2.0, 4.0]))
-    rows = dict(table_rows=torch.tensor([1, 0], device=device), generated=torch.zeros(2, device=device).int())
-    logits, mean = candidate_values(token_ids, *(x.to(device) for x in head), table, **rows, backend=backend)
-    # Token 2 in row 0: 0.25 + 2 * -0.5 and -1 + 0.5 * 2; tokens 0 and 2 in row 1: 1 and 3 - 4, -0.5 and 3 - 2.
-    expected = torch.tensor([[by_hand(-0.75, 0.0), 0.0], [by_hand(1.0, -1.0), by_hand(-0.5, 1.0)]])
-    torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(logits, mean)
-
 
 EDGES = [1, 2, 3, 5, 9, 17, 40, 90, 200]
 

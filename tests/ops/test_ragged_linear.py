@@ -15,7 +15,7 @@ from lenvm_kernels.fuzz.ops.ragged_linear import OPERATOR, exact
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import device, ragged_linear
 from lenvm_kernels.reference._common import sums_of_squares
-from tests.helpers.cases import assert_matches, simple_arguments
+from tests.helpers.cases import assert_matches, i32, simple_arguments
 from tests.helpers.interpreter import needs_interpreter
 
 make_inputs = partial(simple_arguments, "ragged_linear")
@@ -28,10 +28,6 @@ VARIANTS = {
     "gate_up": {"norm": True, "swiglu": True},
     "all": {"bias": True, "norm": True, "residual": True, "swiglu": True},
 }
-
-
-def number(rows, device):
-    return torch.tensor([rows], dtype=torch.int32, device=device)
 
 
 @pytest.fixture
@@ -50,7 +46,7 @@ def test_reference_matches_torch_modules(num_rows):
     norm, linear = LlamaRMSNorm(size, eps), nn.Linear(size, outputs)
     mlp = LlamaMLP(LlamaConfig(hidden_size=size, intermediate_size=outputs, num_attention_heads=1))
     nn.init.uniform_(norm.weight)
-    count = None if num_rows is None else number(num_rows, "cpu")
+    count = None if num_rows is None else i32(num_rows)
     with torch.no_grad():
         y = ragged_linear(x, linear.weight * norm.weight, linear.bias, num_rows=count, norm_eps=eps)
         torch.testing.assert_close(y[:rows], linear(norm(x))[:rows])
@@ -152,7 +148,7 @@ def test_rows_are_bitwise_identical_with_every_tile(device, small_limits, monkey
     def run(order, rows, **options):
         chosen = inputs | {name: inputs[name][order] for name in ("x", "residual") if name in inputs}
         sums = torch.zeros(2, len(chosen["x"]), device=device)
-        y = ragged_linear(**chosen, num_rows=number(rows, device), square_sums_out=sums, **options, backend="triton")
+        y = ragged_linear(**chosen, num_rows=i32(rows).to(device), square_sums_out=sums, **options, backend="triton")
         return torch.cat([y.float(), sums.T], 1)[:rows]
 
     expected, everything = run(slice(tokens), rows), torch.arange(tokens, device=device)

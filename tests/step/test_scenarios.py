@@ -50,13 +50,6 @@ OWN_FILTERS = dict(
 )
 NO_TOKEN_3 = torch.tensor([[-1, -1, -1, -1]] * 3 + [[-9, -1, -1, -1]] * 3, dtype=torch.int32)
 ENDS = {name: dict.fromkeys(range(6), 0.5) for name in "abcdef"}  # end tokens of some requests are candidates of all
-ENDING = [
-    {"target_length": 9, "min_end_prob": 0.02},
-    {"target_length": 9, "op": "eq"},
-    {"target_length": 0, "strength": 40},
-    {"value_mode": "mul", "value_scale": 0.8},
-    {"target_length": 9, "op": "eq_soft", "min_end_prob": 0},
-]
 CONSTANT = [
     {"target_length": 9, "strength": 3},
     {"target_length": 40, "constraint": "le_near", "gamma": 0.9},
@@ -91,32 +84,11 @@ SCENARIOS = [
         ],
     ),
     Scenario(
-        "the next request of a row has the same last token at the same position",
-        {"a": Asked(0, [5, 6, 7], TILT), "b": Asked(0, [30, 31, 7], TILT | LENGTHS), "c": Asked(0, [32, 33, 7], TILT)},
-        [Start("a"), Step("a", takes={"a": 9}), Leave("a"), Start("b"), Predict("b", deltas=(0,)), Leave("b")],
-        [Start("c"), Step("c", "G", deltas=(1,))],
-    ),
-    Scenario(
-        "a token that extend adds between steps",
-        requests(TILT, TILT),
-        [Start("ab"), Step("ab", takes={"a": 40}), Extend("a", 4, 5), Grow("a", (41,), passed=1)],
-        [Step("ab", "GG", deltas=(1, 1))],
-    ),
-    Scenario(
         "a warm-up does not change results",
         requests(TILT, {"target_length": 9} | LENGTHS),
         [Start("ab"), WarmUp(), Step("ba"), WarmUp(), Step("ab")],
         max_requests=2,
         chunk_tokens=5,
-    ),
-    Scenario(
-        "end tokens and minimum probabilities of each request",
-        requests(*ENDING, eos=[(41, 40), (41,), (42,), (41,), (43, 44)]),
-        [Start("abcde")],
-        [
-            Step("abcde", options=filters, likely={name: {40: 0.0, 41: -2.0, 42: -4.0, 43: -9.0} for name in "abcde"})
-            for filters in ({"top_k": 2}, {"top_k": 0, "min_p": 0.0})
-        ],
     ),
     # Pending tokens.
     Scenario(
@@ -368,15 +340,6 @@ SCENARIOS = [
                 ),
                 Predict("abc"),
             )
-        ],
-        **DRAFTS,
-    ),
-    Scenario(
-        "end tokens are candidates at every node",
-        requests(*[{"target_length": 9, "min_end_prob": 0}] * 2, eos=[(50,), (60,)]),
-        [
-            Start("ab"),
-            Step("ab", drafts={"a": ([30, 31, 32], CHAIN), "b": ([32, 33, 34], [-1, -1, 0])}, options={"top_k": 2}),
         ],
         **DRAFTS,
     ),

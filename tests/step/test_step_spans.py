@@ -66,27 +66,6 @@ LANDINGS = [
 BREAKS = (torch.arange(VOCAB) % 4 == 1).to(torch.int8)
 
 
-def test_several_spans_and_closings(models):
-    """Each span has its own limit. The value model also computes tokens between spans."""
-    base, count = BaseModel(), 60
-    texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, SEVERAL, count, base, max_delta=6, text_breaks=BREAKS)
-    for text, prompt, asked in zip(texts[:4], PROMPTS_OF_ALL, SEVERAL, strict=False):
-        params, spans, guided = parse_guidance(asked), 0, 0
-        states = [params.span_state(prompt, text[:i]) for i in range(count + 1)]
-        for i, (before, after) in enumerate(pairwise(states)):
-            spans += before.end is not None and after.end is None
-            if before.end is None:
-                guided += 1
-                assert text[i] != EOS
-                at_most = params.hard_limit + params.hard_limit_grace
-                assert len(prompt) + i - before.begin < at_most + len(params.closing_token_ids)
-        if params.start_token_ids:
-            assert spans > 1 and guided < count
-    closed = parse_guidance(SEVERAL[2]).closing_token_ids
-    start = next(i for i in range(5, 10) if tuple(texts[2][i : i + 3]) == closed)
-    assert start == 9 or BREAKS[texts[2][start - 1]] == 1
-
-
 # Targets of answers after thoughts, with and without a budget. EOS begins thoughts and END ends them.
 THOUGHTS = Thoughts(ends=((END,),), starts=((EOS,),))
 ANSWERS = [

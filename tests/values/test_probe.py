@@ -66,20 +66,20 @@ def states_of(probe, rows, seed=1):
 
 
 def test_network_matches_torch_functions(probe, folder, base):
-    """Computed from the stored tensors in fp64; the value is the mean over the bins."""
+    """Computed from the stored tensors in fp64; the value is the mean over the bins. Padding has the logit 0."""
     stored = {name: tensor.double() for name, tensor in load_file(folder / TENSORS_FILE).items()}
     embedding, states = base.get_input_embeddings().weight.double(), states_of(probe, 2)
     scale, shift = F.linear(states.double(), stored["projection.weight"], stored["projection.bias"]).chunk(2, 1)
     e = F.linear(embedding[[5, 7]], stored["embedding.weight"], stored["embedding.bias"])
     hidden = F.silu(F.linear(F.silu(shift + scale * e), stored["fc.weight"], stored["fc.bias"]))
     probs = F.linear(hidden, stored["bins.weight"], stored["bins.bias"]).softmax(1)
-    edges = torch.tensor(probe.config.bin_edges).double()
-    values = probs @ (1 - 0.99 ** ((edges[:-1] + edges[1:] - 1) / 2))
-    rows = dict(table_rows=torch.tensor([0, 0]), generated=torch.zeros(2).int())
-    table = table_of([{"value_mode": "mul", "value_scale": 2, "gamma": 0.99}])
-    logits, mean = probe.value_logits(states, torch.tensor([[5], [7]]), table, **rows)
+    edges, gammas = torch.tensor(probe.config.bin_edges).double(), torch.tensor([[0.99], [0.9]]).double()
+    values = (probs * (1 - gammas ** ((edges[:-1] + edges[1:] - 1) / 2))).sum(1)
+    rows = dict(table_rows=torch.tensor([1, 0]), generated=torch.zeros(2).int())
+    table = table_of([{"value_mode": "mul", "value_scale": 2, "gamma": gamma} for gamma in (0.9, 0.99)])
+    logits, mean = probe.value_logits(states, torch.tensor([[5, -1], [7, -1]]), table, **rows)
     torch.testing.assert_close(mean[:, 0].double(), torch.logit(values), rtol=1e-4, atol=1e-4)
-    assert torch.equal(logits, mean) and not mean.requires_grad
+    assert torch.equal(logits, mean) and not mean[:, 1].any() and not mean.requires_grad
 
 
 @pytest.mark.parametrize("has_text_breaks", [False, True])
