@@ -131,8 +131,7 @@ class Scenario:
     """Requests by name, events in order, and options of the step.
 
     ``is_padded``: as with CUDA graphs. ``parts_of``: maximum number of requests computed at once. ``has_values``:
-        whether
-    there is a value model.
+    whether there is a value model.
     """
 
     def __init__(self, name, requests, *events, is_padded=False, parts_of=MAX_ROWS, **options):
@@ -250,9 +249,8 @@ class Driver:
             passed, new_lens = self.engine.new_tokens(tokens, new)[:, : 1 + self.options["max_drafts"]], i32(new)
         cache = self.engine.step.values.cache
         before = cache.keys.clone()
-        found = self.engine.step.predict(
-            StepBatch(passed, i32([a.row for a in batch]), i32([*map(len, tokens)]), new_lens)
-        )
+        grown = StepBatch(passed, i32([a.row for a in batch]), i32([*map(len, tokens)]), new_lens)
+        found = self.engine.step.predict(grown)
         deltas, scored = [], []
         for asked, row, n in zip(batch, found.view(len(batch), -1), new, strict=True):
             wants = asked.params.return_values
