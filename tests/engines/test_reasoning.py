@@ -123,7 +123,8 @@ def answer_of_vllm(server, guidance, prompt, seed, temperature):
     return response.json()["choices"][0]["token_ids"]
 
 
-# Functions that complete a prompt, and options of the server. SGLang's warm-up request has no token of this vocabulary.
+# Functions that complete a prompt, and options of the server, None without a server. SGLang's warm-up request has no
+# token of this vocabulary.
 ENGINES = {
     "sglang": (answer_of_sglang, ["--skip-server-warmup"]),
     "vllm": (answer_of_vllm, []),

@@ -8,6 +8,7 @@ at any temperature on a CPU.
 
 import ctypes
 import sys
+from itertools import product
 from types import ModuleType
 
 import sgl_kernel
@@ -78,37 +79,29 @@ def sgl_build_tree_kernel_efficient_cpu(
     """
     assert mode == spec_tree.TreeMaskMode.QLEN_ONLY
     sees = torch.eye(nodes, dtype=torch.bool).repeat(len(seq_lens), 1, 1)
-    index.copy_(torch.arange(index.numel()).view_as(index))
-    next_token.fill_(-1)
-    next_sibling.fill_(-1)
     for row, numbers in enumerate(chosen.tolist()):
         parents = parent_list[row].tolist()
         node_of = {number: node for node, number in enumerate(numbers, start=1)}
-        parent_of = [None, *(0 if number < topk else node_of[parents[number // topk]] for number in numbers)]
-        for node in range(1, nodes):  # parents come before their children, and numbers ascend
-            sees[row, node] |= sees[row, parent_of[node]]
-        link(parent_of, next_token[row], next_sibling[row])
+        for node, number in enumerate(numbers, start=1):  # parents come before their children, and numbers ascend
+            sees[row, node] |= sees[row, 0 if number < topk else node_of[parents[number // topk]]]
     mask.copy_(sees.flatten())
-    positions.copy_((seq_lens[:, None] + sees.sum(-1) - 1).flatten())
-
-
-def link(parent_of, next_token, next_sibling):
-    """Link each node of a tree to its first child and its next sibling, -1 without one."""
-    for node in reversed(range(1, len(parent_of))):
-        next_sibling[node] = next_token[parent_of[node]]
-        next_token[parent_of[node]] = node
+    reconstruct_indices_from_tree_mask(mask, seq_lens, positions, index, next_token, next_sibling, len(sees), nodes)
 
 
 def reconstruct_indices_from_tree_mask(mask, seq_lens, positions, index, next_token, next_sibling, batch_size, nodes):
-    """Replaces the CUDA kernel of this name, which has no CPU build: the links of NGRAM's trees."""
-    sees = mask.view(batch_size, nodes, nodes).bool() & torch.ones(nodes, nodes).tril(-1).bool()
+    """Replaces the CUDA kernel of this name, which has no CPU build: the links of trees, also of NGRAM's.
+
+    Each node is linked to its first child and its next sibling, -1 without one. Its parent is its last ancestor.
+    """
+    ancestors = mask.view(batch_size, nodes, nodes).bool() & torch.ones(nodes, nodes).tril(-1).bool()
     index.copy_(torch.arange(index.numel()).view_as(index))
     next_token.fill_(-1)
     next_sibling.fill_(-1)
-    for row in range(batch_size):
-        parent_of = [max(sees[row, node].nonzero().flatten().tolist(), default=None) for node in range(nodes)]
-        link(parent_of, next_token[row], next_sibling[row])
-    positions.copy_((seq_lens[:, None] + sees.sum(-1)).flatten())
+    for row, node in product(range(batch_size), reversed(range(1, nodes))):
+        parent = ancestors[row, node].nonzero().max()
+        next_sibling[row, node] = next_token[row, parent]
+        next_token[row, parent] = node
+    positions.copy_((seq_lens[:, None] + ancestors.sum(-1)).flatten())
 
 
 def sgl_verify_tree_greedy_cpu(
