@@ -399,7 +399,7 @@ def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
         assert any(len(tokens) == 1 for tokens in kept(after)) and not engine.guide.fallbacks
 
 
-def test_draws_of_ranks_without_a_seed(value_model):
+def test_draws_of_ranks_without_a_seed():
     """Data-parallel ranks draw different tokens, except for requests with a seed."""
     drawn = []
     for rank in (0, 0, 1):
