@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.guidance.fields import FIELDS
-from tests.helpers.models import head_shapes, save_checkpoint
+from tests.helpers.models import random_head, save_checkpoint
 from tests.helpers.probes import write_random_probe
 
 
@@ -86,7 +86,7 @@ LOG_2 = math.log(2)
 def test_lengths_are_computed_from_logit_gamma_and_target_form(tmp_path, generate, config, argv, length):
     """A head of zeros predicts softplus(0)."""
     value = save_checkpoint(tmp_path / "value", seed=1)
-    head = {name: torch.zeros(shape) for name, shape in head_shapes().items()}
+    head = {name: torch.zeros_like(x) for name, x in random_head().items()}
     save_file(head, tmp_path / "value" / "value_head.safetensors")
     LenVMConfig(**config).write(tmp_path / "value")
     _, rows = generate("--show-values", *argv, value_model=value)

@@ -31,11 +31,11 @@ def evaluate(base, value, tmp_path, lenvm):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
 
-    def start(*argv, code=0, value=value, folder="out", targets=(4, 7)):
+    def start(*argv, code=0, value=value, targets=(4, 7)):
         arguments = ["evaluate", base, value, "--prompts", prompts, "--targets", *targets, "--seeds", 0, 3, "--rows", 2]
-        found, _, error = lenvm(*arguments, "--device", "cpu", "--output", tmp_path / folder, *argv)
+        found, _, error = lenvm(*arguments, "--device", "cpu", "--output", tmp_path / "out", *argv)
         assert found == code, error
-        return tmp_path / folder, error
+        return tmp_path / "out", error
 
     return start
 
@@ -321,10 +321,8 @@ def test_said_settings_put_each_target_into_the_prompt(evaluate, served, tiny, e
     chosen = dict(targets=[3, 30]) if engine else dict(targets=[3, 30], value="none")
     folder, _ = evaluate(*options, **chosen)
     lines, names = lines_of(folder), ["constant", guided, "none, said", "constant, said", f"{guided}, said"]
-    assert [setting["name"] for setting in json.loads((folder / "plan.json").read_text())["settings"]] == [
-        "none",
-        *names,
-    ]
+    settings = json.loads((folder / "plan.json").read_text())["settings"]
+    assert [setting["name"] for setting in settings] == ["none", *names]
     counts = {"none": 4, **dict.fromkeys(names, 8)}
     assert {name: sum(line["setting"] == name for line in lines) for name in counts} == counts and len(lines) == 44
     assert {line["target"] for line in lines if line["setting"] == "none, said"} == {3, 30}

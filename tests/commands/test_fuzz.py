@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,10 @@ import pytest
 from lenvm_kernels.fuzz import OPERATORS
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
 
 FAULTS = "tests.helpers.planted_faults"
-# Operators with results that are compared within a tolerance.
-FLOATS = (
-    *("topk_candidates", "embed_tokens", "ragged_linear", "rope_cache", "value_tree_attention", "value_head"),
-    *("candidate_values", "reweight_scatter", "draw"),
-)
-PLANTED = [*(("off", name) for name in OPERATORS), *((fault, name) for fault in ("nan", "odd") for name in FLOATS)]
+PLANTED = [*product(["off"], OPERATORS), *product(["nan", "odd"], TOLERANCE)]
 
 
 @pytest.fixture

@@ -5,13 +5,14 @@ import math
 import shutil
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from lenvm_kernels import GuidanceTable, cli
+from lenvm_kernels import cli
 from lenvm_kernels.evaluate.run import seed_from
 from lenvm_kernels.loading import models as load
 from lenvm_kernels.loading.models import Models
@@ -22,6 +23,7 @@ from lenvm_kernels.values import ValueModel
 from lenvm_kernels.values.probe import is_probe
 from tests.helpers.fake_engine import answer_to, fake_engines, request_of
 from tests.helpers.models import EOS, save_checkpoint, value_logits
+from tests.helpers.probes import probe_values
 
 TEMPLATE = "{% for message in messages %}{{ 'w1 ' + message['content'] + ' w2' }}{% endfor %}"
 TEXTS = [f"w{3 + i} w{4 + i % 5}" + " w9" * (i % 3) for i in range(12)]
@@ -73,14 +75,6 @@ def report_of(folder):
 
 def approx(measures, **tolerance):
     return {name: value and pytest.approx(value, **tolerance) for name, value in measures.items()}
-
-
-def store_answers(folder, base, prompts, answers):
-    """Store finished answers (prompt, sample, tokens) to ``prompts``. The last quarter of the prompts is held out."""
-    plan = {"prompts": [], "base": base, "vocabulary": collect.vocabulary(AutoTokenizer.from_pretrained(base))}
-    for i, ids in enumerate(prompts):
-        plan["prompts"].append({"split": "train" if i < 0.75 * len(prompts) else "test", "ids": ids})
-    AnswerStore(folder, plan).add([SampledAnswer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
 
 
 def test_held_out_prompts_depend_only_on_their_text(run, base, tmp_path):
@@ -211,19 +205,13 @@ def test_stored_probe_reproduces_measured_values(run, answers, base, tmp_path, l
         assert 60 < training["rows"] < 140 < training["states"] and gamma == 0.9
     models = Models.load(base, str(tmp_path / "value"), device="cpu", dtype=torch.float32)
     assert models.value_model.config.layers == (layers or (2,)) and models.value_model.lenvm_config.gamma == gamma
-    table = GuidanceTable.from_params([None], [set()], "cpu")
-    table.columns.nats_per_token[:] = -math.log(gamma)
-    examples, found = AnswerStore.open(answers).examples("test", gamma, of_prompts=False), []
+    examples, rows = AnswerStore.open(answers).examples("test", gamma, of_prompts=False), []
     for example in examples:
-        length, ids, count = len(example.prompt), example.answer.ids, len(example.targets)
-        outputs = models.model(torch.tensor([[*example.prompt, *ids]]), output_hidden_states=True)
-        states = torch.cat([outputs.hidden_states[i][0] for i in models.value_model.config.layers], dim=1)
-        states = states[length - 1 : length + len(ids) - 2][-count:].detach().contiguous()
-        rows = dict(table_rows=torch.zeros(count).int(), generated=torch.zeros(count).int())
-        tokens = torch.tensor(ids[:-1][-count:])[:, None]
-        _, mean = models.value_model.value_logits(states, tokens, table.columns, **rows)
-        found.append(mean[:, 0].sigmoid())
-    assert measure(torch.cat(found), examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
+        prompt, ids = example.prompt, example.answer.ids
+        for i in range(len(ids) - 1)[-len(example.targets) :]:
+            rows.append(({"return_values": True, "gamma": gamma}, len(prompt), [*prompt, *ids[:i]], [ids[i]]))
+    _, found = probe_values(base, tmp_path / "value", rows)
+    assert measure(found[:, 0].sigmoid(), examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
 
 
 LEARNING = {"probe": ("--epochs", 100), "value-model": (*FIT, "--epochs", 40, "--gamma", 0.9, "--learning-rate", 3e-3)}
@@ -235,8 +223,10 @@ def test_lengths_are_learned(run, base, tmp_path, kind, least):
     answers, is_probe = tmp_path / "answers", kind == "probe"
     prompts = [[7 + i, 8] if is_probe else [7 + i, 8 + i % 2, 5] for i in range(16)]
     kinds = ([9 if is_probe else 10, 10, 10, EOS], [11 if is_probe else 10, *[10] * 14, EOS])
-    found = [(i, sample, kinds[(i + sample) % 2]) for i in range(16) for sample in range(4 if is_probe else 1)]
-    store_answers(answers, base, prompts, found)
+    plan = {"base": base, "vocabulary": collect.vocabulary(AutoTokenizer.from_pretrained(base))}
+    plan["prompts"] = [{"split": "train" if i < 12 else "test", "ids": ids} for i, ids in enumerate(prompts)]
+    samples = product(range(16), range(4 if is_probe else 1))
+    AnswerStore(answers, plan).add([SampledAnswer(i, j, None, 0, 20, kinds[(i + j) % 2], True) for i, j in samples])
     run("fit", base, "--answers", answers, "--output", tmp_path / "fitted", *LEARNING[kind])
     found = report_of(tmp_path / "fitted")["test"][str(answers)]
     assert found[kind]["r2"] > least > 0.1 > found["constant"]["r2"]

@@ -72,9 +72,8 @@ def test_mismatches_are_named(site):
     (runner,) = (path for path in files if path.endswith("model_runner.py"))
     files[runner] = re.sub("load_model", "load_models", files[runner])
     site(files)
-    with pytest.raises(
-        RuntimeError, match=r"does not fit this vllm, only 0.32.0, 0.33.0: .*\S+load_model is not there"
-    ) as e:
+    message = r"does not fit this vllm, only 0.32.0, 0.33.0: .*\S+load_model is not there"
+    with pytest.raises(RuntimeError, match=message) as e:
         signatures.check("vllm")
     assert "StagedWriteTensor.stage_write takes (index, x), not (index, start, x)" in str(e.value)
     assert str(e.value).count(";") == 1

@@ -8,12 +8,8 @@ from lenvm_kernels.engines.own_slots import OwnSlots
 SIZE = 4
 
 
-def make_pool(num_pages, rows=6, max_len=40):
-    return OwnSlots(rows, max_len, page_size=SIZE, num_pages=num_pages)
-
-
 def test_least_recently_used_row_loses_its_slots():
-    pool = make_pool(6)
+    pool = OwnSlots(6, 40, page_size=SIZE, num_pages=6)
     for row in (3, 1, 4):
         assert pool.reserve({row: 8}) == ([], [])
     pool.reserve({3: 8})
@@ -24,7 +20,7 @@ def test_least_recently_used_row_loses_its_slots():
 
 
 def test_longest_rows_are_refused():
-    pool = make_pool(5)
+    pool = OwnSlots(6, 40, page_size=SIZE, num_pages=5)
     pool.reserve({2: 8})
     room = pool.reserve({1: 16, 5: 12, 3: 4})
     assert room == ([2], [1]) and [len(pool.slots.pages(row)) for row in (1, 2, 3, 5)] == [0, 0, 1, 3]
@@ -35,7 +31,7 @@ def test_longest_rows_are_refused():
 
 def test_prefix_is_shared_from_the_first_of_several_rows():
     """Both rows were admitted in one step, before a prefix was computed."""
-    pool, tokens = make_pool(20), list(range(9))
+    pool, tokens = OwnSlots(6, 40, page_size=SIZE, num_pages=20), list(range(9))
     for row in (3, 1):
         pool.admit(row, tokens)
     pool.reserve({3: 9, 1: 9})
@@ -59,7 +55,7 @@ ROW = st.integers(0, 5)
 )
 def test_rows_only_share_pages_of_equal_tokens(num_pages, events):
     """Requests with few different prompts are added and grow; ``memory`` stores the tokens of each slot."""
-    pool = make_pool(num_pages)
+    pool = OwnSlots(6, 40, page_size=SIZE, num_pages=num_pages)
     tokens_of = {row: [] for row in range(6)}
     memory = {}  # by slot, the tokens of its keys and values
 

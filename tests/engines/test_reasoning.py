@@ -7,7 +7,7 @@ all engines.
 import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 
@@ -102,46 +102,34 @@ def scripted(tmp_path_factory):
     return SimpleNamespace(folder=folder, model=model, tokenizer=tokenizer)
 
 
-@contextmanager
-def transformers_engine(scripted):
-    def complete(guidance, prompt, seed, temperature):
-        torch.manual_seed(seed)
-        options = dict(tokenizer=scripted.tokenizer, do_sample=temperature > 0, top_k=0, max_new_tokens=MAX_TOKENS)
-        output = lenvm_kernels.generate(scripted.model, torch.tensor([prompt]), guidance=guidance, **options)
-        return output[0, len(prompt) :].tolist()
-
-    yield complete
+def answer_of_transformers(scripted, guidance, prompt, seed, temperature):
+    torch.manual_seed(seed)
+    options = dict(tokenizer=scripted.tokenizer, do_sample=temperature > 0, top_k=0, max_new_tokens=MAX_TOKENS)
+    output = lenvm_kernels.generate(scripted.model, torch.tensor([prompt]), guidance=guidance, **options)
+    return output[0, len(prompt) :].tolist()
 
 
-@contextmanager
-def sglang_engine(scripted):
-    from tests.helpers.sglang_server import running_server
-
-    # The server's warm-up request has no token of this vocabulary.
-    with running_server(scripted.folder, "sglang", "--skip-server-warmup", LENVM_VALUE_MODEL="none") as server:
-
-        def complete(guidance, prompt, seed, temperature):
-            sampling = {"max_new_tokens": MAX_TOKENS, "temperature": temperature, "sampling_seed": seed}
-            response = server.post(input_ids=prompt, sampling_params=sampling | {"custom_params": guidance})
-            assert response.ok, response.text
-            return response.json()["output_ids"]
-
-        yield complete
+def answer_of_sglang(server, guidance, prompt, seed, temperature):
+    sampling = {"max_new_tokens": MAX_TOKENS, "temperature": temperature, "sampling_seed": seed}
+    response = server.post(input_ids=prompt, sampling_params=sampling | {"custom_params": guidance})
+    assert response.ok, response.text
+    return response.json()["output_ids"]
 
 
-@contextmanager
-def vllm_engine(scripted):
-    from tests.helpers.vllm_server import running_server
+def answer_of_vllm(server, guidance, prompt, seed, temperature):
+    options = {"max_tokens": MAX_TOKENS, "temperature": temperature, "top_k": 0, "ignore_eos": False}
+    response = server.post(model="base", prompt=prompt, seed=seed, vllm_xargs=guidance, **options)
+    assert response.ok, response.text
+    return response.json()["choices"][0]["token_ids"]
 
-    with running_server(scripted.folder, "vllm", LENVM_VALUE_MODEL="none") as server:
 
-        def complete(guidance, prompt, seed, temperature):
-            options = {"max_tokens": MAX_TOKENS, "temperature": temperature, "top_k": 0, "ignore_eos": False}
-            response = server.post(model="base", prompt=prompt, seed=seed, vllm_xargs=guidance, **options)
-            assert response.ok, response.text
-            return response.json()["choices"][0]["token_ids"]
-
-        yield complete
+# Functions that complete a prompt, and options of the server, None without a server. SGLang's warm-up request has no
+# token of this vocabulary.
+ENGINES = {
+    "sglang": (answer_of_sglang, ["--skip-server-warmup"]),
+    "vllm": (answer_of_vllm, []),
+    "transformers": (answer_of_transformers, None),
+}
 
 
 def draws(scripted, guidance, prompt, output, seed, temperature):
@@ -166,14 +154,17 @@ def draws(scripted, guidance, prompt, output, seed, temperature):
 def outputs(scripted):
     """The name of this environment's engine, and its outputs by case and temperature. Servers get all requests at
     once."""
-    engines = {"sglang": sglang_engine, "vllm": vllm_engine, "transformers": transformers_engine}
-    name = next(name for name in engines if importlib.util.find_spec(name))
+    name = next(name for name in ENGINES if importlib.util.find_spec(name))
+    (complete, options), engine = ENGINES[name], nullcontext(scripted)
+    if options is not None:
+        helper = importlib.import_module(f"tests.helpers.{name}_server")
+        engine = helper.running_server(scripted.folder, name, *options, LENVM_VALUE_MODEL="none")
     requests = [*product(range(len(CASES)), (1.0, 0.0))]
-    with engines[name](scripted) as complete, ThreadPoolExecutor(1 if name == "transformers" else 16) as pool:
+    with engine as target, ThreadPoolExecutor(1 if options is None else 16) as pool:
 
         def answer(request):
             (guidance, text, _), temperature = CASES[request[0]], request[1]
-            return complete(guidance, tokens_of(text), 3, temperature)
+            return complete(target, guidance, tokens_of(text), 3, temperature)
 
         return name, dict(zip(requests, pool.map(answer, requests), strict=True))
 

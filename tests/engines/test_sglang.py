@@ -21,8 +21,6 @@ from tests.helpers.spans import check_answers_with_spans
 
 OPTIONS = ("--chunked-prefill-size", "32", "--enable-metrics", "--enable-custom-logit-processor")
 STOPS = list(range(200, 248))
-# The second guided request returns the base model's log-probabilities.
-WANTS = [{"guided_logprobs": True}, {}, None, {"guided_logprobs": True}]
 # Answers that end at a stop token.
 ENDING = dict(ignore_eos=False, stop_token_ids=STOPS, max_new_tokens=40, min_p=0.0)
 
@@ -42,7 +40,7 @@ def test_unguided_requests_are_unchanged_by_the_plugin(folder, engine):
     """
     prompts, guidance = prompts_of(5, 9, 7, 4, seed=7), [GENTLE, None, MODES[0], None]
     with_plugin, steps = engine.generate(prompts, guidance)
-    with running_server(folder, "without plugin", *OPTIONS, plugin=False) as server:
+    with running_server(folder, "without plugin", *OPTIONS, SGLANG_PLUGINS="no plugin has this name") as server:
         without, no_steps = server.generate(prompts, guidance)
     same = [a["output_ids"] == b["output_ids"] for a, b in zip(with_plugin, without, strict=True)]
     assert same == [False, True, False, True] and steps and not no_steps
@@ -124,9 +122,10 @@ def test_greedy_requests(engine):
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"temperature": 0.6, "top_k": 1}])
 def test_guided_log_probabilities(engine, sampling):
-    """The engine divides logits by the temperature, unless all requests are greedy."""
-    prompts, guidance = prompts_of(9, 12, 7, 5, seed=23), [MODES[0], MODES[0], None, MODES[1]]
-    guidance = [params and params | wants for params, wants in zip(guidance, WANTS, strict=True)]
+    """The engine divides logits by the temperature, unless all requests are greedy. The second request returns the base
+    model's log-probabilities."""
+    prompts, wants = prompts_of(9, 12, 7, 5, seed=23), {"guided_logprobs": True}
+    guidance = [MODES[0] | wants, MODES[0], None, MODES[1] | wants]
     request = dict(return_logprob=True, top_logprobs_num=2)
     results, steps = engine.generate(prompts, guidance, request=request, **sampling)
     engine.check_logprobs(prompts, guidance, results, steps)

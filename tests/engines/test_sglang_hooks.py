@@ -27,12 +27,10 @@ from sglang.srt.server_args import ServerArgs
 
 from lenvm_kernels.engines.report import StepReport
 from lenvm_kernels.engines.settings import MAX_DELTA, Settings
-from lenvm_kernels.engines.sglang import hooks
-from lenvm_kernels.engines.sglang import value_model as value_model_module
+from lenvm_kernels.engines.sglang import hooks, value_model
 from lenvm_kernels.engines.sglang.guide import SGLangGuide, end_tokens
 from lenvm_kernels.engines.sglang.hooks import SGLangPlugin, guidance_of
 from lenvm_kernels.engines.sglang.plugin import plugin
-from lenvm_kernels.engines.sglang.value_model import ValueModelGuide
 from lenvm_kernels.engines.signatures import recorded
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import working_bytes
@@ -43,12 +41,12 @@ from tests.helpers.sglang_server import GENTLE, VOCAB
 @pytest.fixture
 def guide(folder, monkeypatch):
     """The guidance of a process that has loaded the value model."""
-    monkeypatch.setattr(value_model_module, "mambaish_config", lambda config: None)
+    monkeypatch.setattr(value_model, "mambaish_config", lambda config: None)
     engine = SimpleNamespace(is_multimodal=False, vocab_size=VOCAB)
     runner = SimpleNamespace(is_hybrid_swa=False, model_config=engine, dtype=torch.float32)
-    options = {name: accepted[0] for name, (accepted, _) in value_model_module.VALUE_MODEL_OPTIONS.items()}
+    options = {name: accepted[0] for name, (accepted, _) in value_model.VALUE_MODEL_OPTIONS.items()}
     options, settings = SimpleNamespace(**options, tokenizer_path=""), Settings(folder / "value", chunk_tokens=64)
-    return ValueModelGuide(settings, torch.device("cpu"), 0, runner, options)
+    return value_model.ValueModelGuide(settings, torch.device("cpu"), 0, runner, options)
 
 
 @pytest.mark.parametrize("cap", [None, 2000])
@@ -79,9 +77,8 @@ def test_pool_leaves_memory_for_the_step(guide, cap):
     with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE is 0.01, but the guided step takes 0\.\d+ of"):
         guide.leave_room(original, configurator, budget)
     guide.step = None  # sized again after graph capture, when the value model's cache exists
-    assert guide.leave_room(original, configurator, budget, cap_tokens=cap).max_total_num_tokens == (
-        cap or budget // cell
-    )
+    again = guide.leave_room(original, configurator, budget, cap_tokens=cap)
+    assert again.max_total_num_tokens == (cap or budget // cell)
 
 
 class Work(list):
@@ -105,7 +102,6 @@ def test_slot_table_is_not_overwritten_before_its_last_read(guide, monkeypatch, 
     monkeypatch.setattr(guide, "extend", lambda batch: forward_stream.append("the value model reads a prompt's slots"))
     monkeypatch.setattr(guide, "report", lambda *_: forward_stream.append("the value model reads a step's slots"))
     reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(GENTLE) if is_guided else None)]
-    scheduled = SimpleNamespace(reqs=reqs)
     batch = SimpleNamespace(forward_mode=mode, lenvm_reqs=reqs if is_guided else [], sampling_info=None)
     logits_output = SimpleNamespace(next_token_logits=None, auxiliary_device_output=None)
     runner = guide.runner = SimpleNamespace(shared_read_done_event=None)
@@ -133,7 +129,7 @@ def test_slot_table_is_not_overwritten_before_its_last_read(guide, monkeypatch, 
     scheduler._apply_war_barrier()
     if is_delayed:
         assert scheduler.schedule_stream.waits_for == len(forward_stream)  # before results are processed
-    guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, result, scheduled)
+    guide.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, result, SimpleNamespace(reqs=reqs))
     assert len(forward_stream) == 1 + is_guided * (1 + mode.is_extend())
     assert scheduler.schedule_stream.waits_for == len(forward_stream)
     # An idle engine sets up no barrier, which would fail here.
@@ -239,11 +235,11 @@ def test_server_without_settings_starts_without_guidance(monkeypatch, clean_sett
 )
 def test_base_models_with_other_pools_are_rejected(monkeypatch, has_windows, has_states, kind):
     """A value model is rejected, because it uses the slots of the engine's pool."""
-    monkeypatch.setattr(value_model_module, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
+    monkeypatch.setattr(value_model, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
     runner = SimpleNamespace(is_hybrid_swa=has_windows, model_config=None)
     message = f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}"
     with pytest.raises(ValueError, match=message) if kind else nullcontext():
-        value_model_module.check_pool(runner)
+        value_model.check_pool(runner)
 
 
 SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50})
@@ -269,9 +265,8 @@ def test_tokens_that_may_enter_the_radix_cache(guide, params, output, prefilled,
     req = SimpleNamespace(lenvm_guidance=params, lenvm_prefilled=prefilled, kv=kv)
     req.origin_input_ids, req.output_ids = [3] * 30, list(output)
     given = []
-    guide.checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
-    guide.drafts = 60  # all may be pending
-    guide.checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
+    for guide.drafts in (0, 60):  # with 60 drafts, all tokens may be pending
+        guide.checkpoint(lambda tree, req, *, up_to: given.append(up_to), None, req, up_to=60)
     is_read = params is not None and params.needs_step
     assert given == [expected, max(prefilled, protected) if is_read else expected]
 
@@ -282,10 +277,9 @@ NEAR = {"target_length": 9}
 def request_in(row, asked, **fields):
     """A request in a row of the engine's table."""
     sampling = SimpleNamespace(sampling_seed=1, ignore_eos=True, stop_token_ids=None, stop_strs=[])
-    req = dict(kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=asked and parse_guidance(asked), lenvm_row=None)
-    req |= dict(
-        sampling_params=sampling, origin_input_ids=[5], output_ids=[], lora_id=None, tokenizer=None, lenvm_broken=0
-    )
+    req = dict(kv=SimpleNamespace(req_pool_idx=row), sampling_params=sampling, lora_id=None, tokenizer=None)
+    req |= dict(origin_input_ids=[5], output_ids=[], lenvm_row=None, lenvm_broken=0)
+    req |= dict(lenvm_guidance=asked and parse_guidance(asked))
     return SimpleNamespace(**req | fields)
 
 
@@ -303,17 +297,18 @@ def test_responses_have_the_reason_for_lost_guidance():
 def test_steps_without_guidance_are_counted_across_admissions():
     """Rows without a committed token are not counted. The device counts from 0 after a retraction."""
     reqs, commit = [request_in(row, NEAR, lenvm_broken_before=0) for row in (0, 1)], MagicMock()
-    for faults, commits in (((0, 1), (commit, None)), ((2, 1), (commit, commit)), ((2, 1), (commit, commit))):
+
+    def counted(*faults, commits=(commit, commit)):
         report = StepReport(None, None, torch.tensor(faults), None, None, None, lambda: 0.0)
         report.consume(SimpleNamespace(reqs=reqs), commits)
-    assert [req.lenvm_broken for req in reqs] == [2, 1]
+        return [req.lenvm_broken for req in reqs]
+
+    assert counted(0, 1, commits=(commit, None)) == [0, 0]
+    assert counted(2, 1) == counted(2, 1) == [2, 1]
     guide = SGLangGuide(Settings(), torch.device("cpu"))
     guide.step = MagicMock(text_breaks=())
     guide.admit(SimpleNamespace(lenvm_reqs=reqs, lenvm_failed=False), reqs, is_prefill=True)
-    for faults in ((0, 0), (1, 0)):
-        report = StepReport(None, None, torch.tensor(faults), None, None, None, lambda: 0.0)
-        report.consume(SimpleNamespace(reqs=reqs), [commit, commit])
-    assert [req.lenvm_broken for req in reqs] == [3, 1]
+    assert counted(0, 0) == [2, 1] and counted(1, 0) == [3, 1]
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])

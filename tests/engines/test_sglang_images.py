@@ -10,7 +10,7 @@ import requests
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from lenvm_kernels.engines.sglang.images import PromptImages, image_tokens
 from tests.helpers.models import (
@@ -87,25 +87,17 @@ def test_images_are_rejected_without_vision_tower():
         PromptImages(request(9, Item(1, 2, 2)), value_model_of(backbone, random_head()))
 
 
-START, END, IMAGE, VIDEO_TOKEN = 500, 501, 502, 503
+IMAGE = 502
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def save_models(folder):
     """Save a random base model and a random value model that read images, and their processor."""
-    text = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        # SGLang interprets patches of other sizes as embeddings.
-        vision_config=VISION | dict(patch_size=14, window_size=56, out_hidden_size=HIDDEN),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO_TOKEN,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
-    words = ["<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, START)), *SPECIAL]
+    # SGLang interprets patches of other sizes as embeddings.
+    vision = VISION | dict(patch_size=14, window_size=56, out_hidden_size=HIDDEN)
+    config = vl_config(vision, IMAGE, mrope_section=(2, 3, 3), **TINY)
+    words = ["<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, IMAGE - 2)), *SPECIAL]
     processor = transformers.Qwen2_5_VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=200_000),
         video_processor=transformers.Qwen2VLVideoProcessor(patch_size=14),
@@ -128,25 +120,6 @@ def as_url(image):
     file = io.BytesIO()
     image.save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-class Reference:
-    """The value model in ``transformers``."""
-
-    def __init__(self, folder):
-        self.processor = transformers.AutoProcessor.from_pretrained(folder / "value")
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "value", dtype=torch.float32)
-        self.model, self.head = model.eval(), load_file(folder / "value" / "value_head.safetensors")
-
-    def tokens(self, text, images):
-        """Token ids of a prompt, and the model's image inputs."""
-        given = self.processor(text=[text], images=images or None, return_tensors="pt")
-        return given["input_ids"], {x: given[x] for x in ("pixel_values", "image_grid_thw") if x in given}
-
-    def value(self, tokens, images, more):
-        tokens = torch.cat([tokens, torch.tensor([more])], dim=1)
-        types = dict(mm_token_type_ids=(tokens == IMAGE).int()) if images else {}
-        return value_logits(self.model, self.head, tokens, **images, **types)[0, -1].item()
 
 
 HAS_SGLANG = find_spec("sglang") is not None  # before other tests import stubs
@@ -175,20 +148,27 @@ def engine(folder):
 def check_values(folder, engine, prompts, **sampling):
     """Send prompts of texts and images, check all values of all guided steps against plain forwards, and return the
     results."""
-    before, reference = len(engine.lines()), Reference(folder)
+    before, processor = len(engine.lines()), transformers.AutoProcessor.from_pretrained(folder / "value")
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "value", dtype=torch.float32).eval()
+    head = load_file(folder / "value" / "value_head.safetensors")
     params = {**SAMPLING, "max_new_tokens": 8, "custom_params": GENTLE, **sampling}
-    images = [[as_url(image) for image in images] for _, images in prompts]
+    urls = [[as_url(image) for image in images] for _, images in prompts]
     texts = [text for text, _ in prompts]
-    response = engine.post(text=texts, image_data=images, sampling_params=[params] * len(prompts))
+    response = engine.post(text=texts, image_data=urls, sampling_params=[params] * len(prompts))
     assert response.ok, response.text
-    for result, prompt in zip(response.json(), prompts, strict=True):
-        output, (tokens, images) = result["output_ids"], reference.tokens(*prompt)
-        rows = guided_rows(tokens[0].tolist(), result, engine.steps(before))
+    for result, (text, images) in zip(response.json(), prompts, strict=True):
+        inputs = processor(text=[text], images=images or None, return_tensors="pt")
+        prompt, output = inputs["input_ids"][0].tolist(), result["output_ids"]
+        rows = guided_rows(prompt, result, engine.steps(before))
         assert len(rows) >= len(output)
         for row in rows:
-            for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
-                more = [*output[: row["length"] - tokens.shape[1]], token]
-                assert token < 0 or abs(value - reference.value(tokens, images, more)) < ATOL
+            values = {t: z for t, z in zip(row["token_ids"], row["value_logits"], strict=True) if t >= 0}
+            drawn = [*prompt, *output][: row["length"]]
+            tokens = torch.tensor([[*drawn, token] for token in values])
+            pixels = {x: inputs[x].repeat(len(values), 1) for x in ("pixel_values", "image_grid_thw") if images}
+            types = dict(mm_token_type_ids=(tokens == IMAGE).int()) if images else {}
+            expected = value_logits(model, head, tokens, **pixels, **types)[:, -1]
+            torch.testing.assert_close(torch.tensor([*values.values()]), expected, rtol=0, atol=ATOL)
     return response.json()
 
 

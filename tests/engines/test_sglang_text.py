@@ -79,14 +79,7 @@ def traced(engine, rid):
 @torch.no_grad()
 def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None):
     """Check candidates and guided probabilities of traced rows against the oracle, with scores of the base model and
-    values from the trace.
-
-    Args:
-        prompt, output: tokens of the request.
-        rows: rows of the request in the trace.
-        guidance: ``custom_params`` of the request.
-        adjust: function that applies the expected changes to logits ``[n, V]`` of the ``n`` output tokens.
-    """
+    values from the trace. ``adjust`` applies the expected changes to logits ``[n, V]`` of the ``n`` output tokens."""
     logits = smollm2.model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].double()
     if adjust is not None:
         adjust(logits)
@@ -104,9 +97,8 @@ def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None):
 def test_targets_are_met_by_whole_sentences(smollm2, engine):
     """Requests only have a target; the server finds ends of sentences with its tokenizer."""
     prompts = [chat(smollm2, text) for text in held_out_prompts()[::4]]
-    sampling = [
-        {"max_new_tokens": 100, "sampling_seed": i, "custom_params": {"target_length": 40}} for i in range(len(prompts))
-    ]
+    near = {"max_new_tokens": 100, "custom_params": {"target_length": 40}}
+    sampling = [near | {"sampling_seed": i} for i in range(len(prompts))]
     before = engine.metrics()
     results = answers(engine, prompts, sampling)
     lengths = [result["meta_info"]["completion_tokens"] for result in results]

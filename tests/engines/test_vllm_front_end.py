@@ -46,16 +46,16 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, clean_settings):
-    """Restores the methods wrapped by front ends."""
+    """Restores the methods wrapped by front ends. The input processor returns the request."""
     for owner, name in (
         (EngineArgs, "create_engine_config"),
-        (InputProcessor, "process_inputs"),
         (ChatCompletionRequest, "to_beam_search_params"),
         (CompletionRequest, "to_beam_search_params"),
         (ChatCompletionRequest, "to_sampling_params"),
         (ResponsesRequest, "to_sampling_params"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
     for name, value in (("reason", None), ("config", None), ("is_checked_later", False)):
         monkeypatch.setattr(LenVMProcessor, name, value)
 
@@ -105,7 +105,6 @@ def test_server_that_cannot_guide_ends_or_rejects_requests(folders, monkeypatch,
     monkeypatch.setattr(vllm, "__version__", changes.get("version", "0.32.0"))
     if source:
         monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
-    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
     engine = config(**{name: change for name, change in changes.items() if name != "version"})
     if reason is not None and source:
         with pytest.raises(ValueError, match=reason):
@@ -177,7 +176,6 @@ REQUESTS = [
 @pytest.mark.parametrize(("source", "params", "contents", "message"), REQUESTS)
 def test_requests_that_cannot_be_guided_are_rejected(folders, monkeypatch, source, params, contents, message):
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(folders[source]))
-    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
     front_end.configure(None, config())
     for xargs, error in ((OTHERS, None), (TARGET, message)):
         request = Request(SamplingParams(extra_args=xargs, **params), **contents)
@@ -201,7 +199,6 @@ def test_defaults_of_chats_and_responses(monkeypatch, effort, verbosity, default
     """Defaults depend on reasoning effort and verbosity. A request that cannot be guided is unguided."""
     if has_defaults:
         monkeypatch.setenv("LENVM_DEFAULTS", json.dumps(SELECTED))
-    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, request: request)
     front_end.configure(None, config())
     parts = dict(reasoning=effort and {"effort": effort}, text=verbosity and {"verbosity": verbosity}, input="w1")
     response = ResponsesRequest(model="base", vllm_xargs=xargs, **parts)

@@ -1,7 +1,7 @@
 """The vLLM processor in a worker of a fake engine: scenarios against an oracle, and rejections."""
 
 import json
-from collections import ChainMap
+from collections import ChainMap, Counter
 from dataclasses import replace
 from itertools import takewhile
 from types import SimpleNamespace
@@ -77,10 +77,6 @@ class Runner(GPUModelRunner):
     def load_model(self, settings):
         return new_guide(settings, self.vllm_config, self.req_states)
 
-    def sample_tokens(self, draw):
-        self.execute_model_state = None
-        return draw()
-
     def reset_lora_state(self):
         pass
 
@@ -122,7 +118,7 @@ class Engine:
 
     trace = None  # the file of guided steps
 
-    def __init__(self, value_model, *, drafts=0, base=None, speculator=None, gamma=None, **changes):
+    def __init__(self, value_model, *, drafts=0, base=None, speculator=None, **changes):
         self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale tokens are arbitrary
         self.requests, self.lengths, self.computed = {}, {}, []
         lens = [SimpleNamespace(np=x.numpy(), gpu=x) for x in torch.zeros(2, SLOTS, dtype=torch.int32)]
@@ -144,7 +140,7 @@ class Engine:
         parts = {name: SimpleNamespace(**part | changes.get(name, {})) for name, part in parts.items()}
         config = SimpleNamespace(num_speculative_tokens=drafts, additional_config={}, **parts)
         self.runner = Runner(config, self.req_states, base, speculator)
-        self.guide = self.runner.load_model(Settings(value_model, gamma=gamma, trace=self.trace))
+        self.guide = self.runner.load_model(Settings(value_model, trace=self.trace))
         extend = self.guide.step.extend
 
         def counted(tokens, table_rows, starts, lens, *args, **options):
@@ -403,7 +399,7 @@ def test_steps_read_back_nothing(value_model, monkeypatch, has_model):
         assert any(len(tokens) == 1 for tokens in kept(after)) and not engine.guide.fallbacks
 
 
-def test_draws_of_ranks_without_a_seed(value_model):
+def test_draws_of_ranks_without_a_seed():
     """Data-parallel ranks draw different tokens, except for requests with a seed."""
     drawn = []
     for rank in (0, 0, 1):
@@ -494,20 +490,18 @@ def test_ranks_use_the_tokens_of_the_first_rank(monkeypatch):
     assert [engine.guide.fallbacks for engine in engines] == [1, 1] and len(groups[0].sent) == 4
 
 
-class Counts(dict):
+class Counts(Counter):
     """Numbers by name, in the form of :class:`Metrics`."""
 
     def __init__(self):
         super().__init__()
-        statuses = [*(status.name.lower() for status in Status), "broken"]
-        self.rows = {name: self.counter(name) for name in statuses}
+        self.rows = {name: self.counter(name) for name in (*(status.name.lower() for status in Status), "broken")}
         for name in ("guided_steps", "lost_mass", "value_model_milliseconds"):
             setattr(self, name, self.counter(name))
         self.verifications, self.verified_tokens = ({"yes": self.counter(name)} for name in ("verified", "tokens"))
 
     def counter(self, name):
-        self[name] = 0.0
-        return SimpleNamespace(inc=lambda number=1: self.update({name: self[name] + number}))
+        return SimpleNamespace(inc=lambda number=1: self.update({name: number}))
 
 
 # Requests that enter a slot, and the rows of steps.
@@ -573,10 +567,8 @@ def test_rows_are_counted_by_status(value_model):
 def test_memory_is_reserved_until_the_first_guided_request(value_model, drafts):
     """With drafts, also for the copy of scores. Warm-up steps do not free it."""
     engine = Engine(value_model, drafts=drafts)
-    guide, sizes = engine.guide, dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB)
-    working = guide.settings.working_bytes(
-        guide.step.values.value_model, **sizes, max_delta=MAX_DELTA + drafts, max_drafts=drafts
-    )
+    guide, sizes = engine.guide, dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB, max_drafts=drafts)
+    working = guide.settings.working_bytes(guide.step.values.value_model, **sizes, max_delta=MAX_DELTA + drafts)
     assert guide.kept_free.numel() - working == (drafts > 0) * SLOTS * (1 + drafts) * VOCAB * 4
     engine.add(1, PROMPT[:9], None)
     engine.step({1: ON})
@@ -614,9 +606,8 @@ def probe(tmp_path_factory):
     base, folder = models.random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
     write_random_probe(folder, base)
     weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
-    return folder, torch.nn.ModuleList(
-        [layer_of(ParallelLMHead, weight + 1), layer_of(VocabParallelEmbedding, weight), layer_of(LogitsLayer)]
-    )
+    embeddings = [layer_of(ParallelLMHead, weight + 1), layer_of(VocabParallelEmbedding, weight)]
+    return folder, torch.nn.ModuleList([*embeddings, layer_of(LogitsLayer)])
 
 
 @pytest.mark.parametrize("kind", [LogitsLayer, LogitsProcessorWithLoRA])

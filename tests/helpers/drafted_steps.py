@@ -55,11 +55,10 @@ def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, pa
         output = engine.decode(rows, sequences, scores.flatten(0, 1), min_p=0.02, new=new, **options)
         new = output.verified.lens.tolist()
         for i, sequence in enumerate(sequences):
-            nodes = output.verified.nodes[i, : new[i]].tolist()
-            assert nodes[0] == 0 and [paths(tokens[i], parents)[n] for n in nodes] == [
-                output.verified.tokens[i, :j].tolist() for j in range(new[i])
-            ]
-            sequence += output.verified.tokens[i, : new[i]].tolist()
+            nodes, accepted = (x[i, : new[i]].tolist() for x in (output.verified.nodes, output.verified.tokens))
+            assert nodes[0] == 0
+            assert [paths(tokens[i], parents)[n] for n in nodes] == [accepted[:j] for j in range(new[i])]
+            sequence += accepted
         steps += 1
     assert not step.table.columns.faults.any()
     return [s[len(p) : len(p) + count] for s, p in zip(sequences, prompts, strict=True)], steps

@@ -5,7 +5,6 @@ from copy import deepcopy
 import pytest
 import torch
 from torch.utils._pytree import tree_map
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
@@ -13,7 +12,7 @@ from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, Valu
 from lenvm_kernels.step.state import Graphs
 from lenvm_kernels.types import Status
 from lenvm_kernels.values import ValueModel
-from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model
+from tests.helpers.models import EOS, VOCAB, last_value_logits, random_pair
 
 GUIDANCE = [
     {"value_mode": "centered_exp", "value_scale": -20},
@@ -35,7 +34,7 @@ class StepModels:
     """A ``transformers`` backbone, its head, and the value model of both."""
 
     def __init__(self):
-        self.backbone, self.head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
+        self.backbone, self.head = random_pair("qwen2")
         self.value = ValueModel.from_causal_lm(self.backbone, self.head)
 
     def values(self, sequences):
@@ -46,8 +45,7 @@ class StepModels:
         """Check values of candidates in ``scored`` rows against plain forwards, and return their number.
 
         ``sequences``: tokens before the candidates of each row, None for a row without a request. If ``scored`` is
-            None,
-        guided rows are scored."""
+        None, guided rows are scored."""
         ids = output.candidates.token_ids.tolist()
         scored = (output.candidates.status == Status.GUIDE).tolist() if scored is None else scored
         wanted = [(i, j) for i, is_scored in enumerate(scored) if is_scored for j, t in enumerate(ids[i]) if t >= 0]

@@ -1,5 +1,7 @@
 """Prefilled fresh memory, to test which elements an operator writes."""
 
+from unittest.mock import patch
+
 import torch
 
 MARGIN = 4096  # elements, more than the largest tile of a row
@@ -14,7 +16,7 @@ class GuardedMemory:
         self.tensors = []  # results of torch.empty
 
     def call(self, function, *args, **kwargs):
-        empty, new_empty = torch.empty, torch.Tensor.new_empty
+        empty = torch.empty
 
         def guarded(*shape, dtype, device):
             size = torch.Size(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
@@ -31,11 +33,8 @@ class GuardedMemory:
         def guarded_new(x, *shape, dtype=None, device=None):
             return guarded(*shape, dtype=dtype or x.dtype, device=device or x.device)
 
-        torch.empty, torch.Tensor.new_empty = noted, guarded_new
-        try:
+        with patch.object(torch, "empty", noted), patch.object(torch.Tensor, "new_empty", guarded_new):
             return function(*args, **kwargs)
-        finally:
-            torch.empty, torch.Tensor.new_empty = empty, new_empty
 
     def assert_kept(self):
         """Assert that the memory around the tensors has not changed."""

@@ -51,18 +51,18 @@ VISION = dict(
 )
 
 
-def vl_config(**changes):
-    """The configuration of a tiny Qwen2.5-VL, with changes to its language model."""
-    text = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
-    text |= dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
-    text |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 3]})
+def vl_config(vision=VISION, image=IMAGE, mrope_section=(1, 2, 3), **changes):
+    """The configuration of a tiny Qwen2.5-VL with the image token ``image``, and changes to its language model."""
+    text = TINY | dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
+    text |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*mrope_section]})
+    text.pop("tie_word_embeddings")
     return Qwen2_5_VLConfig(
         text_config=text | changes,
-        vision_config=VISION,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=88,
-        vision_end_token_id=89,
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=image + 1,
+        vision_start_token_id=image - 2,
+        vision_end_token_id=image - 1,
     )
 
 
@@ -88,15 +88,10 @@ def random_model(model_class, config, seed=0):
     return model
 
 
-def head_shapes(hidden=HIDDEN):
-    shapes = {"fc.weight": (hidden, hidden), "fc.bias": (hidden,), "summary.weight": (1, hidden), "summary.bias": (1,)}
-    return {f"v_head.{name}": shape for name, shape in shapes.items()}
-
-
 def random_head(seed=1, hidden=HIDDEN):
     generator = torch.Generator().manual_seed(seed)
-    shapes = head_shapes(hidden)
-    return {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    shapes = {"fc.weight": (hidden, hidden), "fc.bias": (hidden,), "summary.weight": (1, hidden), "summary.bias": (1,)}
+    return {f"v_head.{x}": torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for x, shape in shapes.items()}
 
 
 def random_pair(architecture):
@@ -139,9 +134,8 @@ def tokenizer_of(words, pad="<pad>", **options):
 
 
 def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1, template=None):
-    """Save a tiny Llama with a tokenizer over ``words`` and, if ``value_head``, a value head; returns its path.
-
-    ``template`` is the chat template."""
+    """Save a tiny Llama, a tokenizer over ``words`` with a chat template, and, if ``value_head``, a value head; returns
+    the path."""
     sizes = TINY | dict(vocab_size=len(words), intermediate_size=64, num_hidden_layers=layers)
     config = LlamaConfig(**sizes, eos_token_id=EOS, pad_token_id=0, bos_token_id=None)
     random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)

@@ -43,10 +43,8 @@ def model_sizes(base):
 
 @torch.no_grad()
 def probe_values(base_path, probe_path, rows):
-    """Value logits for guidance and for prediction, ``[rows, K]``, from a ``transformers`` forward per row.
-
-    A row has the parameters of the request, the prompt length, the tokens of the sequence, and the candidates.
-    """
+    """Value logits for guidance and for prediction, ``[rows, K]``, from a ``transformers`` forward per row: the
+    parameters of the request, the prompt length, the tokens of the sequence, and the candidates."""
     base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32).eval()
     probe = LengthProbe.from_pretrained(probe_path, *model_sizes(base))
     states = ProbeStates(base, probe.config.layers, last=True)

@@ -297,11 +297,8 @@ _RUNS = (("forward", 0xA5), ("reverse", 0x5A), ("random", 0xFF))
 
 
 def check_races(workload: Callable[[], Sequence[torch.Tensor]]) -> Counter[str]:
-    """Run a workload in several orders of programs, and return the number of launches by kernel name.
-
-    Raises:
-        AssertionError: a conflict was found, or the returned tensors differ.
-    """
+    """Run a workload in several orders of programs, and return the number of launches by kernel name. Raises
+    AssertionError if a conflict is found or the returned tensors differ."""
     expected = None
     for order, garbage in _RUNS:
         with LaunchChecker(order, garbage) as checker:

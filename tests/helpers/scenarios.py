@@ -131,8 +131,7 @@ class Scenario:
     """Requests by name, events in order, and options of the step.
 
     ``is_padded``: as with CUDA graphs. ``parts_of``: maximum number of requests computed at once. ``has_values``:
-        whether
-    there is a value model.
+    whether there is a value model.
     """
 
     def __init__(self, name, requests, *events, is_padded=False, parts_of=MAX_ROWS, **options):
@@ -185,8 +184,7 @@ class Driver:
             case Grow(name, tokens, passed):
                 asked = self.live[name]
                 asked.tokens += tokens
-                asked.new += len(tokens)
-                asked.new = asked.new if passed is None else passed
+                asked.new = asked.new + len(tokens) if passed is None else passed
                 self.engine.slots.extend(asked.row, len(asked.tokens))
             case WarmUp():
                 before = self.engine.step.values.cache.keys.clone()
@@ -250,9 +248,8 @@ class Driver:
             passed, new_lens = self.engine.new_tokens(tokens, new)[:, : 1 + self.options["max_drafts"]], i32(new)
         cache = self.engine.step.values.cache
         before = cache.keys.clone()
-        found = self.engine.step.predict(
-            StepBatch(passed, i32([a.row for a in batch]), i32([*map(len, tokens)]), new_lens)
-        )
+        grown = StepBatch(passed, i32([a.row for a in batch]), i32([*map(len, tokens)]), new_lens)
+        found = self.engine.step.predict(grown)
         deltas, scored = [], []
         for asked, row, n in zip(batch, found.view(len(batch), -1), new, strict=True):
             wants = asked.params.return_values
@@ -313,14 +310,13 @@ class Driver:
             options["active"] = torch.tensor([name in options["active"] for name in names])
         before_probs = options["probs"].clone() if "probs" in options else None
         output = self.engine.decode([a.row for a in batch], [a.tokens for a in batch], scores, **options)
-        expected = self.check(event, nodes, output, before, options, before_probs)
+        self.check(event, nodes, output, before, options, before_probs)
         letters = "".join(letter for s in output.candidates.status.tolist() for letter in STATUS if STATUS[letter] == s)
         assert not event.status or letters == event.status, f"status {letters}, not {event.status}"
         self.counted += options.get("counts", True)
-        self.grow(event, batch, drafted, output, width)
-        return expected
+        self.grow(event, batch, output)
 
-    def grow(self, event, batch, drafted, output, width):
+    def grow(self, event, batch, output):
         tokens = output.tokens.view(len(batch), -1).tolist() if output.tokens is not None else None
         for i, (name, asked) in enumerate(zip(event.names, batch, strict=True)):
             if name in event.takes:
@@ -362,11 +358,10 @@ class Driver:
         of_requests = GuidanceTable(len(params), "cpu", early=0.0 if breaks is None else self.engine.step.values.early)
         for row, (p, asked) in enumerate(zip(params, asked_of, strict=True)):
             of_requests.add_request(row, p, set(asked.eos))
-        table = of_requests.columns
-        for row, p in enumerate(params):
             for token, scale in p.token_temperature_scale.items():
                 if token < VOCAB:
                     scores[row, token] *= scale
+        table = of_requests.columns
         generated = torch.tensor([len(s) - self.span(a, s).begin for s, a in zip(sequences, asked_of, strict=True)])
         filters = dict(top_k=6, top_p=1.0, min_p=0.05, temperature=0.8) | options
         filters = {
@@ -394,10 +389,8 @@ class Driver:
             if candidates.status[row] == Status.GUIDE and not due[name] and not ends:
                 candidates.status[row] = Status.NOT_DUE
         for name, found, expected in zip(candidates._fields, output.candidates, candidates, strict=True):
-            if found.is_floating_point():  # kernels add in another order
-                same(found, expected, rtol=1e-6, atol=1e-6)
-            else:
-                assert torch.equal(found, expected), f"{name} {found.tolist()}, not {expected.tolist()}"
+            message = f"{name} {found.tolist()}, not {expected.tolist()}"
+            same(found, expected, rtol=1e-6, atol=1e-6, msg=message)  # kernels add in another order
 
         shown = {Status.SINGLE, Status.SKIP} if self.options.get("score_all") else set()
         status = candidates.status.tolist()

@@ -2,9 +2,8 @@
 
 ``python -m tests.helpers.serving_variants V`` (without TRITON_INTERPRET) simulates serving with a vocabulary of V
 tokens: all batch sizes, all optional arguments, the calls of adapters, and tensors that are slices of longer ones.
-    Launches are
-skipped and only record the key of Triton's kernel cache. The JSON output has the number of keys recorded in warm-up per
-kernel, and, per kind of call, the kernels and batch sizes with keys not recorded in warm-up.
+Launches are skipped and only record the key of Triton's kernel cache. The JSON output has the number of keys recorded
+in warm-up per kernel, and, per kind of call, the kernels and batch sizes with keys not recorded in warm-up.
 """
 
 import json
@@ -17,12 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from bench.launches import intercept_launches, targeting
-from bench.models import make_config
+from bench.models import make_config, make_model, random_probe
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepBatch, StepConfig, value_source
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.values import LengthProbe, ValueModel
-from lenvm_kernels.values.probe import ProbeConfig
+from lenvm_kernels.values import LengthProbe
 from tests.helpers.engine import PaddedStep, take_step
 
 MAX_ROWS = 19
@@ -111,27 +109,17 @@ def calls(step, rows, vocab):
     }
 
 
-def random_probe(size):
-    """A probe of a base model with hidden size ``size``."""
-    probe = ProbeConfig("none", (1,), 1, size, 600, "0" * 256, tuple(range(1, 31)))
-    shapes = {"projection": (2 * 256, size), "embedding": (256, size), "fc": (128, 256), "bins": (29, 128)}
-    tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-    tensors |= {f"{name}.bias": torch.zeros(shape[0]) for name, shape in shapes.items()}
-    return LengthProbe(probe, tensors, torch.zeros(600, size, dtype=torch.bfloat16))
-
-
 def serve(vocab):
     """The report as an object."""
-    config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=2)
-    tensors = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()}
+    value_model = make_model(make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=2), torch.bfloat16, "cpu")
+    probe = LengthProbe(*random_probe((1,), 1, 512, 600), torch.zeros(600, 512, dtype=torch.bfloat16))
     report = {}
-    for name, step_class, options in (
-        ("with graphs", PaddedStep, {}),
-        ("without graphs", GuidedStep, {}),
-        ("with drafts", PaddedStep, {"max_drafts": 3}),
-        ("with a probe", PaddedStep, {}),
+    for name, model, step_class, options in (
+        ("with graphs", value_model, PaddedStep, {}),
+        ("without graphs", value_model, GuidedStep, {}),
+        ("with drafts", value_model, PaddedStep, {"max_drafts": 3}),
+        ("with a probe", probe, PaddedStep, {}),
     ):
-        model = random_probe(512) if name == "with a probe" else ValueModel(config, tensors)
         keys.clear()
         slots = EngineSlots(torch.zeros(MAX_ROWS, 1024, dtype=torch.int32), 1000)
         options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")

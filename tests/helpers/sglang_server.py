@@ -5,6 +5,8 @@ import math
 import os
 import re
 import sys
+import time
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -94,12 +96,19 @@ class Server:
         """The steps of the trace from line ``first`` on."""
         return [json.loads(line) for line in self.lines()[first:]]
 
+    def agreed_steps(self, ranks=2):
+        """The steps of the trace without duplicates, after all ranks have written them."""
+        end = time.monotonic() + 20  # the second rank may write its last step after the response
+        while set((lines := Counter(self.lines())).values()) - {ranks}:
+            assert time.monotonic() < end, f"ranks disagree: {[line for line, n in lines.items() if n != ranks][:2]}"
+            time.sleep(0.1)
+        return [json.loads(line) for line in lines]
+
     def metrics(self):
         """Numbers of ``/metrics`` by name without ``lenvm:`` and, if present, one of four labels."""
         text = requests.get(f"{self.url}/metrics", timeout=60).text
-        found = re.findall(
-            r'^([\w:]+)(?:\{(?:.*(?:status|guided|reason|constraint)="(\w+)")?.*\})? (\S+)$', text, re.MULTILINE
-        )
+        line = r'^([\w:]+)(?:\{(?:.*(?:status|guided|reason|constraint)="(\w+)")?.*\})? (\S+)$'
+        found = re.findall(line, text, re.MULTILINE)
         return {f"{name} {label}".strip().removeprefix("lenvm:"): float(value) for name, label, value in found}
 
     def check_steps(self, prompts, results, steps):
@@ -163,24 +172,15 @@ class Server:
 
 
 @contextmanager
-def running_server(folder, name, *options, plugin=True, **variables):
+def running_server(folder, name, *options, **variables):
     """The real server on CPU with its overlapping scheduler, for the models ``base`` and ``value`` of the folder.
 
-    Args:
-        folder: folder of the models, to which the log and the trace are written.
-        name: name of these two files.
-        *options: options of the server.
-        plugin: whether to load the plugin.
-        **variables: environment variables.
+    ``name`` is the name of the log and the trace in the folder. ``variables`` are environment variables.
     """
     port = free_port()
     server = Server(folder, name, f"http://127.0.0.1:{port}")
-    unset = ("LENVM_VALUE_MODEL", "LENVM_TRACE", "TRITON_INTERPRET")
-    environment = {key: value for key, value in os.environ.items() if key not in unset}
-    if plugin:
-        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(server.trace)}
-    else:
-        environment["SGLANG_PLUGINS"] = "no plugin has this name"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(server.trace)}
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", **variables}
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder / "base", "--port", str(port)]
     command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
@@ -194,7 +194,7 @@ def running_server(folder, name, *options, plugin=True, **variables):
         yield server
 
 
-def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):
+def running_speculation(folder, name, *options, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):
     """The server with stand-ins for speculation, and a draft model of the folder. NGRAM's corpus is compiled once,
     which takes g++ a minute."""
     values = {"algorithm": algorithm, "num-draft-tokens": shape["tokens"]}
@@ -202,8 +202,8 @@ def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALO
         values |= {"draft-model-path": folder / draft, "num-steps": shape["steps"], "eagle-topk": shape["topk"]}
     options += tuple(text for key, value in values.items() for text in (f"--speculative-{key}", str(value)))
     env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches", "LENVM_TEST_SPECULATION": "1"}
-    env |= {"TORCHDYNAMO_DISABLE": "1"}
-    return running_server(folder, name, "--chunked-prefill-size", "32", *options, plugin=plugin, **env)
+    env["TORCHDYNAMO_DISABLE"] = "1"
+    return running_server(folder, name, "--chunked-prefill-size", "32", *options, **env)
 
 
 # Targets of requests to a server without a value model, with many stop tokens.

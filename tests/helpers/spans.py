@@ -2,6 +2,7 @@
 
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.types import Status
+from tests.helpers.sglang_server import rows_of
 
 START = 33
 LIKELY = {str(START): 6.0}  # a logit bias
@@ -42,6 +43,5 @@ def check_several(asked, prompt, output, statuses):
 def check_answers_with_spans(guidance, prompts, results, steps, ended):
     """:func:`check_several` for SGLang's answers, with at least ``ended[i]`` ended spans of request ``i``."""
     for asked, prompt, result, spans in zip(guidance, prompts, results, ended, strict=True):
-        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
-        statuses = {row["length"]: row["status"] for row in rows}
+        statuses = {row["length"]: row["status"] for row in rows_of(result, steps)}
         assert check_several(asked, prompt, result["output_ids"], statuses) >= spans

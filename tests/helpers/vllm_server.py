@@ -25,10 +25,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
 
 
 def write_checkpoints(folder, **changes):
-    """Write a random base model, draft model of EAGLE and value model to the folders that servers load.
-
-    ``changes`` apply to the base model's configuration.
-    """
+    """Write a random base model, with changes to its configuration, a draft model of EAGLE and a value model to the
+    folders that servers load."""
     random_model(Qwen2ForCausalLM, Qwen2Config(**BASE | changes), seed=0).save_pretrained(folder / "base")
     config = LlamaConfig(**BASE | {"num_hidden_layers": 1}, architectures=["LlamaForCausalLM"])
     write_eagle(folder / "eagle", LlamaForCausalLM, config)

@@ -5,10 +5,7 @@ import re
 import pytest
 import torch
 
-DTYPES = [
-    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-]
+DTYPES = ["bool", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
 
 def wrong_versions(x):
@@ -18,9 +15,9 @@ def wrong_versions(x):
     and ``rows`` and ``columns`` (their number).
     """
     yield "device", x.to("meta")
-    for dtype in DTYPES:
-        if dtype != x.dtype:
-            yield str(dtype).removeprefix("torch."), x.to(dtype)
+    for name in DTYPES:
+        if getattr(torch, name) != x.dtype:
+            yield name, x.to(getattr(torch, name))
     yield "dimensions", x[None]
     if x.shape[-1] > 1:
         yield "strided", torch.stack([x, x], dim=-1)[..., 0]

@@ -1,13 +1,14 @@
 """Speculative decoding in SGLang on a CPU: plain PyTorch instead of compiled kernels.
 
 SGLang 0.5.23 supports speculation on CPUs with AMX, with kernels in its CPU build of ``sgl_kernel``. :func:`install`
-replaces the names that the engine imports from the stub of ``sgl_kernel``, adds two kinds of attention to the backend
-``torch_native``, and enables overlap in the scheduler. The rest is the engine's code, which verifies by argmax at any
-temperature on a CPU.
+replaces functions from the stub of ``sgl_kernel``, by functions of the same names, adds two kinds of attention to the
+backend ``torch_native``, and enables overlap in the scheduler. The rest is the engine's code, which verifies by argmax
+at any temperature on a CPU.
 """
 
 import ctypes
 import sys
+from itertools import product
 from types import ModuleType
 
 import sgl_kernel
@@ -29,38 +30,38 @@ def slots_between(rows, table, starts, ends):
     return torch.cat([table[row, start:end] for row, start, end in spans])
 
 
-def assign_req_to_token_pool(rows, table, starts, ends, slots, _width):
-    """Replaces ``assign_req_to_token_pool_cpu``: write new slots to the table, request after request."""
+def assign_req_to_token_pool_cpu(rows, table, starts, ends, slots, _width):
+    """Write new slots to the table, request after request."""
     at = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = slots[at : at + end - start].to(table.dtype)
         at += end - start
 
 
-def assign_extend_cache_locs(rows, table, starts, ends, out, _width):
-    """Replaces ``assign_extend_cache_locs_cpu``: the target slots of verified or moved tokens."""
+def assign_extend_cache_locs_cpu(rows, table, starts, ends, out, _width):
+    """The target slots of verified or moved tokens."""
     slots = slots_between(rows, table, starts, ends)
     out[: len(slots)] = slots
 
 
-def assign_draft_cache_locs_contiguous(rows, table, seq_lens, out, _width, topk, steps):
-    """Replaces ``assign_draft_cache_locs_contiguous_cpu``: slots of the drafts, branch after branch."""
+def assign_draft_cache_locs_contiguous_cpu(rows, table, seq_lens, out, _width, topk, steps):
+    """Slots of the drafts, branch after branch."""
     out.copy_(slots_between(rows, table, seq_lens, seq_lens + topk * steps))
 
 
-def fill_bonus_tokens(accepted, lens, out, _stride):
-    """Replaces ``fill_bonus_tokens_cpu``: the last accepted token of each request, from which it continues."""
+def fill_bonus_tokens_cpu(accepted, lens, out, _stride):
+    """The last accepted token of each request, from which it continues."""
     out.copy_(accepted.gather(1, lens[:, None].long() - 1)[:, 0])
 
 
-def fill_accept_out_cache_loc(index, slots, out):
-    """Replaces ``fill_accept_out_cache_loc_cpu``: the slots of accepted tokens, without gaps."""
+def fill_accept_out_cache_loc_cpu(index, slots, out):
+    """The slots of accepted tokens, without gaps."""
     kept = slots[index[index >= 0].long()]
     out[: len(kept)] = kept
 
 
-def copy_all_layer_kv_cache(addresses, strides, targets, sources):
-    """Replaces ``copy_all_layer_kv_cache_cpu``: move keys and values of accepted tokens, given by address."""
+def copy_all_layer_kv_cache_cpu(addresses, strides, targets, sources):
+    """Move keys and values of accepted tokens, given by address."""
     slots = 1 + int(max(targets.max(), sources.max()))
     for address, stride in zip(addresses.tolist(), strides.tolist(), strict=True):
         memory = (ctypes.c_uint8 * (slots * stride)).from_address(address)
@@ -68,50 +69,42 @@ def copy_all_layer_kv_cache(addresses, strides, targets, sources):
         memory[targets] = memory[sources]
 
 
-def build_tree(
+def sgl_build_tree_kernel_efficient_cpu(
     parent_list, chosen, seq_lens, mask, positions, index, next_token, next_sibling, topk, depth, nodes, mode
 ):
-    """Replaces ``build_tree_kernel_efficient_cpu``: the attention mask and the links of each tree of drafts.
+    """The attention mask and the links of each tree of drafts.
 
     Node 0 is the last committed token. Node ``i`` is the draft with the number ``chosen[i - 1]``: ``topk`` drafts at a
     time, first below the root, then below each draft in ``parent_list``.
     """
     assert mode == spec_tree.TreeMaskMode.QLEN_ONLY
     sees = torch.eye(nodes, dtype=torch.bool).repeat(len(seq_lens), 1, 1)
-    index.copy_(torch.arange(index.numel()).view_as(index))
-    next_token.fill_(-1)
-    next_sibling.fill_(-1)
     for row, numbers in enumerate(chosen.tolist()):
         parents = parent_list[row].tolist()
         node_of = {number: node for node, number in enumerate(numbers, start=1)}
-        parent_of = [None, *(0 if number < topk else node_of[parents[number // topk]] for number in numbers)]
-        for node in range(1, nodes):  # parents come before their children, and numbers ascend
-            sees[row, node] |= sees[row, parent_of[node]]
-        link(parent_of, next_token[row], next_sibling[row])
+        for node, number in enumerate(numbers, start=1):  # parents come before their children, and numbers ascend
+            sees[row, node] |= sees[row, 0 if number < topk else node_of[parents[number // topk]]]
     mask.copy_(sees.flatten())
-    positions.copy_((seq_lens[:, None] + sees.sum(-1) - 1).flatten())
-
-
-def link(parent_of, next_token, next_sibling):
-    """Link each node of a tree to its first child and its next sibling, -1 without one."""
-    for node in reversed(range(1, len(parent_of))):
-        next_sibling[node] = next_token[parent_of[node]]
-        next_token[parent_of[node]] = node
+    reconstruct_indices_from_tree_mask(mask, seq_lens, positions, index, next_token, next_sibling, len(sees), nodes)
 
 
 def reconstruct_indices_from_tree_mask(mask, seq_lens, positions, index, next_token, next_sibling, batch_size, nodes):
-    """Replaces the CUDA kernel of this name, which has no CPU build: the links of NGRAM's trees."""
-    sees = mask.view(batch_size, nodes, nodes).bool() & torch.ones(nodes, nodes).tril(-1).bool()
+    """Replaces the CUDA kernel of this name, which has no CPU build: the links of trees, also of NGRAM's.
+
+    Each node is linked to its first child and its next sibling, -1 without one. Its parent is its last ancestor.
+    """
+    ancestors = mask.view(batch_size, nodes, nodes).bool() & torch.ones(nodes, nodes).tril(-1).bool()
     index.copy_(torch.arange(index.numel()).view_as(index))
     next_token.fill_(-1)
     next_sibling.fill_(-1)
-    for row in range(batch_size):
-        parent_of = [max(sees[row, node].nonzero().flatten().tolist(), default=None) for node in range(nodes)]
-        link(parent_of, next_token[row], next_sibling[row])
-    positions.copy_((seq_lens[:, None] + sees.sum(-1)).flatten())
+    for row, node in product(range(batch_size), reversed(range(1, nodes))):
+        parent = ancestors[row, node].nonzero().max()
+        next_sibling[row, node] = next_token[row, parent]
+        next_token[row, parent] = node
+    positions.copy_((seq_lens[:, None] + ancestors.sum(-1)).flatten())
 
 
-def verify_tree_greedy(
+def sgl_verify_tree_greedy_cpu(
     predicts,
     accept_index,
     accept_token_num,
@@ -121,7 +114,7 @@ def verify_tree_greedy(
     retrive_next_sibling,
     target_predict,
 ):
-    """Replaces ``verify_tree_greedy_cpu``: follow the child chosen by the base model from the root on."""
+    """Follow the child chosen by the base model from the root on."""
     tokens, best = candidates.tolist(), target_predict.tolist()
     children, siblings = retrive_next_token.tolist(), retrive_next_sibling.tolist()
     for row in range(len(tokens)):
@@ -183,7 +176,7 @@ class DraftBackends:
     """One backend per draft step, because ``torch_native`` does not draft in several steps.
 
     The drafts of a branch have ``steps`` separate slots after the committed tokens, in the layout of
-    :func:`assign_draft_cache_locs_contiguous`.
+    :func:`assign_draft_cache_locs_contiguous_cpu`.
     """
 
     def __init__(self, runner, topk, steps):
@@ -221,33 +214,24 @@ init_draft_worker = scheduler.Scheduler.maybe_init_draft_worker
 
 def install():
     """Replace the engine's functions before a model is loaded."""
-    replacements = {
-        allocation: {"assign_req_to_token_pool_cpu": assign_req_to_token_pool},
-        cache_move: {"copy_all_layer_kv_cache_cpu": copy_all_layer_kv_cache},
-        cache_locs: {
-            "assign_extend_cache_locs_cpu": assign_extend_cache_locs,
-            "assign_draft_cache_locs_contiguous_cpu": assign_draft_cache_locs_contiguous,
-        },
-        eagle: {
-            "fill_bonus_tokens_cpu": fill_bonus_tokens,
-            "fill_accept_out_cache_loc_cpu": fill_accept_out_cache_loc,
-        },
-        spec_tree: {
-            "sgl_build_tree_kernel_efficient_cpu": build_tree,
-            "sgl_verify_tree_greedy_cpu": verify_tree_greedy,
-        },
-        overlap_utils: {"gather_spec_extras": gather_spec_extras},
-        TorchNativeAttnBackend: {"forward_extend": attend_to_tree},
-        DraftBackendFactory: {
-            "create_decode_backend": create_decode_backend,
-            "create_draft_extend_backend": lambda _: None,  # the draft model's backend is enough
-        },
-        scheduler.Scheduler: {"maybe_init_draft_worker": overlap},
+    kernels = {
+        allocation: [assign_req_to_token_pool_cpu],
+        cache_move: [copy_all_layer_kv_cache_cpu],
+        cache_locs: [assign_extend_cache_locs_cpu, assign_draft_cache_locs_contiguous_cpu],
+        eagle: [fill_bonus_tokens_cpu, fill_accept_out_cache_loc_cpu],
+        spec_tree: [sgl_build_tree_kernel_efficient_cpu, sgl_verify_tree_greedy_cpu],
+        overlap_utils: [gather_spec_extras],
     }
-    for owner, functions in replacements.items():
-        for name, function in functions.items():
-            assert hasattr(owner, name), f"{owner} has no {name}"
-            setattr(owner, name, function)
+    replacements = [(module, function.__name__, function) for module, of in kernels.items() for function in of]
+    replacements += [
+        (TorchNativeAttnBackend, "forward_extend", attend_to_tree),
+        (DraftBackendFactory, "create_decode_backend", create_decode_backend),
+        (DraftBackendFactory, "create_draft_extend_backend", lambda _: None),  # the draft model's backend is enough
+        (scheduler.Scheduler, "maybe_init_draft_worker", overlap),
+    ]
+    for owner, name, function in replacements:
+        assert hasattr(owner, name), f"{owner} has no {name}"
+        setattr(owner, name, function)
     sgl_kernel.speculative = ModuleType("sgl_kernel.speculative")
     sgl_kernel.speculative.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask
     sys.modules["sgl_kernel.speculative"] = sgl_kernel.speculative
