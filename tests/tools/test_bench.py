@@ -3,12 +3,7 @@
 import importlib
 import inspect
 import json
-import os
-import struct
-import subprocess
 import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,40 +78,3 @@ def test_suite_of_parts(monkeypatch, tmp_path):
     assert parts["tests"]["log"] == ["boom"] and parts["profile"]["outcome"] == "ended after 5 s"
     shapes = [case["shape"] for case in parts["pack_drafts"]["cases"]]
     assert shapes == BENCHMARKS["pack_drafts"].shapes(quick=not torch.cuda.is_available())
-
-
-def fatbin(*codes):
-    entries = b"".join(struct.pack("<HHIQ12xI32x", 2, 0, 64, len(code), sm) + code for sm, code in codes)
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
-
-
-def library(code):
-    """An ELF file with two sections: GPU code, and the names of the sections."""
-    names, end = b"\0.nv_fatbin\0", 64 + len(code)
-    sections = struct.pack("<II16xQQ24xII16xQQ24x", 1, 1, 64, len(code), 0, 3, end, len(names))
-    return struct.pack("<40xQ10xHHH", end + len(names), 64, 2, 1) + code + names + sections
-
-
-def test_vllm_is_packed_for_a_gpu_machine(tmp_path):
-    """The archive has GPU code for sm_90 alone, and no sources. Stand-ins replace pip and the smoke test."""
-    script, python = Path(gpu_suite.__file__).with_name("gpu_vllm.sh"), tmp_path / "python"
-    python.write_text(f"""#!/bin/sh
-case "$*" in
-    -) exec {sys.executable} -c "import sys; compile(sys.stdin.read(), 'smoke', 'exec')" ;;
-    *' pip '*--target*) while [ "$1" != --target ]; do shift; done; mkdir "$2"; echo 1 > "$2/one.py" ;;
-    *' pip '*) ;;
-    *) exec {sys.executable} "$@" ;;
-esac
-""")
-    python.chmod(0o755)
-    mine, other = fatbin((90, b"mine" * 8)), (80, b"others" * 8)
-    both, one = fatbin(other, (90, b"mine" * 8)), fatbin(other)
-    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
-        for name in ("_C_stable_libtorch.abi3.so", "_qutlass_C.abi3.so", "config.json", "kernel.cu"):
-            wheel.writestr(f"vllm/{name}", library(both + bytes(8) + one))
-    for command in (["pack", "a.xz", "vllm.whl"], ["unpack", "a.xz", "site"]):
-        subprocess.run(["bash", script, *command], cwd=tmp_path, check=True, env=os.environ | {"PYTHON": str(python)})
-    library_file = tmp_path / "site/vllm/_C_stable_libtorch.abi3.so"
-    files = {path.name for path in (tmp_path / "site").rglob("*.*")}
-    assert files == {"one.py", "env.sh", "config.json", library_file.name}
-    assert library_file.read_bytes() == library(mine.ljust(len(both) + 8, b"\0") + mine.ljust(len(one), b"\0"))
