@@ -1,8 +1,7 @@
-"""The published step against the guided step: candidates, values, cache, probabilities and slots."""
+"""The published step against the guided step: candidates, values and cache."""
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from bench.two_forward import TwoForwardStep
 from lenvm_kernels.paged_slots import PagedSlots
@@ -12,7 +11,6 @@ from tests.helpers.engine import Engine
 from tests.helpers.models import ARCHITECTURES, VOCAB, random_pair, value_model_of
 
 ATOL = 2e-5  # on value logits, keys and values of O(1), fp32 against fp32
-FORK_ATOL = 1e-3  # on probabilities, because of the fork's stopping rule
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20], [3, 4, 5]]
 TILT = {"mode": "mul", "value_scale": 0.9}
 
@@ -31,18 +29,16 @@ class Both:
             self.engines.append(engine.start(rows, PROMPTS[: len(rows)], guidance, room=30))
         self.published = self.engines[0].step
 
-    def decode(self, sequences, seed, **filters):
-        """Compare rows, candidates and value logits; returns both outputs and the guided step's probabilities."""
+    def decode(self, sequences, seed):
+        """Compare rows, candidates and value logits; returns both outputs."""
         rows, generator = list(range(len(sequences))), torch.Generator().manual_seed(seed)
         scores = (3 * torch.randn(len(rows), VOCAB, generator=generator)).to(self.device)
-        probs = torch.softmax(scores / 0.8, dim=-1)  # the temperature of Engine.decode
-        theirs = self.engines[0].decode(rows, sequences, scores, **filters)
-        ours = self.engines[1].decode(rows, sequences, scores, probs=probs, **filters)
+        theirs, ours = (engine.decode(rows, sequences, scores) for engine in self.engines)
         assert theirs.rows == (ours.candidates.status == Status.GUIDE).nonzero()[:, 0].tolist()
         for i, ids, z in zip(theirs.rows, theirs.candidate_ids, theirs.value_logits, strict=True):
             assert ids == ours.candidates.token_ids[i, : len(ids)].tolist() and len(ids) == ours.candidates.counts[i]
             torch.testing.assert_close(z, ours.value_logits[i, : len(ids)], rtol=0, atol=ATOL)
-        return theirs, ours, probs
+        return theirs, ours
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -51,7 +47,7 @@ def test_values_and_cache_of_both_steps_agree(architecture, device):
     both = Both([TILT] * 5, device, architecture)
     sequences, compared = [list(tokens) for tokens in PROMPTS], 0
     for number in range(12):
-        theirs, ours, _ = both.decode(sequences, number)
+        theirs, ours = both.decode(sequences, number)
         compared += len(theirs.rows)
         for tokens, token in zip(sequences, ours.tokens.tolist(), strict=True):
             tokens.append(token if token >= 0 else tokens[0])
@@ -65,20 +61,3 @@ def test_values_and_cache_of_both_steps_agree(architecture, device):
             assert (expected != 0).any(dim=(0, 2, 3)).all()
             found = theirs[:, both.published.table[row, : request.cached]]
             torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
-
-
-def test_probabilities_draws_and_slots(device):
-    """Slots of candidates and of removed requests return to the pool; drawn tokens are candidates."""
-    both = Both([TILT, None, TILT], device)
-    published, free = both.published, len(both.published.free)
-    theirs, _, probs = both.decode(PROMPTS[:3], 7, top_k=6, top_p=torch.full((3,), 0.9, device=device))
-    assert theirs.rows == [0, 2] and len(published.free) == free - 2
-    torch.testing.assert_close(theirs.probs, probs, rtol=0, atol=FORK_ATOL)
-    assert all(token in ids for token, ids in zip(theirs.tokens[[0, 2]].tolist(), theirs.candidate_ids, strict=True))
-    scores = torch.randn(3, VOCAB, device=device)
-    only = both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores, top_k=1)
-    assert only.rows == [] and torch.equal(only.probs[[0, 2]], F.one_hot(scores.argmax(1), VOCAB)[[0, 2]].float())
-    for row in (0, 2):
-        published.add_request(row, None, set())
-    assert sorted(published.free.tolist()) == list(range(published.kv.keys.shape[1]))
-    assert both.engines[0].decode([0, 1, 2], PROMPTS[:3], scores).tokens is None
