@@ -198,9 +198,10 @@ def sample(
         length predicted before the first of them, None without ``return_values``.
     """
     width, device = inputs["input_ids"].shape[1], inputs["input_ids"].device
-    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
+    limits = [max_new_tokens] * len(inputs["input_ids"]) if isinstance(max_new_tokens, int) else max_new_tokens
     last = width + torch.tensor(limits, device=device)
-    processor = models.processor(value_model, guidance, inputs, max_new_tokens=max_new_tokens, **options)
+    options["max_new_tokens"] = [max(1, limit) for limit in limits]  # an answer with the limit 0 has no tokens
+    processor = models.processor(value_model, guidance, inputs, **options)
     sequences = models.model.generate(  # type: ignore[operator]  # from a mixin that PreTrainedModel lacks
         **inputs,
         **processor.generation_kwargs,

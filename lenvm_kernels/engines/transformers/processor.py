@@ -123,11 +123,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
             accepted = f"at least 1, for all or for each of the {rows} prompts"
             raise ValueError(f"max_new_tokens must be {accepted}, got {max_new_tokens}")
         config = LenVMConfig() if value_model is None else value_model.lenvm_config
-        thoughts = None if tokenizers is None else Thoughts.of(tokenizers[0])
-        defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, thoughts=thoughts)
-        defaults["has_values"] = value_model is not None
+        shared: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, has_values=value_model is not None)
+        shared["thoughts"] = None if tokenizers is None else Thoughts.of(tokenizers[0])
         self.params = [
-            parse_guidance(g, max_tokens=limit, **defaults) if isinstance(g, Mapping) else g
+            parse_guidance(g, max_tokens=limit, **shared) if isinstance(g, Mapping) else g
             for g, limit in zip(guidance, limits, strict=True)
         ]
         guided = [params for params in self.params if params is not None]
