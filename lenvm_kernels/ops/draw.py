@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, row_strides, with_row_strides
-from lenvm_kernels.ops._device import kernel
+from lenvm_kernels.ops._common import ceil_div, overlapping, row_strides, with_row_strides
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.ops.reweight_scatter import MAX_STEPS, TILE, ReweightColumns
@@ -73,7 +73,9 @@ def _draw_kernel(
     B,
     K: tl.constexpr,
     REQUESTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     request = (tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS))[:, None].to(tl.int64)
     valid, column = request < B, tl.arange(0, K)[None, :]
     inputs = (candidates, value_logits_ptr, stride_value_logits_request, table, stride)
@@ -136,6 +138,7 @@ def _launch(out: DrawnTokens, given):
         REQUESTS=tile_requests,
         num_warps=1,
         enable_fp_fusion=False,
+        **overlapping(),
     )
 
 

@@ -9,8 +9,8 @@ order, then the others, so that a single scatter also writes the padding.
 import torch
 import triton.language as tl
 
-from lenvm_kernels.ops._common import next_power_of_2, with_row_strides
-from lenvm_kernels.ops._device import kernel
+from lenvm_kernels.ops._common import next_power_of_2, overlapping, with_row_strides
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.pack_drafts import pack_drafts as _reference
@@ -31,7 +31,9 @@ def _pack_drafts_kernel(
     D: tl.constexpr,
     K: tl.constexpr,
     NODES: tl.constexpr,  # a power of two > D
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     request = tl.program_id(0).to(tl.int64)
     first_node = request * (D + 1)
     draft_ids_ptr += request * stride_ids_request
@@ -90,7 +92,7 @@ def _launch(out: CandidateTrees, given):
     nodes = next_power_of_2(width + 1)
     tensors = (out, scored.token_ids, scored.counts, scored.positions, *with_row_strides(*drafts))
     warps = max(1, min(8, nodes * columns // 64))
-    _pack_drafts_kernel[(rows,)](*tensors, count, D=width, K=columns, NODES=nodes, num_warps=warps)
+    _pack_drafts_kernel[(rows,)](*tensors, count, D=width, K=columns, NODES=nodes, num_warps=warps, **overlapping())
 
 
 def tree_columns(drafts: int, candidates: int) -> int:

@@ -7,8 +7,8 @@ drawn in its place, the draw at the draft's node is also valid, and so on. The t
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, next_power_of_2, with_row_strides
-from lenvm_kernels.ops._device import kernel
+from lenvm_kernels.ops._common import ceil_div, next_power_of_2, overlapping, with_row_strides
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.reference.verify_drafts import verify_drafts as _reference
@@ -29,7 +29,9 @@ def _verify_drafts_kernel(
     D: tl.constexpr,
     NODES: tl.constexpr,  # a power of two > D
     REQUESTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
     exists, draft = request < B, tl.arange(0, NODES)[None, :]
     mask = exists[:, None] & (draft < D)
@@ -66,7 +68,7 @@ def _launch(out: VerifiedTokens, given):
     rows, columns = drafts.token_ids.shape
     tensors = (out, drawn, *with_row_strides(*drafts))
     sizes = dict(D=columns, NODES=next_power_of_2(columns + 1), REQUESTS=REQUESTS)
-    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](*tensors, rows, **sizes, num_warps=1)
+    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](*tensors, rows, **sizes, num_warps=1, **overlapping())
 
 
 def verify_drafts(

@@ -5,9 +5,9 @@ by at most ``top_p`` of the mass and have ``p >= min_p max(p)``. Source: section
 selection of the LenVM fork of SGLang.
 
 There are two launches. The first streams the scores once and stores the maximum and the sum of exponentials of every
-tile of 128 tokens. The K best tokens are in the K tiles with the largest maxima, because every token of another tile is
-below K maxima. The second launch, with one program per request, adds the sums and rereads these tiles to extract the
-tokens. No reduction order depends on the number of requests.
+tile of 128 tokens. The second launch, with one program per request, adds the sums and extracts the tokens in order: a
+round rereads the tile with the largest maximum. It ends at the first token that the filters reject. No reduction order
+depends on the number of requests.
 """
 
 from collections import namedtuple
@@ -17,8 +17,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, ceil_div, next_power_of_2, per_request, row_strides, with_row_strides
-from lenvm_kernels.ops._device import kernel
+from lenvm_kernels.ops._common import (
+    COLUMNS,
+    ceil_div,
+    next_power_of_2,
+    overlapping,
+    per_request,
+    row_strides,
+    with_row_strides,
+)
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._spec import Spec, empty
 from lenvm_kernels.ops.topk_candidates.filter import _exponent_scale, _filter_kernel, _load_scores, _located
@@ -26,13 +34,14 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
 from lenvm_kernels.types import Candidates, GuidanceColumns, ScoredCandidates, StepRequests
 
-# A thread of the second launch then stores 64 tile maxima: 168 of 255 registers on sm_90 with 8 candidates, no spill.
 MAX_VOCAB = 1_048_576
+# Tile maxima per warp of the second launch, 64 per thread. One warp needs no barriers: on sm_90, a round has 673
+# instructions and no barrier with one warp, and 323 instructions and 12 barriers with four.
+WARP_TILES = 2048
 
 # Tokens per tile: four per lane of a warp in fp32, eight per lane of half a warp in 16 bits, so that both reductions
-# are shuffles without a barrier. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth (67 % with a
-# cold L2 cache), and 7.1 us at B 1; each further candidate takes 1.3 us (88 us with 64). Other sizes of tiles and
-# programs are not measured.
+# are shuffles without a barrier. Measured on an H200 with k = 5 and an earlier second launch: 14.2 us at B 64, 99 % of
+# copy bandwidth (67 % with a cold L2 cache), and 7.1 us at B 1. Other sizes of tiles and programs are not measured.
 TILE = 128
 # Bytes read by a program of the first launch. Half the size would double the overhead of starting programs; twice the
 # size would leave more multiprocessors idle at B = 1. Must not depend on the batch, because Triton 3.6 would distribute
@@ -66,7 +75,9 @@ def _scan_kernel(
     ALIGNMENT: tl.constexpr,  # each row begins at a multiple of it
     TILE: tl.constexpr,
     PROGRAM_TILES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     tiles = tl.cdiv(V, TILE)
     request = tl.program_id(0).to(tl.int64)
     if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
@@ -121,7 +132,15 @@ def _launch(out: Candidates, given):
     forms = dict(IS_LOGITS=is_logits, ALIGNMENT=alignment, TILE=TILE)
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(count, ceil_div(tiles, program_tiles))](
-        tile_max, tile_sum, guided, temperature, *inputs, **forms, PROGRAM_TILES=program_tiles, num_warps=4
+        tile_max,
+        tile_sum,
+        guided,
+        temperature,
+        *inputs,
+        **forms,
+        PROGRAM_TILES=program_tiles,
+        num_warps=4,
+        **overlapping(),
     )
     strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
@@ -135,9 +154,10 @@ def _launch(out: Candidates, given):
         K=columns,
         ENDS=next_power_of_2(ends),
         TILES=next_power_of_2(tiles),
-        num_warps=4 if columns <= 16 else 8,
+        num_warps=max(1, next_power_of_2(tiles) // WARP_TILES),
         # Otherwise a product fused with an addition across threads would give the threads different entropies.
         enable_fp_fusion=False,
+        **overlapping(),
     )
 
 

@@ -1,10 +1,10 @@
-"""Second launch of :mod:`lenvm_kernels.ops.topk_candidates`: extracts the best tokens of the best tiles, filters them,
-and chooses the candidates that the value model scores."""
+"""Second launch of :mod:`lenvm_kernels.ops.topk_candidates`: extracts the best tokens in order, filters them, and
+chooses the candidates that the value model scores."""
 
 import triton
 import triton.language as tl
 
-from lenvm_kernels.ops._device import kernel
+from lenvm_kernels.ops._device import kernel, wait_for_inputs
 from lenvm_kernels.reference import topk_candidates as reference
 from lenvm_kernels.types import Status, TextBreak
 
@@ -15,33 +15,10 @@ _OVERDUE, _HALVINGS_OVERDUE = tl.constexpr(reference.OVERDUE), tl.constexpr(refe
 _AFTER_SENTENCE, _AFTER_LINE = tl.constexpr(reference.AFTER_SENTENCE), tl.constexpr(reference.AFTER_LINE)
 _WITHIN = tl.constexpr(reference.WITHIN_LINE)
 _LINE, _SENTENCE = tl.constexpr(int(TextBreak.LINE)), tl.constexpr(int(TextBreak.SENTENCE))
-_NO_KEY = tl.constexpr(-(2**63))
-# Tiles are searched down to slightly less than min_p, because the probabilities of their tokens are rounded.
-_MARGIN = tl.constexpr(1 - 2.0**-10)
+_NO_TOKEN = tl.constexpr(2**31 - 1)
 _UNGUIDED, _GUIDE = tl.constexpr(int(Status.UNGUIDED)), tl.constexpr(int(Status.GUIDE))
 _SINGLE, _SKIP = tl.constexpr(int(Status.SINGLE)), tl.constexpr(int(Status.SKIP))
 _NOT_DUE = tl.constexpr(int(Status.NOT_DUE))
-
-
-# A key packs a score and its token into an int64 that sorts like candidates: by score, then by lower token id.
-
-
-@triton.jit
-def _encode_key(score, token):
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 equals +0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-
-
-@triton.jit
-def _key_score(key):
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key_token(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -83,6 +60,13 @@ def _load_scores(scores_ptr, stride_scores_request, mask_ptr, stride_mask_reques
         word = tl.load(mask_ptr + request * stride_mask_request + token // 32, mask=is_there, other=0)
         x = tl.where((word >> (token % 32)) & 1 == 1, x, nothing)
     return x
+
+
+@triton.jit
+def _load_tile(scores, request, tile, V, IS_LOGITS, TILE: tl.constexpr):
+    """fp32 [TILE]: the scores of a request's tokens in a tile. The tile may be past the vocabulary."""
+    token = tile * TILE + tl.arange(0, TILE)
+    return _load_scores(*scores, request, token, token < V, IS_LOGITS)
 
 
 @triton.jit
@@ -141,7 +125,9 @@ def _filter_kernel(
     ENDS: tl.constexpr,  # a power of two >= E
     TILE: tl.constexpr,
     TILES: tl.constexpr,  # a power of two >= tiles
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, K)
     no_tokens = tl.full([K], -1, tl.int32)
@@ -169,13 +155,20 @@ def _filter_kernel(
         tile_sum = tl.where(tile_max == nothing, tile_sum, tile_sum * tl.exp2((tile_max - best) * scale))
     total = tl.sum(tile_sum, axis=0)
     usable = usable & (total < float("inf")) & (best > nothing)  # NaN compares false
+    # The tile of the next token, and its scores. ``tile_max`` then has the best scores left in the other tiles.
+    scores = _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, ALIGNMENT)
+    best_tile = tl.min(tl.where(tile_max == best, tile, TILES), axis=0)
+    x = _load_tile(scores, request, best_tile, V, IS_LOGITS, TILE)
+    tile_max = tl.where(tile == best_tile, nothing, tile_max)
 
     top_k, top_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request)
     min_p = tl.load(min_p_ptr + request)
     limit = tl.where((top_k <= 0) | (top_k >= V), V, top_k)
     limit = tl.where(greedy, 1, limit)
     sought = limit  # number of tokens to extract
-    num_ends = 0  # tokens that end the output
+    first = 1 / total if IS_LOGITS else best  # probability of the best token
+    room = K  # columns for tokens that do not end the output
+    is_alone = True  # whether all tokens taken so far end the output
     if table is not None:
         table_row = request
         if table_rows_ptr is not None:
@@ -187,33 +180,6 @@ def _filter_kernel(
         slot = tl.arange(0, ENDS)
         end = tl.load(table.ending_token_ids + table_row * stride.ending_token_ids + slot, mask=slot < E, other=-1)
         is_token = (end >= 0) & (end < V)
-        num_ends = tl.sum(is_token.to(tl.int32), axis=0)
-    # The best tiles in order, until no token of the next tile passes min_p. Only tokens that end the output can precede
-    # the first token that continues it, which is always a candidate.
-    least_score = min_p * _MARGIN if IS_LOGITS else min_p * best * _MARGIN
-    keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
-    chosen = tl.full([K], -1, tl.int32)
-    most = tl.minimum(sought, K)
-    k = 0
-    while k < most:
-        key = tl.max(keys, axis=0)
-        score = tl.exp2((_key_score(key) - best) * scale) if IS_LOGITS else _key_score(key)
-        is_wanted = (key != _NO_KEY) & ((score >= least_score) | (k <= num_ends))
-        keys = tl.where(is_wanted & (keys == key), _NO_KEY, keys)
-        chosen = tl.where(is_wanted & (column == k), _key_token(key), chosen)
-        k = tl.where(is_wanted, k + 1, most)
-    next_key = tl.max(keys, axis=0)
-    next_score = tl.where(next_key != _NO_KEY, _key_score(next_key), nothing)  # best score of the other tiles
-
-    token = chosen[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    is_there = (chosen >= 0)[:, None] & (token < V)
-    scores = _located(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, addresses_ptr, ALIGNMENT)
-    x = _load_scores(*scores, request, token, is_there, IS_LOGITS)
-    keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
-    first = 1 / total if IS_LOGITS else best  # probability of the best token
-    room = K  # columns for tokens that do not end the output
-    is_alone = True  # whether all tokens taken so far end the output
-    if table is not None:
         # End tokens that are candidates regardless of the filters. They take at most all columns except one.
         end_score = _load_scores(*scores, request, end, is_token, IS_LOGITS)
         end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
@@ -228,26 +194,31 @@ def _filter_kernel(
             halvings = tl.minimum(late, _OVERDUE) * _HALVINGS + tl.maximum(late - _OVERDUE, 0.0) * _HALVINGS_OVERDUE
             least *= tl.exp2(-tl.minimum(halvings, _MOST_HALVINGS))
         least = tl.where(usable, least, float("nan"))  # a broken request has no candidates
-        allowed = is_token & (end_score > nothing) & (end_p >= least)
-        end_keys = tl.where(allowed, _encode_key(end_score, end), _NO_KEY)
-        again = ((end_keys[None, :] == end_keys[:, None]) & (slot[None, :] < slot[:, None])).to(tl.int32)
-        end_keys = tl.where(tl.max(again, axis=1) > 0, _NO_KEY, end_keys)
-        ahead = tl.sum((end_keys[None, :] > end_keys[:, None]).to(tl.int32), axis=1)
-        end_keys = tl.where(ahead < K - 1, end_keys, _NO_KEY)
-        room = K - tl.sum((end_keys != _NO_KEY).to(tl.int32), axis=0)
+        ends = is_token & (end_score > nothing) & (end_p >= least)
+        again = ends[None, :] & (end[None, :] == end[:, None]) & (slot[None, :] < slot[:, None])
+        ends = ends & (tl.max(again.to(tl.int32), axis=1) == 0)
+        is_ahead = (end_score[None, :] == end_score[:, None]) & (end[None, :] < end[:, None])
+        is_ahead = ends[None, :] & (is_ahead | (end_score[None, :] > end_score[:, None]))
+        ends = ends & (tl.sum(is_ahead.to(tl.int32), axis=1) < K - 1)
+        room = K - tl.sum(ends.to(tl.int32), axis=0)
     tokens, probs = tl.full([K], -1, tl.int32), tl.zeros([K], tl.float32)
     count, mass = 0, 0.0
     removed = 0.0  # probability of ends that pass the filters but not min_end_prob
     # The extra round after K checks whether the next token would have been kept, i.e. whether K truncates the list.
     cut_by_columns = False
     most = tl.minimum(sought, K + 1)
+    score, last_score, token = best, best, -1
     k = 0
     while k < most:
-        key = tl.max(keys, axis=0)
-        keys = tl.where(keys == key, _NO_KEY, keys)
-        score = tl.where(key != _NO_KEY, _key_score(key), nothing)
-        if k == K:
-            score = tl.maximum(score, next_score)
+        # The best of the other tiles is read ahead: the token after this one is in it or in the same tile.
+        other_max = tl.max(tile_max, axis=0)
+        other_tile = tl.min(tl.where(tile_max == other_max, tile, TILES), axis=0)
+        other_x = _load_tile(scores, request, other_tile, V, IS_LOGITS, TILE)
+        # Tokens of the tile that follow the last one in the order of candidates, and the first of them.
+        token_id = best_tile * TILE + tl.arange(0, TILE)
+        follows = (x < last_score) | ((x == last_score) & (token_id > token))
+        token = tl.min(tl.where(follows & (x == score), token_id, _NO_TOKEN), axis=0)
+        best_max = tl.max(tl.where(follows & (token_id != token), x, nothing), axis=0)
         p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
         keep = (k < limit) & (score > nothing) & (mass + removed <= top_p) & (p >= min_p * first)
         keep = usable & (keep | (k == 0))
@@ -255,34 +226,41 @@ def _filter_kernel(
         if k < K:
             taken = keep
             if table is not None:
-                is_end = (tl.max((end_keys == key).to(tl.int32), axis=0) > 0) & (key != _NO_KEY)
-                ends_output = tl.max((is_token & (end == _key_token(key))).to(tl.int32), axis=0) > 0
+                is_this = is_token & (end == token)
+                is_end = tl.max((is_this & ends).to(tl.int32), axis=0) > 0
+                ends_output = tl.max(is_this.to(tl.int32), axis=0) > 0
                 is_improbable = has_ends & ends_output & (p < least)
                 removed += tl.where(keep & is_improbable, p, 0.0)
                 keep = keep & (is_improbable == 0)
-                keep = keep | (usable & has_ends & is_alone & (ends_output == 0) & (key != _NO_KEY))
+                keep = keep | (usable & has_ends & is_alone & (ends_output == 0) & (score > nothing))
                 taken = is_end | (keep & (room > 0))
                 is_alone = is_alone & ((taken == 0) | ends_output)
-                goes_on = goes_on | (usable & has_ends & is_alone & (key != _NO_KEY))
-                end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
+                goes_on = goes_on | (usable & has_ends & is_alone & (score > nothing))
+                ends = ends & (is_this == 0)
                 room -= (taken & (is_end == 0)).to(tl.int32)
                 cut_by_columns = cut_by_columns | (keep & (taken == 0))
             place = tl.where(taken, count, K)
-            tokens = tl.where(column == place, _key_token(key), tokens)
+            tokens = tl.where(column == place, token, tokens)
             probs = tl.where(column == place, p, probs)
             count += taken.to(tl.int32)
             mass += tl.where(taken, p, 0.0)
         else:
             cut_by_columns = cut_by_columns | keep
         k = tl.where(goes_on, k + 1, most)
+        stays = (best_max > other_max) | ((best_max == other_max) & (best_tile < other_tile))
+        tile_max = tl.where(tile == tl.where(stays, -1, best_tile), best_max, tile_max)
+        tile_max = tl.where(tile == tl.where(stays, -1, other_tile), nothing, tile_max)
+        best_tile, x = tl.where(stays, best_tile, other_tile), tl.where(stays, x, other_x)
+        last_score, score = score, tl.maximum(best_max, other_max)
     if table is not None:
         for _ in range(E):
-            key = tl.max(end_keys, axis=0)
-            end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
-            taken = key != _NO_KEY
-            p = tl.exp2((_key_score(key) - best) * scale) / total if IS_LOGITS else _key_score(key)
+            score = tl.max(tl.where(ends, end_score, nothing), axis=0)
+            token = tl.min(tl.where(ends & (end_score == score), end, _NO_TOKEN), axis=0)
+            ends = ends & (end != token)
+            taken = token != _NO_TOKEN
+            p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
             place = tl.where(taken, count, K)
-            tokens = tl.where(column == place, _key_token(key), tokens)
+            tokens = tl.where(column == place, token, tokens)
             probs = tl.where(column == place, p, probs)
             count += taken.to(tl.int32)
             mass += tl.where(taken, p, 0.0)
