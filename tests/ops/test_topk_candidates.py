@@ -10,7 +10,6 @@ import torch
 import triton
 
 from lenvm_kernels.guidance import GuidanceTable
-from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, TILE, CandidateColumns, topk_candidates
 from lenvm_kernels.types import GUIDANCE_COLUMNS, Candidates, Status
 from tests.helpers.cases import assert_matches
@@ -131,8 +130,15 @@ AFTER_BREAKS = [
         (INF, 2, 99, [5]),
     )
 ]
-ONLY_ENDS = HandCase([0.4, 0.3], {"ending_token_ids": [[0, 1]], "min_end_prob": 0.5}, [], 0.0, Status.UNGUIDED)
-HAND_CASES = [*FILTERS, ONLY_ENDS, *(case for cases in (*END_LISTS, *LATE, *AFTER_BREAKS) for case in cases)]
+IMPROBABLE = {"ending_token_ids": [[0, 1]], "min_end_prob": 0.5}
+ONLY_ENDS = [HandCase(scores, IMPROBABLE, [], 0.0, Status.UNGUIDED) for scores in ([0.4, 0.3], [0.4, 0.3, 0.0])]
+EQUAL_ENDS = {"ending_token_ids": [[2, 1]], "min_end_prob": 0.1, "max_candidates": 2}
+HAND_CASES = [
+    *FILTERS,
+    *ONLY_ENDS,
+    HandCase([0.4, 0.2, 0.2], EQUAL_ENDS, [0, 1], 0.2),
+    *(case for cases in (*END_LISTS, *LATE, *AFTER_BREAKS) for case in cases),
+]
 DTYPES = {name: GUIDANCE_COLUMNS[name].dtype for name in CandidateColumns._fields}
 DTYPES |= {"text_breaks": torch.int8, "generated": torch.int32}
 DTYPES |= {"last_tokens": torch.int64, "guided": torch.bool, "vocab_mask": torch.int32}
@@ -195,11 +201,11 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     assert expected.lost_mass > 0.2
 
 
-def test_tiles_with_a_best_token_at_the_min_p_limit_are_searched(device, backend, monkeypatch):
-    """Tiles have 32 tokens, four per program. The laws accept either side of a limit."""
-    monkeypatch.setattr(module, "TILE", 32)
-    monkeypatch.setattr(module, "PROGRAM_BYTES", 512)
-    p = torch.zeros(2, 5 * 32)
-    p[:, [7, 70, 40, 130]] = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    found = choose(p, device, backend, min_p=torch.tensor([0.25, 0.26]))
-    assert found.token_ids.tolist() == [[7, 70, 40, 130], [7, 70, -1, -1]]
+def test_equal_scores_are_ordered_by_token_within_and_across_tiles(device, backend):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.full((4, 5 * TILE - 3), -INF)
+    for row in x:
+        row[torch.randperm(len(row), generator=generator)[:60]] = torch.randint(4, (60,), generator=generator).float()
+    found = choose(x, device, backend, max_candidates=64, is_logits=True)
+    assert torch.equal(found.token_ids[:, :60].long(), x.sort(descending=True, stable=True).indices[:, :60])
+    assert found.counts.tolist() == [60] * 4
