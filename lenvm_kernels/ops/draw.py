@@ -38,12 +38,14 @@ DrawColumns = namedtuple(  # type: ignore[misc]
 
 
 @triton.jit
-def _drawn_column(p, column, seed, position, K: tl.constexpr):
-    """The column that each request draws with the weights ``p [REQUESTS, K]``; -1 without a positive weight."""
+def _drawn_column(p, p_ptr, valid, column, seed, position, K: tl.constexpr):
+    """The column that each request draws with the weights ``p [REQUESTS, K]``; -1 without a positive weight.
+
+    The program has stored the weights at ``p_ptr``: a load per column takes fewer instructions than a reduction."""
+    tl.debug_barrier()
     cumulative = tl.zeros_like(p)
     for i in tl.static_range(K):
-        p_i = _request_max(tl.where(column == i, p, 0.0))
-        cumulative += tl.where(column >= i, p_i, 0.0)
+        cumulative += tl.where(column >= i, tl.load(p_ptr + i, mask=valid, other=0.0), 0.0)
     # Counter: the position; key: the seed.
     word, _, _, _ = tl.randint4x(seed, position)
     threshold = (word >> 8).to(tl.float32) * 2.0**-24 * _request_max(cumulative)
@@ -82,11 +84,11 @@ def _draw_kernel(
     options = (requests.table_rows, requests.generated, text_breaks_ptr, S, E)
     table_row, token_ids, probs, counted = _reweight(request, valid, inputs, options, K, MAX_STEPS)
     tl.store(out.guided_probs + request * K + column, probs, mask=valid)
-    tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
+    tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted, sem="relaxed")
 
     seed = tl.load(table.seed + table_row * stride.seed, mask=valid, other=0)
     position = tl.load(scored.positions + request, mask=valid, other=0).to(tl.int64)
-    place = _drawn_column(probs, column, seed, position, K)
+    place = _drawn_column(probs, out.guided_probs + request * K, valid, column, seed, position, K)
     greedy = tl.load(requests.greedy + request, mask=valid, other=0) != 0
     most_probable = _request_min(tl.where(probs == _request_max(probs), column, K))
     place = tl.where(greedy & (place >= 0), most_probable, place)

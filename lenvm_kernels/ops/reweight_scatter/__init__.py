@@ -62,7 +62,7 @@ def _reweight_kernel(
     options = (table_rows_ptr, generated_ptr, text_breaks_ptr, S, E)
     table_row, _, result, counted = _reweight(request, valid, inputs, options, K, MAX_STEPS)
     tl.store(out_ptr + request * K + tl.arange(0, K)[None, :], result, mask=valid)
-    tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
+    tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted, sem="relaxed")
 
 
 @kernel(specialized="dense_ptr guided_probs_ptr token_ids_ptr status_ptr mode_ptr stride_mode V")
