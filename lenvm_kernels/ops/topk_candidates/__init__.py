@@ -129,18 +129,10 @@ def _launch(out: Candidates, given):
     tile_sum = torch.empty(count, tiles, dtype=torch.float32, device=device)
     inputs = (scores, scores.stride(0), *with_row_strides(given.vocab_mask), addresses, vocab)
     alignment = ALIGNMENT if (rows_are_aligned(scores) if addresses is None else given.is_aligned) else 1
-    forms = dict(IS_LOGITS=is_logits, ALIGNMENT=alignment, TILE=TILE)
+    forms = dict(IS_LOGITS=is_logits, ALIGNMENT=alignment, TILE=TILE, **overlapping())
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(count, ceil_div(tiles, program_tiles))](
-        tile_max,
-        tile_sum,
-        guided,
-        temperature,
-        *inputs,
-        **forms,
-        PROGRAM_TILES=program_tiles,
-        num_warps=4,
-        **overlapping(),
+        tile_max, tile_sum, guided, temperature, *inputs, **forms, PROGRAM_TILES=program_tiles, num_warps=4
     )
     strides, ends = (None, 1) if table is None else (row_strides(table), table.ending_token_ids.shape[1])
     sentences = 0 if text_breaks is None else text_breaks.shape[0]
@@ -157,7 +149,6 @@ def _launch(out: Candidates, given):
         num_warps=max(1, next_power_of_2(tiles) // WARP_TILES),
         # Otherwise a product fused with an addition across threads would give the threads different entropies.
         enable_fp_fusion=False,
-        **overlapping(),
     )
 
 
