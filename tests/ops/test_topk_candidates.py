@@ -202,10 +202,9 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
 
 
 def test_equal_scores_are_ordered_by_token_within_and_across_tiles(device, backend):
-    generator = torch.Generator().manual_seed(0)
+    of_seed = dict(generator=torch.Generator().manual_seed(0))
     x = torch.full((4, 5 * TILE - 3), -INF)
-    for row in x:
-        row[torch.randperm(len(row), generator=generator)[:60]] = torch.randint(4, (60,), generator=generator).float()
+    x.scatter_(1, torch.rand(x.shape, **of_seed).argsort(1)[:, :60], torch.randint(4, (4, 60), **of_seed).float())
     found = choose(x, device, backend, max_candidates=64, is_logits=True)
     assert torch.equal(found.token_ids[:, :60].long(), x.sort(descending=True, stable=True).indices[:, :60])
     assert found.counts.tolist() == [60] * 4
