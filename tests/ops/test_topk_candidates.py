@@ -131,14 +131,10 @@ AFTER_BREAKS = [
     )
 ]
 IMPROBABLE = {"ending_token_ids": [[0, 1]], "min_end_prob": 0.5}
-ONLY_ENDS = [HandCase(scores, IMPROBABLE, [], 0.0, Status.UNGUIDED) for scores in ([0.4, 0.3], [0.4, 0.3, 0.0])]
-EQUAL_ENDS = {"ending_token_ids": [[2, 1]], "min_end_prob": 0.1, "max_candidates": 2}
-HAND_CASES = [
-    *FILTERS,
-    *ONLY_ENDS,
-    HandCase([0.4, 0.2, 0.2], EQUAL_ENDS, [0, 1], 0.2),
-    *(case for cases in (*END_LISTS, *LATE, *AFTER_BREAKS) for case in cases),
-]
+EQUAL = {"ending_token_ids": [[2, 1]], "min_end_prob": 0.1, "max_candidates": 2}
+FEW = [HandCase(scores, IMPROBABLE, [], 0.0, Status.UNGUIDED) for scores in ([0.4, 0.3], [0.4, 0.3, 0.0])]
+FEW += [HandCase([0.4, 0.2, 0.2], EQUAL, [0, 1], 0.2)]
+HAND_CASES = [*FILTERS, *FEW, *(case for cases in (*END_LISTS, *LATE, *AFTER_BREAKS) for case in cases)]
 DTYPES = {name: GUIDANCE_COLUMNS[name].dtype for name in CandidateColumns._fields}
 DTYPES |= {"text_breaks": torch.int8, "generated": torch.int32}
 DTYPES |= {"last_tokens": torch.int64, "guided": torch.bool, "vocab_mask": torch.int32}
