@@ -122,7 +122,9 @@ def fit_value_model(
     trainer.train(resume_from_checkpoint=last)
     arguments.train_sampling_strategy = "sequential"  # also applies to predictions
     values = [_predicted(trainer, examples) for examples in held_out]
-    trainer.accelerator.end_training()  # with a live process group, the exit may abort
+    # Gloo's threads take the GIL to free tensors. If DDP frees the process group, it holds the GIL and waits for them.
+    trainer.model_wrapped = network
+    trainer.accelerator.end_training()
     if not trainer.is_world_process_zero():
         return {}, values
     _write(network, path, plan["gamma"], output / "value")
