@@ -105,7 +105,7 @@ def topk_candidates(
             least = least * torch.exp2(-halvings.clamp(max=MOST_HALVINGS))
         ends = ends_among_candidates(x, p, ending, least, nothing, max_candidates)
         ends = torch.where(keep[:, :1], ends, -1)  # only rows with candidates
-        # The most probable token that does not end the output is always kept.
+        # The most probable of the first K tokens that does not end the output is kept.
         goes_on = (token[:, :, None] != ending[:, None, :]).all(dim=2) & (score > nothing)
         goes_on &= keep[:, :1] & (min_end_prob < torch.inf)[:, None]
         is_improbable = (min_end_prob < torch.inf)[:, None] & (q < least[:, None])

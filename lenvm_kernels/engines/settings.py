@@ -192,7 +192,7 @@ class Settings:
         """The parameters for requests without any, by values of :data:`SELECTORS`."""
         fields = {name: value for name, value in self.defaults.items() if name not in SELECTORS}
         for name, value in selected.items():
-            fields |= self.defaults.get(name, {}).get(value, {})
+            fields |= self.defaults.get(name, {}).get(str(value), {})
         return fields
 
     @staticmethod
@@ -232,7 +232,10 @@ class Settings:
         """
         custom_params = custom_params or {}
         is_asked = self.is_asked(custom_params)
-        defaults = self.defaults_of(read_json(custom_params.get(SELECTED, {})))
+        selected = read_json(custom_params.get(SELECTED, {}))
+        if not isinstance(selected, Mapping) or not {*SELECTORS} >= selected.keys():
+            raise ValueError(f"{SELECTED} must be an object of {' and '.join(SELECTORS)}, got {selected!r}")
+        defaults = self.defaults_of(selected)
         given = read_names(custom_params, others="shared") if is_asked else read_names(defaults)
         needs_tokenizer = given.keys() & _NEED_MARKS or any(isinstance(given.get(name), str) for name in _TEXT_FIELDS)
         thoughts = self.thoughts if needs_tokenizer or engine_budget is not None else None

@@ -128,16 +128,16 @@ def _sequences(field: Field, given: Any, least: int = 1) -> TokenSequences:
         raise field.rejected(given, f"be a list of {least} to {MAX_SPAN_ENDS} token ids, or its JSON text")
     lists = [each if _is_list(each) else [each] for each in given]
     if not all(tokens and all(map(_is_token_id, tokens)) for tokens in lists):
-        raise field.rejected(given, "contain token ids >= 0, or lists of them")
+        raise field.rejected(given, f"contain {_TOKEN_IDS}, or lists of them")
     return tuple(dict.fromkeys(map(tuple, lists)))
 
 
 def _text(field: Field, given: Any) -> str | tuple[int, ...]:
     """A text, or its token ids."""
-    if isinstance(given, str):
+    if isinstance(given, str) and not any("\ud800" <= char <= "\udfff" for char in given):  # tokenizers reject these
         return given
     if not _is_list(given) or not all(map(_is_token_id, given)):
-        raise field.rejected(given, "be a text, or a list of token ids >= 0")
+        raise field.rejected(given, f"be a text in Unicode, or a list of {_TOKEN_IDS}")
     return tuple(given)
 
 
@@ -159,15 +159,18 @@ def read_json(given: Any) -> Any:
     """Parse a JSON text, because some engines accept only scalars. Other values are returned unchanged."""
     try:
         return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
 
 
 def _digits(field: Field, given: Any) -> int:
     """A token id, or its digits, because the keys of a JSON object are strings."""
-    if isinstance(given, bool) or not str(given).isdecimal():
-        raise field.rejected(given, "contain token ids >= 0")
-    return int(given)
+    if isinstance(given, bool) or not str(given).isdecimal() or not _is_token_id(token := int(given)):
+        raise field.rejected(given, f"contain {_TOKEN_IDS}")
+    return token
+
+
+_TOKEN_IDS = "token ids >= 0 and < 2**31"
 
 
 def _is_list(given: Any) -> bool:

@@ -123,15 +123,13 @@ class GuidedStep:
     ) -> None:
         """Add a request in a row of the slot table. The row is copied to the device at the next call.
 
-        For arguments and errors, see :meth:`GuidanceTable.add_request`. Token temperatures of ids outside the
-        vocabulary are ignored. Also raises ValueError for guidance that the value source does not support.
+        For arguments and errors, see :meth:`GuidanceTable.add_request`. End tokens and token temperatures of ids
+        outside the vocabulary are ignored. Also raises ValueError for guidance that the value source does not support.
         """
         if not 0 <= table_row < self._state.padding_row:
             raise IndexError(f"table_row must be in [0, {self._state.padding_row}), got {table_row}")
-        if params is not None:
-            known = {t: scale for t, scale in params.token_temperature_scale.items() if t < self.config.vocab_size}
-            stride = params.value_stride or self.config.value_stride
-            params = replace(params, token_temperature_scale=known, value_stride=stride)
+        eos_token_ids = {token for token in eos_token_ids if 0 <= token < self.config.vocab_size}
+        params = self._fitted(params)
         self.values.add_request(table_row, params)
         answer = None if params is None else params.answer
         row = None if answer is None else self._state.answer_row(table_row)
@@ -151,6 +149,14 @@ class GuidedStep:
             if is_member:
                 rows.add(table_row)
         self._state.history.forget(table_row)
+
+    def _fitted(self, params: GuidanceParams | None) -> GuidanceParams | None:
+        """Parameters, also of the answer after a thought, with tokens of the vocabulary and the default stride."""
+        if params is None:
+            return None
+        known = {t: scale for t, scale in params.token_temperature_scale.items() if t < self.config.vocab_size}
+        stride = params.value_stride or self.config.value_stride
+        return replace(params, token_temperature_scale=known, value_stride=stride, answer=self._fitted(params.answer))
 
     def remove_request(self, table_row: int) -> None:
         """Make a row unguided when its request leaves. Not needed if :meth:`add_request` reuses the row."""

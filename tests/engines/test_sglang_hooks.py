@@ -203,7 +203,7 @@ def test_failures_of_the_entry_point(monkeypatch, caplog, clean_settings, enviro
         monkeypatch.delitem(sys.modules, f"{MANAGERS}.scheduler")
     with nullcontext() if message is None else pytest.raises(SystemExit, match=message):
         plugin()
-    methods = {"check_request", "note_guidance"}  # if the plugin is off, only hooks that reject requests
+    methods = {"check_request", "check_requests", "note_guidance"}  # if the plugin is off, only hooks that reject
     methods |= set() if "off" in environment.values() else {"add_meta_info", "load"}
     methods |= {"pass_selected"} if environment.get("LENVM_DEFAULTS") == json.dumps(DEFAULTS) else set()
     accepted = [target for target, (_, method) in (hooks.HOOKS | hooks.CHAT_HOOKS).items() if method in methods]
@@ -227,6 +227,32 @@ def test_server_without_settings_starts_without_guidance(monkeypatch, clean_sett
     monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
     with pytest.raises(RuntimeError, match="could not hook"):
         process.load(None, SimpleNamespace(is_draft_worker=False))
+
+
+def test_bad_requests_end_neither_scheduler_nor_batch(monkeypatch):
+    """The front end checks each request of a batch. Further HTTP workers check none, so the scheduler does."""
+    manager, errors = SimpleNamespace(server_args=ServerArgs(model_path="x", device="cpu")), []
+    bad = (
+        {"lenvm_selected": "low"},
+        {"lenvm_selected": {"lenvm": "x"}},
+        {"lenvm": "[" * 100_000},
+        NEAR | {"landing": "\ud83d"},
+    )
+    for custom_params in (*bad, NEAR):
+        process, requests = SGLangPlugin(), []
+        process.guide = SGLangGuide(Settings(), torch.device("cpu"))
+        if custom_params is NEAR:
+            monkeypatch.setattr(Settings, "parse_request", lambda *args, **kwargs: [][0])
+        for given in (None, custom_params):
+            sampling = SamplingParams(custom_params=given, max_new_tokens=9)
+            fields = dict(set_finish_with_abort=errors.append, input_embeds=None, positional_embed_overrides=None)
+            requests.append(SimpleNamespace(sampling_params=sampling, **fields))
+        with pytest.raises((ValueError, IndexError)):
+            process.check_requests(manager, requests)
+        process.note_guidance(None, requests[1])
+        assert requests[1].lenvm_guidance is None
+    names = "lenvm_selected must", "lenvm_selected must", "lenvm must be an object", "landing must", "list index out of"
+    assert [error.startswith(name) for error, name in zip(errors, names, strict=True)] == [True] * 5
 
 
 @pytest.mark.parametrize(
@@ -368,6 +394,13 @@ def test_samples_are_sent_with_separate_parameters():
         ({}, None),
         ({"sampling_seed": 2**70}, "sampling_seed must be an int64, got 1180591620717411303424"),
         ({"stop_token_ids": range(49)}, "stop_token_ids must have at most 48 tokens together with .*, got 49"),
+        (
+            {
+                "custom_params": GENTLE | {"thinking_budget": 9, "end_token_ids": [5], "answer_reserve": 5},
+                "max_new_tokens": 0,
+            },
+            None,
+        ),
         ({"watermark": {"key": "03"}}, "watermark cannot be combined with guidance"),
         ({"custom_params": "loud"}, "custom_params must be an object of named values, got 'loud'"),
         ({"positional_embed_overrides": [0.5]}, "positional_embed_overrides cannot be combined with"),

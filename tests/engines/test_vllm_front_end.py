@@ -1,5 +1,6 @@
 """Rejection of vLLM servers that cannot guide requests, and of requests that cannot be guided."""
 
+import contextvars
 import json
 import os
 import subprocess
@@ -213,6 +214,10 @@ def test_defaults_of_chats_and_responses(monkeypatch, effort, verbosity, default
         assert (guidance and guidance.target_length) == expected
     if xargs is not TARGET:
         InputProcessor.process_inputs(None, Request(sampling := SamplingParams(extra_args=xargs, watermarking=True)))
+        assert guidance_of(sampling, LenVMProcessor.settings()) is None
+        context = contextvars.copy_context()
+        context.run(chat.to_beam_search_params, 100, {})
+        context.run(InputProcessor.process_inputs, None, Request(sampling := SamplingParams()))
         assert guidance_of(sampling, LenVMProcessor.settings()) is None
 
 

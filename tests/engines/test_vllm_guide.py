@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from lenvm_kernels.engines.settings import MAX_DELTA, Settings
 from lenvm_kernels.engines.vllm import guide as vllm_guide
 from lenvm_kernels.engines.vllm import model_guide
-from lenvm_kernels.engines.vllm.processor import guidance_of, new_guide
+from lenvm_kernels.engines.vllm.processor import LenVMProcessor, guidance_of, new_guide
 from lenvm_kernels.engines.vllm.report import Report
 from lenvm_kernels.guidance import Thoughts
 from lenvm_kernels.types import Status
@@ -447,6 +447,23 @@ def test_steps_continue_after_a_failure_of_metrics(value_model, oracle, caplog):
     engine.guide.report = MagicMock(collect=fail)
     run(engine, oracle, [Add(1, PROMPT[:9], TILT), Step({1: ON}, [G])])
     assert engine.guide.report.metrics is None and "could not be counted" in caplog.text
+
+
+def test_unexpected_requests_do_not_end_the_engine(value_model, caplog, monkeypatch):
+    """The engine accepts larger numbers than the step. A request that cannot be admitted is unguided."""
+    engine = Engine(value_model)
+    processor = object.__new__(LenVMProcessor)
+    processor._guide = engine.guide
+    limits = dict(top_k=3_000_000_000, logprob_token_ids=[5, 9], stop_token_ids=[2**33])
+    assert engine.add(0, PROMPT[:9], TILT | {"guided_logprobs": 1}, params=limits)
+    assert engine.guide._sampling[0, 0] == 2**31 - 1 and engine.guide._wants_logprobs[0]
+    for guidance, message in (({"value_mode": "loud"}, "value_mode must be"), (TILT, "on purpose")):
+        if guidance is TILT:
+            monkeypatch.setattr(
+                engine.guide.step, "add_request", lambda row, params, *args, **kwargs: params and fail()
+            )
+        assert not processor.add_request(0, SamplingParams(extra_args=guidance, ignore_eos=True))
+        assert message in caplog.text and not engine.guide._is_known[0]
 
 
 class Group:

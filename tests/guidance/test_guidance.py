@@ -130,6 +130,7 @@ def test_requests_that_need_a_step():
 
 
 # The name of a field, the requirement in its message, and values that it rejects.
+TOKENS = "token ids >= 0 and < 2**31"
 REJECTED_ALONE = [
     ("value_mode", "be one of mul, linear, exp, length_mul, centered_exp, value_bias", ["tilt", 3]),
     ("value_scale", "be a finite number", ["fast", NAN, INF, -1e39, 1e39, 10**400, True, False]),
@@ -151,11 +152,11 @@ REJECTED_ALONE = [
     ("hard_limit", "be an integer >= 1 and < 2147483647", [0, 2.5, 2**31 - 1]),
     ("hard_limit_grace", "be an integer >= 0 and < 1e+06", [-1]),
     ("landing_tokens", "be an integer >= 1 and < 1e+06", [2.5]),
-    ("end_token_ids", "be a list of 1 to 4 token ids, or its JSON text", [5, "x", [], [1, 2, 3, 4, 5]]),
-    ("end_token_ids", "contain token ids >= 0, or lists of them", [[-1], [2**31], [1.0], [True], [[]], [[3, [4]]]]),
+    ("end_token_ids", "be a list of 1 to 4 token ids, or its JSON text", [5, "x", [], [1, 2, 3, 4, 5], "[" * 100_000]),
+    ("end_token_ids", f"contain {TOKENS}, or lists of them", [[-1], [2**31], [1.0], [True], [[]], [[3, [4]]]]),
     ("start_token_ids", "be a list of 0 to 4 token ids, or its JSON text", [5]),
-    ("end_message", "be a text, or a list of token ids >= 0", [[-3], 3]),
-    ("landing", "be a text, or a list of token ids >= 0", [[-1]]),
+    ("end_message", f"be a text in Unicode, or a list of {TOKENS}", [[-3], 3, "a\ud83d", [2**31]]),
+    ("landing", f"be a text in Unicode, or a list of {TOKENS}", [[-1]]),
     ("token_temperature_scale", "be a mapping of token id to divisor, or its JSON text", [[1]]),
     ("boosted_token_ids", "be a list of token ids", [1, "12"]),
     ("token_temp_divisor", "be a finite number > 0 and < 1e+06", [0, 1e6]),
@@ -192,8 +193,8 @@ REJECTED_TOGETHER = [
     ({"lenvm": 5}, "lenvm must be an object of guidance parameters, or its JSON text, got 5"),
     ({"max_length": 9}, "max_length is not a guidance parameter: give target_length with .* le_near, .*"),
     ({"Min-Length": 9}, "Min-Length is not a guidance parameter: give target_length with .* ge_near, .*"),
-    ({"token_temperature_scale": {"x": 1}}, "token_temperature_scale must contain token ids >= 0, got 'x'"),
-    ({"token_temperature_scale": {True: 2}}, "token_temperature_scale must contain token ids >= 0, got True"),
+    ({"token_temperature_scale": {"x": 1}}, f"token_temperature_scale must contain {re.escape(TOKENS)}, got 'x'"),
+    ({"token_temperature_scale": {True: 2}}, f"token_temperature_scale must contain {re.escape(TOKENS)}, got True"),
     ({"token_temperature_scale": {1: 0}}, r"token_temperature_scale\[1\] must be .* > 0 and < 1e\+06, got 0"),
     ({"boosted_token_ids": [1]}, TOGETHER),
     ({"token_temp_divisor": 2}, TOGETHER),

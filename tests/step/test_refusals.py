@@ -189,3 +189,15 @@ def test_refused_requests(row, guidance, eos, message):
     with pytest.raises((IndexError, ValueError), match=f"^{re.escape(message)}"):
         step.add_request(row, None if guidance is None else parse_guidance(guidance), set(range(eos)))
     assert step.table.columns.target_length[2] == 5  # the row is unchanged
+
+
+def test_answer_has_the_default_stride_and_tokens_of_the_vocabulary():
+    step = make_step(None, rows=3, max_scaled_tokens=1, value_stride=4)[0]
+    given = {"thinking_budget": 5, "end_token_ids": [1], "target_length": 9}
+    given["token_temperature_scale"] = {2**31 - 1: 2.0}
+    step.add_request(1, parse_guidance(given), {EOS, VOCAB, 2**40})
+    step.flush()
+    columns = step.table.columns
+    answer = int(columns.answer_row[1])
+    for row in (1, answer):
+        assert columns.value_stride[row] == 4 and [t for t in columns.eos_token_ids[row].tolist() if t >= 0] == [EOS]

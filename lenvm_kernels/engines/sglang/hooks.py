@@ -71,6 +71,11 @@ class SGLangPlugin:
         if guidance_of(request, self._settings) is not None:
             separate_sample(request)
 
+    def check_requests(self, manager: TokenizerManager, requests: list[Any], *args: Any, **kwargs: Any) -> None:
+        """Before a batch of tokenized requests is sent."""
+        for request in requests:
+            self.check_request(manager, request)
+
     def pass_selected(self, sampling: dict[str, Any], request: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """After a chat request is converted to sampling parameters: add the fields that select defaults."""
         return sampling | {"custom_params": with_selected(sampling.get("custom_params"), request)}
@@ -107,7 +112,8 @@ class SGLangPlugin:
                 check_off(req, self.off)
             elif self.guide is not None:
                 req.lenvm_guidance = guidance_of(req, self.guide.settings, self.guide.failure)
-        except ValueError as error:  # the engine loads no plugins in further HTTP workers, so check_request was skipped
+        # Further HTTP workers load no plugins, so check_request was skipped. No error may end the scheduler.
+        except Exception as error:
             req.lenvm_guidance = req.input_embeds = None  # the request runs once, with one token, to be answered
             req.set_finish_with_abort(str(error))  # status 400
         if self.guide is not None:
@@ -130,6 +136,7 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 # Kind of each hook, and the method of SGLangPlugin.
 HOOKS = {
     f"{_MANAGER}._send_one_request": ("BEFORE", "check_request"),
+    f"{_MANAGER}._send_batch_request": ("BEFORE", "check_requests"),
     f"{_MANAGER}.update_request_meta_info": ("AROUND", "add_meta_info"),
     "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", "note_guidance"),
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": ("AFTER", "load"),
@@ -150,7 +157,7 @@ def register() -> None:
     signatures.check("sglang")
     hooks = HOOKS
     if is_off():
-        hooks = {target: hook for target, hook in HOOKS.items() if hook[1] in ("check_request", "note_guidance")}
+        hooks = {target: hook for target, hook in HOOKS.items() if hook[1] not in ("add_meta_info", "load")}
     elif Settings.from_environment().has_choices:
         hooks = HOOKS | CHAT_HOOKS
     plugin = SGLangPlugin(off="LENVM_VALUE_MODEL is off" if is_off() else None)
@@ -228,7 +235,8 @@ def guidance_of(request: Request, settings: Settings, failure: str | None = None
     params = settings.parse_request(
         sampling.custom_params,
         sampling.stop_token_ids or (),
-        max_tokens=sampling.max_new_tokens,
+        # 0 if the engine only caches the prompt of several samples.
+        max_tokens=2**20 if sampling.max_new_tokens == 0 else sampling.max_new_tokens,
         has_schema=any((sampling.json_schema, sampling.regex, sampling.ebnf, sampling.structural_tag)),
     )
     if not params.needs_step and not params.token_temperature_scale:

@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of the engine's logger, so that messages are shown
 _OPENAI = "vllm.entrypoints.openai"
+_NO_BEAMS = "use_beam_search must be false together with guidance, got true"
+_is_beam_search = ContextVar("is_beam_search", default=False)  # in the task of a request to the server
 
 
 def install() -> None:
@@ -98,7 +101,9 @@ def check_request(_: InputProcessor, request: EngineCoreRequest, *args: Any, **k
     if guidance is None:
         return
     reason = None
-    if params.watermarking:
+    if _is_beam_search.get():
+        reason = _NO_BEAMS
+    elif params.watermarking:
         reason = "watermarking must be false together with guidance, got true"
     elif request.lora_request is not None and settings.value_model is not None:
         reason = "a LoRA adapter must be absent together with guidance by a value model or probe"
@@ -120,9 +125,10 @@ def pass_selected(request: Any, params: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def refuse_beams(request: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ValueError if a beam search request has guidance."""
+    """Raise ValueError if a beam search request has guidance. Its steps are requests without parameters."""
     if names_guidance(request.vllm_xargs):
-        raise ValueError("use_beam_search must be false together with guidance, got true")
+        raise ValueError(_NO_BEAMS)
+    _is_beam_search.set(True)
 
 
 def note_guidance(

@@ -181,7 +181,7 @@ class Guide:
         self.kept_free = None
         self._is_known[slot], self._needs_step[slot] = True, guidance.needs_step
         self._wants_length[slot] = guidance.return_values and self.report.file is not None
-        self._wants_logprobs[slot] = guidance.guided_logprobs and params.logprobs is not None
+        self._wants_logprobs[slot] = guidance.guided_logprobs and params.num_logprobs is not None
         index, tokens = self._prompt
         if index != slot:
             raise RuntimeError(f"vLLM must pass the tokens of the request in slot {slot}, got tokens for slot {index}")
@@ -197,9 +197,8 @@ class Guide:
             span=guidance.span_state(tokens[:prompt_len], tokens[prompt_len:], self.step.text_breaks),
         )
         numbers = torch.tensor([params.temperature, params.top_p, params.min_p]).view(torch.int32)
-        self._sampling[slot] = to_device(
-            torch.cat([torch.tensor([max(params.top_k, 0)], dtype=torch.int32), numbers]), self.device
-        )
+        top_k = torch.tensor([params.top_k]).clamp(0, 2**31 - 1).int()
+        self._sampling[slot] = to_device(torch.cat([top_k, numbers]), self.device)
         return True
 
     def _admit(self, slot: int, tokens: Sequence[int]) -> None:

@@ -143,8 +143,12 @@ class LenVMProcessor(LogitsProcessor):
         """Admit a request into a slot of the engine. Returns whether its logits may change."""
         if self._guide is None:
             return False
-        guidance = guidance_of(sampling_params, self._guide.settings)
-        return self._guide.add_request(req_idx, sampling_params, guidance)
+        try:
+            guidance = guidance_of(sampling_params, self._guide.settings)
+            return self._guide.add_request(req_idx, sampling_params, guidance)
+        except Exception:  # would end the engine
+            logger.exception("LenVM: a request cannot be guided")
+            return self._guide.add_request(req_idx, sampling_params, None)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Draw the next tokens of guided rows, and mask all other tokens in these rows."""

@@ -200,8 +200,8 @@ def topk_candidates(
 
     - A token of ``ending_token_ids`` is a candidate if and only if its probability is at least ``min_end_prob``,
       regardless of ``top_k``, ``top_p`` and ``min_p``. If all columns are in use, it replaces the least probable other
-      candidate. The most probable token that does not end the output is always kept, so that the output can continue.
-      inf disables these rules. Ids outside the vocabulary are ignored.
+      candidate. The most probable token that does not end the output is kept if it is among the first K >= 2 tokens,
+      so that the output can continue. inf disables these rules. Ids outside the vocabulary are ignored.
     - ``least_share`` is the lower bound of the request's ``min_p``.
     - Beyond ``due_length`` generated tokens, ``min_end_prob`` halves with each tenth of ``due_length``; from 1.5 times
       ``due_length`` on, it halves with each hundredth. Late requests therefore accept less probable ends.
