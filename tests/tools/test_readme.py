@@ -112,7 +112,7 @@ def published():
     runs = read("nvidia-h200/vllm/qwen2.5-coder-1.5b.json")["timings"]
     ms = {(run["mode"], run["requests"]): run["decode_ms"] for run in runs if run["alone_on_gpu"]}
     one, some, many = (half_up(ms["probe", n] / ms["plain", n], 2) for n in (1, 64, 256))
-    yield "README.md", f"{one} times the time of a token at 1 request, {some} at 64 and {many} at 256"
+    yield "README.md", f"{one} times as long as without guidance at 1 request, {some} at 64 and {many} at 256"
     over = {key: float(cells[3]) for key, cells in tables("cpu/sources/sources.md") if key[0] in "58"}
     for source, label, digits in [("none", "`none`", 2), ("trunk", "probe", 2), ("value", "value model", 1)]:
         five, eight = over["5", source], over["8", source]
