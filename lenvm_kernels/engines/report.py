@@ -51,7 +51,7 @@ class Metrics:
             return {value: metric.labels(**labels, **{label: value}) for value in values}
 
         self.guided_steps = counter("guided_steps", "Steps in which at least one request has guidance.")
-        self.fallbacks = counter("fallbacks", "Failed guided steps; their requests lost guidance.")
+        self.fallbacks = counter("fallbacks", "Failed guided steps and admissions; their requests lost guidance.")
         self.without_room = counter("without_room", "Requests that lost guidance to a full value model cache.")
         self.lora_requests = counter("lora_requests", "Guided requests with a LoRA adapter, which values ignore.")
         self.lost_mass = counter("lost_mass", "Probability cut off by the limit on candidates in guided rows.")

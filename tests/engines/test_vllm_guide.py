@@ -457,13 +457,12 @@ def test_unexpected_requests_do_not_end_the_engine(value_model, caplog, monkeypa
     limits = dict(top_k=3_000_000_000, logprob_token_ids=[5, 9], stop_token_ids=[2**33])
     assert engine.add(0, PROMPT[:9], TILT | {"guided_logprobs": 1}, params=limits)
     assert engine.guide._sampling[0, 0] == 2**31 - 1 and engine.guide._wants_logprobs[0]
-    for guidance, message in (({"value_mode": "loud"}, "value_mode must be"), (TILT, "on purpose")):
+    for guidance in ({"value_mode": "loud"}, TILT):
         if guidance is TILT:
-            monkeypatch.setattr(
-                engine.guide.step, "add_request", lambda row, params, *args, **kwargs: params and fail()
-            )
+            monkeypatch.setattr(engine.guide.step, "add_request", lambda row, params, *_, **options: params and fail())
         assert not processor.add_request(0, SamplingParams(extra_args=guidance, ignore_eos=True))
-        assert message in caplog.text and not engine.guide._is_known[0]
+        assert not engine.guide._is_known[0]
+    assert "value_mode must be" in caplog.text and "on purpose" not in caplog.text and engine.guide.fallbacks == 2
 
 
 class Group:

@@ -213,6 +213,14 @@ class Guide:
         """End the guidance of requests, except for spans and token temperatures, which all ranks apply."""
         self._is_lost[slots] = True
 
+    def count_failure(self, what: str) -> None:
+        """Count the exception that is being handled. Only the first one is logged."""
+        if not self.fallbacks:
+            logger.exception("LenVM: %s. Further failures are only counted.", what)
+        self.fallbacks += 1
+        if self.report.metrics is not None:
+            self.report.metrics.fallbacks.inc()
+
     # --- a step ---
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -245,11 +253,7 @@ class Guide:
         try:
             tokens = self._draw(logits, part, is_last)
         except Exception:
-            if not self.fallbacks:
-                logger.exception("LenVM: a step failed; its requests lost guidance. Further failures are only counted.")
-            self.fallbacks += 1
-            if self.report.metrics is not None:
-                self.report.metrics.fallbacks.inc()
+            self.count_failure("a step failed; its requests lost guidance")
             self._lose(slots[self._is_known[slots]])
         if not self._needs_step[slots].any():
             return

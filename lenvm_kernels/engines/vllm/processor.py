@@ -147,7 +147,7 @@ class LenVMProcessor(LogitsProcessor):
             guidance = guidance_of(sampling_params, self._guide.settings)
             return self._guide.add_request(req_idx, sampling_params, guidance)
         except Exception:  # would end the engine
-            logger.exception("LenVM: a request cannot be guided")
+            self._guide.count_failure("a request could not be admitted and is unguided")
             return self._guide.add_request(req_idx, sampling_params, None)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
