@@ -165,9 +165,9 @@ def read_json(given: Any) -> Any:
 
 def _digits(field: Field, given: Any) -> int:
     """A token id, or its digits, because the keys of a JSON object are strings."""
-    if isinstance(given, bool) or not str(given).isdecimal() or not _is_token_id(token := int(given)):
-        raise field.rejected(given, f"contain {_TOKEN_IDS}")
-    return token
+    if isinstance(given, bool) or not str(given).isdecimal():
+        raise field.rejected(given, "contain token ids >= 0")
+    return int(given)
 
 
 _TOKEN_IDS = "token ids >= 0 and < 2**31"

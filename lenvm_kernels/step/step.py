@@ -123,12 +123,13 @@ class GuidedStep:
     ) -> None:
         """Add a request in a row of the slot table. The row is copied to the device at the next call.
 
-        For arguments and errors, see :meth:`GuidanceTable.add_request`. End tokens and token temperatures of ids
-        outside the vocabulary are ignored. Also raises ValueError for guidance that the value source does not support.
+        For arguments and errors, see :meth:`GuidanceTable.add_request`. End tokens outside int32, and token
+        temperatures of ids outside the vocabulary, are ignored. Also raises ValueError for guidance that the value
+        source does not support.
         """
         if not 0 <= table_row < self._state.padding_row:
             raise IndexError(f"table_row must be in [0, {self._state.padding_row}), got {table_row}")
-        eos_token_ids = {token for token in eos_token_ids if 0 <= token < self.config.vocab_size}
+        eos_token_ids = {token for token in eos_token_ids if 0 <= token < 2**31}
         params = self._fitted(params)
         self.values.add_request(table_row, params)
         answer = None if params is None else params.answer

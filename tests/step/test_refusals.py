@@ -194,8 +194,8 @@ def test_refused_requests(row, guidance, eos, message):
 def test_answer_has_the_default_stride_and_tokens_of_the_vocabulary():
     step = make_step(None, rows=3, max_scaled_tokens=1, value_stride=4)[0]
     given = {"thinking_budget": 5, "end_token_ids": [1], "target_length": 9}
-    given["token_temperature_scale"] = {2**31 - 1: 2.0}
-    step.add_request(1, parse_guidance(given), {EOS, VOCAB, 2**40})
+    given["token_temperature_scale"] = {10**30: 2.0}
+    step.add_request(1, parse_guidance(given), {EOS, -1, 2**40})
     step.flush()
     columns = step.table.columns
     answer = int(columns.answer_row[1])
